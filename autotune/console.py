@@ -16,6 +16,11 @@ Update = Callable[[int, int, str], None]
 """Called as update(done, total, note)."""
 
 
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share in per cent; a dash for None."""
+    return "-" if value is None else f"{100 * value:.{digits}f} %"
+
+
 class Console:
     """Prints to standard error: progress bars on a terminal, plain lines elsewhere."""
 

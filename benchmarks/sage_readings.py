@@ -21,7 +21,7 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
-from autotune.search.cost_tables import foreign_table
+from autotune.search.cost_tables import table_for_gpu
 from autotune.search.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.traces import record_traces
@@ -71,7 +71,7 @@ def main(
     # A threshold on the last token alone expands improbable paths too.
     bounds = bounds_for([parse_policy(tree) for tree in trees]).model_copy(update={"beam": 16, "beam_depth": 12})
     traces = record_traces(model_pool, [variant], workload, folder, console, bounds=bounds, jobs=jobs)
-    evaluator = Evaluator(traces, foreign_table(gpu, model_pool, [variant]))
+    evaluator = Evaluator(traces, table_for_gpu(gpu, model_pool, [variant]))
     rows = []
     for tree in trees:
         configuration = Configuration(tree=tree, draft=variant[0], subnet=variant[1])

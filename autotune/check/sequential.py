@@ -22,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata, wilcoxon
 
+from autotune.evaluation.looks import spent_share
+
 Floats = NDArray[np.float64]
 PAIRS_PER_LAUNCH = 5
 
@@ -57,9 +59,7 @@ class Design:
 
     def share(self, number: int) -> float:
         """Share of the error probabilities for the analysis ``number``, from 0."""
-        count = len(self.analyses)
-        spent = (number + 1) / (count * (count + 1) / 2) if self.spends else 1.0
-        return spent / self.num_workloads
+        return (spent_share(number, len(self.analyses)) if self.spends else 1.0) / self.num_workloads
 
     @property
     def max_pairs(self) -> int:

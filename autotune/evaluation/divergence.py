@@ -102,13 +102,13 @@ def flips(alone: Tensor, together: Tensor, noise: float) -> list[Divergence]:
         noise: by which each of two logits may be wrong. It is not taken from these logits, whose difference is at least half
             of the margin wherever an argmax flips.
     """
-    best, other = alone.argmax(-1), together.argmax(-1)
-    found = []
-    for index in (best != other).nonzero()[:, 0].tolist():
-        a, b = int(best[index]), int(other[index])
+    best_alone, best_together = alone.argmax(-1), together.argmax(-1)
+    divergences = []
+    for index in (best_alone != best_together).nonzero()[:, 0].tolist():
+        a, b = int(best_alone[index]), int(best_together[index])
         margin = float(alone[index, a].float() - alone[index, b].float())
-        found.append(Divergence(index=index, tokens=(a, b), margin=margin, noise=noise))
-    return found
+        divergences.append(Divergence(index=index, tokens=(a, b), margin=margin, noise=noise))
+    return divergences
 
 
 def largest_difference(alone: Tensor, together: Tensor) -> float:

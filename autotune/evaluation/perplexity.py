@@ -63,8 +63,8 @@ def quality(target: Target, inputs: dict[str, Any], tokens: list[int], sampler: 
     if sampler.needs_prefix:
         return Quality(perplexity, None)
     (prompt,) = target.encode(inputs).prompts
-    own = sampler.tokens(logits, len(prompt) + np.arange(len(tokens)))
-    return Quality(perplexity, float((own == np.array(tokens)).mean()))
+    expected = sampler.tokens(logits, len(prompt) + np.arange(len(tokens)))
+    return Quality(perplexity, float((expected == np.array(tokens)).mean()))
 
 
 def perplexity(target: Target, inputs: dict[str, Any], tokens: list[int]) -> float:

@@ -100,31 +100,19 @@ class ArmRunner:
         key = configuration.key
         if key not in self._decoders:
             draft = self.draft_of(configuration) if self.draft_of else self.decoder.draft
-            self._decoders[key] = self._configured_decoder(configuration, draft)
+            self._decoders[key] = self._decoder([_loaded(configuration, draft)])
         return DecoderArm(name, self._decoders[key], key=key)
 
     def prompt_lookup_arm(self) -> DecoderArm:
         """Drafts by n-grams of the prompt and the answer."""
         draft = RetrievalDraft(max_match=PROMPT_LOOKUP_MATCH)
-        decoder = self._configured_decoder(PROMPT_LOOKUP_CHAIN, draft)
+        decoder = self._decoder([_loaded(PROMPT_LOOKUP_CHAIN, draft)])
         return DecoderArm(PROMPT_LOOKUP, decoder, key=f"{PROMPT_LOOKUP}-{PROMPT_LOOKUP_CHAIN.key}")
 
     def uncoupled_arm(self, arm: DecoderArm) -> DecoderArm:
         """Decodes as ``arm`` does, without coupled sampling."""
         points = [point.uncoupled() for point in arm.decoder.points]
         return DecoderArm(arm.name + UNCOUPLED, self._decoder(points), key=arm.key + UNCOUPLED)
-
-    def _configured_decoder(self, configuration: Configuration, draft: Any) -> Decoder:
-        """A decoder by a configuration and its draft."""
-        point = LoadedPoint(
-            draft,
-            tree=configuration.tree,
-            visual_keep=configuration.visual_keep,
-            visual_ranking=configuration.subnet.visual_ranking,
-            verification=configuration.verification,
-            fallback=configuration.fallback,
-        )
-        return self._decoder([point])
 
     def _decoder(self, points: Sequence[LoadedPoint]) -> Decoder:
         """A decoder like the runner's own, with other points."""
@@ -174,12 +162,12 @@ class ArmRunner:
             is_late = deadline is not None and now + (now - started) / max(1, number) > deadline
             if number >= min_prompts and is_late:
                 break
-            found = {arm.name: known[arm.key, prompt.sha256] for arm in arms if (arm.key, prompt.sha256) in known}
-            if len(found) < len(arms):  # all arms of an interrupted prompt are measured again
-                found = self._run_prompt(arms, prompt, order)
-                self._write(comparison, found.values())
-            for arm in arms:
-                runs[arm.name].append(found[arm.name])
+            prompt_runs = {arm.name: known[arm.key, prompt.sha256] for arm in arms if (arm.key, prompt.sha256) in known}
+            if len(prompt_runs) < len(arms):  # all arms of an interrupted prompt are measured again
+                prompt_runs = self._run_prompt(arms, prompt, order)
+                self._write(comparison, prompt_runs.values())
+            for name, run in prompt_runs.items():
+                runs[name].append(run)
             if report is not None:
                 report(number + 1, len(workload.prompts))
         return runs
@@ -271,6 +259,18 @@ class ArmRunner:
     def _write(self, comparison: str, runs: Iterable[Run]) -> None:
         if self.ledger is not None:
             append_line(self.ledger, *({"comparison": comparison, **run.model_dump()} for run in runs))
+
+
+def _loaded(configuration: Configuration, draft: Any) -> LoadedPoint:
+    """The operating point of a configuration."""
+    return LoadedPoint(
+        draft,
+        tree=configuration.tree,
+        visual_keep=configuration.visual_keep,
+        visual_ranking=configuration.subnet.visual_ranking,
+        verification=configuration.verification,
+        fallback=configuration.fallback,
+    )
 
 
 def _histories(arm: Arm) -> list[RequestHistory]:

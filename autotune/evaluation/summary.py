@@ -54,7 +54,7 @@ def summarize(
     Raises:
         UserError: no answer has more than one token.
     """
-    ms, tokens, baseline_ms, baseline_tokens = _decoded(runs, baseline)
+    ms, tokens, baseline_ms, baseline_tokens = decoded_pairs(runs, baseline)
     if not len(ms):
         raise UserError("every answer has one token, so nothing was decoded that could be timed; raise max_new_tokens")
     total_ms = sum(run.decode_ms for run in runs)
@@ -65,9 +65,7 @@ def summarize(
     return Summary(
         name=name,
         speedup=speedup(runs, baseline),
-        ci95=bootstrap_ratio(
-            baseline_ms, ms, above_units=baseline_tokens, below_units=tokens, num_resamples=num_resamples, seed=seed
-        ),
+        ci95=time_ratio(baseline, runs, num_resamples=num_resamples, seed=seed),
         median_speedup=float(np.median((baseline_ms / baseline_tokens) / (ms / tokens))),
         tokens_per_second=1e3 * num_tokens / total_ms,
         tokens_per_round=num_tokens / rounds if rounds else None,
@@ -103,18 +101,30 @@ def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
 
     Time per token, not time: a lossy arm gains nothing by a shorter answer.
     """
-    ms, tokens, baseline_ms, baseline_tokens = _decoded(runs, baseline).sum(1)
+    ms, tokens, baseline_ms, baseline_tokens = decoded_pairs(runs, baseline).sum(1)
     return float((baseline_ms / baseline_tokens) / (ms / tokens)) if tokens else float("nan")
 
 
-def _decoded(runs: Sequence[Run], baseline: Sequence[Run]) -> NDArray[np.float64]:
-    """Decoding times and decoded tokens of runs and of their baseline, [4, prompts].
+def decoded_pairs(runs: Sequence[Run], baseline: Sequence[Run]) -> NDArray[np.float64]:
+    """Decoding times in ms and decoded tokens of runs and of their baseline, [4, prompts].
 
     Only prompts for which both answers have more than one token; the prefill emits the first.
     """
     rows = [(a.decode_ms, a.new_tokens - 1, b.decode_ms, b.new_tokens - 1) for a, b in zip(runs, baseline, strict=True)]
     columns = np.array(rows, np.float64).reshape(-1, 4).T
     return columns[:, (columns[1] > 0) & (columns[3] > 0)]
+
+
+def ms_per_token(runs: Sequence[Run]) -> float:
+    """Pooled decoding time per token after the first, in ms; infinite where nothing was decoded."""
+    ms, tokens, *_ = decoded_pairs(runs, runs).sum(1)
+    return float(ms / tokens) if tokens else math.inf
+
+
+def time_ratio(runs: Sequence[Run], baseline: Sequence[Run], **options: int) -> tuple[float, float]:
+    """95 % interval of the ratio of pooled decoding times per token of ``runs`` and of their baseline (``bootstrap_ratio``)."""
+    ms, tokens, baseline_ms, baseline_tokens = decoded_pairs(runs, baseline)
+    return bootstrap_ratio(ms, baseline_ms, above_units=tokens, below_units=baseline_tokens, **options)
 
 
 def bootstrap_ratio(
@@ -132,8 +142,8 @@ def bootstrap_ratio(
     """
     from scipy.stats import bootstrap  # takes a second to import
 
-    one = np.ones_like(above)
-    data = (above, below, one if above_units is None else above_units, one if below_units is None else below_units)
+    ones = np.ones_like(above)
+    data = (above, below, ones if above_units is None else above_units, ones if below_units is None else below_units)
 
     def ratio(
         a: NDArray[np.float64], b: NDArray[np.float64], p: NDArray[np.float64], q: NDArray[np.float64], axis: int
@@ -142,7 +152,7 @@ def bootstrap_ratio(
 
     if len(above) == 1:  # scipy refuses a single pair
         return (only := float(ratio(*data, axis=-1))), only
-    found = bootstrap(
+    interval = bootstrap(
         data, ratio, paired=True, vectorized=True, n_resamples=num_resamples, method="percentile", rng=seed
-    )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    ).confidence_interval
+    return float(interval.low), float(interval.high)

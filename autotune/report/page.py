@@ -7,7 +7,7 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
-from autotune.console import Console
+from autotune.console import Console, percent
 from autotune.files import require_writable, write_bytes
 from autotune.report.content import Content
 from autotune.report.plots import all_plots
@@ -64,7 +64,7 @@ def render(content: Content) -> str:
         "times": _times,
         "interval": _interval,
         "number": _number,
-        "percent": _percent,
+        "percent": percent,
         "signed": _signed,
         "minute": _minute,
         "heads": heads_label,
@@ -84,10 +84,6 @@ def _interval(value: tuple[float, float] | None) -> str:
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def _percent(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{100 * value:.{digits}f} %"
 
 
 def _signed(value: float | None) -> str:

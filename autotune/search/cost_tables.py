@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from autotune.console import Console
+from autotune.console import Console, percent
 from autotune.cost.block_log import BlockLog
 from autotune.cost.profiler import kv_lengths_for, measure_costs, shape_of
 from autotune.cost.roofline import estimate_table, find_limits
@@ -22,14 +22,14 @@ from autotune.files import content_key
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import check_mode
 from autotune.search.model_pool import ModelPool
+from autotune.search.thresholds import MAX_PRICED
 from autotune.study.ledger import Ledger, Record
 from autotune.workloads.workload import Workload
 
-MAX_PRICED = 8  # choices of heads of one draft that are all measured
 PRINTED_SIZES = (1, 4, 8, 16, 32, 64)  # tokens
 
 
-def foreign_table(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVariant], mode: str = AUTO) -> CostTable:
+def table_for_gpu(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVariant], mode: str = AUTO) -> CostTable:
     """The table of another device: its shipped measurement of these models, or an estimate from its datasheet and its
     measurements of other models.
 
@@ -95,7 +95,7 @@ def priced_variants(variants: Sequence[DraftVariant]) -> list[DraftVariant]:
 
 
 def _cut(subnet: Subnet) -> list[float]:
-    """The vocabulary in a content key, which subnets with the whole vocabulary do not have."""
+    """The vocabulary in a content key, which subnets with the full vocabulary do not have."""
     return [] if subnet.vocabulary is None else [subnet.vocabulary]
 
 
@@ -200,7 +200,7 @@ def print_table(table: CostTable, console: Console) -> None:
         latencies = surface.latency_ms(np.array(sizes, np.float64), np.array([middle], np.float64))[:, 0]
         cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(PRINTED_SIZES) - len(sizes))
         errors = surface.held_out_error, surface.uncertainty
-        rows.append([name, *cells, surface.model, *map(_percent, errors)])
+        rows.append([name, *cells, surface.model, *map(percent, errors)])
     anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
     mark = f" (estimated{anchors})" if table.estimated else ""
     threads = "" if table.threads is None else f", {table.threads} thread{'s' * (table.threads > 1)}"
@@ -218,7 +218,7 @@ def print_table(table: CostTable, console: Console) -> None:
         for o in [costs.overhead]
     }
     for text, part in other_parts.items():
-        held_out, total = _percent(part.held_out_error), _percent(part.uncertainty)
+        held_out, total = percent(part.held_out_error), percent(part.uncertainty)
         console.say(f"{text} (held-out error {held_out}, uncertainty {total})")
     for costs in table.drafts:
         if costs.num_parameters and costs.kv_bytes_per_token is not None:
@@ -234,8 +234,8 @@ def print_table(table: CostTable, console: Console) -> None:
         if by_part:
             worst = max(by_part, key=lambda part: by_part[part])
             console.say(
-                f"{kind}: median {_percent(float(np.median([*by_part.values()])))} over {len(by_part)} parts, "
-                f"largest {_percent(by_part[worst])} ({worst})"
+                f"{kind}: median {percent(float(np.median([*by_part.values()])))} over {len(by_part)} parts, "
+                f"largest {percent(by_part[worst])} ({worst})"
             )
     if not table.estimated:
         console.say(
@@ -243,7 +243,3 @@ def print_table(table: CostTable, console: Console) -> None:
         )
     if (contention := table.provenance.contention) is not None:
         console.say(contention.describe("while steps were timed"))
-
-
-def _percent(error: float | None) -> str:
-    return "-" if error is None else f"{100 * error:.1f} %"

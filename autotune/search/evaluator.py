@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.acceptance.replay import Replay, check_reach, plain_decode_ms, replay
 from autotune.acceptance.trace import Trace
-from autotune.cost.draft_costs import DraftCosts
 from autotune.cost.table import CostTable, DensePrices
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
-from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import Document
+from autotune.search.prices import SMALLEST, Constraints, TreePricing, largest_round_ms, memory_mib
 from autotune.search.sequoia import rank_acceptance, sequoia_trees
 from autotune.search.space import Dimension
-from autotune.search.tree_prices import TreePricing
+from autotune.search.thresholds import CONFIDENCE, CONFIRMING, DECODING_ERROR, MIN_SPLIT
 from autotune.trees.fallback import RoundPrice
-from autotune.trees.limits import MAX_LEVEL_STEP
 from autotune.trees.policy import Policy, parse_policy
 from autotune.trees.tree import MAX_STEP, Floats, Ints
+from autotune.workloads.workload import Workload
 
-SMALLEST = parse_policy({"policy": "chain", "depth": 1})
+DEVIATIONS = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+DECODE = "decode"
 
 
 class Candidate(Document):
@@ -50,72 +54,6 @@ class Candidate(Document):
     def rank(self) -> tuple[float, float, str]:
         """Sort key: the fastest first; of equally fast ones the smaller tree."""
         return self.ms_per_token, self.nodes_per_round, self.key
-
-
-@dataclass(frozen=True)
-class Constraints:
-    """Limits that a configuration must keep."""
-
-    max_round_ms: float | None = None
-    """Latency of the largest round that a policy can make: every level as wide, and the tree as large, as possible."""
-    max_draft_mib: float | None = None
-    """Memory of the draft: its own weights, and its KV cache at the longest prompt and answer with the largest tree."""
-
-    def check(self, round_ms: Iterable[float], draft_mib: Iterable[float | None]) -> None:
-        """Check that the limits are not below the shortest rounds and the smallest drafts.
-
-        Raises:
-            UserError: names the limit and the least value possible.
-        """
-        if (limit := self.max_round_ms) is not None and (least := min(round_ms)) > limit:
-            raise UserError(
-                f"--max-round-ms {limit:g} excludes every tree: a round with one draft token takes {least:.2f} ms; give more"
-            )
-        if (limit := self.max_draft_mib) is not None:
-            sizes = [size for size in draft_mib if size is not None]
-            if sizes and min(sizes) > limit:
-                raise UserError(
-                    f"--max-draft-mib {limit:g} excludes every draft: the smallest takes {min(sizes):.1f} MiB; "
-                    "give more, or name a smaller draft"
-                )
-
-    def check_table(self, table: CostTable) -> None:
-        """Check the limits at empty KV caches, before anything is recorded.
-
-        Raises:
-            UserError: as ``check``.
-        """
-        prices = (
-            table.prices(costs.draft, max_tokens=2, max_kv_length=0, subnet=Subnet(heads=costs.heads))
-            for costs in table.drafts
-        )
-        self.check(
-            (largest_round_ms(of_draft, SMALLEST) for of_draft in prices),
-            (memory_mib(costs, table.precision, 0) for costs in table.drafts),
-        )
-
-
-def largest_round_ms(prices: DensePrices, policy: Policy) -> float:
-    """Latency of the largest round that a policy can make, at the longest KV length that is priced."""
-    levels = policy.max_depth
-    num_full, rest = divmod(policy.max_width, MAX_LEVEL_STEP)
-    longest = prices.draft_level_ms[:, -1]
-    level_ms = num_full * longest[min(MAX_LEVEL_STEP, len(longest) - 1)] + longest[min(rest, len(longest) - 1)]
-    draft_ms = prices.draft_first_ms[1, -1] + (levels - 1) * level_ms
-    overhead_ms = (
-        prices.overhead_round_ms + levels * prices.overhead_level_ms + policy.max_nodes * prices.overhead_node_ms
-    )
-    return float(draft_ms + prices.verify_ms[policy.max_nodes + 1, -1] + overhead_ms)
-
-
-def memory_mib(costs: DraftCosts, precision: str, num_tokens: int) -> float | None:
-    """MiB of a draft's own weights and of its KV cache for ``num_tokens``; None where the cost table has no sizes."""
-    if costs.num_parameters is None or costs.kv_bytes_per_token is None:
-        return None
-    width: float = {"float32": 4, "float64": 8}.get(precision.partition(",")[0], 2)
-    if costs.shape is not None:
-        width = costs.shape.bytes_per_parameter
-    return (costs.num_parameters * width + costs.kv_bytes_per_token * num_tokens) / 2**20
 
 
 class Evaluator:
@@ -167,7 +105,7 @@ class Evaluator:
     def _prices_of(self, trace: Trace) -> DensePrices:
         draft, subnet = trace.header.draft, trace.header.subnet
         *costs, _ = self.table.costs_around(draft, subnet)
-        largest_level = min(one.draft_level.max_tokens for one in costs)
+        largest_level = min(draft_costs.draft_level.max_tokens for draft_costs in costs)
         max_tokens = min(MAX_STEP, self.table.verify.max_tokens, largest_level)
         return self.table.prices(draft, max_tokens=max_tokens, max_kv_length=self.max_kv_length, subnet=subnet)
 
@@ -231,7 +169,7 @@ class Evaluator:
         header = self.traces[variant].header
         *costs, weight = self.table.costs_around(header.draft, header.subnet)
         num_tokens = self.max_kv_length + policy.max_grown
-        low, high = (memory_mib(one, self.table.precision, num_tokens) for one in costs)
+        low, high = (memory_mib(draft_costs, self.table.precision, num_tokens) for draft_costs in costs)
         return None if low is None or high is None else (1 - weight) * low + weight * high
 
     def is_feasible(self, variant: DraftVariant, tree: Tree) -> bool:
@@ -278,7 +216,7 @@ class Evaluator:
         for trace in self.traces.values():
             _ = trace.packed  # computed once, before the threads need it
         with ThreadPoolExecutor(self.jobs) as pool:
-            return list(pool.map(lambda one: self.replay(one, prompts), configurations))
+            return list(pool.map(lambda c: self.replay(c, prompts), configurations))
 
     def prompt_ms(self, configurations: Sequence[Configuration]) -> Floats:
         """Predicted decoding times [configurations, prompts]."""
@@ -311,3 +249,114 @@ class Evaluator:
         budgets, depths = (dimensions[name].values or [] for name in ("budget", "depth"))
         trees = sequoia_trees(rank_acceptance(self.traces[variant]), budgets=budgets, depths=depths)
         return [tree.model_dump(mode="json") for tree in trees]
+
+
+@dataclass(frozen=True)
+class TuningPrompts:
+    """The tuning prompts, and their split: trees are chosen on some of them, and the choice is confirmed on the others.
+
+    The fastest of thousands of configurations on some prompts is partly the fastest by chance (the winner's curse). Prompts
+    that did not take part in the choice predict its speed without this bias.
+    """
+
+    workload: Workload
+    full: Evaluator
+    """Of all prompts."""
+    choosing: Evaluator
+    confirming: Evaluator
+    confirming_workload: Workload
+    """The prompts of ``confirming``, in its order."""
+
+    @classmethod
+    def of(cls, workload: Workload, evaluator: Evaluator) -> TuningPrompts:
+        """Split the prompts of an evaluator."""
+        if len(workload.prompts) < MIN_SPLIT:
+            return cls(workload, evaluator, evaluator, evaluator, workload)
+        is_confirming = confirms(evaluator.tasks)
+        chosen = np.flatnonzero(is_confirming)
+        prompts = tuple(workload.prompts[number] for number in chosen)
+        return cls(
+            workload,
+            evaluator,
+            evaluator.select(np.flatnonzero(~is_confirming)),
+            evaluator.select(chosen),
+            Workload(workload.name, workload.split, prompts),
+        )
+
+
+def confirms(tasks: Sequence[str]) -> NDArray[np.bool_]:
+    """Whether each prompt is a confirming one, [prompts]: every third of each task, and of the tasks with fewer prompts."""
+    seen: Counter[str] = Counter()
+    rare = {task for task, count in Counter(tasks).items() if count < CONFIRMING}
+    flags = []
+    for task in tasks:
+        name = "" if task in rare else task
+        flags.append(seen[name] % CONFIRMING == CONFIRMING - 1)
+        seen[name] += 1
+    return np.array(flags)
+
+
+# How far predictions may be off: by the choice of prompts, and by the errors of the cost table. Errors of the parts of a cost
+# table are taken as independent. Two configurations share most of them, so their ratio is known better than their speedups:
+# only the difference of their shares of time counts.
+
+
+def speedup_interval(
+    evaluator: Evaluator, configuration: Configuration, *, other_prompts: bool = False
+) -> tuple[float, float]:
+    """90 % interval of a predicted speedup on the evaluator's prompts, or on ``other_prompts`` like them."""
+    configuration = evaluator.resolve(configuration)
+    result = evaluator.replay(configuration)
+    shares = {DECODE: -1.0, **_shares(evaluator, configuration, result)}
+    variance = DECODING_ERROR**2 + _table_variance(evaluator, shares)
+    if other_prompts:
+        variance += _prompts_variance(evaluator.ar_ms, result.decode_ms)
+    speedup = float(evaluator.ar_ms.sum() / result.decode_ms.sum())
+    return _interval_around(speedup, variance)
+
+
+def ratio_interval(evaluator: Evaluator, configuration: Configuration, to: Configuration) -> tuple[float, float]:
+    """90 % interval of the ratio of two predicted decoding times, on prompts like the evaluator's."""
+    configuration, to = evaluator.resolve(configuration), evaluator.resolve(to)
+    result, to_result = evaluator.replay(configuration), evaluator.replay(to)
+    shares, to_shares = _shares(evaluator, configuration, result), _shares(evaluator, to, to_result)
+    differences = {part: shares.get(part, 0.0) - to_shares.get(part, 0.0) for part in shares | to_shares}
+    variance = _table_variance(evaluator, differences) + _prompts_variance(result.decode_ms, to_result.decode_ms)
+    return _interval_around(float(result.decode_ms.sum() / to_result.decode_ms.sum()), variance)
+
+
+def _interval_around(ratio: float, variance: float) -> tuple[float, float]:
+    half_width = DEVIATIONS * math.sqrt(variance)
+    return ratio * math.exp(-half_width), ratio * math.exp(half_width)
+
+
+def _shares(evaluator: Evaluator, configuration: Configuration, result: Replay) -> dict[str, float]:
+    """Share of each part of the cost table in the decoding time of a configuration, by the part's name in the table.
+
+    The draft's forward passes are one part, that of its levels: the first pass of a round is another level.
+    """
+    reference = evaluator.traces[configuration.draft or "", configuration.subnet].header.draft
+    costs, *_ = evaluator.table.costs_around(reference, configuration.subnet)
+    parts = {
+        "verify": result.verify_ms,
+        f"{costs.name}: draft_level": result.draft_ms,
+        f"{costs.name}: prefill": result.draft_prefill_ms,
+        f"{costs.draft.id}: overhead": result.overhead_ms,
+    }
+    total_ms = float(result.decode_ms.sum())
+    return {name: float(ms.sum()) / total_ms for name, ms in parts.items()}
+
+
+def _table_variance(evaluator: Evaluator, shares: Mapping[str, float]) -> float:
+    """Variance of the logarithm of a time, or of a ratio, with these shares of the parts."""
+    errors = evaluator.table.uncertainties
+    return sum((share * errors.get(part, 0.0)) ** 2 for part, share in shares.items())
+
+
+def _prompts_variance(above: Floats, below: Floats) -> float:
+    """Variance of the logarithm of a ratio of sums over prompts (Taylor linearization)."""
+    count = len(above)
+    if count < 2:
+        return 0.0
+    residuals = above / above.sum() - below / below.sum()
+    return float(count / (count - 1) * (residuals**2).sum())

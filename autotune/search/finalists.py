@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
+from typing import Any
 
 import numpy as np
 
@@ -16,22 +18,27 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.documents.subnet import Subnet
+from autotune.evaluation.race import Race, race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run
-from autotune.evaluation.summary import bootstrap_ratio, summarize
-from autotune.search.elimination import PROMPTS_PER_ROUND, Elimination, eliminate
-from autotune.search.evaluator import Candidate, Evaluator
+from autotune.evaluation.summary import ms_per_token, speedup, summarize, time_ratio
+from autotune.search.evaluator import Candidate, Evaluator, TuningPrompts, ratio_interval, speedup_interval
 from autotune.search.model_pool import ModelPool
-from autotune.search.uncertainty import ratio_interval, speedup_interval
+from autotune.search.thresholds import (
+    MAX_PASSES,
+    MAX_SIMILAR,
+    MAX_TIE,
+    MIN_PROMPTS,
+    NUM_CONFIRMED,
+    NUM_CONFIRMED_OF_KIND,
+    RISK,
+    ROUNDS,
+)
 from autotune.study.document import Finalist, MeasuredDefault
-from autotune.trees.limits import Floats
 from autotune.trees.policy import parse_policy
-from autotune.workloads.workload import Workload
 
 NAMES = [*ascii_uppercase, *map("".join, itertools.product(ascii_uppercase, repeat=2))]  # of rows: A to Z, AA, AB, ...
-MAX_SIMILAR = 2  # finalists with the same draft and policy
-NUM_CONFIRMED, NUM_CONFIRMED_OF_KIND = 64, 8
-MAX_TIE = 1.005  # ratio of speedups
+MAX_WARM_UP_S = 1.0
 
 
 def published_defaults(model_pool: ModelPool) -> dict[str, Configuration]:
@@ -96,98 +103,126 @@ class MeasuredFinalists:
     """The fastest of all, by estimates for all tuning prompts."""
     finalists: list[Finalist]
     defaults: list[MeasuredDefault]
-    best_defaults: list[str]
-    """Names of the defaults that are not significantly slower than the fastest default, which is first."""
+    best_defaults: dict[str, Configuration]
+    """The defaults that are not significantly slower than the fastest default, which is first."""
+
+    def speedup(self, configuration: Configuration) -> float:
+        """The measured speedup of a finalist or default."""
+        speedups = {finalist.configuration.key: finalist.speedup for finalist in self.finalists}
+        return (speedups | {default.configuration.key: default.speedup for default in self.defaults})[configuration.key]
 
 
 def measure_finalists(
-    finalists: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     defaults: Mapping[str, Configuration],
     runner: ArmRunner,
-    evaluator: Evaluator,
-    every: Evaluator,
-    prompts: Workload,
+    prompts: TuningPrompts,
     console: Console,
     *,
     seed: int,
     deadline: float,
-    prompts_per_round: int = PROMPTS_PER_ROUND,
 ) -> MeasuredFinalists:
-    """Run finalists and published defaults until the fastest is known or the time is over.
+    """Run finalists, with their fallbacks, and published defaults on confirming prompts until the fastest is known or the time
+    is over. Where the time is short, fewer of them run: the fastest by prediction.
 
     Args:
-        every: an evaluator of more prompts, on which finalists that measure alike are told apart.
-        prompts: the first of those that ``evaluator`` has replayed.
+        candidates: the fastest first.
         deadline: of ``time.monotonic``.
-        prompts_per_round: number of prompts between two interim analyses.
     """
-    by_arm = {f"finalist {number}": candidate for number, candidate in enumerate(finalists, start=1)}
-    arms = [runner.arm(name, candidate.configuration) for name, candidate in by_arm.items()]
+    confirming = prompts.confirming
+    finalists = {
+        f"finalist {number}": confirming.with_fallback(candidate)
+        for number, candidate in enumerate(candidates, start=1)
+    }
+    prompts_per_block, fitting, fitting_defaults = _fitting(finalists, defaults, confirming, deadline)
+    if len(fitting) + len(fitting_defaults) < len(finalists) + len(defaults):
+        console.say(
+            f"in the time left, {len(fitting)} of {len(finalists)} finalists and {len(fitting_defaults)} of "
+            f"{len(defaults)} published defaults are measured"
+        )
     with console.stage("finalists, measured") as update:
-        elimination = eliminate(
+        measured = race(
             runner,
-            arms,
-            prompts,
-            defaults=[runner.arm(name, configuration) for name, configuration in defaults.items()],
-            prompts_per_round=prompts_per_round,
+            [runner.arm(name, candidate.configuration) for name, candidate in fitting.items()],
+            prompts.confirming_workload,
+            always=[runner.plain],
+            defaults=[runner.arm(name, default) for name, default in fitting_defaults.items()],
+            risk=RISK,
+            prompts_per_block=prompts_per_block,
+            min_prompts=MIN_PROMPTS,
+            passes=MAX_PASSES,
             seed=seed,
             deadline=deadline,
             report=lambda done, of: update(done, of, ""),
         )
-    results = [
-        _finalist(
-            candidate, elimination.runs[name], elimination, evaluator, is_eliminated=name not in elimination.remaining
-        )
-        for name, candidate in by_arm.items()
+    results = {name: _finalist(name, candidate, measured, confirming) for name, candidate in fitting.items()}
+    default_results = [
+        MeasuredDefault(name=name, **_measurement(name, configuration, measured))
+        for name, configuration in fitting_defaults.items()
     ]
-    measured_defaults = []
-    for name, configuration in defaults.items():
-        own = elimination.runs[name]
-        summary = summarize(name, own, elimination.runs[AR][: len(own)])
-        measured_defaults.append(
-            MeasuredDefault(
-                name=name,
-                configuration=configuration,
-                speedup=summary.speedup,
-                ci95=summary.ci95,
-                num_runs=len(own),
-                is_eliminated=name not in elimination.remaining_defaults,
-            )
-        )
-    print_finalists(results, measured_defaults, evaluator, console)
-    num_runs, num_prompts = len(elimination.runs[AR]), len(evaluator.tasks)
-    order = np.arange(num_runs) % min(num_prompts, len(prompts.prompts))
-    ratio = sum(run.decode_ms for run in elimination.runs[AR]) / evaluator.ar_ms[order].sum()
+    print_finalists([*results.values()], default_results, confirming, console)
+    plain = measured.runs[AR]
+    order = np.arange(len(plain)) % len(confirming.tasks)
+    ratio = sum(run.decode_ms for run in plain) / confirming.ar_ms[order].sum()
     console.say(f"plain decoding took {ratio:.2f} times as long as the cost table predicts")
-    configurations = {name: candidate.configuration for name, candidate in by_arm.items()} | dict(defaults)
-    estimates = {
-        name: every.evaluate(finalist.configuration).speedup * finalist.speedup / finalist.predicted_speedup
-        for name, finalist in zip(by_arm, results, strict=True)
+    best_defaults = {name: defaults[name] for name in measured.remaining_defaults}
+    name = winner_of(measured, {name: estimate(finalist, prompts.full) for name, finalist in results.items()})
+    winner = results[name].configuration if name in results else defaults[name]
+    return MeasuredFinalists(winner, [*results.values()], default_results, best_defaults)
+
+
+def _fitting(
+    finalists: Mapping[str, Candidate], defaults: Mapping[str, Configuration], confirming: Evaluator, deadline: float
+) -> tuple[int, dict[str, Candidate], dict[str, Configuration]]:
+    """The largest of ``ROUNDS`` whose first block fits into the time: prompts of a block, finalists and defaults."""
+    ranked = sorted(
+        defaults, key=lambda name: (not confirming.can_replay(d := defaults[name]), -predicted_speedup(d, confirming))
+    )
+    for prompts_per_block, num_finalists, num_defaults in ROUNDS:
+        fitting = dict(itertools.islice(finalists.items(), num_finalists))
+        fitting_defaults = {name: c for name, c in defaults.items() if name in ranked[:num_defaults]}
+        configurations = [*(candidate.configuration for candidate in fitting.values()), *fitting_defaults.values()]
+        if _block_s(configurations, confirming, prompts_per_block) <= deadline - time.monotonic():
+            break
+    return prompts_per_block, fitting, fitting_defaults
+
+
+def _block_s(configurations: Sequence[Configuration], confirming: Evaluator, num_prompts: int) -> float:
+    """Predicted duration of runs of plain decoding and of these configurations, with their warm-ups, in seconds."""
+    trace = next(iter(confirming.traces.values()))
+    prefill_ms = confirming.table.prefill.ms(trace.prompt_length, trace.num_visual_tokens > 0)
+    prefill_s, plain_s = float(np.mean(prefill_ms)) / 1e3, float(confirming.ar_ms.mean()) / 1e3
+    decode_s = [plain_s, *(plain_s / predicted_speedup(c, confirming) for c in configurations)]
+    return sum(num_prompts * (prefill_s + s) + prefill_s + min(MAX_WARM_UP_S, s) for s in decode_s)
+
+
+def predicted_speedup(configuration: Configuration, evaluator: Evaluator) -> float:
+    """The predicted speedup, or 1 where no trace has the configuration's draft variant."""
+    return evaluator.evaluate(configuration).speedup if evaluator.can_replay(configuration) else 1.0
+
+
+def _measurement(name: str, configuration: Configuration, measured: Race) -> dict[str, Any]:
+    """The fields of a document on an arm of the race."""
+    runs = measured.runs[name]
+    summary = summarize(name, runs, measured.runs[AR][: len(runs)])
+    return {
+        "configuration": configuration,
+        "speedup": summary.speedup,
+        "ci95": summary.ci95,
+        "num_runs": len(runs),
+        "is_eliminated": name not in {*measured.remaining, *measured.remaining_defaults},
     }
-    winner = _winner(elimination, estimates)
-    return MeasuredFinalists(configurations[winner], results, measured_defaults, elimination.remaining_defaults)
 
 
-def _finalist(
-    candidate: Candidate, runs: Sequence[Run], elimination: Elimination, evaluator: Evaluator, *, is_eliminated: bool
-) -> Finalist:
+def _finalist(name: str, candidate: Candidate, measured: Race, evaluator: Evaluator) -> Finalist:
     """A finalist's result, with its prediction for the prompts that were run, over and over.
 
     Predicted speedups, not times: a machine that has become slower since its cost table was measured is slower with and
     without a draft.
     """
-    summary = summarize("finalist", runs, elimination.runs[AR][: len(runs)])
-    configuration = candidate.configuration
-    predicted, interval90 = _prediction(evaluator, configuration, len(runs))
-    return Finalist(
-        configuration=configuration,
-        predicted_speedup=predicted,
-        interval90=interval90,
-        speedup=summary.speedup,
-        ci95=summary.ci95,
-        num_runs=len(runs),
-        is_eliminated=is_eliminated,
-    )
+    predicted, interval90 = _prediction(evaluator, candidate.configuration, len(measured.runs[name]))
+    measurement = _measurement(name, candidate.configuration, measured)
+    return Finalist(predicted_speedup=predicted, interval90=interval90, **measurement)
 
 
 def _prediction(evaluator: Evaluator, configuration: Configuration, num_runs: int) -> tuple[float, tuple[float, float]]:
@@ -200,36 +235,43 @@ def _prediction(evaluator: Evaluator, configuration: Configuration, num_runs: in
     return predicted, (low * scale, high * scale)
 
 
-def _winner(elimination: Elimination, estimates: Mapping[str, float]) -> str:
+def estimate(finalist: Finalist, evaluator: Evaluator) -> float:
+    """Speedup of a finalist on the evaluator's prompts: the predicted one, times measured over predicted speedup on the prompts
+    that were run (a ratio estimator). Few prompts are run, and they differ more than the predictions err.
+    """
+    return evaluator.evaluate(finalist.configuration).speedup * finalist.speedup / finalist.predicted_speedup
+
+
+def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
     """The finalist with the highest estimate, of those that are not significantly slower than the fastest arm and not slower than
     a default; of estimates within ``MAX_TIE``, that of the smallest trees. The fastest default where one is faster than every finalist.
 
+    Speeds are times per token, so that a shorter answer is no gain.
+
     Args:
-        estimates: speedup of every finalist on all replayed prompts: the predicted one, times measured over predicted speedup on
-            the prompts that were run (a ratio estimator). Few prompts are run, and they differ more than the predictions err.
+        estimates: speedup of every finalist on all replayed prompts (``estimate``).
     """
-    runs = elimination.runs
-    ms = {
-        name: np.array([run.decode_ms for run in runs[name]])
-        for name in (*elimination.remaining, *elimination.remaining_defaults)
-    }
-    fastest = min(ms, key=lambda name: float(ms[name].mean()))
+    defaults = {name: measured.runs[name] for name in measured.remaining_defaults}
+    finalists = {name: measured.runs[name] for name in measured.remaining}
+    fastest_name, fastest = min((finalists | defaults).items(), key=lambda arm: ms_per_token(arm[1]))
 
-    def on_common_runs(name: str, other: str) -> tuple[Floats, Floats]:
-        count = min(len(ms[name]), len(ms[other]))  # defaults that were eliminated late have fewer
-        return ms[name][:count], ms[other][:count]
+    def is_open(runs: Sequence[Run]) -> bool:
+        # Arms that left late have fewer runs.
+        is_behind = any(speedup(*_common(runs, default)) < 1.0 for default in defaults.values())
+        return not is_behind and time_ratio(*_common(runs, fastest))[0] <= 1.0
 
-    def is_open(name: str) -> bool:
-        beside_defaults = [on_common_runs(name, default) for default in elimination.remaining_defaults]
-        is_behind = any(own.sum() > others.sum() for own, others in beside_defaults)
-        return not is_behind and bootstrap_ratio(*on_common_runs(name, fastest))[0] <= 1.0
-
-    open_finalists = [name for name in elimination.remaining if is_open(name)]
+    open_finalists = [name for name, runs in finalists.items() if is_open(runs)]
     if not open_finalists:
-        return fastest
+        return fastest_name
     best = max(estimates[name] for name in open_finalists)
     tied = [name for name in open_finalists if estimates[name] * MAX_TIE >= best]
-    return min(tied, key=lambda name: _nodes_per_round(runs[name]))
+    return min(tied, key=lambda name: _nodes_per_round(finalists[name]))
+
+
+def _common(runs: Sequence[Run], others: Sequence[Run]) -> tuple[Sequence[Run], Sequence[Run]]:
+    """The runs of two arms on the prompts that both have run."""
+    count = min(len(runs), len(others))
+    return runs[:count], others[:count]
 
 
 def _nodes_per_round(runs: Sequence[Run]) -> float:
@@ -240,42 +282,28 @@ def print_finalists(
     finalists: Sequence[Finalist], defaults: Sequence[MeasuredDefault], evaluator: Evaluator, console: Console
 ) -> None:
     """Print predicted and measured speedups, and the configurations below the table."""
-    named = dict(zip(NAMES, finalists, strict=False))
-    rows = [
-        [
-            name,
-            f"{finalist.predicted_speedup:.2f}x",
-            _interval(finalist.interval90),
-            f"{finalist.speedup:.2f}x",
-            _interval(finalist.ci95),
-            f"{100 * finalist.prediction_error:+.1f} %",
-            f"{finalist.num_runs}" + (", eliminated" if finalist.is_eliminated else ""),
-        ]
-        for name, finalist in named.items()
-    ]
-    for default in defaults:
-        predicted, interval90 = None, None
-        if evaluator.can_replay(default.configuration):
-            predicted, interval90 = _prediction(evaluator, default.configuration, default.num_runs)
+    arms: dict[str, Finalist | MeasuredDefault] = dict(zip(NAMES, finalists, strict=False))
+    arms |= {default.name: default for default in defaults}
+    rows = []
+    for name, measured in arms.items():
+        prediction = ["-", "-", "-"]
+        if evaluator.can_replay(measured.configuration):
+            predicted, (low, high) = _prediction(evaluator, measured.configuration, measured.num_runs)
+            error = f"{100 * (predicted / measured.speedup - 1):+.1f} %"
+            prediction = [f"{predicted:.2f}x", f"{low:.2f}-{high:.2f}", error]
         rows.append(
             [
-                default.name,
-                "-" if predicted is None else f"{predicted:.2f}x",
-                _interval(interval90),
-                f"{default.speedup:.2f}x",
-                _interval(default.ci95),
-                "-" if predicted is None else f"{100 * (predicted / default.speedup - 1):+.1f} %",
-                f"{default.num_runs}" + (", eliminated" if default.is_eliminated else ""),
+                name,
+                *prediction[:2],
+                f"{measured.speedup:.2f}x",
+                f"{measured.ci95[0]:.2f}-{measured.ci95[1]:.2f}",
+                prediction[2],
+                f"{measured.num_runs}" + (", eliminated" if measured.is_eliminated else ""),
             ]
         )
     columns = ["finalist or default", "predicted", "90 % interval", "measured", "95 % CI", "prediction error", "runs"]
     console.table("Finalists and published defaults on tuning prompts", columns, rows)
-    labels = {name: finalist.configuration.label for name, finalist in named.items()}
-    print_labels(labels | {default.name: default.configuration.label for default in defaults}, console)
-
-
-def _interval(ends: tuple[float, float] | None) -> str:
-    return "-" if ends is None else f"{ends[0]:.2f}-{ends[1]:.2f}"
+    print_labels({name: measured.configuration.label for name, measured in arms.items()}, console)
 
 
 def print_labels(labels: Mapping[str, str], console: Console) -> None:

@@ -3,93 +3,141 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 from autotune.console import Console
-from autotune.documents.decoding_profile import AR, HF, TUNED, Gain
-from autotune.evaluation.arms import Arm, HuggingFaceArm
+from autotune.documents.configuration import Configuration, configuration_of
+from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile, Gain
+from autotune.evaluation.arms import DecoderArm, HuggingFaceArm
+from autotune.evaluation.race import race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run
 from autotune.evaluation.summary import Summary, summarize
-from autotune.search.elimination import MIN_PROMPTS, PROMPTS_PER_ROUND, not_slower
+from autotune.runtime.load import decoder_for
+from autotune.search.evaluator import Evaluator
 from autotune.search.finalists import print_labels
+from autotune.search.model_pool import ModelPool
+from autotune.search.thresholds import HELD_OUT_PROMPTS, MIN_PROMPTS, RISK
+from autotune.study.document import RUNS
 from autotune.workloads.workload import Workload
 
 ALL = "all"
 """Stands for the prompts of all tasks in tables of gains."""
 
 
-def run_held_out(
-    runner: ArmRunner,
-    tuned: Arm,
-    defaults: Sequence[Arm],
+@dataclass(frozen=True)
+class Evaluation:
+    """Runs of a profile and of the arms beside it on held-out prompts."""
+
+    runs: Mapping[str, Sequence[Run]]
+    """By arm name, the profile last."""
+    configurations: Mapping[str, Configuration | None]
+    """Of every arm; None for arms without one. That of the profile is its last operating point's."""
+    predicted: Mapping[str, float]
+    """Speedups of the arms that can be replayed. A profile of several operating points has none."""
+    best_default: str | None
+    """The default that was fastest."""
+
+    @cached_property
+    def summaries(self) -> dict[str, Summary]:
+        return {name: summarize(name, runs, self.runs[AR][: len(runs)]) for name, runs in self.runs.items()}
+
+    @cached_property
+    def gains(self) -> list[Gain]:
+        """The speedup of the profile over plain decoding, Hugging Face and the best default, by task and over all prompts."""
+        gains = []
+        for over in filter(None, (AR, HF, self.best_default)):
+            pairs = list(zip(self.runs[TUNED], self.runs[over], strict=True))
+            tasks = list(dict.fromkeys(run.task or "" for run, _ in pairs))
+            for task in (*(tasks if len(tasks) > 1 else ()), ALL):
+                task_pairs = [pair for pair in pairs if task in (ALL, pair[0].task)]
+                if not any(run.new_tokens > 1 and base.new_tokens > 1 for run, base in task_pairs):
+                    continue  # nothing was decoded after the first token
+                summary = summarize(TUNED, *map(list, zip(*task_pairs, strict=True)))
+                gains.append(
+                    Gain(task=task, over=over, speedup=summary.speedup, ci95=summary.ci95, num_prompts=len(task_pairs))
+                )
+        return gains
+
+
+def evaluate_profile(
+    profile: DecodingProfile,
+    defaults: Mapping[str, Configuration],
+    model_pool: ModelPool,
+    evaluator: Evaluator,
     workload: Workload,
+    folder: Path,
     console: Console,
     *,
     seed: int,
     deadline: float,
-) -> tuple[dict[str, list[Run]], str | None]:
+) -> Evaluation:
     """Run the profile, plain decoding, Hugging Face and the defaults on held-out prompts until the deadline.
 
-    Defaults leave as in ``eliminate``: when they are significantly slower than the fastest of them.
-
     Args:
-        defaults: those that may be the best one.
+        defaults: published defaults that may be the best one. They leave when they are significantly slower than the fastest.
+        evaluator: predicts the speedups of the arms.
+        folder: keeps the runs.
         deadline: of ``time.monotonic``. After ``MIN_PROMPTS`` prompts, no prompt is begun that would end later.
-
-    Returns the runs by arm name, and the name of the default that was fastest.
     """
-    always = [runner.plain, HuggingFaceArm(HF, runner.decoder.target.model, threads=runner.decoder.threads), tuned]
-    left = [arm.name for arm in defaults]
-    runs: dict[str, list[Run]] = {arm.name: [] for arm in (*always, *defaults)}
-    prompts = workload.prompts
+    runner = _runner(profile, model_pool, folder)
+    decoder = runner.decoder
+    last = configuration_of(profile.point)
+    tuned = DecoderArm(TUNED, decoder, key=last.key if last else TUNED)
     with console.stage("evaluation, measured") as update:
-        for begin in range(0, len(prompts), PROMPTS_PER_ROUND):
-            part = Workload(workload.name, workload.split, prompts[begin : begin + PROMPTS_PER_ROUND])
-
-            def report(done: int, _: int, begin: int = begin) -> None:
-                update(begin + done, len(prompts), "")
-
-            found = runner.compare(
-                [*always, *(arm for arm in defaults if arm.name in left)],
-                part,
-                seed=seed + begin,
-                deadline=deadline,
-                min_prompts=MIN_PROMPTS if begin == 0 else 0,
-                keep_memory=begin > 0,
-                report=report,
-            )
-            for name, more in found.items():
-                runs[name] += more
-            if len(found[AR]) < len(part.prompts):
-                break
-            left = not_slower(runs, left, left) if left else []
-    best = min(left, key=lambda name: sum(run.decode_ms for run in runs[name]), default=None)
-    return runs, best
-
-
-def gains_of(runs: Mapping[str, Sequence[Run]], best_default: str | None) -> list[Gain]:
-    """The speedup of the profile over plain decoding, Hugging Face and the best default, by task and over all prompts."""
-    gains = []
-    for other in (AR, HF, *([] if best_default is None else [best_default])):
-        pairs = list(zip(runs[TUNED], runs[other], strict=True))
-        tasks = list(dict.fromkeys(run.task or "" for run, _ in pairs))
-        for task in (*(tasks if len(tasks) > 1 else ()), ALL):
-            own = [pair for pair in pairs if task == ALL or pair[0].task == task]
-            if not any(run.new_tokens > 1 and base.new_tokens > 1 for run, base in own):
-                continue  # nothing was decoded after the first token
-            summary = summarize(TUNED, *map(list, zip(*own, strict=True)))
-            gains.append(Gain(task=task, over=other, speedup=summary.speedup, ci95=summary.ci95, num_prompts=len(own)))
-    return gains
+        measured = race(
+            runner,
+            [],
+            workload,
+            always=[runner.plain, HuggingFaceArm(HF, decoder.target.model, threads=decoder.threads), tuned],
+            defaults=[runner.arm(name, default) for name, default in defaults.items()],
+            risk=RISK,
+            prompts_per_block=HELD_OUT_PROMPTS,
+            min_prompts=MIN_PROMPTS,
+            ends=lambda _: False,
+            seed=seed,
+            deadline=deadline,
+            report=lambda done, of: update(done, of, ""),
+        )
+    configurations = {AR: None, HF: None, **defaults, TUNED: last}
+    replayable = {name: c for name, c in configurations.items() if c is not None and evaluator.can_replay(c)}
+    if len(profile.points) > 1:
+        replayable.pop(TUNED, None)
+    return Evaluation(
+        runs={name: measured.runs[name] for name in configurations},
+        configurations=configurations,
+        predicted={name: evaluator.evaluate(configuration).speedup for name, configuration in replayable.items()},
+        best_default=next(iter(measured.remaining_defaults), None),
+    )
 
 
-def print_comparison(
-    summaries: Mapping[str, Summary], predicted: Mapping[str, float], labels: Mapping[str, str], console: Console
-) -> None:
-    """Print every arm's figures, and the configurations below the table."""
+def _runner(profile: DecodingProfile, model_pool: ModelPool, folder: Path) -> ArmRunner:
+    """A runner of arms beside the decoder of a profile."""
+    decoder = decoder_for(
+        profile,
+        model_pool.target,
+        lambda choice: model_pool.draft(choice.id, choice.subnet),
+        processor=model_pool.processor,
+    )
+    points = [point.model_dump(mode="json") for point in profile.points]
+    return ArmRunner(
+        decoder,
+        model_pool.processor,
+        ledger=folder / RUNS,
+        context=[model_pool.key, profile.threads, profile.prefill_threads, points],
+        draft_of=model_pool.draft_of,
+    )
+
+
+def print_evaluation(evaluation: Evaluation, num_points: int, console: Console) -> None:
+    """Print every arm's figures, the configurations below the table, and what tuning gained, by task."""
+    summaries, plain = evaluation.summaries, evaluation.summaries[AR]
     rows = [
         [
             name,
-            f"{predicted[name]:.2f}x" if name in predicted else "-",
+            f"{evaluation.predicted[name]:.2f}x" if name in evaluation.predicted else "-",
             f"{summary.speedup:.2f}x",
             f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}",
             f"{summary.tokens_per_round:.2f}" if summary.tokens_per_round else "-",
@@ -99,17 +147,18 @@ def print_comparison(
         ]
         for name, summary in summaries.items()
     ]
-    plain = summaries[AR]
     console.table(
         f"Evaluation on {plain.num_prompts} held-out prompts, {plain.num_tokens} tokens",
         ["arm", "predicted", "measured", "95 % CI", "M", "tokens/s", "prompts", "same output"],
         rows,
         emphasised=len(rows) - 1,
     )
-    print_labels(labels, console)
+    labels = {name: configuration.label for name, configuration in evaluation.configurations.items() if configuration}
+    print_labels(labels | ({TUNED: f"{num_points} operating points"} if num_points > 1 else {}), console)
+    _print_gains(evaluation.gains, evaluation.best_default, console)
 
 
-def print_gains(gains: Sequence[Gain], best_default: str | None, console: Console) -> None:
+def _print_gains(gains: Sequence[Gain], best_default: str | None, console: Console) -> None:
     """Print what tuning gained, by task, with 95 % intervals."""
     over = {AR: "over plain decoding", HF: "over Hugging Face", best_default: f"over {best_default}, the best default"}
     columns = [name for name in over if any(gain.over == name for gain in gains)]

@@ -34,7 +34,7 @@ from autotune.search.space import SearchSpace
 from autotune.search.worker_pool import MAX_WORKERS, WorkerPool
 
 MEMORY_SHARE = 0.5  # of the free memory, for workers
-PROCESS_BYTES = 1 << 30  # of a worker beside its weights: torch, and processed prompts
+PROCESS_BYTES = 1 << 30  # of a worker in addition to its weights: torch, and processed prompts
 
 
 class ModelPoolArguments(NamedTuple):
@@ -124,7 +124,7 @@ class ModelPool:
             yield pool
 
     def worker_limits(self, jobs: int | None) -> tuple[int, int]:
-        """Number of workers beside this process, and of CPU threads for each, as far as memory allows; no workers on an
+        """Number of workers in addition to this process, and of CPU threads for each, as far as memory allows; no workers on an
         accelerator.
         """
         cores = self.arguments.num_threads

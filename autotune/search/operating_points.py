@@ -18,17 +18,18 @@ from numpy.typing import NDArray
 
 from autotune.documents.condition import Condition, Range
 from autotune.search.evaluator import Candidate, Evaluator
+from autotune.search.thresholds import (
+    LENGTH_QUANTILES,
+    MIN_GAIN,
+    MIN_REQUESTS,
+    NUM_SPLITS,
+    POINT_RISK,
+    WORKLOAD_ADVANTAGE,
+)
 from autotune.trees.limits import Floats, Ints
 from autotune.workloads.workload import Workload
 
 Flags = NDArray[np.bool_]
-
-MIN_GAIN = 0.02  # share of the decoding time that a point must save
-MIN_REQUESTS = 6  # of a group
-RISK = 0.05  # that any group gets a point by chance
-NUM_SPLITS = 50
-LENGTH_QUANTILES = (0.25, 0.5, 0.75)  # of lengths: candidates for the boundary between short and long
-WORKLOAD_ADVANTAGE = 1.5  # times the savings of other groupings, from which a grouping by workload is worth its tags
 
 
 class Group(NamedTuple):
@@ -126,7 +127,7 @@ def choose_points(
     }  # points and saved ms, by whether requests need tags
     sizes = [int(group.is_member.sum()) for grouping in groupings for group in grouping]
     num_tried = max(1, sum(size >= min_requests for size in sizes))
-    min_deviations = NormalDist().inv_cdf(1 - RISK / num_tried)
+    min_deviations = NormalDist().inv_cdf(1 - POINT_RISK / num_tried)
     for grouping in groupings:
         points, saved_ms = [], 0.0
         for group in grouping:

@@ -22,24 +22,23 @@ from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.execution import EAGER
 from autotune.files import content_key, write_table
-from autotune.search.cost_tables import foreign_table, local_table, priced_variants, print_table
-from autotune.search.evaluator import Constraints, Evaluator
+from autotune.search.cost_tables import local_table, priced_variants, print_table, table_for_gpu
+from autotune.search.evaluator import Evaluator, TuningPrompts
 from autotune.search.model_pool import ModelPool
-from autotune.search.plan import STAGES, UNTIMED_STAGES, Plan, SearchSize, StageClock, make_plan, measure_rates
+from autotune.search.plan import UNTIMED_STAGES, Plan, SearchSize, StageClock, make_plan, measure_rates
+from autotune.search.prices import Constraints
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.screening import measure, print_screened, screen, survivors
 from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, largest_policies, load_space
+from autotune.search.thresholds import CONFIRMING, MIN_TREE_SEARCH_S, STAGES
 from autotune.search.traces import print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, print_calibrations, search_trees
-from autotune.search.tuning_prompts import CONFIRMING, TuningPrompts
 from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, StudyDraft
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record
 from autotune.trees.policy import POLICIES
-from autotune.workloads.workload import Workload, load_workload
-
-MIN_TREE_SEARCH_S = 5.0  # even past the deadline
+from autotune.workloads.workload import load_workload
 
 
 def search(settings: SearchSettings, console: Console, *, started: float | None = None) -> DecodingProfile:
@@ -159,19 +158,18 @@ class _SearchRun:
             return make_plan(size, rates, seconds=settings.budget_s, spent_s=spent_s).model_dump(mode="json")
 
         documents = [pool.key, settings.budget_s, self.tune.sha256, self.evaluate.sha256, asdict(size)]
-        self.plan = Plan.model_validate(self.decided("plan", documents, make), strict=False)
+        self.plan = Plan.model_validate(self.shared_decision("plan", documents, make), strict=False)
         self.console.say(self.plan.describe(size))
-        self.clock.give("screening", self.plan.screening_share)
+        self.clock.set_share("screening", self.plan.screening_share)
         self.tune, self.evaluate = self.plan.apply(self.tune, self.evaluate)
-        self.tune = pool.recorder(self.folder).follow(
-            self.tune
-        )  # held-out turns follow their answers where they are run
+        # Held-out turns follow their answers where they are run.
+        self.tune = pool.recorder(self.folder).follow(self.tune)
 
     def cost_table(self) -> CostTable:
         """The device's cost table, and the study document."""
         settings, priced = self.settings, priced_variants(self.variants)
         if self.device is None:
-            table = foreign_table(settings.gpu, self.model_pool, priced, settings.mode)
+            table = table_for_gpu(settings.gpu, self.model_pool, priced, settings.mode)
             table.save(self.folder / f"{table.device.name}.cost.json")
         else:
             # Not the deadline of the stage: the limit is part of the table's key.
@@ -206,27 +204,17 @@ class _SearchRun:
         screened = screen(pool, self.variants, table, tune, self.folder, ledger, console, jobs=jobs, deadline=deadline)
         if self.settings.measure == "all" and self.device is not None:
             screened = measure(pool, screened, table, tune, ledger, console)
-        described = [[draft, subnet.model_dump(mode="json")] for draft, subnet in self.variants]
-        documents = [
-            pool.key,
-            described,
-            table.content_hash,
-            tune.sha256,
-            self.settings.measure,
-            self.settings.budget_s,
-        ]
-        chosen = [
-            (draft, Subnet.model_validate(subnet, strict=False))
-            for draft, subnet in self.decided(
-                "survivors",
-                documents,
-                lambda: [[d, s.model_dump(mode="json")] for d, s in survivors(screened, self.space.survivors)],
-            )
-        ]
+        documents = [pool.key, _described(self.variants), table.content_hash, tune.sha256]
+        described = self.shared_decision(
+            "survivors",
+            [*documents, self.settings.measure, self.settings.budget_s],
+            lambda: _described(survivors(screened, self.space.survivors)),
+        )
+        chosen = [(draft, Subnet.model_validate(subnet, strict=False)) for draft, subnet in described]
         print_screened(screened, chosen, console)
         return chosen
 
-    def decided(self, what: str, documents: object, decide: Callable[[], Any]) -> Any:
+    def shared_decision(self, what: str, documents: object, decide: Callable[[], Any]) -> Any:
         """A decision that depends on how much was done in time. It is a record: workers that share a ledger agree on it, and
         the same command continues with it.
         """
@@ -235,29 +223,29 @@ class _SearchRun:
 
     def record(self, variants: Sequence[DraftVariant]) -> list[Trace]:
         """Traces of the variants on the tuning prompts that are recorded in time."""
-        pool, settings = self.model_pool, self.settings
-
-        def record(workload: Workload, deadline: float | None) -> list[Trace]:
-            return record_traces(
-                pool,
-                variants,
-                workload,
-                self.folder,
-                self.console,
-                bounds=self.bounds,
-                jobs=settings.jobs,
-                deadline=deadline,
-            )
-
-        traces = record(self.tune, self.clock.deadline_of("traces"))
-        described = [[draft, subnet.model_dump(mode="json")] for draft, subnet in variants]
-        documents = [pool.key, described, self.tune.sha256, self.bounds.model_dump(), settings.budget_s]
-        num_prompts = self.decided("num_prompts", documents, lambda: traces[0].num_prompts)
+        record = partial(
+            record_traces,
+            self.model_pool,
+            variants,
+            folder=self.folder,
+            console=self.console,
+            bounds=self.bounds,
+            jobs=self.settings.jobs,
+        )
+        traces = record(self.tune, deadline=self.clock.deadline_of("traces"))
+        documents: list[Any] = [
+            self.model_pool.key,
+            _described(variants),
+            self.tune.sha256,
+            self.bounds.model_dump(),
+            self.settings.budget_s,
+        ]
+        num_prompts = self.shared_decision("num_prompts", documents, lambda: traces[0].num_prompts)
         self.tune = self.tune.cut(num_prompts)
         if (
             traces[0].num_prompts != num_prompts
-        ):  # another worker, or an earlier run, had time for more or fewer prompts
-            traces = record(self.tune, None)
+        ):  # another worker, or an earlier run, recorded more or fewer in its time
+            traces = record(self.tune)
         print_agreement(traces, self.console)
         return traces
 
@@ -291,8 +279,8 @@ class _SearchRun:
 
     def select_profile(self, prompts: TuningPrompts, trees: TreeSearchResult) -> DecodingProfile:
         """Measure finalists, operating points and the profile; on another device, predict them."""
-        settings, table, plan = self.settings, prompts.every.table, self.plan
-        assert plan is not None and self.study is not None
+        settings, table = self.settings, prompts.full.table
+        assert self.study is not None
         selection = ProfileSelection(
             trees, self.model_pool, prompts, self.folder, self.evaluate, settings.seed, self.clock, self.console
         )
@@ -307,15 +295,17 @@ class _SearchRun:
             )
             units = {key: lambda: selection.measured_profile().model_dump(mode="json")}
             profile = DecodingProfile.model_validate(self.ledger.work("profile", units)[key], strict=False)
-        if (measured := selection.measured) is not None:
-            update = {"finalists": measured.finalists, "defaults": measured.defaults}
+        if (finalists := selection.finalists) is not None:
+            update = {"finalists": finalists.finalists, "defaults": finalists.defaults}
             self.study = self.study.model_copy(update=update)
-        changed = {
-            "max_new_tokens": plan.max_new_tokens or settings.max_new_tokens,
-            "temperature": settings.temperature,
-        }
-        workload = profile.workload.model_copy(update=changed)
+        limit = self.plan.max_new_tokens or settings.max_new_tokens
+        workload = profile.workload.model_copy(update={"max_new_tokens": limit, "temperature": settings.temperature})
         return profile.model_copy(update={"workload": workload})
+
+
+def _described(variants: Sequence[DraftVariant]) -> list[Any]:
+    """Draft variants as JSON."""
+    return [[draft, subnet.model_dump(mode="json")] for draft, subnet in variants]
 
 
 def narrowed_space(settings: SearchSettings, *, has_images: bool = True) -> SearchSpace:
@@ -323,18 +313,17 @@ def narrowed_space(settings: SearchSettings, *, has_images: bool = True) -> Sear
     tokens are not searched.
     """
     space = load_space(settings.space)
-    if not has_images:
-        space = space.without_images()
+    changes: dict[str, Any] = {}
     if settings.heads is not None:
-        space = space.model_copy(update={"heads": [settings.heads]})
+        changes["heads"] = [settings.heads]
     if settings.injection_layer is not None:
-        space = space.model_copy(update={"injection_layers": [settings.injection_layer]})
+        changes["injection_layers"] = [settings.injection_layer]
     if settings.operator is not None:
         ratios = [] if settings.operator_ratio is None else [settings.operator_ratio]
-        space = space.model_copy(update={"operators": [settings.operator], "operator_ratios": ratios})
+        changes |= {"operators": [settings.operator], "operator_ratios": ratios}
     if settings.vocabulary is not None:
-        space = space.model_copy(update={"vocabularies": [settings.vocabulary]})
-    return space
+        changes["vocabularies"] = [settings.vocabulary]
+    return (space if has_images else space.without_images()).model_copy(update=changes)
 
 
 def bounds_of(space: SearchSpace, max_tokens: int = TOKENS[-1]) -> ForestBounds:

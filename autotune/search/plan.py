@@ -22,25 +22,18 @@ from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
+from autotune.search.thresholds import (
+    ANSWERS_SHARE,
+    LEAST_PROMPTS,
+    LEAST_TOKENS,
+    MAX_SCREENING_SHARE,
+    MIN_TUNE_PROMPTS,
+    STAGES,
+)
 from autotune.workloads.workload import Workload
 
-STAGES = {
-    "cost table": 0.16,
-    "screening": 0.14,
-    "traces": 0.2,
-    "tree search": 0.06,
-    "finalists": 0.2,
-    "operating points": 0.06,
-    "evaluation": 0.18,
-}
-"""Share of the budget of each stage."""
 UNTIMED_STAGES = ("screening", "traces", "tree search")
 """The stages of a search for another device, whose cost table exists and where nothing is run."""
-MAX_SCREENING_SHARE = 0.6  # of the budget, for spaces with thousands of subnets
-ANSWERS_SHARE = 0.5  # of the time for traces, to decode the target's answers
-LEAST_PROMPTS = 6  # for tuning, and decoded by finalists and in the evaluation
-LEAST_TOKENS = 16  # of an answer
-MIN_TUNE_PROMPTS = 16  # answers are shortened until so many fit
 RATE_TOKENS, RATE_RUNS = 6, 2  # decoded to measure the target's speed
 # Estimates of whole stages, in plain steps of the target. They are rough; the deadlines of the stages keep the budget.
 TABLE_STEPS, TABLE_STEPS_OF_DRAFT = 90, 30  # of the smallest cost table
@@ -157,9 +150,9 @@ class Plan(Document):
         if self.num_tune_prompts < num_prompts:
             cuts.append(f"{self.num_tune_prompts} of {num_prompts} tuning prompts")
         if self.max_new_tokens is not None:
-            cuts.append(f"answers of at most {self.max_new_tokens} tokens in place of {longest}")
+            cuts.append(f"answers of at most {self.max_new_tokens} tokens instead of {longest}")
         speed = f"prefill {1e3 * self.rates.prefill_s:.0f} ms, plain step {1e3 * self.rates.step_s:.1f} ms"
-        fits = ", ".join(cuts) or f"all {num_prompts} tuning prompts and their whole answers"
+        fits = ", ".join(cuts) or f"all {num_prompts} tuning prompts and their full answers"
         if self.full_s > self.seconds:
             fits += f"; a search that cuts nothing would take about {self.full_s / 60:.0f} min"
         return f"plan for {self.seconds:.0f} s ({speed}): {fits}"
@@ -203,7 +196,7 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
 
 
 def _mean_tokens(size: SearchSize, limit: int) -> float:
-    return fmean(min(limit, own) for own in size.answer_tokens)
+    return fmean(min(limit, num_tokens) for num_tokens in size.answer_tokens)
 
 
 class StageClock:
@@ -218,8 +211,8 @@ class StageClock:
         self.deadline = deadline
         self.weights = {stage: STAGES[stage] for stage in stages}
 
-    def give(self, stage: str, share: float) -> None:
-        """Give a stage another share of the budget, at the cost of all others alike."""
+    def set_share(self, stage: str, share: float) -> None:
+        """Give a stage another share of the budget, at the cost of all others equally."""
         others = sum(weight for name, weight in self.weights.items() if name != stage)
         self.weights[stage] = others * share / (1 - share)
 

@@ -6,21 +6,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from autotune.console import Console
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration
+from autotune.evaluation.race import race
 from autotune.evaluation.runner import ArmRunner
-from autotune.search.elimination import RISK, is_significantly_slower
+from autotune.evaluation.runs import Run
+from autotune.evaluation.summary import speedup
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.finalists import print_labels
-from autotune.search.operating_points import MIN_GAIN
-from autotune.trees.limits import Floats
+from autotune.search.thresholds import MIN_GAIN, MIN_PROMPTS, RISK
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
-POINT_PROMPTS = 4  # of an operating point between two interim analyses
 POINT = "point"
 
 
@@ -54,13 +52,14 @@ class PointConfirmation:
                     f"{len(points) - number} operating points were not confirmed in their share of the budget"
                 )
                 break
-            ms = self._decode_ms(condition, {**rivals, POINT: candidate})
-            ratios = {name: float(ms[POINT].sum() / ms[name].sum()) for name in rivals}
+            runs = self._runs(condition, {**rivals, POINT: candidate})
+            # An arm that left before the others has fewer runs.
+            ratios = {name: speedup(runs[name], runs[POINT][: len(runs[name])]) for name in rivals}
             is_faster = max(ratios.values()) <= 1 - MIN_GAIN
             name = f"{len(rows) + 1}"
             labels[name] = f"{condition.label}: {candidate.label}"
             cells = [f"{ratios[rival]:.2f}" if rival in ratios else "-" for rival in ("winner", "default")]
-            rows.append([name, *cells, f"{len(ms[POINT])}", "yes" if is_faster else "no"])
+            rows.append([name, *cells, f"{len(runs[POINT])}", "yes" if is_faster else "no"])
             if is_faster:
                 kept.append((condition, candidate))
         if rows:
@@ -69,25 +68,23 @@ class PointConfirmation:
             print_labels(labels, self.console)
         return kept
 
-    def _decode_ms(self, condition: Condition, configurations: Mapping[str, Configuration]) -> dict[str, Floats]:
-        """Decoding times of the arms on the tuning prompts that meet a condition, until the difference of the point to
-        the others is significant or the time is over.
+    def _runs(self, condition: Condition, configurations: Mapping[str, Configuration]) -> Mapping[str, Sequence[Run]]:
+        """Runs of the arms on the tuning prompts that meet a condition, until the difference of the point to the others is
+        significant or the time is over.
         """
         prompts = _prompts_of(condition, self.evaluator, self.tune)
         arms = [self.runner.arm(name, configuration) for name, configuration in configurations.items()]
-        ms = {arm.name: np.zeros(0) for arm in arms}
-        for begin in range(0, len(prompts), POINT_PROMPTS):
-            part = Workload(self.tune.name, self.tune.split, prompts[begin : begin + POINT_PROMPTS])
-            runs = self.runner.compare(
-                arms, part, seed=self.seed + begin, min_prompts=POINT_PROMPTS, keep_memory=begin > 0
-            )
-            ms = {name: np.append(ms[name], [run.decode_ms for run in runs[name]]) for name in ms}
-            others = [ms[name] for name in ms if name != POINT]
-            is_faster = all(is_significantly_slower(other, ms[POINT], risk=RISK) for other in others)
-            is_slower = any(is_significantly_slower(ms[POINT], other, risk=RISK) for other in others)
-            if is_faster or is_slower or time.monotonic() > self.deadline:
-                break
-        return ms
+        return race(
+            self.runner,
+            arms,
+            Workload(self.tune.name, self.tune.split, prompts),
+            risk=RISK,
+            prompts_per_block=MIN_PROMPTS,
+            min_prompts=MIN_PROMPTS,
+            ends=lambda leaders: POINT not in leaders or len(leaders) == 1,
+            seed=self.seed,
+            deadline=self.deadline,
+        ).runs
 
 
 def _prompts_of(condition: Condition, evaluator: Evaluator, tune: Workload) -> tuple[WorkloadPrompt, ...]:

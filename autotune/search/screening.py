@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from autotune.files import content_key
 from autotune.search.evaluator import Evaluator
 from autotune.search.finalists import NAMES, print_labels
 from autotune.search.model_pool import ModelPool
+from autotune.search.thresholds import LEAST_SHARE
 from autotune.search.traces import record_trace
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, record_of, screened_in
@@ -38,10 +40,24 @@ NUM_TOKENS = 64  # of each answer, the same for all subnets
 BOUNDS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_tokens": NUM_TOKENS})
 NUM_MEASURED_PROMPTS = 8
 ORDER_SEED = 0
-LEAST_SHARE = 0.75
-"""Share of the fastest chain's speedup below which a draft does not survive: its trees would have to gain a third more over
-its chains than those of the fastest draft.
-"""
+
+
+Units = dict[str, Callable[[], Record]]
+
+
+@dataclass(frozen=True)
+class ScreeningWork:
+    """Variants that processes screen together."""
+
+    variants: Sequence[DraftVariant]
+    table: CostTable
+    workload: Workload
+    folder: Path
+    """Keeps the target's answers."""
+    storage: str | Path
+    """Of the ledger."""
+    deadline: float | None
+    """Of ``time.monotonic``."""
 
 
 def screen(
@@ -59,16 +75,16 @@ def screen(
     """Predict the speed of every variant with its best chain; returns the fastest first.
 
     Every variant is a record of the ledger. Where that takes long, ``jobs`` processes share the work (None: one per core).
-    No variant is begun after ``deadline``, of ``time.monotonic``, but the whole subnet of every draft.
+    No variant is begun after ``deadline``, of ``time.monotonic``, but the full subnet of every draft.
     """
-    arguments = list(variants), table, workload, folder, ledger.storage, deadline
-    with console.stage("screening") as update, model_pool.worker_pool(jobs, _screen_in_worker, *arguments) as workers:
+    work = ScreeningWork(variants, table, workload, folder, ledger.storage, deadline)
+    with console.stage("screening") as update, model_pool.worker_pool(jobs, screen_in_worker, work) as workers:
 
         def report(done: int, of: int) -> None:
             update(done, of, "")
             workers.report(done, of)
 
-        first, others = _screening_units(model_pool, variants, table, workload, folder)
+        first, others = _screening_units(model_pool, work)
         records = ledger.work("subnets", first)
         records |= ledger.work("subnets", others, report=report, deadline=deadline)
     screened = _ranked(records)
@@ -77,30 +93,20 @@ def screen(
     return screened
 
 
-def _screen_in_worker(
-    model_pool: ModelPool,
-    rank: int,
-    variants: list[DraftVariant],
-    table: CostTable,
-    workload: Workload,
-    folder: Path,
-    storage: str | Path,
-    deadline: float | None,
-) -> None:
-    first, others = _screening_units(model_pool, variants, table, workload, folder)
-    Ledger(storage).work("subnets", first | others, deadline=deadline)
+def screen_in_worker(model_pool: ModelPool, rank: int, work: ScreeningWork) -> None:
+    """Screen the variants that no other process screens."""
+    first, others = _screening_units(model_pool, work)
+    Ledger(work.storage).work("subnets", first | others, deadline=work.deadline)
 
 
-def _screening_units(
-    model_pool: ModelPool, variants: Sequence[DraftVariant], table: CostTable, workload: Workload, folder: Path
-) -> tuple[dict[str, Callable[[], Record]], dict[str, Callable[[], Record]]]:
+def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[Units, Units]:
     """Units that find the best chain of each variant: those with the first variant of each draft, and the others in a random
     order, so that those that are screened before a deadline are a sample of all. Variants that are recorded together are
     one unit.
     """
-    prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_PROMPTS])
-    recorder = model_pool.recorder(folder)
-    recorder.layers = tuple(sorted({layer for variant in variants for layer in _layers(model_pool, variant)}))
+    prompts = work.workload.cut(NUM_PROMPTS)
+    recorder = model_pool.recorder(work.folder)
+    recorder.layers = tuple(sorted({layer for variant in work.variants for layer in _layers(model_pool, variant)}))
     recorder.answers(prompts)
 
     def screen_together(group: Sequence[DraftVariant]) -> list[ScreenedSubnet]:
@@ -112,25 +118,22 @@ def _screening_units(
             reference = model_pool.references[draft]
             assert isinstance(supernet, FeatureDraft)
             traces = chain_traces(recorder, supernet, reference, prompts, subnets, BOUNDS)
-        evaluator = Evaluator(traces, table, jobs=1)
+        evaluator = Evaluator(traces, work.table, jobs=1)
         return [_best_chain(evaluator, draft, subnet) for subnet in subnets]
 
-    documents = ["screened", table.content_hash, prompts.sha256, BOUNDS.model_dump()]
-    groups = _recorded_together(model_pool, variants)
+    documents = ["screened", work.table.content_hash, prompts.sha256, BOUNDS.model_dump()]
+    groups = _recorded_together(model_pool, work.variants)
     first = list({group[0][0]: group for group in reversed(groups)}.values())
     others = [group for group in groups if group not in first]
     random.Random(ORDER_SEED).shuffle(others)
-    return (
-        _units(model_pool, first, screen_together, documents),
-        _units(model_pool, others, screen_together, documents),
-    )
+    make_units = partial(_units, model_pool, make=screen_together, documents=documents)
+    return make_units(first), make_units(others)
 
 
 def _layers(model_pool: ModelPool, variant: DraftVariant) -> tuple[int, ...]:
     """The layers of the target that a variant reads."""
     draft, subnet = variant
-    whole = model_pool.draft(draft).aux_layers
-    return whole if subnet.injection_layer is None else (subnet.injection_layer,)
+    return model_pool.draft(draft).aux_layers if subnet.injection_layer is None else (subnet.injection_layer,)
 
 
 def _recorded_together(model_pool: ModelPool, variants: Sequence[DraftVariant]) -> list[list[DraftVariant]]:
@@ -164,11 +167,11 @@ def measure(
     ledger: Ledger,
     console: Console,
 ) -> list[ScreenedSubnet]:
-    """Run screened subnets with their best chains beside plain decoding, as STAR does; returns the fastest first.
+    """Run screened subnets with their best chains next to plain decoding, as STAR does; returns the fastest first.
 
     Every variant is a record of the ledger.
     """
-    prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_MEASURED_PROMPTS])
+    prompts = workload.cut(NUM_MEASURED_PROMPTS)
     by_variant = {subnet.variant: subnet for subnet in screened}
     runner = model_pool.runner(table)
 
@@ -193,7 +196,7 @@ def _units(
     groups: Sequence[Sequence[DraftVariant]],
     make: Callable[[Sequence[DraftVariant]], list[ScreenedSubnet]],
     documents: object,
-) -> dict[str, Callable[[], Record]]:
+) -> Units:
     """A unit for every group of variants; its key contains everything that its record depends on."""
     common = [version_of("autotune"), model_pool.key, documents]
 
@@ -221,10 +224,8 @@ def survivors(screened: Sequence[ScreenedSubnet], count: int) -> list[DraftVaria
         screened: the fastest first.
     """
     best_of_draft = {subnet.draft: subnet for subnet in reversed(screened)}
-    least = LEAST_SHARE * screened[0].judged_speedup
-    chosen = sorted(
-        (one for one in best_of_draft.values() if one.judged_speedup >= least), key=lambda subnet: subnet.rank
-    )
+    least = LEAST_SHARE * screened[0].adjusted_speedup
+    chosen = sorted((s for s in best_of_draft.values() if s.adjusted_speedup >= least), key=lambda subnet: subnet.rank)
     num_drafts = len(chosen)
     chosen += [subnet for subnet in screened if subnet not in chosen]
     return [subnet.variant for subnet in chosen[: max(count, num_drafts)]]
@@ -243,7 +244,7 @@ def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVar
         ]
         for name, subnet in named.items()
     ]
-    speedups = [subnet.judged_speedup for subnet in screened]
+    speedups = [subnet.adjusted_speedup for subnet in screened]
     console.table(
         f"{len(screened)} subnets screened ({min(speedups):.2f}x to {max(speedups):.2f}x), {len(chosen)} survivors",
         ["survivor", "best chain's depth", "M", "predicted", "measured"],
@@ -256,9 +257,9 @@ def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVar
 
 def _print_equal_shares(screened: Sequence[ScreenedSubnet], console: Console) -> None:
     """Compare a draft's best subnet with the best of those that keep one share of heads in all blocks, fastest first."""
-    equal = [one for one in screened if len(set(one.subnet.head_shares)) == 1]
+    equal = [subnet for subnet in screened if len(set(subnet.subnet.head_shares)) == 1]
     if 0 < len(equal) < len(screened):
-        best, best_equal = (one[0].judged_speedup for one in (screened, equal))
+        best, best_equal = screened[0].adjusted_speedup, equal[0].adjusted_speedup
         console.say(
             f"{screened[0].draft}: best of {len(screened)} subnets {best:.3f}x ({screened[0].subnet.label}, "
             f"M {screened[0].tokens_per_round:.2f}); best of the {len(equal)} with one share of heads in all blocks "

@@ -104,7 +104,7 @@ class SearchSettings(Document):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_the_pair(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _defaults_of_target(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Drafts and prompts that are not given are those of the target's pair."""
         target = str(values.get("target") or BUNDLED_TARGET)
         drafts, workload = (
@@ -127,8 +127,8 @@ class SearchSettings(Document):
                 "storage": "...",
                 "capture_sizes": ",".join(map(str, self.capture_sizes)),
             }
-            for one in value if name == "drafts" else [texts.get(name, value)]:
-                words += [f"--{option}", str(one)]
+            for text in value if name == "drafts" else [texts.get(name, value)]:
+                words += [f"--{option}", str(text)]
         return shlex.join(words)
 
 

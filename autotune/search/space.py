@@ -153,7 +153,7 @@ class SearchSpace(Document, kind="search-space"):
 
         Args:
             draft: its id, for the error message.
-            full: the subnet of the whole draft.
+            full: the subnet of the full draft.
             readable: target layers that a supernet can read; empty for other drafts.
             operators: those of the draft's compressor; empty for drafts without one.
             has_vocabularies: whether the draft's vocabulary can be cut.
@@ -223,7 +223,7 @@ class SearchSpace(Document, kind="search-space"):
             if name == "gate":
                 choices.append((None, None))
                 continue
-            operator = next((one for one in known if one == name), None)
+            operator = next((operator for operator in known if operator == name), None)
             if operator is None:
                 raise UserError(
                     f"space {self.name}: the compressor of {draft} has the operators {', '.join(known)}; got {name}; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.acceptance.answers import ANSWERS_AT_ONCE
@@ -14,11 +15,25 @@ from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.subnet import VisualInput
 from autotune.search.model_pool import ModelPool
+from autotune.search.thresholds import ANSWERS_SHARE, MIN_TRACED_PROMPTS
 from autotune.workloads.workload import Workload
 
 PROMPTS_AT_ONCE = 2  # of each process, between two looks at the clock
-MIN_PROMPTS = 6  # even past the deadline
-ANSWERS_SHARE = 0.5  # of the time, for answers
+
+
+@dataclass(frozen=True)
+class RecordingWork:
+    """Answers and forests that ``num_processes`` processes record together."""
+
+    variants: Sequence[DraftVariant]
+    workload: Workload
+    folder: Path
+    """Keeps the traces."""
+    bounds: ForestBounds
+    num_processes: int = 1
+    deadline: float = math.inf
+    """Of ``time.monotonic``."""
+    visual_input: VisualInput = "features"
 
 
 def record_traces(
@@ -36,112 +51,103 @@ def record_traces(
     """Record the target's answers, then a trace of every variant, and save them under ``folder``.
 
     Where that takes long, ``jobs`` processes share the work (None: one per core). Past ``deadline``, of
-    ``time.monotonic``, no more than ``MIN_PROMPTS`` prompts are recorded: the traces are of the first prompts of the
+    ``time.monotonic``, no more than ``MIN_TRACED_PROMPTS`` prompts are recorded: the traces are of the first prompts of the
     workload, the same for all variants.
     """
-    bounds = bounds or ForestBounds()
     num_processes = 1 + model_pool.worker_limits(jobs)[0]
-    arguments = list(variants), workload, folder, bounds, num_processes, deadline, visual_input
-    work = _RecordingWork(
-        model_pool, variants, workload, folder, bounds, num_processes, deadline, visual_input=visual_input
-    )
-    with model_pool.worker_pool(jobs, _record_in_worker, *arguments) as workers:
+    until = math.inf if deadline is None else deadline
+    work = RecordingWork(variants, workload, folder, bounds or ForestBounds(), num_processes, until, visual_input)
+    recording = Recording(model_pool, work)
+    with model_pool.worker_pool(jobs, record_in_worker, work) as workers:
         with console.stage("target's answers") as update:
 
             def report_answers(done: int, of: int) -> None:
                 update(done, of, "")
                 workers.report(done, of * (1 + len(variants)))
 
-            answered = work.answer_all(report_answers)
+            answered = recording.answer_all(report_answers)
         with console.stage("traces") as update:
 
             def report(done: int, of: int) -> None:
                 update(done, of, "")
                 workers.report(answered + done, answered + of)
 
-            num_prompts = work.trace_all(answered, report)
+            num_prompts = recording.trace_all(answered, report)
     if num_prompts < len(workload.prompts):
         console.say(f"{num_prompts} of {len(workload.prompts)} prompts were recorded in their share of the budget")
-    traces = []
-    for draft, subnet in variants:
-        part = workload.cut(num_prompts)
-        trace = record_trace(model_pool, work.recorder, (draft, subnet), part, bounds, visual_input=visual_input)
-        save_trace(folder / "traces" / draft.replace("/", "-") / f"{trace.header.name}.trace.json", trace)
-        traces.append(trace)
+    traces = [recording.trace(variant, workload.cut(num_prompts)) for variant in variants]
+    for trace in traces:
+        draft = trace.header.draft.id.replace("/", "-")
+        save_trace(folder / "traces" / draft / f"{trace.header.name}.trace.json", trace)
     return traces
 
 
-class _RecordingWork:
-    """The answers and forests of a workload, in the order in which one of ``num_processes`` processes makes them.
+def record_in_worker(model_pool: ModelPool, rank: int, work: RecordingWork) -> None:
+    """Record the prompts of this worker."""
+    recording = Recording(model_pool, work, rank)
+    recording.trace_all(recording.answer_all())
 
-    Every process takes its own prompts first, so that no two record the same; what others have not made yet comes last.
+
+class Recording:
+    """Records in the order of one process.
+
+    Every process takes its own prompts first, so that no two record the same; the first one (rank 0) ends with those that
+    others have not made yet.
     """
 
-    def __init__(
-        self,
-        model_pool: ModelPool,
-        variants: Sequence[DraftVariant],
-        workload: Workload,
-        folder: Path,
-        bounds: ForestBounds,
-        num_processes: int,
-        deadline: float | None,
-        rank: int = 0,
-        *,
-        visual_input: VisualInput = "features",
-    ) -> None:
-        self.model_pool = model_pool
-        self.variants = variants
-        self.workload = workload
-        self.bounds = bounds
-        self.num_processes = num_processes
-        self.deadline = math.inf if deadline is None else deadline
-        self.visual_input = visual_input
-        self.rank = rank
-        for variant in variants:
-            check_visual_input(model_pool.draft(*variant), variant[0], variant[1].visual_keep, visual_input)
-        self.recorder = model_pool.recorder(folder)
-        self.recorder.layers = tuple(
-            sorted({layer for variant in variants for layer in model_pool.draft(*variant).aux_layers})
-        )
+    def __init__(self, model_pool: ModelPool, work: RecordingWork, rank: int = 0) -> None:
+        self.model_pool, self.work, self.rank = model_pool, work, rank
+        drafts = [model_pool.draft(*variant) for variant in work.variants]
+        for draft, (name, subnet) in zip(drafts, work.variants, strict=True):
+            check_visual_input(draft, name, subnet.visual_keep, work.visual_input)
+        self.recorder = model_pool.recorder(work.folder)
+        self.recorder.layers = tuple(sorted({layer for draft in drafts for layer in draft.aux_layers}))
 
     def answer_all(self, report: Report | None = None) -> int:
         """Record answers; returns how many of the first prompts have one."""
         now = time.monotonic()
-        deadline = now + ANSWERS_SHARE * (self.deadline - now)
-        return self._all(self.workload, ANSWERS_AT_ONCE, deadline, self.recorder.answers, report)
+        deadline = now + ANSWERS_SHARE * (self.work.deadline - now)
+        return self.record(self.work.workload, ANSWERS_AT_ONCE, deadline, self.recorder.answers, report)
 
     def trace_all(self, num_prompts: int, report: Report | None = None) -> int:
         """Record forests of all variants for the first prompts; returns for how many."""
 
-        def trace(part: Workload) -> None:
-            for variant in self.variants:
-                record_trace(self.model_pool, self.recorder, variant, part, self.bounds, visual_input=self.visual_input)
+        def trace_part(part: Workload) -> None:
+            for variant in self.work.variants:
+                self.trace(variant, part)
 
-        return self._all(self.workload.cut(num_prompts), PROMPTS_AT_ONCE, self.deadline, trace, report)
+        first = self.work.workload.cut(num_prompts)
+        return self.record(first, PROMPTS_AT_ONCE, self.work.deadline, trace_part, report)
 
-    def _all(
+    def trace(self, variant: DraftVariant, workload: Workload) -> Trace:
+        """The trace of one variant; what is on disk is not recorded again."""
+        work = self.work
+        return record_trace(
+            self.model_pool, self.recorder, variant, workload, work.bounds, visual_input=work.visual_input
+        )
+
+    def record(
         self,
         workload: Workload,
         size: int,
         deadline: float,
-        record: Callable[[Workload], object],
-        report: Report | None,
+        record_part: Callable[[Workload], object],
+        report: Report | None = None,
     ) -> int:
-        """Record the parts of a workload until the deadline; returns the number of its first prompts that are recorded."""
-        prompts, total, stride = workload.prompts, len(workload.prompts), size * self.num_processes
-        for first in range(0, total, stride):
-            end = min(first + stride, total)
+        """Record parts of ``size`` prompts until the deadline; returns the number of the first prompts that are recorded."""
+        prompts, total, num_processes = workload.prompts, len(workload.prompts), self.work.num_processes
+        for first in range(0, total, size * num_processes):
+            end = min(first + size * num_processes, total)
             began = time.monotonic()
             # The own part of this group first; the parts of other processes are read, where these have made them.
-            for number in range(self.num_processes):
-                begin = first + (self.rank + number) % self.num_processes * size
-                if begin < end and (number == 0 or self.rank == 0):
-                    record(Workload(workload.name, workload.split, prompts[begin : min(begin + size, end)]))
+            for number in range(num_processes if self.rank == 0 else 1):
+                begin = first + (self.rank + number) % num_processes * size
+                if begin < end:
+                    record_part(Workload(workload.name, workload.split, prompts[begin : min(begin + size, end)]))
             if report is not None:
                 report(end, total)
             now = time.monotonic()
-            if end >= MIN_PROMPTS and now + (now - began) > deadline:
+            if end >= MIN_TRACED_PROMPTS and now + (now - began) > deadline:
                 return end
         return total
 
@@ -168,24 +174,6 @@ def record_trace(
         bounds=bounds,
         report=report,
     )
-
-
-def _record_in_worker(
-    model_pool: ModelPool,
-    rank: int,
-    variants: list[DraftVariant],
-    workload: Workload,
-    folder: Path,
-    bounds: ForestBounds,
-    num_processes: int,
-    deadline: float | None,
-    visual_input: VisualInput,
-) -> None:
-    """Record the prompts of this worker."""
-    work = _RecordingWork(
-        model_pool, variants, workload, folder, bounds, num_processes, deadline, rank, visual_input=visual_input
-    )
-    work.trace_all(work.answer_all())
 
 
 def print_agreement(traces: Sequence[Trace], console: Console) -> None:

@@ -315,8 +315,8 @@ class _TreeStage:
 
 def print_calibrations(evaluator: Evaluator, console: Console) -> None:
     """Print how well the calibrations of ``priced`` trees predict acceptance on held-out prompts."""
-    found = {variant: pricing.calibration for variant, pricing in evaluator.tree_pricing.items()}
-    losses = ", ".join(f"{v[0]} {c.log_loss:.3f} ({c.raw_log_loss:.3f})" for v, c in found.items())
+    calibrations = [(draft, pricing.calibration) for (draft, _), pricing in evaluator.tree_pricing.items()]
+    losses = ", ".join(f"{draft} {c.log_loss:.3f} ({c.raw_log_loss:.3f})" for draft, c in calibrations)
     console.say(f"log loss of calibrated survivals on held-out prompts (of the drafts' own probabilities): {losses}")
 
 

@@ -27,14 +27,14 @@ class ScreenedSubnet(Document):
         return self.draft, self.subnet
 
     @property
-    def judged_speedup(self) -> float:
+    def adjusted_speedup(self) -> float:
         """The measured speedup if there is one, else the predicted one."""
         return self.measured_speedup or self.speedup
 
     @property
     def rank(self) -> tuple[float, float, str]:
         """Sort key: the fastest first, the smaller of equally fast subnets."""
-        return -self.judged_speedup, sum(self.subnet.head_shares), self.subnet.name
+        return -self.adjusted_speedup, sum(self.subnet.head_shares), self.subnet.name
 
 
 def record_of(screened: list[ScreenedSubnet]) -> dict[str, Any]:

@@ -61,8 +61,6 @@ def test_help_fits_120_columns() -> None:
     assert all(f"[default: {value}]" in page for value in ("5%", "8m", "0"))
 
 
-
-
 # --------------------------------------------------------------------------------------------------- the first second
 
 # Refused before anything heavy is imported.

@@ -31,7 +31,7 @@ from autotune.modeling.hybrid_cache import HybridCache
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.search.cost_tables import foreign_table
+from autotune.search.cost_tables import table_for_gpu
 from autotune.search.model_pool import ModelPool
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
@@ -298,9 +298,9 @@ def test_estimates_of_hybrids_are_of_eager_forward_passes(pair: Member) -> None:
     """On a GPU too, where those of other models are captured."""
     pool = ModelPool(str(pair.folder / "target"), [str(pair.folder / "draft")], "cpu")
     variants = [(draft, Subnet()) for draft in pool.references]
-    assert pool.has_states and foreign_table("h100", pool, variants).mode == "eager"
+    assert pool.has_states and table_for_gpu("h100", pool, variants).mode == "eager"
     with pytest.raises(UserError, match="mode cuda-graph cannot take back the recurrent or convolution states"):
-        foreign_table("h100", pool, variants, "cuda-graph")
+        table_for_gpu("h100", pool, variants, "cuda-graph")
 
 
 @torch.inference_mode()

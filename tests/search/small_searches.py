@@ -8,7 +8,8 @@ from unittest import mock
 
 from autotune.documents.subnet import Subnet
 from autotune.search import tree_search
-from autotune.search.evaluator import Constraints, Evaluator
+from autotune.search.evaluator import Evaluator
+from autotune.search.prices import Constraints
 from autotune.search.space import SearchSpace
 from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.study.ledger import Ledger

@@ -9,17 +9,8 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.search import plan as plans
-from autotune.search.plan import (
-    LEAST_PROMPTS,
-    LEAST_TOKENS,
-    MAX_SCREENING_SHARE,
-    STAGES,
-    Plan,
-    Rates,
-    SearchSize,
-    StageClock,
-    make_plan,
-)
+from autotune.search.plan import Plan, Rates, SearchSize, StageClock, make_plan
+from autotune.search.thresholds import LEAST_PROMPTS, LEAST_TOKENS, MAX_SCREENING_SHARE, STAGES
 from autotune.workloads.workload import load_workload
 
 DIGITS = SearchSize(
@@ -41,7 +32,7 @@ TEXTS = SearchSize(
 def test_a_fast_target_needs_no_cuts() -> None:
     plan = make_plan(DIGITS, FAST, seconds=300, spent_s=10)
     assert (plan.num_tune_prompts, plan.num_evaluate_prompts, plan.max_new_tokens) == (48, 64, None)
-    assert "all 48 tuning prompts and their whole answers" in plan.describe(DIGITS)
+    assert "all 48 tuning prompts and their full answers" in plan.describe(DIGITS)
 
 
 def test_a_slow_target_gets_fewer_and_shorter_answers() -> None:
@@ -53,7 +44,7 @@ def test_a_slow_target_gets_fewer_and_shorter_answers() -> None:
     assert answers_s <= STAGES["traces"] * 240
     text = plan.describe(TEXTS)
     assert f"{plan.num_tune_prompts} of 40 tuning prompts" in text
-    assert f"answers of at most {plan.max_new_tokens} tokens in place of 256" in text
+    assert f"answers of at most {plan.max_new_tokens} tokens instead of 256" in text
     assert f"would take about {plan.full_s / 60:.0f} min" in text and plan.full_s > 1200
 
 
@@ -106,7 +97,7 @@ def test_time_that_a_stage_leaves_goes_to_later_ones(monkeypatch: pytest.MonkeyP
 def test_a_stage_may_get_another_share_of_the_budget() -> None:
     now = time.monotonic()
     clock = StageClock(now + 100, ("screening", "traces", "evaluation"))
-    clock.give("screening", 0.6)
+    clock.set_share("screening", 0.6)
     assert clock.deadline_of("screening") == pytest.approx(now + 60, abs=0.5)
     traces, evaluation = (STAGES[name] for name in ("traces", "evaluation"))
     assert clock.deadline_of("traces") == pytest.approx(now + 100 * traces / (traces + evaluation), abs=0.5)

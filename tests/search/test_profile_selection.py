@@ -12,26 +12,26 @@ import numpy as np
 import pytest
 
 from autotune.console import Console
-from autotune.documents.configuration import Configuration
+from autotune.documents.condition import Condition
+from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import AR, OperatingPoint
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.evaluation.arms import Arm
+from autotune.evaluation.race import Race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run
-from autotune.search import finalists as module
-from autotune.search.elimination import Elimination
-from autotune.search.evaluator import Candidate, Evaluator
-from autotune.search.finalists import _winner
-from autotune.search.held_out import gains_of
+from autotune.search.evaluator import Candidate, Evaluator, TuningPrompts
+from autotune.search.finalists import estimate, published_defaults, winner_of
+from autotune.search.held_out import Evaluation
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
 from autotune.search.plan import StageClock
-from autotune.search.point_confirmation import POINT_PROMPTS
-from autotune.search.profile_selection import ProfileSelection, _measured_point, configuration_of
+from autotune.search.profile_documents import measured_point
+from autotune.search.profile_selection import ProfileSelection
 from autotune.search.space import SearchSpace
+from autotune.search.thresholds import MIN_PROMPTS
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
-from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.ledger import Ledger
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, load_workload
@@ -113,9 +113,8 @@ def test_fastest_finalist_in_real_runs_wins(selection: ProfileSelection, clock: 
     """On the prompts that did not choose the trees; the stored prediction is for the prompts that were run."""
     finalists = finalists_of(selection)
     clock(lambda arm, prompt: {AR: 10.0, "finalist 3": 5.0, "sage": 8.0}.get(arm.name, 6.0))
-    assert selection.measure_finalists(finalists) == finalists[2].configuration
-    measured = selection.measured
-    assert measured is not None
+    measured = selection.measure_finalists(finalists)
+    assert measured.winner == finalists[2].configuration
     assert [one.configuration.label for one in measured.finalists] == [one.configuration.label for one in finalists]
     assert [one.speedup for one in measured.finalists] == pytest.approx([10 / 6, 10 / 6, 2.0, 10 / 6])
     assert [one.is_eliminated for one in measured.finalists] == [True, True, False, True]
@@ -133,9 +132,7 @@ def test_published_defaults_run_beside_the_finalists(
 ) -> None:
     """All of them; those that are not significantly slower than the fastest default are compared on held-out prompts."""
     clock(lambda arm, prompt: {AR: 10.0, "sage": 7.0, "chain": 7.0}.get(arm.name, 5.0 if "final" in arm.name else 8.0))
-    selection.measure_finalists(finalists_of(selection))
-    measured = selection.measured
-    assert measured is not None
+    measured = selection.measure_finalists(finalists_of(selection))
     assert [default.name for default in measured.defaults] == list(COMPARED_DEFAULTS)
     assert sorted(measured.best_defaults) == ["chain", "sage"]
     assert {default.name: default.is_eliminated for default in measured.defaults}["eagle2"]
@@ -148,7 +145,7 @@ def test_a_published_default_wins_if_it_is_the_fastest(selection: ProfileSelecti
         clock(lambda arm, prompt, name=name: {AR: 10.0, name: 4.0, "tuned": 4.0}.get(arm.name, 5.0))
         document = selection.measured_profile()
         (point,) = document.points
-        default = selection.defaults[name]
+        default = published_defaults(selection.model_pool)[name]
         configuration = configuration_of(point)
         assert configuration is not None and configuration.key == default.key
         assert (point.predicted is None) == (not selection.evaluator.can_replay(default))
@@ -156,14 +153,13 @@ def test_a_published_default_wins_if_it_is_the_fastest(selection: ProfileSelecti
         assert {gain.over: gain.speedup for gain in document.evidence.gains}[name] == pytest.approx(1.0)
 
 
-def _eliminated(
-    ms: Mapping[str, Sequence[float]], nodes: Mapping[str, int], defaults: Sequence[str] = ()
-) -> Elimination:
+def race_of(ms: Mapping[str, Sequence[float]], nodes: Mapping[str, int], defaults: Sequence[str] = ()) -> Race:
     """Runs with these decoding times of each arm, none of which was eliminated; every run is of one round."""
     runs = {
-        name: [run(one, verified_nodes=nodes.get(name, 10), rounds=1) for one in of_arm] for name, of_arm in ms.items()
+        name: [run(arm_ms, verified_nodes=nodes.get(name, 10), rounds=1) for arm_ms in times]
+        for name, times in ms.items()
     }
-    return Elimination(runs, [name for name in ms if name not in defaults], list(defaults))
+    return Race(runs, [name for name in ms if name not in defaults], list(defaults))
 
 
 NOISY, NOISY_TOO = [4.0, 6.0, 5.0, 5.2], [6.0, 4.0, 5.3, 5.0]
@@ -171,50 +167,50 @@ NOISY, NOISY_TOO = [4.0, 6.0, 5.0, 5.2], [6.0, 4.0, 5.3, 5.0]
 
 def test_finalists_that_measure_alike_are_told_apart_by_their_estimates() -> None:
     """Which correct predictions for all prompts by what was measured; of estimates that are alike, the smaller tree wins."""
-    alike = _eliminated({"A": NOISY, "B": NOISY_TOO}, {"A": 5, "B": 20})
-    assert _winner(alike, {"A": 2.0, "B": 2.1}) == "B"
-    assert _winner(alike, {"A": 2.1, "B": 2.0}) == "A"
-    assert _winner(alike, {"A": 2.0, "B": 2.005}) == "A", "the smaller tree"
-    slower = _eliminated({"A": NOISY, "B": [9.0, 9.5, 9.0, 9.2]}, {})
-    assert _winner(slower, {"A": 2.0, "B": 3.0}) == "A", "B is significantly slower"
+    alike = race_of({"A": NOISY, "B": NOISY_TOO}, {"A": 5, "B": 20})
+    assert winner_of(alike, {"A": 2.0, "B": 2.1}) == "B"
+    assert winner_of(alike, {"A": 2.1, "B": 2.0}) == "A"
+    assert winner_of(alike, {"A": 2.0, "B": 2.005}) == "A", "the smaller tree"
+    slower = race_of({"A": NOISY, "B": [9.0, 9.5, 9.0, 9.2]}, {})
+    assert winner_of(slower, {"A": 2.0, "B": 3.0}) == "A", "B is significantly slower"
 
 
 def test_no_finalist_wins_that_measured_slower_than_a_default() -> None:
     ms = {"A": NOISY, "B": NOISY_TOO, "sage": [4.5, 5.5, 5.1, 5.15]}
     assert sum(NOISY) < sum(ms["sage"]) < sum(NOISY_TOO)
-    assert _winner(_eliminated(ms, {}, ["sage"]), {"A": 2.0, "B": 2.5}) == "A"
+    assert winner_of(race_of(ms, {}, ["sage"]), {"A": 2.0, "B": 2.5}) == "A"
     ms["sage"] = [4.0, 4.0, 4.0, 4.0]
-    assert _winner(_eliminated(ms, {}, ["sage"]), {"A": 2.0, "B": 2.5}) == "sage"
+    assert winner_of(race_of(ms, {}, ["sage"]), {"A": 2.0, "B": 2.5}) == "sage"
 
 
-def test_ties_go_to_the_smaller_tree(
-    selection: ProfileSelection, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shorter_answer_is_no_gain() -> None:
+    """Speeds are times per token."""
+    runs = {"A": [run(10.0, tokens=11)] * 4, "short": [run(9.0, tokens=6)] * 4}
+    assert winner_of(Race(runs, ["short", "A"], []), {"A": 1.0, "short": 2.0}) == "A"
+
+
+def test_ties_go_to_the_smaller_tree(selection: ProfileSelection, clock: Callable[..., None]) -> None:
     """Tree sizes are those of the runs. Where all tuning prompts are run, estimates are what was measured."""
-    monkeypatch.setattr(selection, "evaluator", selection.prompts.confirming)
+    prompts = replace(selection.prompts, full=selection.prompts.confirming)
     finalists = finalists_of(selection)
     sizes = {"finalist 2": 10, "finalist 4": 5}
     clock(
         lambda arm, prompt: {AR: 10.0}.get(arm.name, 5.0 if "final" in arm.name else 6.0),
         nodes=lambda arm: sizes.get(arm.name, 20),
     )
-    assert selection.measure_finalists(finalists) == finalists[3].configuration
+    measured = replace(selection, prompts=prompts).measure_finalists(finalists)
+    assert measured.winner == finalists[3].configuration
 
 
-def test_the_estimate_is_of_all_tuning_prompts(
-    selection: ProfileSelection, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_estimate_is_of_all_tuning_prompts(selection: ProfileSelection, clock: Callable[..., None]) -> None:
     """The predicted speedup there, times measured over predicted speedup on the prompts that were run."""
-    finalists, seen = finalists_of(selection), {}
-    monkeypatch.setattr(module, "_winner", lambda elimination, estimates: seen.update(estimates) or "finalist 1")
     clock(lambda arm, prompt: {AR: 10.0}.get(arm.name, 5.0 if "final" in arm.name else 6.0))
-    selection.measure_finalists(finalists)
-    for number, candidate in enumerate(finalists, start=1):
+    for finalist in selection.measure_finalists(finalists_of(selection)).finalists:
         there, here = (
-            of.ar_ms.sum() / of.replay(candidate.configuration).decode_ms.sum()
-            for of in (selection.evaluator, selection.prompts.confirming)
+            evaluator.ar_ms.sum() / evaluator.replay(finalist.configuration).decode_ms.sum()
+            for evaluator in (selection.evaluator, selection.prompts.confirming)
         )
-        assert seen[f"finalist {number}"] == pytest.approx(2.0 * there / here)
+        assert estimate(finalist, selection.evaluator) == pytest.approx(2.0 * there / here)
 
 
 def test_little_time_measures_fewer_arms(
@@ -223,9 +219,8 @@ def test_little_time_measures_fewer_arms(
     """The fastest by prediction."""
     late = replace(selection, clock=StageClock(time.monotonic() - 1))
     clock(lambda arm, prompt: 10.0 if arm.name == AR else 5.0)
-    late.measure_finalists(finalists_of(selection))
-    assert late.measured is not None
-    assert len(late.measured.finalists) == len(late.measured.defaults) == 1
+    measured = late.measure_finalists(finalists_of(selection))
+    assert len(measured.finalists) == len(measured.defaults) == 1
     assert "1 of 4 finalists and 1 of 6 published defaults are measured" in capsys.readouterr().err.replace("\n", " ")
 
 
@@ -234,21 +229,19 @@ def test_operating_point_must_be_faster_in_real_runs(
 ) -> None:
     """Faster than the winner and than the best published default."""
     winner, other = finalists_of(selection)[:2]
-    points = [(selection.points(winner)[-1][0].model_copy(update={"workload": "read"}), other)]
-    points += selection.points(winner)[-1:]
+    points = [(Condition(workload="read"), other)]
     clock(lambda arm, prompt: 6.0 if arm.name == "chain" else 10.0)
-    selection.measure_finalists([winner])
-    for own, default in ((4.99, 10.0), (4.0, 4.0)):
-        clock(lambda arm, prompt, own=own, default=default: {"winner": 5.0, "point": own, "default": default}[arm.name])
-        kept = selection.confirmed(points, winner.configuration)
-        assert [when.label for when, _ in kept] == ["any request"]
+    measured = replace(selection.measure_finalists([winner]), winner=winner.configuration)
+    for point, default in ((4.99, 10.0), (4.0, 4.0)):
+        clock(lambda arm, prompt, ms=point, by=default: {"winner": 5.0, "point": ms, "default": by}[arm.name])
+        assert selection.confirmation(measured).confirmed(points) == []
     capsys.readouterr()
     clock(lambda arm, prompt: {"winner": 5.0, "point": 4.0, "default": 6.0}[arm.name])
-    kept = selection.confirmed(points, winner.configuration)
+    kept = selection.confirmation(measured).confirmed(points)
     printed = capsys.readouterr().err
-    assert re.search(rf"1 +0\.80 +0\.67 +{POINT_PROMPTS} +yes", printed), "a significant difference ends the runs"
+    assert re.search(rf"1 +0\.80 +0\.67 +{MIN_PROMPTS} +yes", printed), "a significant difference ends the runs"
     assert "workload read: " in printed and max(map(len, printed.splitlines())) <= 120
-    assert [when.workload for when, _ in kept] == ["read", None]
+    assert [when.workload for when, _ in kept] == ["read"]
     assert kept[0][1].tree == other.configuration.tree
 
 
@@ -269,19 +262,17 @@ def test_points_that_would_begin_late_are_not_kept(
     selection: ProfileSelection, clock: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     winner, other = finalists_of(selection)[:2]
-    points = [(selection.points(winner)[-1][0].model_copy(update={"workload": "read"}), other)]
-    points += selection.points(winner)[-1:]
     late = replace(selection, clock=StageClock(time.monotonic() - 1))
     clock(lambda arm, prompt: {"point": 4.0}.get(arm.name, 6.0))
-    late.measure_finalists([winner])
-    assert late.confirmed(points, winner.configuration) == [(points[-1][0], winner.configuration)]
+    measured = replace(late.measure_finalists([winner]), winner=winner.configuration)
+    assert late.confirmation(measured).confirmed([(Condition(workload="read"), other)]) == []
     assert "1 operating points were not confirmed" in capsys.readouterr().err
 
 
 def test_temperature_may_get_an_operating_point(selection: ProfileSelection, predictions: Callable[..., None]) -> None:
     """The winner takes twice as long whenever tokens are sampled."""
     winner, other = finalists_of(selection)[0], selection.trees.fastest[1]
-    sampled = np.array([prompt.settings.temperature == 1.0 for prompt in selection.tune.prompts])
+    sampled = np.array([prompt.settings.temperature == 1.0 for prompt in selection.prompts.workload.prompts])
     predictions({winner.key: ~sampled, other.key: sampled})
     points = selection.points(winner)
     assert [when.label for when, _ in points] == ["temperature from 0.5", "any request"]
@@ -291,10 +282,10 @@ def test_points_are_measured_on_the_prompts_that_they_decode() -> None:
     """Points that decoded nothing have no measurement."""
     plain = [run(10.0 * TOKENS, tokens=TOKENS) for _ in range(3)]
     runs = [run(ms * TOKENS, tokens=TOKENS, point=number) for ms, number in ((5.0, 0), (4.0, 0), (2.0, 1))]
-    first, second = (_measured_point(number, runs, plain) for number in (0, 1))
+    first, second = (measured_point(number, runs, plain) for number in (0, 1))
     assert first is not None and (first.num_prompts, first.speedup) == (2, pytest.approx(20 / 9))
     assert second is not None and (second.num_prompts, second.speedup) == (1, pytest.approx(5.0))
-    assert _measured_point(2, runs, plain) is None
+    assert measured_point(2, runs, plain) is None
 
 
 def test_profile_has_the_measurements(selection: ProfileSelection, clock: Callable[..., None]) -> None:
@@ -354,12 +345,13 @@ def test_gains_are_told_by_task() -> None:
         "chain": [run(ms, task=task) for ms, task in ((6.0, "read"), (6.0, "read"), (8.0, "add"))],
         "tuned": [run(ms, task=task) for ms, task in ((4.0, "read"), (6.0, "read"), (5.0, "add"))],
     }
-    gains = {(gain.task, gain.over): gain for gain in gains_of(runs, "chain")}
+    gains = {(gain.task, gain.over): gain for gain in Evaluation(runs, {}, {}, "chain").gains}
     assert gains["read", AR].speedup == pytest.approx(2.0) and gains["add", "chain"].speedup == pytest.approx(1.6)
     assert gains["all", "hf"].speedup == pytest.approx(36 / 15) and gains["all", "hf"].num_prompts == 3
     low, high = gains["read", AR].ci95
     assert low == pytest.approx(10 / 6) and high == pytest.approx(2.5)
-    assert {gain.task for gain in gains_of({name: own[:2] for name, own in runs.items()}, None)} == {"all"}
+    one_task = {name: arm_runs[:2] for name, arm_runs in runs.items()}
+    assert {gain.task for gain in Evaluation(one_task, {}, {}, None).gains} == {"all"}
 
 
 def test_profile_decodes_plainly_if_the_draft_is_slower_on_held_out_prompts(

@@ -24,13 +24,21 @@ from autotune.evaluation.runner import ArmRunner
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.search import screening
-from autotune.search import traces as traces_module
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
 from autotune.search.model_pool import _run_task as run_worker
-from autotune.search.screening import DEPTHS, measure, print_screened, screen, survivors
+from autotune.search.screening import (
+    DEPTHS,
+    ScreeningWork,
+    measure,
+    print_screened,
+    screen,
+    screen_in_worker,
+    survivors,
+)
 from autotune.search.space import SearchSpace, load_space
-from autotune.search.traces import MIN_PROMPTS, _RecordingWork, record_trace, record_traces
+from autotune.search.thresholds import MIN_TRACED_PROMPTS
+from autotune.search.traces import Recording, RecordingWork, record_in_worker, record_trace, record_traces
 from autotune.search.worker_pool import MAX_WORKERS
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet
@@ -195,15 +203,10 @@ def test_records_of_workers_are_reused(
     variants = model_pool.subnets(SearchSpace.model_validate(GRID))
     threads = torch.get_num_threads()
     try:
-        arguments = variants, table, workload, tmp_path, tmp_path / "ledger.sqlite", None
-        run_worker(1, model_pool.arguments, 1, screening._screen_in_worker, arguments)
-        run_worker(
-            1,
-            model_pool.arguments,
-            1,
-            traces_module._record_in_worker,
-            (variants[:3], workload, tmp_path, ForestBounds(), 1, None, "features"),
-        )
+        work = ScreeningWork(variants, table, workload, tmp_path, tmp_path / "ledger.sqlite", None)
+        run_worker(1, model_pool.arguments, 1, screen_in_worker, (work,))
+        recording = RecordingWork(variants[:3], workload, tmp_path, ForestBounds())
+        run_worker(1, model_pool.arguments, 1, record_in_worker, (recording,))
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setattr("autotune.acceptance.recorder.record_forest", lambda *_: pytest.fail("recorded twice"))
@@ -237,7 +240,7 @@ def test_traces_end_at_their_deadline(
     many = Workload("x", "tune", tuple(replace(p, name=f"{n}") for n in range(8) for p in workload.prompts))
     late = record_traces(model_pool, variants, many, tmp_path, Console(), jobs=1, deadline=time.monotonic() - 1)
     count = late[0].num_prompts
-    assert [trace.num_prompts for trace in late] == [count] * 2 and MIN_PROMPTS <= count < len(many.prompts)
+    assert [trace.num_prompts for trace in late] == [count] * 2 and MIN_TRACED_PROMPTS <= count < len(many.prompts)
     assert f"{count} of {len(many.prompts)} prompts were recorded" in capsys.readouterr().err
     for trace, whole in zip(
         late, record_traces(model_pool, variants, many.cut(count), tmp_path, Console()), strict=True
@@ -251,9 +254,9 @@ def test_every_prompt_is_recorded_by_one_process(model_pool: ModelPool, workload
     many = Workload("x", "tune", tuple(replace(p, name=f"{n}") for n in range(12) for p in workload.prompts))
     made: list[list[str]] = []
     for rank in range(3):
-        work = _RecordingWork(model_pool, [], many, tmp_path, ForestBounds(), 3, None, rank)
+        recording = Recording(model_pool, RecordingWork([], many, tmp_path, ForestBounds(), 3), rank)
         parts: list[str] = []
-        work._all(many, 2, math.inf, lambda part, parts=parts: parts.extend(p.name for p in part.prompts), None)
+        recording.record(many, 2, math.inf, lambda part, parts=parts: parts.extend(p.name for p in part.prompts))
         made.append(parts)
     names = [prompt.name for prompt in many.prompts]
     assert sorted(made[0]) == sorted(names)

@@ -19,9 +19,11 @@ from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.search import evaluator as evaluator_module
 from autotune.search import tree_search
-from autotune.search.evaluator import Candidate, Constraints, Evaluator
-from autotune.search.finalists import NUM_CONFIRMED, NUM_CONFIRMED_OF_KIND, choose_finalists, confirmable
+from autotune.search.evaluator import Candidate, Evaluator
+from autotune.search.finalists import choose_finalists, confirmable
+from autotune.search.prices import Constraints
 from autotune.search.space import SearchSpace
+from autotune.search.thresholds import NUM_CONFIRMED, NUM_CONFIRMED_OF_KIND
 from autotune.study.ledger import Ledger
 from autotune.trees.policy import parse_policy
 from tests.sample_documents import cost_table, random_trace, surface

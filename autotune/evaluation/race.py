@@ -1,0 +1,110 @@
+"""A race: arms decode blocks of the same prompts until the fastest is known.
+
+After every block comes an interim look. Arms leave when they are significantly slower than the fastest arm; published
+defaults leave only when they are significantly slower than the fastest default, so that the best default is known as well.
+
+The risk that a race between equal arms loses any of them is spent over the planned looks (``looks.spent_share``) and divided
+by the number of ordered pairs of arms in the race (Bonferroni), because the runs themselves say which arm is the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autotune.evaluation.arms import Arm
+from autotune.evaluation.looks import is_significantly_slower, spent_share
+from autotune.evaluation.runner import ArmRunner, Report
+from autotune.evaluation.runs import Run
+from autotune.evaluation.summary import ms_per_token
+from autotune.workloads.workload import Workload
+
+
+@dataclass(frozen=True)
+class Race:
+    """Runs of all arms, and the arms that are left."""
+
+    runs: dict[str, list[Run]]
+    """By arm name; arms that left have fewer runs."""
+    remaining: list[str]
+    """Names of the arms that are left, the fastest first."""
+    remaining_defaults: list[str]
+    """Names of the defaults that are left, the fastest first."""
+
+
+def is_decided(leaders: Sequence[str]) -> bool:
+    """Whether one arm is known to be the fastest."""
+    return len(leaders) <= 1
+
+
+def race(
+    runner: ArmRunner,
+    arms: Sequence[Arm],
+    workload: Workload,
+    *,
+    always: Sequence[Arm] = (),
+    defaults: Sequence[Arm] = (),
+    risk: float,
+    prompts_per_block: int,
+    min_prompts: int,
+    passes: int = 1,
+    ends: Callable[[Sequence[str]], bool] = is_decided,
+    seed: int = 0,
+    deadline: float | None = None,
+    report: Report | None = None,
+) -> Race:
+    """Run arms on blocks of prompts, and leave out those that are significantly slower.
+
+    Args:
+        arms: leave when they are slower than the fastest arm or default.
+        always: run on every prompt and are not compared.
+        defaults: leave when they are slower than the fastest default.
+        risk: probability that any of equal arms leaves.
+        prompts_per_block: number of prompts between two looks.
+        min_prompts: are run even past the deadline, but no more than a block.
+        passes: over the prompts.
+        ends: whether the race is over, given the names of the arms and defaults that are not significantly slower than the
+            fastest of them.
+        deadline: of ``time.monotonic``. No prompt is begun that would end later.
+        report: called with the number of prompts that are done, and of all.
+    """
+    prompts = workload.prompts
+    blocks = [prompts[begin : begin + prompts_per_block] for begin in range(0, len(prompts), prompts_per_block)]
+    names, default_names = [arm.name for arm in arms], [arm.name for arm in defaults]
+    runs: dict[str, list[Run]] = {arm.name: [] for arm in (*always, *arms, *defaults)}
+    num_done, num_looks = 0, passes * len(blocks)
+
+    def report_prompt(done: int, _: int) -> None:
+        if report is not None:
+            report(num_done + done, passes * len(prompts))
+
+    for look in range(num_looks):
+        block = blocks[look % len(blocks)]
+        block_runs = runner.compare(
+            [*always, *(arm for arm in (*arms, *defaults) if arm.name in {*names, *default_names})],
+            Workload(workload.name, workload.split, block),
+            seed=seed + look,
+            deadline=deadline,
+            min_prompts=min_prompts if look == 0 else 0,
+            repeat=look // len(blocks),
+            keep_memory=look > 0,
+            report=report_prompt,
+        )
+        for name, more in block_runs.items():
+            runs[name] += more
+        num_more = max(map(len, block_runs.values()))
+        num_done += num_more
+        in_race = [*names, *default_names]
+        pair_risk = risk * spent_share(look, num_looks) / max(1, len(in_race) * (len(in_race) - 1))
+        leaders = _not_slower(runs, in_race, pair_risk)
+        names = [name for name in leaders if name in names]
+        default_names = _not_slower(runs, default_names, pair_risk)
+        if num_more < len(block) or ends(leaders):
+            break
+    return Race(runs, names, default_names)
+
+
+def _not_slower(runs: Mapping[str, Sequence[Run]], names: Sequence[str], risk: float) -> list[str]:
+    """The arms that are not significantly slower than the fastest of them, the fastest first. All have run equally often."""
+    by_speed = sorted(names, key=lambda name: ms_per_token(runs[name]))
+    return [name for name in by_speed if not is_significantly_slower(runs[name], runs[by_speed[0]], risk=risk)]

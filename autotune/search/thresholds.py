@@ -1,0 +1,50 @@
+"""The numbers that decide something in a search. ``docs/search.md`` has a table of them, which a test compares with this module."""
+
+from __future__ import annotations
+
+STAGES = {
+    "cost table": 0.16,
+    "screening": 0.14,
+    "traces": 0.2,
+    "tree search": 0.06,
+    "finalists": 0.2,
+    "operating points": 0.06,
+    "evaluation": 0.18,
+}  # share of the budget of each stage
+MAX_SCREENING_SHARE = 0.6  # largest share of the budget for screening, in spaces with thousands of subnets
+ANSWERS_SHARE = 0.5  # share of the time for traces in which the target's answers are decoded
+MIN_TUNE_PROMPTS = 16  # answers are shortened until so many tuning prompts fit into the budget
+LEAST_TOKENS = 16  # answers are not shortened below so many tokens
+LEAST_PROMPTS = 6  # a search without time for so many prompts, for tuning and for the evaluation, is refused
+MIN_TRACED_PROMPTS = 6  # prompts that are recorded even past the deadline
+MIN_TREE_SEARCH_S = 5.0  # seconds of tree search, even past the deadline
+MAX_PRICED = 8  # choices of heads of a draft that are all timed; of more, those with one share in all blocks are
+LEAST_SHARE = 0.75  # share of the fastest chain's speedup below which a draft does not survive screening
+CONFIRMING = 3  # one in so many tuning prompts of each task confirms; the others choose
+MIN_SPLIT = 12  # with fewer tuning prompts, all of them both choose and confirm
+NUM_CONFIRMED = 64  # configurations, the fastest on the choosing prompts, that are ranked again on the confirming ones
+NUM_CONFIRMED_OF_KIND = 8  # the same, of each draft and policy
+MAX_SIMILAR = 2  # finalists with the same draft and policy
+CONFIDENCE = 0.9  # of intervals of predictions; one above the fastest in all of it is no finalist
+DECODING_ERROR = 0.08  # relative standard deviation of measured speedups around predictions by exact costs
+ROUNDS: tuple[tuple[int, int, int | None], ...] = (
+    (8, 6, None),
+    (8, 4, None),
+    (4, 4, None),
+    (4, 2, None),
+    (4, 2, 2),
+    (4, 1, 1),
+)  # prompts between two looks, finalists and published defaults (None: all) of the race: the first that fits into the time
+RISK = 0.05  # probability that a race of equally fast arms drops any of them, spent over its looks
+MIN_PROMPTS = 4  # prompts of a race that run even past its deadline, and between two looks at an operating point
+MAX_PASSES = 4  # passes over the confirming prompts in the race of finalists
+MAX_TIE = 1.005  # ratio of two estimated speedups up to which the smaller tree wins
+MIN_GAIN = 0.02  # share of the decoding time that an operating point must save
+MIN_REQUESTS = 6  # smallest group of requests that may get an operating point
+POINT_RISK = 0.05  # probability that any group gets an operating point by chance
+NUM_SPLITS = 50  # splits of a group in halves, of which one chooses a configuration and the other judges it
+LENGTH_QUANTILES = (0.25, 0.5, 0.75)  # quantiles of prompt lengths that may separate short from long prompts
+WORKLOAD_ADVANTAGE = 1.5  # times the savings of other groupings, from which a grouping by workload is worth its tags
+NUM_POINT_CANDIDATES = 200  # fastest configurations for operating points, beside the fastest of each task
+MAX_HELD_OUT_DEFAULTS = 3  # published defaults, the fastest on tuning prompts, that run on held-out prompts
+HELD_OUT_PROMPTS = 8  # held-out prompts between two looks
