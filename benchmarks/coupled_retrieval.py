@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.acceptance.calibration import calibrate
-from autotune.acceptance.recorder import Recorder, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import Forest, Trace, bounds_for, join
 from autotune.console import Console
@@ -28,6 +27,7 @@ from autotune.cost.request_costs import PrefillCost
 from autotune.cost.table import DensePrices
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.modeling.loading import RETRIEVAL, reference
+from autotune.recording.recorder import Recorder, record_forest
 from autotune.search.model_pool import ModelPool
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy

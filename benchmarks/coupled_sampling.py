@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.acceptance.answers import Answer, AnswerRecorder
-from autotune.acceptance.recorder import read_target
 from autotune.console import Console
 from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import HF_ASSISTED
@@ -31,6 +29,8 @@ from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
+from autotune.recording.answers import Answer, AnswerRecorder
+from autotune.recording.recorder import read_target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.limits import MAX_STEP
 from autotune.workloads.workload import Workload, load_workload

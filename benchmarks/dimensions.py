@@ -19,7 +19,7 @@ from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.evaluation.summary import summarize
-from autotune.search.evaluator import Evaluator
+from autotune.prediction.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
 from autotune.search.screening import ScreenedSubnet, screen

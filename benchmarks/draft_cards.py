@@ -26,7 +26,6 @@ import torch
 from accelerate import Accelerator
 
 from autotune import files
-from autotune.acceptance.recorder import Recorder
 from autotune.documents.subnet import VISUAL_RANKINGS, Operator, Subnet, VisualRanking
 from autotune.drafters.checkpoint import load_draft, load_network
 from autotune.drafters.compression import SELECTED
@@ -41,6 +40,7 @@ from autotune.modeling.loading import (
     reference,
 )
 from autotune.modeling.target import Target
+from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
 from autotune.training.curve import distilled_layers, draw_curve, logged
 from autotune.training.draft_task import EVALUATION

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from autotune.cost.settings import CostSettings
-from autotune.cost.step_bench import StepBench
 from autotune.drafters.independent import IndependentDraft
+from autotune.measuring.settings import CostSettings
+from autotune.measuring.step_bench import StepBench
 from autotune.modeling import tree_model
 from autotune.modeling.target import Target
 

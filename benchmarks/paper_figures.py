@@ -21,8 +21,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from autotune.acceptance.reference_replay import Round, rounds
 from autotune.acceptance.replay import plain_decode_ms
-from autotune.acceptance.rounds import Round, rounds
 from autotune.acceptance.trace import Trace
 from autotune.cost.draft_costs import ModelShape
 from autotune.cost.roofline import (
@@ -35,7 +35,7 @@ from autotune.cost.roofline import (
     step_ms,
 )
 from autotune.documents.configuration import configuration_of
-from autotune.evaluation.runs import length_bands, time_shares
+from autotune.documents.run import length_bands, time_shares
 from autotune.files import write_table
 from autotune.report.acceptance import evidence_runs
 from autotune.report.points import heads_label

@@ -23,10 +23,10 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, configuration_of
 from autotune.documents.decoding_profile import AR, DecodingProfile
-from autotune.evaluation.runs import Run
+from autotune.documents.run import Run
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import write_table
-from autotune.search.evaluator import Evaluator
+from autotune.prediction.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
 from autotune.search.settings import SearchSettings

@@ -22,11 +22,12 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.documents.decoding_profile import AR
-from autotune.evaluation.runs import Run
+from autotune.documents.run import Run
 from autotune.evaluation.summary import bootstrap_ratio
-from autotune.search.evaluator import Evaluator, confirms
+from autotune.prediction.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.space import SearchSpace, load_space
+from autotune.search.tuning_prompts import confirms
 from autotune.study.document import load_study
 from autotune.trees.policy import POLICIES
 from autotune.workloads.workload import load_workload

@@ -18,10 +18,10 @@ from typing import Any
 
 import click
 
-from autotune.acceptance.answers import ANSWERS_AT_ONCE, AnswerRecorder
-from autotune.acceptance.recorder import read_target, record_forest
 from autotune.console import Console
 from autotune.modeling.loading import BUNDLED_TARGET
+from autotune.recording.answers import ANSWERS_AT_ONCE, AnswerRecorder
+from autotune.recording.recorder import read_target, record_forest
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
 from autotune.search.space import load_space

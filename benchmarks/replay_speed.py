@@ -25,9 +25,9 @@ from autotune.cost.table import DensePrices
 from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
+from autotune.prediction.prices import TreePricing
+from autotune.prediction.sequoia import rank_acceptance, sequoia_trees
 from autotune.search.model_pool import ModelPool
-from autotune.search.prices import TreePricing
-from autotune.search.sequoia import rank_acceptance, sequoia_trees
 from autotune.search.space import load_space
 from autotune.search.traces import record_traces
 from autotune.trees.policy import POLICIES, Policy, parse_policy

@@ -17,7 +17,7 @@ from typing import Any, cast
 import click
 import numpy as np
 
-from autotune.acceptance.rounds import rounds
+from autotune.acceptance.reference_replay import rounds
 from autotune.acceptance.trace import Trace, bounds_for
 from autotune.console import Console
 from autotune.documents.provenance import ModelReference

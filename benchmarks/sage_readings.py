@@ -21,8 +21,8 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
+from autotune.prediction.evaluator import Evaluator
 from autotune.search.cost_tables import table_for_gpu
-from autotune.search.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.traces import record_traces
 from autotune.trees.policy import parse_policy

@@ -21,10 +21,10 @@ import click
 import numpy as np
 import pandas as pd
 
-from autotune.cost.block_log import BlockLog
-from autotune.cost.profiler import kv_lengths_for, measure_costs
-from autotune.cost.settings import CostSettings
 from autotune.documents.subnet import Subnet
+from autotune.measuring.block_log import BlockLog
+from autotune.measuring.profiler import kv_lengths_for, measure_costs
+from autotune.measuring.settings import CostSettings
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 from autotune.search.model_pool import ModelPool
 from autotune.workloads.workload import BUNDLED, load_workload

@@ -18,7 +18,7 @@ from autotune.console import Console
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import NAMED, PUBLISHED_DEFAULTS
-from autotune.evaluation.runs import Run
+from autotune.documents.run import Run
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.search.model_pool import ModelPool
 from autotune.workloads.workload import load_workload

@@ -19,13 +19,13 @@ import torch
 
 from autotune.acceptance.trace import load_trace
 from autotune.console import Console
-from autotune.cost.settings import CostSettings
-from autotune.cost.step_bench import StepBench
 from autotune.cost.surface import Point, Surface
 from autotune.cost.table import EVERY_ROW, CostTable
 from autotune.documents.configuration import Configuration
+from autotune.measuring.settings import CostSettings
+from autotune.measuring.step_bench import StepBench
 from autotune.modeling.threads import limited_threads
-from autotune.search.evaluator import Evaluator
+from autotune.prediction.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.space import load_space
 from autotune.study.document import load_study

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from autotune.acceptance.calibration import calibrate
-from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, bounds_for
-from autotune.cost.profiler import shape_of
 from autotune.cost.roofline import estimate_table
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.independent import IndependentDraft
+from autotune.measuring.profiler import shape_of
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
+from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.workloads.formats import read_jsonl

@@ -11,11 +11,11 @@ from autotune.device import fingerprint
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, PromptEvidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
+from autotune.documents.run import Run, prompt_evidence
 from autotune.errors import NotComparable
 from autotune.evaluation.arms import Arm, DecoderArm
 from autotune.evaluation.divergence import Divergence, first_divergence
 from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.runs import Run, prompt_evidence
 from autotune.evaluation.summary import Summary, summarize
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.token_sampler import TokenSampler

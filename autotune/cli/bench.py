@@ -53,8 +53,8 @@ def command(profile: Path, against: str | None, table: Path | None, as_json: boo
     settings = BenchSettings(prompts, arms, **choices)
 
     from autotune.console import Console
+    from autotune.documents.run import runs_dataframe
     from autotune.evaluation.bench import run_bench
-    from autotune.evaluation.runs import runs_dataframe
     from autotune.files import write_table
 
     result = run_bench(profile, settings, Console())

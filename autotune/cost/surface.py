@@ -59,7 +59,7 @@ class Point(Document):
     tokens: int = Field(ge=1)
     kv_length: int = Field(ge=0)
     samples_ms: list[float] = Field(min_length=1)
-    """Measured samples are scaled by the plain steps beside them (``autotune.cost.sampling``)."""
+    """Measured samples are scaled by the plain steps beside them (``autotune.measuring.sampling``)."""
 
     @property
     def latency_ms(self) -> float:

@@ -9,10 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.cost.jobs import plain_steps_ms
-from autotune.cost.profiler import shape_of
-from autotune.cost.settings import CostSettings
-from autotune.cost.step_bench import StepBench
 from autotune.doctor.attention import attention_uses
 from autotune.doctor.diagnosis import NearTies, StepTimes, TargetFound, TreeCheck
 from autotune.documents.provenance import ModelReference
@@ -20,6 +16,10 @@ from autotune.drafters.checkpoint import load_draft
 from autotune.evaluation.divergence import flips, largest_difference
 from autotune.evaluation.perplexity import answer_logits
 from autotune.execution import EAGER, capture_sizes_for
+from autotune.measuring.jobs import plain_steps_ms
+from autotune.measuring.profiler import shape_of
+from autotune.measuring.settings import CostSettings
+from autotune.measuring.step_bench import StepBench
 from autotune.modeling.clock import now_ms
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.loading import RETRIEVAL

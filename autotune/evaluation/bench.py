@@ -16,6 +16,7 @@ from autotune.documents.contention import Contention
 from autotune.documents.decoding_profile import AR, HF, TUNED
 from autotune.documents.provenance import stamp
 from autotune.documents.published_defaults import HF_ASSISTED, NAMED, PROMPT_LOOKUP
+from autotune.documents.run import Run, time_shares
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.independent import IndependentDraft
@@ -39,7 +40,6 @@ from autotune.evaluation.bench_tables import (
     speedups_by_task,
 )
 from autotune.evaluation.runner import DISTURBED, STALLED, ArmRunner
-from autotune.evaluation.runs import Run, time_shares
 from autotune.evaluation.summary import summarize
 from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.runtime.decoder import Decoder

@@ -12,7 +12,7 @@ import numpy as np
 from autotune.console import Console
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
 from autotune.documents.published_defaults import LOSSY_SWEEP, NAMED
-from autotune.evaluation.runs import Run, length_bands, runs_dataframe
+from autotune.documents.run import Run, length_bands, runs_dataframe
 from autotune.evaluation.summary import Summary, speedup
 from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.trees.verification import LosslessVerification, WetapVerification

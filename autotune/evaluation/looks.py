@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autotune.evaluation.runs import Run
+from autotune.documents.run import Run
 from autotune.evaluation.summary import decoded_pairs
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autotune.documents.run import Run
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.looks import is_significantly_slower, spent_share
 from autotune.evaluation.runner import ArmRunner, Report
-from autotune.evaluation.runs import Run
 from autotune.evaluation.summary import ms_per_token
 from autotune.workloads.workload import Workload
 

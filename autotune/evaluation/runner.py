@@ -20,12 +20,12 @@ from pydantic import ValidationError
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import PROMPT_LOOKUP
+from autotune.documents.run import Run
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import naming
 from autotune.evaluation.arms import UNCOUPLED, Arm, DecoderArm
 from autotune.evaluation.perplexity import Quality, quality
-from autotune.evaluation.runs import Run
 from autotune.files import append_line, content_key, read_lines
 from autotune.modeling.cached_model import CachedModel
 from autotune.runtime.decoder import Decoder

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.documents.run import Run
 from autotune.errors import UserError
-from autotune.evaluation.runs import Run
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from autotune.documents.decoding_profile import Predicted
 from autotune.errors import UserError
 from autotune.export.document import BatchPrediction
 from autotune.export.engine_prices import EnginePrices
-from autotune.search.evaluator import Evaluator
+from autotune.prediction.evaluator import Evaluator
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
 from autotune.trees.tree import Floats

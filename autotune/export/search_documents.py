@@ -17,7 +17,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.export.engine import Vision
 from autotune.files import WORKSPACE
-from autotune.search.evaluator import Evaluator
+from autotune.prediction.evaluator import Evaluator
 from autotune.study.folder import find_studies, find_study, points_of_prompts
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import COMPARED_DEFAULTS, PUBLISHED_DEFAULTS
+from autotune.prediction.evaluator import Candidate
 from autotune.report.sources import Sources
-from autotune.search.evaluator import Candidate
 from autotune.study.records import ScreenedSubnet
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autotune.acceptance.rounds import count_acceptance
+from autotune.acceptance.reference_replay import count_acceptance
 from autotune.documents.configuration import configuration_of
 from autotune.report.points import condition_label
 from autotune.report.sources import Sources

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autotune.documents.configuration import DraftVariant
+from autotune.prediction.evaluator import Candidate
 from autotune.report.points import heads_label
 from autotune.report.sources import Sources
-from autotune.search.evaluator import Candidate
 from autotune.study.records import ScreenedSubnet
 from autotune.trees.policy import parse_policy
 

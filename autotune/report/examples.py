@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autotune.acceptance.rounds import Round
+from autotune.acceptance.reference_replay import Round
 from autotune.acceptance.trace import Trace
 from autotune.report.points import condition_label
 from autotune.report.prompts import TokenTexts

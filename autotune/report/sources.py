@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from autotune.acceptance.rounds import Round, rounds
+from autotune.acceptance.reference_replay import Round, rounds
 from autotune.acceptance.trace import Trace, load_trace
 from autotune.cost.table import CostTable
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, read_lines
-from autotune.search.evaluator import Candidate, Evaluator
-from autotune.search.tree_search import optuna_storage
+from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, StudyDocument, load_study
 from autotune.study.folder import find_studies, find_study, load_headers, load_tables, points_of_prompts
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, screened_in
+from autotune.study.storage import optuna_storage
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from autotune.console import Console, percent
-from autotune.cost.block_log import BlockLog
-from autotune.cost.profiler import kv_lengths_for, measure_costs, shape_of
 from autotune.cost.roofline import estimate_table, find_limits
-from autotune.cost.settings import CostSettings
 from autotune.cost.table import CostTable, shipped_tables
 from autotune.device import gib
 from autotune.documents.configuration import DraftVariant
@@ -19,6 +16,9 @@ from autotune.documents.subnet import NUM_BLOCKS, Subnet
 from autotune.errors import UserError
 from autotune.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
 from autotune.files import content_key
+from autotune.measuring.block_log import BlockLog
+from autotune.measuring.profiler import kv_lengths_for, measure_costs, shape_of
+from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import check_mode
 from autotune.search.model_pool import ModelPool

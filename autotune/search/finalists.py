@@ -17,12 +17,12 @@ from autotune.console import Console
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
+from autotune.documents.run import Run
 from autotune.documents.subnet import Subnet
 from autotune.evaluation.race import Race, race
 from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.runs import Run
 from autotune.evaluation.summary import ms_per_token, speedup, summarize, time_ratio
-from autotune.search.evaluator import Candidate, Evaluator, TuningPrompts, ratio_interval, speedup_interval
+from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import (
     MAX_PASSES,
@@ -34,6 +34,7 @@ from autotune.search.thresholds import (
     RISK,
     ROUNDS,
 )
+from autotune.search.tuning_prompts import TuningPrompts, ratio_interval, speedup_interval
 from autotune.study.document import Finalist, MeasuredDefault
 from autotune.trees.policy import parse_policy
 

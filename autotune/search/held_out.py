@@ -10,13 +10,13 @@ from pathlib import Path
 from autotune.console import Console
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile, Gain
+from autotune.documents.run import Run
 from autotune.evaluation.arms import DecoderArm, HuggingFaceArm
 from autotune.evaluation.race import race
 from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.runs import Run
 from autotune.evaluation.summary import Summary, summarize
+from autotune.prediction.evaluator import Evaluator
 from autotune.runtime.load import decoder_for
-from autotune.search.evaluator import Evaluator
 from autotune.search.finalists import print_labels
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import HELD_OUT_PROMPTS, MIN_PROMPTS, RISK

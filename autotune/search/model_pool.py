@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autotune.acceptance.recorder import Recorder
 from autotune.cost.table import CostTable
 from autotune.device import fingerprint, free_memory
 from autotune.documents.configuration import Configuration, DraftVariant
@@ -29,6 +28,7 @@ from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
+from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
 from autotune.search.space import SearchSpace
 from autotune.search.worker_pool import MAX_WORKERS, WorkerPool

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.documents.condition import Condition, Range
-from autotune.search.evaluator import Candidate, Evaluator
+from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.search.thresholds import (
     LENGTH_QUANTILES,
     MIN_GAIN,

@@ -12,8 +12,6 @@ from typing import Any
 from autotune.acceptance.trace import ForestBounds, Trace, bounds_for
 from autotune.console import Console
 from autotune.contention import wait_until_quiet
-from autotune.cost.profiler import shape_of
-from autotune.cost.settings import CostSettings
 from autotune.cost.table import TOKENS, CostTable
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.decoding_profile import DecodingProfile
@@ -22,11 +20,13 @@ from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.execution import EAGER
 from autotune.files import content_key, write_table
+from autotune.measuring.profiler import shape_of
+from autotune.measuring.settings import CostSettings
+from autotune.prediction.evaluator import Evaluator
+from autotune.prediction.prices import Constraints
 from autotune.search.cost_tables import local_table, priced_variants, print_table, table_for_gpu
-from autotune.search.evaluator import Evaluator, TuningPrompts
 from autotune.search.model_pool import ModelPool
 from autotune.search.plan import UNTIMED_STAGES, Plan, SearchSize, StageClock, make_plan, measure_rates
-from autotune.search.prices import Constraints
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.screening import measure, print_screened, screen, survivors
 from autotune.search.settings import SearchSettings, check_settings, device_for
@@ -34,6 +34,7 @@ from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.thresholds import CONFIRMING, MIN_TREE_SEARCH_S, STAGES
 from autotune.search.traces import print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, print_calibrations, search_trees
+from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, StudyDraft
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from autotune.console import Console
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration
+from autotune.documents.run import Run
 from autotune.evaluation.race import race
 from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.runs import Run
 from autotune.evaluation.summary import speedup
-from autotune.search.evaluator import Candidate, Evaluator
+from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.search.finalists import print_labels
 from autotune.search.thresholds import MIN_GAIN, MIN_PROMPTS, RISK
 from autotune.workloads.prompt import WorkloadPrompt

@@ -23,11 +23,11 @@ from autotune.documents.decoding_profile import (
 )
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
-from autotune.evaluation.runs import Run, prompt_evidence
+from autotune.documents.run import Run, prompt_evidence
 from autotune.evaluation.summary import Summary, summarize
-from autotune.search.evaluator import TuningPrompts, speedup_interval
 from autotune.search.held_out import Evaluation
 from autotune.search.model_pool import ModelPool
+from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
 

@@ -12,7 +12,7 @@ from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import DecodingProfile, Shrinkage
 from autotune.documents.provenance import stamp
-from autotune.search.evaluator import Candidate, TuningPrompts
+from autotune.prediction.evaluator import Candidate
 from autotune.search.finalists import (
     MeasuredFinalists,
     choose_finalists,
@@ -28,6 +28,7 @@ from autotune.search.point_confirmation import PointConfirmation
 from autotune.search.profile_documents import ProfileDocuments, shrinkage_of
 from autotune.search.thresholds import MAX_HELD_OUT_DEFAULTS, NUM_POINT_CANDIDATES, ROUNDS
 from autotune.search.tree_search import TreeSearchResult
+from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import RUNS
 from autotune.workloads.workload import Workload
 

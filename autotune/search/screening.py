@@ -1,7 +1,7 @@
 """Screening: every subnet of every draft is evaluated, exhaustively, as STAR chooses among its subnets.
 
 A subnet's speed is predicted from chains along recorded answers and the cost table, or measured by real runs. Subnets of a
-supernet that differ in heads only are recorded together (``acceptance.chain_recorder``); their chains are those of the
+supernet that differ in heads only are recorded together (``recording.chain_recorder``); their chains are those of the
 recorder of traces, up to rounding, so nothing is estimated but the cost of unequal shares of heads.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from autotune.acceptance.chain_recorder import chain_traces
 from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
 from autotune.cost.table import CostTable
@@ -24,7 +23,8 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.evaluation.summary import summarize
 from autotune.files import content_key
-from autotune.search.evaluator import Evaluator
+from autotune.prediction.evaluator import Evaluator
+from autotune.recording.chain_recorder import chain_traces
 from autotune.search.finalists import NAMES, print_labels
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import LEAST_SHARE

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.acceptance.answers import ANSWERS_AT_ONCE
-from autotune.acceptance.recorder import Recorder, Report, check_visual_input
 from autotune.acceptance.trace import ForestBounds, Trace, save_trace
 from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.subnet import VisualInput
+from autotune.recording.answers import ANSWERS_AT_ONCE
+from autotune.recording.recorder import Recorder, Report, check_visual_input
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import ANSWERS_SHARE, MIN_TRACED_PROMPTS
 from autotune.workloads.workload import Workload

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,10 @@ from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.documents.provenance import version_of
 from autotune.errors import UserError
 from autotune.files import content_key
-from autotune.search.evaluator import Candidate, Evaluator
+from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.search.space import SearchSpace
 from autotune.study.ledger import Ledger, Record
-from autotune.study.storage import storage_url
+from autotune.study.storage import optuna_storage
 from autotune.trees.policy import POLICIES
 from autotune.trees.tree import Floats
 
@@ -325,13 +324,3 @@ def _finished_trial(parameters: dict[str, Any], ms: float, distributions: dict[s
 
     known = {name: distributions[name] for name in parameters}
     return optuna.trial.create_trial(params=parameters, distributions=known, value=ms)
-
-
-def optuna_storage(ledger: str | Path) -> Any:
-    """Optuna's storage for a ledger: a journal file beside the ledger's file, or the same database."""
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    if isinstance(ledger, Path):
-        return JournalStorage(JournalFileBackend(str(ledger.with_suffix(".optuna"))))
-    return storage_url(ledger)

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
-from autotune.acceptance.rounds import rounds
+from autotune.acceptance.reference_replay import rounds
 from autotune.acceptance.trace import Trace
 from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
-from autotune.documents.subnet import Subnet
+from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.export.document import EXPORT, Export, Variant
 from autotune.export.exporter import ENGINES
 from autotune.files import WORKSPACE
-from autotune.search.model_pool import ModelPool
-from autotune.search.traces import record_trace
+from autotune.modeling.loading import load_model, load_processor, reference
+from autotune.modeling.target import Target
+from autotune.recording.recorder import Recorder
 from autotune.trees.policy import Policy
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
@@ -79,12 +80,12 @@ def predict(
     """
     tree = variant.tree
     assert tree is not None, "only trees of this project are replayed"
-    pool = ModelPool(export.target.id, [export.draft.id], device)
-    for found, wanted in ((pool.target_reference, export.target), (pool.references[export.draft.id], export.draft)):
-        if not found.is_same(wanted):
+    for wanted in (export.target, export.draft):
+        if not (found := reference(wanted.id)).is_same(wanted):
             raise UserError(f"{found.id}: its weights have changed since the export; run autotune export again")
     vision = ENGINES[export.engine].vision[export.kind]
-    prompts = workload.readable_by(pool.processor)
+    processor = load_processor(export.target.id)
+    prompts = workload.readable_by(processor)
     if vision == "text":
         prompts = Workload(
             prompts.name, prompts.split, tuple(p for p in prompts.prompts if not p.pixels), prompts.format
@@ -95,17 +96,21 @@ def predict(
             "another --workload"
         )
     study = Path(export.study)
-    recorder = pool.recorder(study if study.is_dir() else WORKSPACE / "engines")
+    target = Target(load_model(export.target.id, device=device))
+    draft = load_draft(export.draft.id, target)
+    recorder = Recorder(
+        target, reference(export.target.id), processor, study if study.is_dir() else WORKSPACE / "engines"
+    )
     with console.stage("target's answers and the draft's proposals") as update:
         prompts = recorder.follow(prompts)
-        trace = record_trace(
-            pool,
-            recorder,
-            (export.draft.id, Subnet()),
+        trace = recorder.trace(
+            draft,
+            reference(export.draft.id),
             prompts,
-            tree.forest_bounds,
-            lambda done, of: update(done, of, ""),
+            visual_keep=1.0,
             visual_input="placeholders" if vision == "placeholders" else "features",
+            bounds=tree.forest_bounds,
+            report=lambda done, of: update(done, of, ""),
         )
     return [_predicted(trace, number, prompt, tree) for number, prompt in enumerate(prompts.prompts)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from autotune.errors import UserError
 
@@ -26,3 +27,13 @@ def storage_url(storage: str | Path) -> str:
             "give postgresql://USER@HOST/DATABASE"
         )
     return url
+
+
+def optuna_storage(ledger: str | Path) -> Any:
+    """Optuna's storage for a ledger: a journal file beside the ledger's file, or the same database."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if isinstance(ledger, Path):
+        return JournalStorage(JournalFileBackend(str(ledger.with_suffix(".optuna"))))
+    return storage_url(ledger)

@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from autotune.acceptance.recorder import Recorder
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_feature_network, new_network, save_draft
 from autotune.drafters.eagle3 import Eagle3Network, new_eagle3, save_eagle3
@@ -21,6 +20,7 @@ from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
+from autotune.recording.recorder import Recorder
 from autotune.training.divergence import make_divergence
 from autotune.training.examples import JsonlExamples, Report, read_lines, split_file
 from autotune.training.losses import drafting_loss, sample_subnet

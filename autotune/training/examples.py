@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from autotune.acceptance.recorder import Recorder
 from autotune.errors import UserError, naming
 from autotune.files import content_key
 from autotune.modeling.prompt import Prompt as EncodedPrompt
 from autotune.modeling.prompt import visual_tokens
 from autotune.modeling.target import Target
+from autotune.recording.recorder import Recorder
 from autotune.training.memory import BatchShape
 from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt, Prompt, load_prompt

@@ -1,5 +1,5 @@
 """``static``: a tree of fixed shape, given by rank paths: ``[0, 2]`` is the third most probable child of the most probable
-child of the root. ``search/sequoia.py`` computes the best one.
+child of the root. ``prediction/sequoia.py`` computes the best one.
 """
 
 from __future__ import annotations

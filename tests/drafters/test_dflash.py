@@ -14,18 +14,18 @@ from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
-from autotune.acceptance.recorder import Answer, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import bounds_for, join
-from autotune.cost.profiler import shape_of
-from autotune.cost.settings import CostSettings
-from autotune.cost.step_bench import StepBench
 from autotune.documents.subnet import Subnet
 from autotune.drafters.block_draft import BlockDraft
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
+from autotune.measuring.profiler import shape_of
+from autotune.measuring.settings import CostSettings
+from autotune.measuring.step_bench import StepBench
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.target import Target
+from autotune.recording.recorder import Answer, record_forest
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from autotune.acceptance.recorder import Answer, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, join
 from autotune.documents.subnet import Subnet
@@ -20,6 +19,7 @@ from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
 from autotune.modeling.target import Target
+from autotune.recording.recorder import Answer, record_forest
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import Tree

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotune.acceptance.recorder import Answer, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, join
 from autotune.drafters.checkpoint import load_draft, load_network, new_network, save_draft
@@ -23,6 +22,7 @@ from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
 from autotune.modeling.target import Target
+from autotune.recording.recorder import Answer, record_forest
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import Tree

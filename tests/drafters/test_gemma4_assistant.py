@@ -14,9 +14,6 @@ import torch
 import autotune
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds
-from autotune.cost.profiler import measure_costs, shape_of
-from autotune.cost.settings import CostSettings
-from autotune.cost.step_bench import StepBench
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration
@@ -25,12 +22,15 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.errors import UserError
+from autotune.measuring.profiler import measure_costs, shape_of
+from autotune.measuring.settings import CostSettings
+from autotune.measuring.step_bench import StepBench
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import KV_LENGTH_STEP
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
+from autotune.prediction.evaluator import Evaluator
 from autotune.runtime.decoder import Decoder
-from autotune.search.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.space import load_space
 from autotune.search.traces import record_trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.evaluation.runs import Run
+from autotune.documents.run import Run
 from autotune.trees.acceptance_counts import AcceptanceCounts
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from autotune.documents.decoding_profile import AR
+from autotune.documents.run import Run
 from autotune.evaluation import race as module
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Race
 from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.runs import Run
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from autotune.workloads.workload import Workload
 from tests.evaluation.stub_arm import StubArm

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from autotune.documents.decoding_profile import AR
+from autotune.documents.run import REST, length_bands, runs_dataframe, time_shares
 from autotune.errors import UserError
-from autotune.evaluation.runs import REST, length_bands, runs_dataframe, time_shares
 from autotune.evaluation.summary import bootstrap_ratio, speedup, summarize
 from tests.evaluation.sample_runs import run
 

@@ -12,7 +12,7 @@ from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import DecodingProfile, DraftChoice, OperatingPoint, Predicted
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
-from autotune.search.evaluator import Evaluator
+from autotune.prediction.evaluator import Evaluator
 from autotune.trees.policy import parse_policy
 from tests.sample_documents import DRAFT, cost_table, decoding_profile, random_trace, surface
 

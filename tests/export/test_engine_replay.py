@@ -13,7 +13,7 @@ from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.export.engine_replay import EngineReplay
-from autotune.search.evaluator import Evaluator
+from autotune.prediction.evaluator import Evaluator
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
 from tests.export.studies import trace_of

@@ -26,7 +26,7 @@ from autotune.export.engine_replay import EngineReplay
 from autotune.export.exporter import ENGINES
 from autotune.export.sglang import SglangSettings
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, RETRIEVAL, bundled_models
-from autotune.search.evaluator import Evaluator
+from autotune.prediction.evaluator import Evaluator
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
 from tests.export.studies import PRUNED, cheap_table, point_of, profile_of, trace_of, write_pair, write_study

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from autotune.cost.profiler import shape_of
 from autotune.documents.provenance import version_of
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.draft import Draft
@@ -22,6 +21,7 @@ from autotune.drafters.eagle3 import new_eagle3
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.divergence import first_divergence
+from autotune.measuring.profiler import shape_of
 from autotune.modeling import loading, quantization
 from autotune.modeling.loading import load_model, load_processor, resolve
 from autotune.modeling.quantization import (

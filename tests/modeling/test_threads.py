@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.cost.step_bench import choose_threads
 from autotune.drafters.independent import IndependentDraft
+from autotune.measuring.step_bench import choose_threads
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder

@@ -30,9 +30,9 @@ from autotune.documents.decoding_profile import (
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.files import append_line
+from autotune.prediction.evaluator import Evaluator
 from autotune.report.sources import Sources, find_sources
 from autotune.search import tree_search
-from autotune.search.evaluator import Evaluator
 from autotune.search.space import SearchSpace
 from autotune.search.tree_search import search_trees
 from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, Finalist, MeasuredDefault, StudyDocument, StudyDraft

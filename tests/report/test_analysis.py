@@ -9,13 +9,13 @@ from autotune.acceptance.replay import plain_decode_ms
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
+from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.report.ablation import SCREENING, TREES, ablations, cumulative_ablation, policies
 from autotune.report.acceptance import acceptance, evidence_runs
 from autotune.report.analysis import fastest_by_size, fastest_by_variant, importance, pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
 from autotune.report.points import PointSummary, heads_label
 from autotune.report.sources import Sources
-from autotune.search.evaluator import Candidate, Evaluator
 from autotune.study.records import ScreenedSubnet
 from tests.report.conftest import EVIL, KEEPS, SHAPE, MadeStudy
 from tests.sample_documents import DEVICE, cost_table

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.acceptance.rounds import Round, rounds
+from autotune.acceptance.reference_replay import Round, rounds
 from autotune.report.examples import Example, answer_parts, data_uri, examples, round_to_draw
 from autotune.report.prompts import find_prompts
 from autotune.report.sources import Sources

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from autotune.acceptance.reference_replay import rounds
 from autotune.acceptance.replay import plain_decode_ms, replay
-from autotune.acceptance.rounds import rounds
 from autotune.acceptance.trace import ForestBounds, RecordedPrompt, join
 from autotune.cost.draft_costs import ModelShape
 from autotune.cost.roofline import datasheets, estimate_table, load_limits

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autotune.acceptance.reference_replay import rounds
 from autotune.acceptance.replay import plain_decode_ms
-from autotune.acceptance.rounds import rounds
 from autotune.documents.condition import Condition, Range
 from autotune.errors import UserError
 from autotune.report.examples import examples

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotune.acceptance.recorder import Answer, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, join
 from autotune.documents.subnet import Subnet
@@ -27,6 +26,7 @@ from autotune.evaluation.divergence import first_divergence
 from autotune.modeling import tree_model
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
+from autotune.recording.recorder import Answer, record_forest
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.greedy_batch import GreedyBatch, can_batch
 from autotune.trees.policy import parse_policy

@@ -12,11 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotune.acceptance.recorder import Answer, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import bounds_for, join
-from autotune.cost.settings import CostSettings
-from autotune.cost.step_bench import StepBench
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import new_network
 from autotune.drafters.feature_draft import FeatureDraft
@@ -27,9 +24,12 @@ from autotune.errors import UserError
 from autotune.evaluation.bench import choose_arms
 from autotune.evaluation.divergence import first_divergence
 from autotune.evaluation.runner import ArmRunner
+from autotune.measuring.settings import CostSettings
+from autotune.measuring.step_bench import StepBench
 from autotune.modeling.hybrid_cache import HybridCache
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
+from autotune.recording.recorder import Answer, record_forest
 from autotune.runtime.decoder import Decoder
 from autotune.search.cost_tables import table_for_gpu
 from autotune.search.model_pool import ModelPool

@@ -7,9 +7,9 @@ from typing import Any
 from unittest import mock
 
 from autotune.documents.subnet import Subnet
+from autotune.prediction.evaluator import Evaluator
+from autotune.prediction.prices import Constraints
 from autotune.search import tree_search
-from autotune.search.evaluator import Evaluator
-from autotune.search.prices import Constraints
 from autotune.search.space import SearchSpace
 from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.study.ledger import Ledger

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from autotune.console import Console
-from autotune.cost.block_log import Block, BlockLog, LogHeader, TimedJob
 from autotune.cost.table import CostTable
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
+from autotune.measuring.block_log import Block, BlockLog, LogHeader, TimedJob
 from autotune.search import cost_tables
 from autotune.search.cost_tables import local_table, priced_variants
 from autotune.search.model_pool import ModelPool

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from autotune.acceptance.replay import plain_decode_ms, replay
-from autotune.cost.profiler import kv_lengths_for
 from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
+from autotune.measuring.profiler import kv_lengths_for
+from autotune.prediction.evaluator import Candidate, Evaluator
+from autotune.prediction.prices import SMALLEST, Constraints, largest_round_ms
 from autotune.search import evaluator as evaluator_module
-from autotune.search.evaluator import Candidate, Evaluator
-from autotune.search.prices import SMALLEST, Constraints, largest_round_ms
 from autotune.trees.policy import parse_policy
 from autotune.trees.verification import parse_verification
 from tests.sample_documents import DRAFT, cost_table, random_trace, surface

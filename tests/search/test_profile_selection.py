@@ -16,11 +16,11 @@ from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import AR, OperatingPoint
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
+from autotune.documents.run import Run
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Race
 from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.runs import Run
-from autotune.search.evaluator import Candidate, Evaluator, TuningPrompts
+from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.search.finalists import estimate, published_defaults, winner_of
 from autotune.search.held_out import Evaluation
 from autotune.search.model_pool import ModelPool
@@ -32,6 +32,7 @@ from autotune.search.space import SearchSpace
 from autotune.search.thresholds import MIN_PROMPTS
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
+from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.ledger import Ledger
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, load_workload

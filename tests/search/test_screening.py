@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from autotune.acceptance.chain_recorder import chain_traces
-from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.trace import ForestBounds
 from autotune.console import Console
 from autotune.cost.table import CostTable
@@ -22,6 +20,8 @@ from autotune.drafters.checkpoint import save_draft
 from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
 from autotune.modeling.target import Target
+from autotune.recording.chain_recorder import chain_traces
+from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
 from autotune.search import screening
 from autotune.search.cost_tables import priced_variants
@@ -209,7 +209,7 @@ def test_records_of_workers_are_reused(
         run_worker(1, model_pool.arguments, 1, record_in_worker, (recording,))
     finally:
         torch.set_num_threads(threads)
-    monkeypatch.setattr("autotune.acceptance.recorder.record_forest", lambda *_: pytest.fail("recorded twice"))
+    monkeypatch.setattr("autotune.recording.recorder.record_forest", lambda *_: pytest.fail("recorded twice"))
     ledger = Ledger(tmp_path / "ledger.sqlite")
     screened = screen(model_pool, variants, table, workload, tmp_path, ledger, Console())
     assert {one.variant for one in screened} == set(variants)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autotune.acceptance.trace import RecordedPrompt, join
-from autotune.search.sequoia import plan, rank_acceptance, sequoia_trees
+from autotune.prediction.sequoia import plan, rank_acceptance, sequoia_trees
 from autotune.trees.static import StaticPolicy
 from tests.sample_documents import forest_of, header, random_trace
 

@@ -17,11 +17,11 @@ from autotune.acceptance.replay import replay
 from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
+from autotune.prediction.evaluator import Candidate, Evaluator
+from autotune.prediction.prices import Constraints
 from autotune.search import evaluator as evaluator_module
 from autotune.search import tree_search
-from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.finalists import choose_finalists, confirmable
-from autotune.search.prices import Constraints
 from autotune.search.space import SearchSpace
 from autotune.search.thresholds import NUM_CONFIRMED, NUM_CONFIRMED_OF_KIND
 from autotune.study.ledger import Ledger
@@ -310,7 +310,7 @@ from pathlib import Path
 import autotune.acceptance.trace, autotune.acceptance.replay, autotune.cost.table, autotune.documents.decoding_profile
 import autotune.search.space
 from autotune.search import tree_search
-from autotune.search.evaluator import Evaluator
+from autotune.prediction.evaluator import Evaluator
 from autotune.study.ledger import Ledger
 from autotune.search.space import SearchSpace
 from tests.sample_documents import DRAFT, cost_table, random_trace, surface

@@ -8,8 +8,9 @@ import pytest
 from autotune.cost.surface import MAD_TO_SD
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
-from autotune.search.evaluator import Evaluator, ratio_interval, speedup_interval
+from autotune.prediction.evaluator import Evaluator
 from autotune.search.thresholds import DECODING_ERROR
+from autotune.search.tuning_prompts import ratio_interval, speedup_interval
 from tests.sample_documents import cost_table, random_trace, surface
 
 CHAIN = Configuration(tree={"policy": "chain", "depth": 3})

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from autotune.acceptance.trace import ForestBounds
-from autotune.cost.profiler import shape_of
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft, load_network, save_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
+from autotune.measuring.profiler import shape_of
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.search.cost_tables import priced_variants

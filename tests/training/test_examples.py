@@ -12,11 +12,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from autotune.acceptance.recorder import Recorder
 from autotune.drafters.checkpoint import load_draft, load_network
 from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
+from autotune.recording.recorder import Recorder
 from autotune.training.examples import JsonlExamples, Line, read_lines, split_file
 from autotune.training.recipe import LOSS_WEIGHTS, UNROLLED, load_recipe
 from autotune.training.teacher import Teacher

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from transformers import AutoProcessor
 
-from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import bounds_for
 from autotune.drafters.independent import IndependentDraft
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
+from autotune.prediction.evaluator import Evaluator
+from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
-from autotune.search.evaluator import Evaluator
 from autotune.search.space import largest_policies, load_space
 from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger

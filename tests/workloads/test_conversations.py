@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.acceptance.recorder import Recorder
-from autotune.acceptance.rounds import rounds
+from autotune.acceptance.reference_replay import rounds
 from autotune.acceptance.trace import bounds_for
 from autotune.cli.run import _prompts
 from autotune.device import fingerprint
@@ -21,6 +20,7 @@ from autotune.evaluation.answers import answer_prompts
 from autotune.evaluation.runner import ArmRunner
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
+from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.workloads.conversations import Conversations

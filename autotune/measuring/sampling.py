@@ -20,12 +20,12 @@ from itertools import zip_longest
 
 import numpy as np
 
-from autotune.cost.adaptive_grid import AdaptiveGrid
-from autotune.cost.block_log import Block, BlockLog, Samples, TimedJob
-from autotune.cost.jobs import SLOW_STEP_MS, Bench, Job, PlainSteps, Round, Rounds, plain_steps_ms
-from autotune.cost.settings import CostSettings, Size
 from autotune.cost.surface import Surface, robust_deviation
 from autotune.cost.table import EVERY_ROW
+from autotune.measuring.adaptive_grid import AdaptiveGrid
+from autotune.measuring.block_log import Block, BlockLog, Samples, TimedJob
+from autotune.measuring.jobs import SLOW_STEP_MS, Bench, Job, PlainSteps, Round, Rounds, plain_steps_ms
+from autotune.measuring.settings import CostSettings, Size
 
 LEVELS_PER_ROUND = 4  # draft levels after the draft's first forward
 ROUNDS_IN_A_ROW, SLOW_ROUNDS_IN_A_ROW = 8, 2  # timed, after untimed ones; of models with slow steps

@@ -12,20 +12,8 @@ from typing import Any
 import torch
 
 from autotune.contention import ContentionMonitor
-from autotune.cost.block_log import BlockLog, LogHeader
 from autotune.cost.draft_costs import DraftCosts, ModelShape
 from autotune.cost.request_costs import Overhead, PrefillCost, fit_overhead, fit_prefill
-from autotune.cost.request_timing import (
-    LEAST_PREFILLS,
-    OverheadRuns,
-    PrefillSamples,
-    PrefillTimer,
-    choose_prefill_threads,
-    overhead_runs,
-)
-from autotune.cost.sampling import Sampler
-from autotune.cost.settings import CostSettings
-from autotune.cost.step_bench import StepBench, choose_threads
 from autotune.cost.table import CostTable
 from autotune.device import fingerprint
 from autotune.documents.provenance import ModelReference, stamp
@@ -34,6 +22,18 @@ from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
+from autotune.measuring.block_log import BlockLog, LogHeader
+from autotune.measuring.request_timing import (
+    LEAST_PREFILLS,
+    OverheadRuns,
+    PrefillSamples,
+    PrefillTimer,
+    choose_prefill_threads,
+    overhead_runs,
+)
+from autotune.measuring.sampling import Sampler
+from autotune.measuring.settings import CostSettings
+from autotune.measuring.step_bench import StepBench, choose_threads
 from autotune.modeling.attention import choose_attention
 from autotune.modeling.quantization import unquantized, weight_bytes
 from autotune.modeling.target import Target

@@ -12,13 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.cost.adaptive_grid import AdaptiveGrid
-from autotune.cost.block_log import BlockLog, LogHeader
-from autotune.cost.jobs import PLAIN_STEPS, PLAIN_WARM_UPS
-from autotune.cost.sampling import LEVELS_PER_ROUND, REFERENCE_STEPS, ROUNDS_IN_A_ROW, UNTIMED_TOKENS, WARM_UPS, Sampler
-from autotune.cost.settings import COARSE_TOKENS, HELD_OUT_TOKENS, CostSettings, Size
 from autotune.cost.surface import Surface, standard_error, uncertainty
 from autotune.cost.table import TOKENS
+from autotune.measuring.adaptive_grid import AdaptiveGrid
+from autotune.measuring.block_log import BlockLog, LogHeader
+from autotune.measuring.jobs import PLAIN_STEPS, PLAIN_WARM_UPS
+from autotune.measuring.sampling import (
+    LEVELS_PER_ROUND,
+    REFERENCE_STEPS,
+    ROUNDS_IN_A_ROW,
+    UNTIMED_TOKENS,
+    WARM_UPS,
+    Sampler,
+)
+from autotune.measuring.settings import COARSE_TOKENS, HELD_OUT_TOKENS, CostSettings, Size
 
 SETTINGS = CostSettings(kv_lengths=(32, 64, 128), held_out_kv_length=48, time_limit_s=1000.0)
 Latency = Callable[[int, int], float]

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from autotune.cost.settings import CostSettings, Size
 from autotune.cost.surface import Point, Surface, standard_error
+from autotune.measuring.settings import CostSettings, Size
 
 NEGLIGIBLE = 0.05  # plain steps; errors of shorter latencies are relative to it
 KERNEL_BLOCK = 8  # tokens; the latency of matrix kernels may jump after multiples of it

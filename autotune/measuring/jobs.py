@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from autotune.cost.settings import Size
+from autotune.measuring.settings import Size
 
 PLAIN_STEPS = 3  # timed in a row, after warm-ups
 PLAIN_WARM_UPS = 8

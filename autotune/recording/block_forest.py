@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
-from autotune.acceptance.forest_grower import ForestGrower
 from autotune.acceptance.trace import ForestBounds
 from autotune.drafters.block_draft import BlockDraft
 from autotune.modeling.target import Target
+from autotune.recording.forest_grower import ForestGrower
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import Ints
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from statistics import NormalDist
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autotune.acceptance.replay import Replay, check_reach, plain_decode_ms, replay
 from autotune.acceptance.trace import Trace
@@ -19,17 +16,18 @@ from autotune.cost.table import CostTable, DensePrices
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.errors import UserError
 from autotune.files import Document
-from autotune.search.prices import SMALLEST, Constraints, TreePricing, largest_round_ms, memory_mib
-from autotune.search.sequoia import rank_acceptance, sequoia_trees
-from autotune.search.space import Dimension
-from autotune.search.thresholds import CONFIDENCE, CONFIRMING, DECODING_ERROR, MIN_SPLIT
+from autotune.prediction.prices import SMALLEST, Constraints, TreePricing, largest_round_ms, memory_mib
+from autotune.prediction.sequoia import rank_acceptance, sequoia_trees
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
 from autotune.trees.tree import MAX_STEP, Floats, Ints
-from autotune.workloads.workload import Workload
 
-DEVIATIONS = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
-DECODE = "decode"
+
+class HasValues(Protocol):
+    """A dimension of a search space."""
+
+    @property
+    def values(self) -> list[Any] | None: ...
 
 
 class Candidate(Document):
@@ -244,119 +242,8 @@ class Evaluator:
         price = self.round_price(candidate.configuration)
         return self.evaluate(candidate.configuration.model_copy(update={"fallback": price}))
 
-    def template_trees(self, variant: DraftVariant, dimensions: Mapping[str, Dimension]) -> list[Tree]:
-        """Sequoia's trees for a draft variant, of the budgets and depths of a space."""
+    def template_trees(self, variant: DraftVariant, dimensions: Mapping[str, HasValues]) -> list[Tree]:
+        """Sequoia's trees for a draft variant, of the values of ``budget`` and ``depth``."""
         budgets, depths = (dimensions[name].values or [] for name in ("budget", "depth"))
         trees = sequoia_trees(rank_acceptance(self.traces[variant]), budgets=budgets, depths=depths)
         return [tree.model_dump(mode="json") for tree in trees]
-
-
-@dataclass(frozen=True)
-class TuningPrompts:
-    """The tuning prompts, and their split: trees are chosen on some of them, and the choice is confirmed on the others.
-
-    The fastest of thousands of configurations on some prompts is partly the fastest by chance (the winner's curse). Prompts
-    that did not take part in the choice predict its speed without this bias.
-    """
-
-    workload: Workload
-    full: Evaluator
-    """Of all prompts."""
-    choosing: Evaluator
-    confirming: Evaluator
-    confirming_workload: Workload
-    """The prompts of ``confirming``, in its order."""
-
-    @classmethod
-    def of(cls, workload: Workload, evaluator: Evaluator) -> TuningPrompts:
-        """Split the prompts of an evaluator."""
-        if len(workload.prompts) < MIN_SPLIT:
-            return cls(workload, evaluator, evaluator, evaluator, workload)
-        is_confirming = confirms(evaluator.tasks)
-        chosen = np.flatnonzero(is_confirming)
-        prompts = tuple(workload.prompts[number] for number in chosen)
-        return cls(
-            workload,
-            evaluator,
-            evaluator.select(np.flatnonzero(~is_confirming)),
-            evaluator.select(chosen),
-            Workload(workload.name, workload.split, prompts),
-        )
-
-
-def confirms(tasks: Sequence[str]) -> NDArray[np.bool_]:
-    """Whether each prompt is a confirming one, [prompts]: every third of each task, and of the tasks with fewer prompts."""
-    seen: Counter[str] = Counter()
-    rare = {task for task, count in Counter(tasks).items() if count < CONFIRMING}
-    flags = []
-    for task in tasks:
-        name = "" if task in rare else task
-        flags.append(seen[name] % CONFIRMING == CONFIRMING - 1)
-        seen[name] += 1
-    return np.array(flags)
-
-
-# How far predictions may be off: by the choice of prompts, and by the errors of the cost table. Errors of the parts of a cost
-# table are taken as independent. Two configurations share most of them, so their ratio is known better than their speedups:
-# only the difference of their shares of time counts.
-
-
-def speedup_interval(
-    evaluator: Evaluator, configuration: Configuration, *, other_prompts: bool = False
-) -> tuple[float, float]:
-    """90 % interval of a predicted speedup on the evaluator's prompts, or on ``other_prompts`` like them."""
-    configuration = evaluator.resolve(configuration)
-    result = evaluator.replay(configuration)
-    shares = {DECODE: -1.0, **_shares(evaluator, configuration, result)}
-    variance = DECODING_ERROR**2 + _table_variance(evaluator, shares)
-    if other_prompts:
-        variance += _prompts_variance(evaluator.ar_ms, result.decode_ms)
-    speedup = float(evaluator.ar_ms.sum() / result.decode_ms.sum())
-    return _interval_around(speedup, variance)
-
-
-def ratio_interval(evaluator: Evaluator, configuration: Configuration, to: Configuration) -> tuple[float, float]:
-    """90 % interval of the ratio of two predicted decoding times, on prompts like the evaluator's."""
-    configuration, to = evaluator.resolve(configuration), evaluator.resolve(to)
-    result, to_result = evaluator.replay(configuration), evaluator.replay(to)
-    shares, to_shares = _shares(evaluator, configuration, result), _shares(evaluator, to, to_result)
-    differences = {part: shares.get(part, 0.0) - to_shares.get(part, 0.0) for part in shares | to_shares}
-    variance = _table_variance(evaluator, differences) + _prompts_variance(result.decode_ms, to_result.decode_ms)
-    return _interval_around(float(result.decode_ms.sum() / to_result.decode_ms.sum()), variance)
-
-
-def _interval_around(ratio: float, variance: float) -> tuple[float, float]:
-    half_width = DEVIATIONS * math.sqrt(variance)
-    return ratio * math.exp(-half_width), ratio * math.exp(half_width)
-
-
-def _shares(evaluator: Evaluator, configuration: Configuration, result: Replay) -> dict[str, float]:
-    """Share of each part of the cost table in the decoding time of a configuration, by the part's name in the table.
-
-    The draft's forward passes are one part, that of its levels: the first pass of a round is another level.
-    """
-    reference = evaluator.traces[configuration.draft or "", configuration.subnet].header.draft
-    costs, *_ = evaluator.table.costs_around(reference, configuration.subnet)
-    parts = {
-        "verify": result.verify_ms,
-        f"{costs.name}: draft_level": result.draft_ms,
-        f"{costs.name}: prefill": result.draft_prefill_ms,
-        f"{costs.draft.id}: overhead": result.overhead_ms,
-    }
-    total_ms = float(result.decode_ms.sum())
-    return {name: float(ms.sum()) / total_ms for name, ms in parts.items()}
-
-
-def _table_variance(evaluator: Evaluator, shares: Mapping[str, float]) -> float:
-    """Variance of the logarithm of a time, or of a ratio, with these shares of the parts."""
-    errors = evaluator.table.uncertainties
-    return sum((share * errors.get(part, 0.0)) ** 2 for part, share in shares.items())
-
-
-def _prompts_variance(above: Floats, below: Floats) -> float:
-    """Variance of the logarithm of a ratio of sums over prompts (Taylor linearization)."""
-    count = len(above)
-    if count < 2:
-        return 0.0
-    residuals = above / above.sum() - below / below.sum()
-    return float(count / (count - 1) * (residuals**2).sum())

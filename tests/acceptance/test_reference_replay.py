@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autotune.acceptance.reference_replay import count_acceptance, rounds
 from autotune.acceptance.replay import Replay, plain_decode_ms, replay
-from autotune.acceptance.rounds import count_acceptance, rounds
 from autotune.acceptance.trace import Trace
 from autotune.cost.request_costs import PrefillCost
 from autotune.errors import UserError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from autotune.acceptance.forest_grower import ForestGrower
 from autotune.acceptance.trace import ForestBounds
 from autotune.drafters.retrieval import RetrievalDraft
+from autotune.recording.forest_grower import ForestGrower
 from autotune.trees.limits import Ints
 
 

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.acceptance.expansion import choose_expanded, open_columns
 from autotune.acceptance.trace import Forest, ForestBounds
 from autotune.drafters.cached_draft import FeatureSource
 from autotune.drafters.checkpoint import ModelDraft
 from autotune.modeling.step import Step
+from autotune.recording.expansion import choose_expanded, open_columns
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import MAX_STEP, Ints
 

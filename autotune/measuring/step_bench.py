@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from autotune.cost.jobs import plain_steps_ms
-from autotune.cost.settings import CostSettings
 from autotune.cost.surface import standard_error
 from autotune.drafters.checkpoint import LoadedDraft
+from autotune.measuring.jobs import plain_steps_ms
+from autotune.measuring.settings import CostSettings
 from autotune.modeling.clock import now_ms
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target

@@ -18,12 +18,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
-from autotune.acceptance.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer
-from autotune.acceptance.answers import Answer as Answer
-from autotune.acceptance.block_forest import BlockForestGrower
-from autotune.acceptance.forest_grower import ModelForestGrower, largest_forest
-from autotune.acceptance.path_forest import PathForestGrower
-from autotune.acceptance.retrieval_forest import RetrievalForestGrower
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet, VisualInput, VisualRanking
@@ -37,6 +31,12 @@ from autotune.files import content_key, write_bytes
 from autotune.modeling.prompt import Prompt, rows_of
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
+from autotune.recording.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer
+from autotune.recording.answers import Answer as Answer
+from autotune.recording.block_forest import BlockForestGrower
+from autotune.recording.forest_grower import ModelForestGrower, largest_forest
+from autotune.recording.path_forest import PathForestGrower
+from autotune.recording.retrieval_forest import RetrievalForestGrower
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import MAX_STEP
 from autotune.workloads.conversations import Conversations

@@ -1,6 +1,6 @@
 """Times prefills, and the overhead outside the models in real decoding.
 
-As in ``autotune.cost.sampling``, a plain step is timed before and after every request, and times are multiples of the plain
+As in ``autotune.measuring.sampling``, a plain step is timed before and after every request, and times are multiples of the plain
 steps beside them.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from autotune.cost.settings import CostSettings
 from autotune.drafters.checkpoint import LoadedDraft
+from autotune.measuring.settings import CostSettings
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.clock import now_ms
 from autotune.modeling.target import Target

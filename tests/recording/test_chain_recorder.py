@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from autotune.acceptance import chain_recorder
-from autotune.acceptance.chain_recorder import chain_traces
-from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import Trace, bounds_for
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import save_draft
 from autotune.modeling.target import Target
+from autotune.recording import chain_recorder
+from autotune.recording.chain_recorder import chain_traces
+from autotune.recording.recorder import Recorder
 from autotune.search.model_pool import ModelPool
 from autotune.search.traces import record_trace
 from autotune.trees.chain import ChainPolicy

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.replay import replay
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.modeling.target import Target
+from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload, load_workload

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.acceptance.recorder import Answer, Reading, Recorder
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, join
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
@@ -28,6 +27,7 @@ from autotune.drafters.star import StarNetwork
 from autotune.modeling import transfer
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.target import Target
+from autotune.recording.recorder import Answer, Reading, Recorder
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import Ints
 from autotune.trees.static import NO_TOKEN
