@@ -17,7 +17,6 @@ from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.prediction.prices import SMALLEST, Constraints, largest_round_ms
 from autotune.search import evaluator as evaluator_module
 from autotune.trees.policy import parse_policy
-from autotune.trees.verification import parse_verification
 from tests.sample_documents import DRAFT, cost_table, random_trace, surface
 from tests.search.small_searches import KEEPS, evaluator, variant
 
@@ -81,23 +80,6 @@ def test_trees_larger_than_the_table_are_refused() -> None:
     assert found.prices[variant(1.0)].verify_ms.shape[0] - 1 == 65
     with pytest.raises(UserError, match="65"):
         found.evaluate(Configuration(tree={"policy": "sage", "k": 4, "d_max": 4, "n_max": 128}))
-
-
-def test_only_trees_with_fixed_levels_have_the_prices_of_the_device() -> None:
-    """And only with lossless verification: the host leads all other rounds."""
-    one = evaluator()
-    (name, subnet), *_ = one.prices
-    one._device_prices = {v: dataclasses.replace(prices, overhead_round_ms=100.0) for v, prices in one.prices.items()}
-    lossy = parse_verification({"kind": "wetap", "threshold": 0.9})
-    for tree, changes, is_led in (
-        ({"policy": "chain", "depth": 2}, {}, True),
-        ({"policy": "static", "paths": [[0], [0, 0]]}, {}, True),
-        ({"policy": "chain", "depth": 2, "p_min": 0.1}, {}, False),
-        ({"policy": "chain", "depth": 2}, {"verification": lossy}, False),
-        ({"policy": "sage", "d_min": 2, "d_max": 2, "depth_cap": 2, "n_max": 4, "k": 2}, {}, False),
-    ):
-        configuration = Configuration(tree=tree, draft=name, subnet=subnet, **changes)
-        assert (one._replay_arguments(configuration)[2].overhead_round_ms == 100.0) == is_led, tree
 
 
 def test_ties_go_to_the_smaller_tree() -> None:
