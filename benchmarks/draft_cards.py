@@ -336,18 +336,14 @@ def layer_section(layers: dict[int, int]) -> list[str]:
 @click.argument("draft", type=click.Path(path_type=Path, exists=True))
 def write(draft: Path) -> None:
     """Write the card of a draft with a recipe from the measured rows. Notes below a line "## Notes" are kept."""
-    config, recipe, rows = (
-        read_json(draft / "config.json"),
-        read_yaml(draft / "recipe.yaml"),
-        files.read_lines(draft / ROWS),
-    )
+    config, recipe = read_json(draft / "config.json"), read_yaml(draft / "recipe.yaml")
+    rows = files.read_lines(draft / ROWS)
     sha256 = sha256_of(draft / "model.safetensors")
     sampled = [row for row in rows if row["sha256"] == sha256 and row.get("temperature")]
     rows = [row for row in rows if not row.get("temperature")]
     measured_rows = [row for row in rows if row["sha256"] == sha256 and not row["label"]]
     full = next(row for row in measured_rows if row["subnet"] == {"visual_keep": config.get("visual_keep", 1.0)})
     kind, data = recipe["model"], recipe.get("data", {}).get("num_examples")
-    borrowed = {"eagle3": "; embeddings are those of the target"}
     examples = f"{data:,} examples" if data else "all examples"
     steps = " + ".join(f"{stage['steps']} steps of {stage['batch_size']}" for stage in recipe["stages"])
     path = draft / "README.md"
@@ -367,7 +363,7 @@ def write(draft: Path) -> None:
         f"| target | [`{draft.parent.name}/target`](../target) |",
         f"| trained by | `autotune train drafts/{draft.parent.name}/{draft.name}/recipe.yaml`: {steps} |",
         f"| data | the training split of [`drafts/digits/make`](../make), {examples}; the target's distributions along the reference answers |",
-        f"| parameters | {full['parameters']:,}{borrowed.get(kind, '; embeddings and output head are those of the target')} |",
+        f"| parameters | {full['parameters']:,}; embeddings and output head are those of the target |",
         "| licence | Apache-2.0 |",
         f"| sha256 of `model.safetensors` | `{sha256}` |",
         "",
