@@ -62,6 +62,7 @@ TORCH_FREE = (
     "doctor.output",
     "documents",
     "errors",
+    "evaluation.bench_settings",
     "execution",
     "export",
     "files",
