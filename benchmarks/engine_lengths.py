@@ -38,19 +38,19 @@ from autotune.workloads.workload import load_workload
 def main(
     profile: Path,
     folder: Path,
-    engine_executable: str | None,
-    engine_arguments: str,
+    executable: str | None,
+    arguments: str,
     longest: int,
     prompts: int,
     tokens: int,
     passes: int,
 ) -> None:
     console, document = Console(), DecodingProfile.load(profile)
-    export = load_export(document, profile, "vllm", folder)
+    export = load_export(profile, "vllm", folder)
     (variant, *_) = export.variants
     workload = load_workload(document.workload.name, "evaluate", num_prompts=prompts).cut(prompts, tokens)
     predicted = predict(export, variant, workload, "cpu", console)
-    options = ServerOptions(find_executable(engine_executable), tuple(shlex.split(engine_arguments)), interleaved=True)
+    options = ServerOptions(find_executable(executable), tuple(shlex.split(arguments)), interleaved=True)
     lengths, order = range(longest + 1), random.Random(0)
     seconds: dict[tuple[int, int], list[float]] = {}
     with ExitStack() as stack:

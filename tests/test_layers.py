@@ -48,6 +48,7 @@ TORCH_FREE = (
     "doctor.output",
     "documents",
     "errors",
+    "evaluation.bench_settings",
     "evaluation.looks",
     "execution",
     "export",

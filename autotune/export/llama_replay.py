@@ -246,9 +246,7 @@ class LlamaReplay:
     def _rounds(self, accepted: Ints) -> list[int]:
         """The roots of all rounds of the selected prompts."""
         steps, visited = (accepted + 1).tolist(), []
-        starts = self.trace.answer_start - np.arange(
-            self.trace.num_prompts + 1
-        )  # the last token of an answer is no root
+        starts = self._starts
         for p in np.flatnonzero(self._replay.prompts):
             root, end = int(starts[p]), int(starts[p + 1])
             while root < end:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from autotune.console import Console
-from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import Export, Variant
@@ -61,7 +60,7 @@ def bench_running(
             is sampled.
     """
     require_greedy(workload)
-    export = load_export(DecodingProfile.load(profile), profile, client.name, folder or Path("exports") / client.name)
+    export = load_export(profile, client.name, folder)
     variant = running_variant(client, export)
     predicted = predict(export, variant, workload, device, console)
     arms = {SPECULATIVE: lambda: nullcontext(client)}
@@ -128,7 +127,7 @@ def bench_started(
         UserError: as ``bench_running``; or vLLM refuses the settings.
     """
     require_greedy(workload)
-    export = load_export(DecodingProfile.load(profile), profile, "vllm", folder or Path("exports/vllm"))
+    export = load_export(profile, "vllm", folder)
     (variant, *_) = export.variants
     predicted = predict(export, variant, workload, device, console)
 

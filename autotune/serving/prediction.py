@@ -40,12 +40,13 @@ class PredictedPrompt:
         return len(self.accepted_lengths)
 
 
-def load_export(profile: DecodingProfile, source: Path, engine: str, folder: Path) -> Export:
-    """The export of a profile to an engine.
+def load_export(source: Path, engine: str, folder: Path | None) -> Export:
+    """The export of the profile in ``source`` to an engine; without a ``folder``, the one in ``exports/ENGINE``.
 
     Raises:
         UserError: there is none in the folder, it is of another engine or target, or no draft of the profile can be served.
     """
+    profile, folder = DecodingProfile.load(source), folder or Path("exports") / engine
     path = folder / EXPORT
     if not path.exists():
         methods = ENGINES[engine].methods

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from autotune.console import Console
 from autotune.device import fingerprint
-from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.export.document import Export
 from autotune.export.engine_prices import EnginePrices, RoundTimes
@@ -49,7 +48,7 @@ def measure_prices(
         UserError: as ``comparison.bench_started``.
     """
     require_greedy(workload)
-    export = load_export(DecodingProfile.load(profile), profile, "vllm", folder or Path("exports/vllm"))
+    export = load_export(profile, "vllm", folder)
     (variant, *_) = export.variants
     predicted = predict(export, variant, workload, device, console)
 
