@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import cached_file
 
+from autotune.documents.draft_kinds import KINDS, TOKEN_DRAFTS
 from autotune.documents.subnet import Subnet
 from autotune.drafters.block_draft import BlockDraft
 from autotune.drafters.dflash import DFlashNetwork
@@ -23,20 +25,12 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.mtp import MtpConfig, load_mtp
 from autotune.drafters.mtp_checkpoint import load_own_mtp
 from autotune.drafters.network import BlocksNetwork, DraftNetwork, NetworkConfig
-from autotune.drafters.retrieval import RetrievalDraft
 from autotune.drafters.specvlm import SpecVlmConfig, SpecVlmNetwork
 from autotune.drafters.star import StarConfig, StarNetwork
+from autotune.drafters.token_draft import TokenDraft
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
-from autotune.modeling.loading import (
-    GEMMA4_ASSISTANT,
-    MTP_SUFFIX,
-    RETRIEVAL,
-    is_assistant,
-    load_model,
-    load_tokenizer,
-    resolve,
-)
+from autotune.modeling.loading import GEMMA4_ASSISTANT, MTP_SUFFIX, is_assistant, load_model, load_tokenizer, resolve
 from autotune.modeling.target import Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -55,7 +49,7 @@ NETWORKS: dict[str, Callable[[Any], BlocksNetwork]] = {
 
 ModelDraft = IndependentDraft | FeatureDraft | Gemma4AssistantDraft
 """Drafts that run a model."""
-LoadedDraft = ModelDraft | RetrievalDraft
+LoadedDraft = ModelDraft | TokenDraft
 """Result of ``load_draft``."""
 
 
@@ -142,19 +136,19 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     """
     subnet = subnet or Subnet()
     is_own_mtp = name.endswith(MTP_SUFFIX)
-    found = None if name == RETRIEVAL or is_own_mtp else read_config(name)
+    found = None if name in TOKEN_DRAFTS or is_own_mtp else read_config(name)
     folder = found[0] if found is not None and reads_features(found[1]) else None
     if folder is None and not is_own_mtp:
         is_of_target = found is not None and is_assistant(found[1].get("model_type"))
         if subnet.network != Subnet().network:
-            kind = "a retrieval" if name == RETRIEVAL else f"a {GEMMA4_ASSISTANT}" if is_of_target else "an independent"
+            kind = (
+                f"a {name}" if name in TOKEN_DRAFTS else f"a {GEMMA4_ASSISTANT}" if is_of_target else "an independent"
+            )
             raise UserError(
                 f"{name}: {kind} draft has no subnets; leave heads, injection_layer, operator and vocabulary out"
             )
-        if name == RETRIEVAL:
-            retrieval = RetrievalDraft()
-            retrieval.attach(target)
-            return retrieval
+        if name in TOKEN_DRAFTS:
+            return _token_draft(name, target)
         if is_of_target:
             return load_assistant(name, target, random_weights=random_weights)
         model = load_model(name, device=str(target.device), random_weights=random_weights)
@@ -175,6 +169,14 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
         operator_ratio=subnet.operator_ratio,
         vocabulary=subnet.vocabulary,
     )
+    draft.attach(target)
+    return draft
+
+
+def _token_draft(name: str, target: Target) -> TokenDraft:
+    """The draft without files of a kind."""
+    module, _, class_name = (KINDS[name].token_draft or "").partition(":")
+    draft: TokenDraft = getattr(importlib.import_module(module), class_name)()
     draft.attach(target)
     return draft
 

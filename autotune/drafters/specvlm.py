@@ -37,6 +37,10 @@ class SpecVlmNetwork(BlocksNetwork):
     def blocks(self) -> list[DraftBlock]:
         return [self.only]
 
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        return self.config.compression.operators
+
     def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
         return self.fusion(torch.cat([self.embedding_norm(embeddings), features], -1))  # type: ignore[no-any-return]
 

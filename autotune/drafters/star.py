@@ -50,6 +50,7 @@ class StarNetwork(DreamNetwork):
     """The supernet, or a subnet sliced from it."""
 
     config: StarConfig
+    is_supernet = True
 
     def __init__(self, config: StarConfig) -> None:
         super().__init__(config)

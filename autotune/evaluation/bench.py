@@ -18,8 +18,6 @@ from autotune.documents.provenance import stamp
 from autotune.documents.published_defaults import HF_ASSISTED, NAMED, PROMPT_LOOKUP
 from autotune.documents.run import Run, time_shares
 from autotune.drafters.checkpoint import load_draft
-from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
-from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
 from autotune.evaluation.bench_settings import BenchSettings
@@ -255,4 +253,4 @@ def try_assisted(runner: ArmRunner, prompts: Workload) -> tuple[str | None, str 
 def assistant_of(runner: ArmRunner) -> Any | None:
     """The draft as an ``assistant_model`` of Hugging Face's generate; None if the draft is not a whole model."""
     draft = runner.decoder.draft
-    return draft.model if isinstance(draft, IndependentDraft | Gemma4AssistantDraft) else None
+    return None if draft is None else draft.standalone_model

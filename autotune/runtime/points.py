@@ -11,7 +11,7 @@ from autotune.drafters.draft import Draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
-from autotune.modeling.cached_model import CachedModel
+from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.loading import is_assistant
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import TokenSampler
@@ -88,7 +88,7 @@ def check_paths(points: Iterable[LoadedPoint], target: Target) -> None:
         if point.draft is None or point.policy.is_chain:
             continue
         for model in (target, point.draft):
-            if isinstance(model, CachedModel) and model.has_states:
+            if model.has_states:
                 raise UserError(
                     f"{model.description} keeps recurrent or convolution states, which follow one path: it decodes chains, not "
                     f"trees; got {point.policy.label}; choose the policy chain"
@@ -101,11 +101,8 @@ def decoding_mode(mode: str, points: Iterable[LoadedPoint], target: Target) -> s
     Raises:
         UserError: a mode that is unknown or not available for these models.
     """
-    model: CachedModel = target
-    for point in points:
-        if isinstance(point.draft, CachedModel) and point.draft.has_states:
-            model = point.draft
-    return model.check_mode(mode)
+    has_states = target.has_states or any(point.draft is not None and point.draft.has_states for point in points)
+    return check_mode(mode, target.device, target.num_devices, has_states=has_states)
 
 
 def as_draft(draft: Any | None) -> Draft | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from autotune.drafters.cached_draft import CachedDraft
+from autotune.drafters.cached_draft import CachedDraft, as_cached
 from autotune.execution import round_up
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import graph_memory
@@ -57,8 +57,8 @@ class Preparer:
         before = memory.num_kept
         models: list[CachedModel] = [self.target]
         for draft in {point.draft for point in self.points}:
-            if isinstance(draft, CachedModel):
-                models.append(draft)
+            if (cached := as_cached(draft)) is not None:
+                models.append(cached)
         for model in models:
             close_session(model)
         with ExitStack() as cleanup:
@@ -87,8 +87,8 @@ class Preparer:
             return
         sizes = self._sizes(point.policy.max_nodes + 1)
         yield from (self._target_step(layers, n, length) for n in sizes for length in lengths)
-        if isinstance(draft, CachedDraft):
-            yield from self._draft_jobs(draft, point)
+        if (cached := as_cached(draft)) is not None:
+            yield from self._draft_jobs(cached, point)
 
     def _draft_jobs(self, draft: CachedDraft, point: LoadedPoint) -> Iterator[Job]:
         policy = point.policy
@@ -101,7 +101,7 @@ class Preparer:
 
     def _lengths(self, model: CachedModel) -> list[int]:
         """Padded KV lengths that requests reach."""
-        num_tokens = self.capacity + (model.num_block_tokens if isinstance(model, CachedDraft) else 0)
+        num_tokens = self.capacity + model.num_block_tokens
         return [length for length in model.padded_lengths if length <= model.padded_length(num_tokens)]
 
     def _sizes(self, largest: int) -> list[int]:

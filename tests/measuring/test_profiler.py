@@ -23,7 +23,7 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.measuring import request_timing
-from autotune.measuring.profiler import kv_lengths_for, measure_costs, shape_of
+from autotune.measuring.profiler import kv_lengths_for, measure_costs
 from autotune.measuring.request_timing import choose_prefill_threads, overhead_runs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.loading import RETRIEVAL, load_processor, reference
@@ -289,7 +289,7 @@ def test_a_draft_without_a_model_is_timed_like_others(pair: Pair, workload: Work
     estimated = estimate_table(
         "h100",
         target=table.target,
-        target_shape=shape_of(target),
+        target_shape=target.shape,
         draft=named,
         draft_shape=costs.shape,
         precision="float32",

@@ -14,7 +14,6 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft, load_network, save_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
-from autotune.measuring.profiler import shape_of
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.search.cost_tables import priced_variants
@@ -76,7 +75,7 @@ def test_proposals_are_those_of_the_whole_vocabulary_among_frequent_tokens(
     np.testing.assert_allclose(logprobs, expected.values, rtol=1e-5)
     cut_head = cut.head_parameters
     assert whole.num_parameters + cut_head == cut.num_parameters
-    assert shape_of(whole).text_parameters - shape_of(cut).text_parameters == whole.head_parameters - cut_head > 0
+    assert whole.shape.text_parameters - cut.shape.text_parameters == whole.head_parameters - cut_head > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
