@@ -202,7 +202,7 @@ class Trainer:
             loss, metrics = self.task.loss(stage, step)
         loss.backward()
         average_gradients(parameters, self.accelerator)
-        self.task.after_backward()
+        self.task.module.after_backward()
         nn.utils.clip_grad_norm_(parameters, stage.gradient_clip)
         for optimizer in optimizers:
             optimizer.step()
