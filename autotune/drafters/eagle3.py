@@ -8,6 +8,7 @@ is a subset of the target's: its token i is the target's token ``i + d2t[i]``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -141,15 +142,8 @@ class Eagle3Network(UnrolledNetwork):
     def save(self, folder: Path) -> None:
         """Write the head in EAGLE's format, with weights in bfloat16."""
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            name.replace("layer.", "midlayer.", 1) if name.startswith("layer.") else name: tensor.contiguous()
-            for name, tensor in self.state_dict().items()
-        }
-        floats = {
-            name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-            for name, tensor in tensors.items()
-        }
-        save_file(floats, folder / WEIGHTS)
+        tensors = self.saved_tensors().items()
+        save_file({re.sub(r"^layer\.", "midlayer.", name): tensor for name, tensor in tensors}, folder / WEIGHTS)
         content = {
             "model_type": "llama",
             **{name: getattr(self.layer_config, name) for name in LAYER_FIELDS},

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,20 +22,14 @@ FREQUENCIES = "token_frequencies"  # tensor of a draft's weights
 ROWS_COUNTED = 1024  # tokens at a time
 
 
-@dataclass(frozen=True)
-class TokenLosses:
+class TokenLosses(NamedTuple):
     """Loss and agreement of every loss token of a batch, in both readings."""
 
-    losses: Tensor
-    """[2, tokens]"""
-    agrees: Tensor
-    """Whether the draft's most probable token is the target's, [2, tokens]."""
-    is_own: Tensor
-    """Tokens that read the draft's own state in the second reading, [tokens]."""
-    example: Tensor
-    """The example of each token, [tokens]."""
-    early: Tensor
-    """The stream after the first block in the first reading, [tokens, hidden]."""
+    losses: Tensor  # [2, tokens]
+    agrees: Tensor  # whether the draft's most probable token is the target's, [2, tokens]
+    is_own: Tensor  # tokens that read the draft's own state in the second reading, [tokens]
+    example: Tensor  # the example of each token, [tokens]
+    early: Tensor  # the stream after the first block in the first reading, [tokens, hidden]
 
 
 class TrainableBlocks(BlocksNetwork, TrainableNetwork):

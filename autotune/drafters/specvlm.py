@@ -4,8 +4,7 @@ inputs; an elastic compressor shortens the visual tokens (SpecVLM, sections 3.3 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +27,12 @@ class SpecVlmConfig(BlocksConfig):
     compression: CompressionConfig = CompressionConfig()
 
 
-@dataclass(frozen=True)
-class OperatorLosses:
+class OperatorLosses(NamedTuple):
     """Every example with each operator of the compressor, as in decoding: [examples, operators]."""
 
-    losses: Tensor
-    """Mean over the loss tokens and both readings."""
-    agreement: Tensor
-    """Share of the loss tokens on which draft and target agree, in the first reading."""
-    shares: Tensor
-    """Rows that the operator leaves, as a share of the visual tokens."""
+    losses: Tensor  # mean over the loss tokens and both readings
+    agreement: Tensor  # share of the loss tokens on which draft and target agree, in the first reading
+    shares: Tensor  # rows that the operator leaves, as a share of the visual tokens
 
 
 class SpecVlmNetwork(TrainableBlocks):

@@ -107,8 +107,9 @@ class TrainableNetwork(DraftNetwork):
         """Called after the last step, with teacher batches of the last stage, which are read as they are asked for."""
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        """The weights in bfloat16."""
-        return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in self.state_dict().items()}
+        """The weights in bfloat16, and tensors of integers."""
+        tensors = ((name, tensor.contiguous()) for name, tensor in self.state_dict().items())
+        return {name: one.to(torch.bfloat16) if one.is_floating_point() else one for name, one in tensors}
 
     def save(self, folder: Path) -> None:
         """Write config and weights in bfloat16, which are loaded in the target's precision."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from autotune.drafters.checkpoint import NETWORKS, load_feature_network
 from autotune.drafters.divergence import make_divergence
-from autotune.drafters.teacher_batch import DistillationRule
 from autotune.drafters.trainable import CONFIG, LossSettings, Metrics, TrainableNetwork
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key
@@ -21,9 +20,10 @@ from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
 from autotune.training.examples import JsonlExamples, Report, read_lines, split_file
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
-from autotune.training.recipe import Recipe, Stage, teacher_name
+from autotune.training.recipe import Recipe, teacher_name
 from autotune.training.teacher import Teacher, TeacherBatches
 
+TEACHER_BATCHES = WORKSPACE / "teacher-batches"
 NUM_HELD_OUT = 3  # batches
 NUM_FINISHED = 64  # batches that a network reads after its last step
 
@@ -93,51 +93,41 @@ class DraftTask:
             )
         return cast(TrainableNetwork, network.requires_grad_(True))
 
-    def _examples(self, stage: Stage) -> tuple[JsonlExamples, Path]:
-        """The examples of this process in a stage, and the folder in which their teacher batches are cached."""
-        data = self.recipe.data
-        examples = JsonlExamples(
-            self._training_lines,
-            self.target,
-            self.processor,
-            batch_size=stage.batch_size,
-            seed=data.seed,
-            share=self.share,
-        )
-        content: dict[str, Any] = {
-            "target": self.target_reference.sha256 or self.target_reference.id,
-            "data": data.model_dump(exclude={"file"}),
-            "batch_size": stage.batch_size,
-            "share": list(self.share),
-            "lines": examples.key,
-        }
-        return examples, WORKSPACE / "teacher-batches" / content_key(content)
-
-    def begin(self, stage: Stage, number: int) -> None:
-        """Prepare a stage."""
-        self._compare = make_divergence(stage.divergence, compiled=self.recipe.compile)
-        self._teacher_batches = self._batches_of(stage, number)
-        self._stage_number = number
+    def begin(self, number: int) -> None:
+        """Prepare the stage ``number``."""
+        self._number, self._stage = number, self.recipe.stages[number]
+        self._compare = make_divergence(self._stage.divergence, compiled=self.recipe.compile)
+        self._teacher_batches = self._batches_of(number)
         self._held_out = []
         if self.accelerator.is_main_process:  # only it evaluates, in batches of the size that one process trains on
-            batch_size = math.ceil(stage.batch_size / self.share[1])
+            batch_size = math.ceil(self._stage.batch_size / self.share[1])
             held_out = JsonlExamples(self._held_out_lines, self.target, self.processor, batch_size=batch_size)
             self._held_out = [
                 self.teacher.read(held_out[index], layers=self.module.layers_in_training)
                 for index in range(min(NUM_HELD_OUT, held_out.num_batches))
             ]
 
-    def _batches_of(self, stage: Stage, number: int) -> TeacherBatches:
-        """The teacher batches of the stage ``number``."""
-        examples, cache = self._examples(stage)
-        layers, rule = self._layers_kept(stage)
-        seed = 10 * self.recipe.seed + number
+    def _batches_of(self, number: int) -> TeacherBatches:
+        """The teacher batches that this process reads in a stage."""
+        data, stage, share = self.recipe.data, self.recipe.stages[number], self.share
+        size, layers, rule = (
+            stage.batch_size,
+            {*self.module.layers_in_training, self.teacher.num_layers},
+            stage.distillation,
+        )
+        if isinstance(rule, int):
+            layers, rule = layers | {rule}, "none"
+        lines = self._training_lines
+        examples = JsonlExamples(lines, self.target, self.processor, batch_size=size, seed=data.seed, share=share)
+        content: dict[str, Any] = {
+            "target": self.target_reference.sha256 or self.target_reference.id,
+            "data": data.model_dump(exclude={"file"}),
+            "batch_size": size,
+            "share": list(share),
+            "lines": examples.key,
+        }
+        cache, seed = TEACHER_BATCHES / content_key(content), 10 * self.recipe.seed + number
         return TeacherBatches(examples, self.teacher, layers=layers, rule=rule, cache=cache, seed=seed)
-
-    def _layers_kept(self, stage: Stage) -> tuple[set[int], DistillationRule]:
-        """Target layers that the teacher batches of a stage keep, and the rule that chooses one more in each batch."""
-        layers, rule = {*self.module.layers_in_training, self.teacher.num_layers}, stage.distillation
-        return (layers | {rule}, "none") if isinstance(rule, int) else (layers, rule)
 
     def check_memory(self, *, half_precision: bool) -> str:
         """Estimated memory and disk use of all stages as one line.
@@ -145,18 +135,15 @@ class DraftTask:
         Raises:
             UserError: more than is available.
         """
-        hidden_size = self.target.text.config.hidden_size
-        max_layers = 0
+        hidden_size, max_layers = self.target.text.config.hidden_size, 0
         shapes: list[BatchShape] = []
         cached: dict[Path, int] = {}  # bytes of the teacher batches in each folder
-        for stage in self.recipe.stages:
-            layers, rule = self._layers_kept(stage)
-            num_layers = min(len(layers) + (rule != "none"), self.teacher.num_layers)
+        for batches in map(self._batches_of, range(len(self.recipe.stages))):
+            num_layers = min(len(batches.layers) + (batches.rule != "none"), self.teacher.num_layers)
             max_layers = max(max_layers, num_layers)
-            examples, cache = self._examples(stage)
-            shapes += examples.shapes
-            size = sum(teacher_batch_bytes(shape, hidden_size, num_layers) for shape in examples.shapes)
-            cached[cache] = max(size, cached.get(cache, 0))
+            shapes += batches.examples.shapes
+            size = sum(teacher_batch_bytes(shape, hidden_size, num_layers) for shape in batches.examples.shapes)
+            cached[batches.cache] = max(size, cached.get(batches.cache, 0))
         written = {cache: sum(file.stat().st_size for file in cache.glob("*.safetensors")) for cache in cached}
         needs = estimate_memory(
             self.target,
@@ -167,14 +154,14 @@ class DraftTask:
             disk_bytes=sum(max(0, cached[cache] - written[cache]) for cache in cached),
             half_precision=half_precision,
         )
-        folder, device = WORKSPACE / "teacher-batches", self.accelerator.device
-        return check_memory(needs, device, folder, num_processes=self.share[1], source=self.recipe_path)
+        device, num_processes = self.accelerator.device, self.share[1]
+        return check_memory(needs, device, TEACHER_BATCHES, num_processes=num_processes, source=self.recipe_path)
 
-    def loss(self, stage: Stage, step: int) -> tuple[Tensor, Metrics]:
-        """The loss of one step, and metrics to display."""
-        seed = (self.recipe.seed * 1000 + self._stage_number) * 1_000_000 + step
+    def loss(self, step: int) -> tuple[Tensor, Metrics]:
+        """The loss of one step of the stage that has begun, and metrics to display."""
+        seed = (self.recipe.seed * 1000 + self._number) * 1_000_000 + step
         generator = torch.Generator().manual_seed(seed)
-        return self.module.loss(self._teacher_batches[step], stage, generator, self._compare)
+        return self.module.loss(self._teacher_batches[step], self._stage, generator, self._compare)
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
@@ -187,8 +174,7 @@ class DraftTask:
 
     def save(self, folder: Path) -> None:
         """Write the trained draft."""
-        number, stage = len(self.recipe.stages) - 1, self.recipe.stages[-1]
-        batches = self._batches_of(stage, number)
-        num_batches = min(NUM_FINISHED, stage.steps, batches.examples.num_batches)
+        batches = self._batches_of(len(self.recipe.stages) - 1)
+        num_batches = min(NUM_FINISHED, self.recipe.stages[-1].steps, batches.examples.num_batches)
         self.module.finish(batches[step] for step in range(num_batches))
         self.module.save(folder)
