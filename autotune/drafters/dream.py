@@ -6,7 +6,7 @@ parallel (``blocks.py``).
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -30,9 +30,9 @@ class DreamConfig(BlocksConfig):
 class DreamNetwork(TrainableBlocks):
     """Three blocks, of which the second attends to the target's features of all tokens of the prompt."""
 
-    kind: ClassVar[str] = "dream"
-    config_type: ClassVar[type[BlocksConfig]] = DreamConfig
-    loss_weights: ClassVar[tuple[float, float]] = (1.0, 0.2)  # DREAM, section 4
+    kind = "dream"
+    config_type = DreamConfig
+    loss_weights = (1.0, 0.2)  # DREAM, section 4
     config: DreamConfig
 
     def __init__(self, config: DreamConfig) -> None:

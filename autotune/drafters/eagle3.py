@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from pydantic import Field, ValidationError
@@ -67,8 +67,8 @@ class Eagle3Config(NetworkConfig):
 class Eagle3Network(UnrolledNetwork):
     """The head, with the parameter names of its checkpoint except ``layer``."""
 
-    kind: ClassVar[str] = "eagle3"
-    config_type: ClassVar[None] = None
+    kind = "eagle3"
+    config_type = None
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, layer: LlamaConfig, *, has_embedding: bool, fc_bias: bool) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from safetensors.torch import load_file
@@ -45,8 +45,8 @@ class MtpNetwork(UnrolledNetwork):
         UserError: a target whose layers have no norm, or whose cache is not of keys and values.
     """
 
-    kind: ClassVar[str] = "mtp"
-    config_type: ClassVar[type[NetworkConfig]] = MtpConfig
+    kind = "mtp"
+    config_type = MtpConfig
     config: MtpConfig
 
     def __init__(self, config: MtpConfig, target: Target) -> None:

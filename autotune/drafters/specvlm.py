@@ -4,7 +4,7 @@ inputs; an elastic compressor shortens the visual tokens (SpecVLM, sections 3.3 
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,9 @@ class OperatorLosses(NamedTuple):
 class SpecVlmNetwork(TrainableBlocks):
     """One block after a fusion layer and a compressor, whose gate learns from the losses of all operators."""
 
-    kind: ClassVar[str] = "specvlm"
-    config_type: ClassVar[type[BlocksConfig]] = SpecVlmConfig
-    loss_weights: ClassVar[tuple[float, float]] = (0.1, 1.0)  # SpecVLM, eq. 3
+    kind = "specvlm"
+    config_type = SpecVlmConfig
+    loss_weights = (0.1, 1.0)  # SpecVLM, eq. 3
     config: SpecVlmConfig
 
     def __init__(self, config: SpecVlmConfig) -> None:

@@ -7,7 +7,7 @@ A subnet is a copy with smaller matrices for the heads that it keeps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 from pydantic import Field, model_validator
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from autotune.documents.subnet import Subnet
 from autotune.drafters.dream import SELF_CROSS_SELF, DreamConfig, DreamNetwork
-from autotune.drafters.network import BlocksConfig
 from autotune.drafters.trainable import LossSettings
 from autotune.errors import UserError
 
@@ -55,9 +54,9 @@ class StarConfig(DreamConfig):
 class StarNetwork(DreamNetwork):
     """The supernet, or a subnet sliced from it."""
 
-    kind: ClassVar[str] = "star"
-    config_type: ClassVar[type[BlocksConfig]] = StarConfig
-    loss_weights: ClassVar[tuple[float, float]] = (1.0, 0.2)  # STAR, eq. 3
+    kind = "star"
+    config_type = StarConfig
+    loss_weights = (1.0, 0.2)  # STAR, eq. 3
     config: StarConfig
 
     def __init__(self, config: StarConfig) -> None:

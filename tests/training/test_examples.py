@@ -225,7 +225,7 @@ def test_the_cache_key_covers_the_content_of_the_lines(recorder: Recorder, proce
 @pytest.mark.parametrize(
     ("lines", "options", "message"),
     [
-        (numbered(4), {"batch_size": 4}, r"more lines than a batch.*got 4 for a batch_size of 4; add lines, or"),
+        (numbered(4), {"batch_size": 4}, r"at least one batch; got 3 for 4, with 1 held out; add lines, or"),
         (
             numbered(9),
             {"batch_size": 2, "num_examples": 8},
