@@ -55,9 +55,9 @@ class ScreeningWork:
     folder: Path
     """Keeps the target's answers."""
     storage: str | Path
-    """Of the ledger."""
+    """The storage of the ledger."""
     deadline: float | None
-    """Of ``time.monotonic``."""
+    """A value of ``time.monotonic``."""
 
 
 def screen(

@@ -450,10 +450,14 @@ def test_unreadable_study_is_ignored_unless_given(tmp_path: Path) -> None:
     profile = write_pair(tmp_path)
     old = tmp_path / ".autotune" / "old-study"
     old.mkdir()
-    (old / "pair.cost.json").write_text('{"schema": "autotune.cost-table/1"}')
+    (old / "pair.cost.json").write_text('{"schema": "autotune.cost-table/2"}')
     assert exported(profile, "vllm").study.endswith("/pair")
     assert_refused(
-        profile, "vllm", "--study", old, messages=("schema 'autotune.cost-table/1' is older than this program reads",)
+        profile,
+        "vllm",
+        "--study",
+        old,
+        messages=("this program reads schema 'autotune.cost-table/1'; got 'autotune.cost-table/2'",),
     )
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
 
 from autotune.acceptance.trace import Forest, ForestBounds, Trace, bounds_for
 from autotune.documents.provenance import ModelReference
@@ -357,26 +356,6 @@ def test_records_are_reused(
         fresh, draft, draft_reference, workload, visual_keep=0.5
     )  # another subnet has the same answers, other forests
     assert num_forwards["target"] == 0 < num_forwards["draft"]
-
-
-def test_records_of_earlier_versions_get_the_tokens_of_their_prompts(
-    fresh: Recorder,
-    draft: IndependentDraft,
-    draft_reference: ModelReference,
-    workload: Workload,
-    processor: Any,
-    num_forwards: dict[str, int],
-) -> None:
-    first = record(fresh, draft, draft_reference, workload)
-    rows = [prompt.inputs(processor)["input_ids"][0] for prompt in workload.prompts]
-    assert first.prompt_tokens.tolist() == torch.cat(rows).tolist()
-    for path in (fresh.folder / "forests").rglob("*.safetensors"):
-        arrays = load_file(path)
-        save_file({name: array for name, array in arrays.items() if name != "prompt_tokens"}, path)
-    num_forwards.update(target=0, draft=0)
-    again = record(fresh, draft, draft_reference, workload)
-    assert again.prompt_tokens.tolist() == first.prompt_tokens.tolist()
-    assert num_forwards == {"target": 0, "draft": 0}
 
 
 def assert_same_trace(actual: Trace, expected: Trace) -> None:
