@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +117,22 @@ def taught_by(network: SpecVlmNetwork, batch: TeacherBatch, operators: list[Oper
     return made
 
 
+def choices_after(
+    network: SpecVlmNetwork, batch: TeacherBatch, num_steps: int, loss_of: Callable[[torch.Generator], Any]
+) -> list[Operator]:
+    """The operators that the gate chooses for the examples of a batch after some steps of its training."""
+    assert network.compressor.gate is not None
+    optimizer = torch.optim.AdamW(network.compressor.gate.parameters(), lr=0.05, weight_decay=0.0)
+    network.train()
+    for step in range(num_steps):
+        loss, _ = loss_of(torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    questions = network.target_features({LAST: batch.hidden[LAST][torch.arange(2), batch.loss_start]})
+    return [network.compressor.choice(question) for question in questions]
+
+
 @pytest.mark.parametrize("best", [["convolve", "text_only"], ["resample", "prune"]])
 def test_training_teaches_the_gate_the_best_operator_of_each_question(
     target: Target, batch: TeacherBatch, best: list[Operator]
@@ -124,35 +142,15 @@ def test_training_teaches_the_gate_the_best_operator_of_each_question(
     losses = network.operator_losses(made, SETTINGS, torch.Generator().manual_seed(0)).losses
     assert [OPERATORS[int(row.argmin())] for row in losses] == best and float(losses.min()) < 1e-4
     torch.nn.init.normal_(network.compressor.gate.weight, std=0.01)  # type: ignore[union-attr]
-    assert network.compressor.gate is not None
-    optimizer = torch.optim.AdamW(network.compressor.gate.parameters(), lr=0.05, weight_decay=0.0)
-    network.train()
-    for step in range(40):
-        loss, _ = network.loss(made, SETTINGS, torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    network.eval()
-    questions = made.hidden[LAST][torch.arange(2), made.loss_start]
-    chosen = [network.compressor.choice(network.target_features({LAST: question})) for question in questions]
-    assert chosen == best
+    assert choices_after(network, made, 40, lambda generator: network.loss(made, SETTINGS, generator)) == best
 
 
 def test_a_cost_for_visual_rows_decides_between_equal_operators(target: Target, batch: TeacherBatch) -> None:
     """Without a visual part of the stream all operators have nearly the same loss; the gate then drops all rows."""
     network = new_specvlm(target)  # the block's first output is small
     settings = LossSettings(gate_cost=100.0)
-    assert network.compressor.gate is not None
-    optimizer = torch.optim.AdamW(network.compressor.gate.parameters(), lr=0.05, weight_decay=0.0)
-    network.train()
-    for step in range(30):
-        found = network.gate_loss(batch, settings, torch.Generator().manual_seed(step))
-        assert found is not None
-        optimizer.zero_grad()
-        found[0].backward()
-        optimizer.step()
-    questions = network.target_features({LAST: batch.hidden[LAST][torch.arange(2), batch.loss_start]})
-    assert [network.compressor.choice(question) for question in questions] == ["text_only", "text_only"]
+    chosen = choices_after(network, batch, 30, lambda generator: network.gate_loss(batch, settings, generator))
+    assert chosen == ["text_only", "text_only"]
 
 
 def test_texts_without_images_do_not_train_the_gate(target: Target, encoded: list[Prompt]) -> None:

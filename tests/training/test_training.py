@@ -33,7 +33,6 @@ from autotune.runtime.decoder import Decoder
 from autotune.training import trainer
 from autotune.training.draft_task import DraftTask
 from autotune.training.examples import Example
-from autotune.training.memory import BatchShape
 from autotune.training.recipe import Stage, load_recipe
 from autotune.training.teacher import Teacher, TeacherBatches
 from autotune.training.trainer import make_optimizers, train
@@ -160,10 +159,6 @@ class CountedExamples:
     examples: list[Example]
     num_batches: int = 3
     requests: Counter[int] = field(default_factory=Counter)
-
-    @property
-    def shapes(self) -> list[BatchShape]:
-        return [BatchShape(2, max(len(example.prompt) for example in self.examples), 12)] * 3
 
     def __getitem__(self, number: int) -> list[Example]:
         self.requests[number] += 1
