@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from autotune.documents.provenance import version_of
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.draft import Draft
-from autotune.drafters.eagle3 import new_eagle3
+from autotune.drafters.eagle3 import Eagle3Network
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.divergence import first_divergence
@@ -365,4 +365,4 @@ def test_a_quantized_head_is_neither_cut_nor_copied(quantized: dict[str, Path]) 
         target.text.with_vocabulary(torch.arange(8))
     sizes = {"num_heads": 2, "head_size": 8, "mlp_size": 16, "layers": [1, 2, 3]}
     with pytest.raises(UserError, match=r"recipe: an eagle3 head begins with a copy of .* quantized with torchao"):
-        new_eagle3(sizes, target, source="recipe")
+        Eagle3Network.new(sizes, target, source="recipe")

@@ -18,7 +18,7 @@ from torch import Tensor
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, join
 from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import new_network
+from autotune.drafters.checkpoint import NETWORKS
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
@@ -381,7 +381,7 @@ class TestEveryFamily:
         for number, example in enumerate(member.examples):
             torch.manual_seed(0)
             kind = ("dream", "star", "specvlm")[(member.number + number) % 3]
-            draft = FeatureDraft(new_network(kind, sizes, target, source="test").eval())
+            draft = FeatureDraft(NETWORKS[kind].new(sizes, target, source="test").eval())
             out = Decoder(target, draft, tree=TREES[1], visual_keep=0.5).generate(
                 **example.inputs, max_new_tokens=NEW_TOKENS
             )

@@ -15,11 +15,11 @@ from torch import Tensor
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import bounds_for, join
 from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import new_network
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.mtp import MtpConfig, MtpNetwork
 from autotune.drafters.retrieval import RetrievalDraft
+from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
 from autotune.evaluation.bench import choose_arms
 from autotune.evaluation.divergence import first_divergence
@@ -131,7 +131,7 @@ class TestEveryHybrid:
         """Retrieval, a text model of another family, and networks that read the target's features: Qwen's have mtp heads."""
         example, target = member.examples[-1], Target(member.target)
         torch.manual_seed(0)
-        network = new_network("star", {"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test")
+        network = StarNetwork.new({"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test")
         drafts = [RetrievalDraft(), IndependentDraft(text_draft), FeatureDraft(network.eval())]
         if "qwen" in member.family.name:
             sizes = MtpConfig(hidden_size=target.text.config.hidden_size, num_target_layers=len(target.text.layers))
