@@ -15,7 +15,7 @@ from autotune.cost.roofline import estimate_table
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.independent import IndependentDraft
-from autotune.measuring.profiler import shape_of
+from autotune.measuring.measurement import shape_of
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder

@@ -21,7 +21,7 @@ from autotune.trees.verification import find_child
 
 
 @dataclass(frozen=True)
-class Round:
+class ReplayedRound:
     """One target forward pass."""
 
     position: int
@@ -48,7 +48,7 @@ class Round:
         return 0 if self.tree is None else int(self.tree.size[0]) - 1
 
 
-def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | None = None) -> Iterator[Round]:
+def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | None = None) -> Iterator[ReplayedRound]:
     """The rounds in which ``policy`` decodes the trace's prompt of index ``prompt``.
 
     Raises:
@@ -70,11 +70,11 @@ def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | Non
         position += len(one.path) + 1
 
 
-def _plain_step(trace: Trace, prompt: int, position: int) -> Round:
-    return Round(position, int(trace.prompt_length[prompt]) + position, None, np.zeros(0, np.int64), (), 0)
+def _plain_step(trace: Trace, prompt: int, position: int) -> ReplayedRound:
+    return ReplayedRound(position, int(trace.prompt_length[prompt]) + position, None, np.zeros(0, np.int64), (), 0)
 
 
-def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower) -> Round:
+def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower) -> ReplayedRound:
     """Draft, verify, accept, with the proposals of the trace."""
     begin, end = (int(n) for n in trace.answer_start[prompt : prompt + 2])
     answer, recorded = trace.forest.answer[begin:end], trace.packed
@@ -106,10 +106,10 @@ def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower) -> Roun
         path.append(node)
     copy = Tree._make(array.copy() for array in tree)
     grower.update(len(path), int(answer[position + 1]))
-    return Round(position, context_tokens, copy, np.array(path, np.int64), tuple(widths), num_missing)
+    return ReplayedRound(position, context_tokens, copy, np.array(path, np.int64), tuple(widths), num_missing)
 
 
-def count_acceptance(decoded: Iterable[Round]) -> AcceptanceCounts:
+def count_acceptance(decoded: Iterable[ReplayedRound]) -> AcceptanceCounts:
     """Acceptance counts over rounds, all in the region ``text``: a trace does not hold where images are."""
     counts = AcceptanceCounts()
     for one in decoded:

@@ -112,7 +112,7 @@ class Trace:
     @functools.cached_property
     def packed(self) -> PackedForest:
         """The forest as replay reads it."""
-        return pack(self)
+        return pack_trace(self)
 
     @property
     def num_prompts(self) -> int:
@@ -199,7 +199,7 @@ class PackedForest(NamedTuple):
         return len(self.proposals) - 1
 
 
-def pack(trace: Trace) -> PackedForest:
+def pack_trace(trace: Trace) -> PackedForest:
     """Lay a trace's forest out for replay."""
     forest = trace.forest
     num_nodes, k = forest.child_token.shape

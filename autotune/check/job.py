@@ -18,7 +18,7 @@ from autotune.check.output import write_outputs
 from autotune.check.result import COUNTS, TIME, CheckResult, Gate, Timing, verdict_of
 from autotune.check.sequential import Design
 from autotune.check.settings import CheckSettings
-from autotune.check.worker_process import Request
+from autotune.check.worker_process import WorkerRequest
 from autotune.console import Console
 from autotune.device import choose_device
 from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
@@ -119,7 +119,7 @@ def _local_gates(settings: CheckSettings, run: LocalRun, evidence: list[PromptEv
 def _compare(
     comparison: Comparison,
     runs: Sequence[LocalRun],
-    requests: Sequence[list[Request]],
+    requests: Sequence[list[WorkerRequest]],
     gates: list[Gate],
     budget_s: float,
 ) -> list[Timing | None]:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from autotune.errors import UserError
 from autotune.files import require_writable
-from autotune.settings import setting
+from autotune.option_fields import setting
 from autotune.workloads.formats import Format
 
 

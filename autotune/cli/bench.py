@@ -13,7 +13,7 @@ from autotune.search.settings import SearchSettings
 
 @click.command(short_help="Compare a profile with other ways to decode.")
 @click.argument("profile", type=click.Path(path_type=Path))
-@options.evaluation_prompts
+@options.prompt_options
 @click.option(
     "--against",
     default=None,

@@ -15,19 +15,18 @@ from autotune.errors import UserError, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
-VERBS = ("doctor", "measure", "record", "search", "run", "bench", "bench-server", "check", "report", "export", "train")
-ALIASES = {"profile": "measure", "devices": "devices"}  # known, and not listed
+COMMANDS = ("doctor", "measure", "record", "search", "run", "bench", "bench-server", "check", "report", "export", "train")
+UNLISTED = ("devices",)
 
 
-class Verbs(click.Group):
+class Commands(click.Group):
     """Imports a verb's module when the verb is used, and prints mistakes of the user as one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        cmd_name = ALIASES.get(cmd_name, cmd_name)
-        if cmd_name not in (*VERBS, *ALIASES):
+        if cmd_name not in (*COMMANDS, *UNLISTED):
             return None
         for name in CHATTY:
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -38,8 +37,8 @@ class Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in (*VERBS, *ALIASES) and not args[0].startswith("-"):
-            raise click.UsageError(f"no such command {args[0]!r}; {nearest(args[0], VERBS)}")
+        if args and args[0] not in (*COMMANDS, *UNLISTED) and not args[0].startswith("-"):
+            raise click.UsageError(f"no such command {args[0]!r}; {nearest(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, *_: Any, standalone_mode: bool = True, **extra: Any) -> Any:
@@ -59,7 +58,7 @@ class Verbs(click.Group):
         sys.exit(code or 0)
 
 
-@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(version_of("autotune"), prog_name="autotune")
 def main() -> None:
     """Fit speculative decoding to a model, a workload and a device, and decode with the result.

@@ -50,7 +50,7 @@ def command(
     require_workload(workload, workload_format)
 
     from autotune.console import Console
-    from autotune.contention import wait_until_quiet
+    from autotune.contention_monitor import wait_until_quiet
     from autotune.device import choose_device
     from autotune.documents.subnet import Subnet
     from autotune.search.cost_tables import measure_table, print_table

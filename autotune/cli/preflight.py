@@ -56,7 +56,7 @@ def require_workload(name: str, format: Format | None = None) -> None:
 
 
 def evaluation_prompts(profile: Path, choices: dict[str, Any]) -> tuple[EvaluationPrompts, dict[str, Any]]:
-    """The prompts that the options of ``options.evaluation_prompts`` choose for a profile, and the other choices.
+    """The prompts that the options of ``options.prompt_options`` choose for a profile, and the other choices.
 
     Raises:
         UserError: see ``workload_for``.

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from autotune.doctor.diagnosis import AttentionUse
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 
@@ -44,7 +44,7 @@ class _Observer(TorchFunctionMode):
 
 
 @torch.inference_mode()
-def attention_uses(target: Target, prompt: Prompt, num_tokens: int) -> tuple[AttentionUse, ...]:
+def attention_uses(target: Target, prompt: EncodedPrompt, num_tokens: int) -> tuple[AttentionUse, ...]:
     """The kernels of a prefill, a plain step, and a verification of ``num_tokens`` tokens; empty if the model attends by code of
     its own.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.console import Console
-from autotune.contention import ContentionMonitor
+from autotune.contention_monitor import ContentionMonitor
 from autotune.device import choose_device
 from autotune.doctor.diagnosis import Diagnosis
 from autotune.doctor.findings import defects, notes

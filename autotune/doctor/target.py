@@ -17,7 +17,7 @@ from autotune.evaluation.divergence import flips, largest_difference
 from autotune.evaluation.perplexity import answer_logits
 from autotune.execution import EAGER, capture_sizes_for
 from autotune.measuring.jobs import plain_steps_ms
-from autotune.measuring.profiler import shape_of
+from autotune.measuring.measurement import shape_of
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
 from autotune.modeling.clock import now_ms

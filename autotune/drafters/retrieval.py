@@ -1,5 +1,5 @@
 """``retrieval``: proposes what followed earlier occurrences of the last tokens in prompt and output, and, if asked for, in
-earlier answers. Needs no model. Prompt lookup is its setting with matches of at most three tokens.
+earlier answers. Needs no model. EncodedPrompt lookup is its setting with matches of at most three tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autotune.drafters.draft import Coupling, Proposals
 from autotune.drafters.suffix_index import SEPARATOR, Bools, Float32s, Int32s, SuffixIndex
 from autotune.errors import UserError
 from autotune.execution import EAGER
-from autotune.modeling.prompt import Prompt, placeholders_of, rows_of
+from autotune.modeling.prompt import EncodedPrompt, placeholders_of, token_rows
 from autotune.trees.tree import ROOT, Ints, Retrieved, Tree
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ class RetrievalDraft:
     def use_mode(self, name: str) -> None:
         """No effect: there are no forward passes."""
 
-    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[Prompt] = ()) -> list[Int32s]:
-        return [row.cpu().numpy().astype(np.int32) for row in rows_of(inputs)]
+    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt] = ()) -> list[Int32s]:
+        return [row.cpu().numpy().astype(np.int32) for row in token_rows(inputs)]
 
     def prefill(self, prompt: Int32s, visual_scores: Tensor | None, *, capacity: int) -> None:
         """Index a prompt. The output of the request before enters the corpus, if there is one."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.console import Console
-from autotune.contention import ContentionMonitor, wait_until_quiet
+from autotune.contention_monitor import ContentionMonitor, wait_until_quiet
 from autotune.device import fingerprint
 from autotune.documents.contention import Contention
 from autotune.documents.decoding_profile import AR, HF, TUNED

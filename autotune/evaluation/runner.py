@@ -23,7 +23,7 @@ from autotune.documents.published_defaults import PROMPT_LOOKUP
 from autotune.documents.run import Run
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.retrieval import RetrievalDraft
-from autotune.errors import naming
+from autotune.errors import errors_about
 from autotune.evaluation.arms import UNCOUPLED, Arm, DecoderArm
 from autotune.evaluation.perplexity import Quality, quality
 from autotune.files import append_line, content_key, read_lines
@@ -200,7 +200,7 @@ class ArmRunner:
 
     def run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
         """Run one arm on one prompt, after a warm-up on the first prompt of a shape. Later turns follow plain decoding's answers."""
-        with naming(prompt.name):
+        with errors_about(prompt.name):
             return self._run(arm, self.conversations.follow(prompt))
 
     def _run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:

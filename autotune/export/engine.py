@@ -33,7 +33,7 @@ prompts without images.
 
 
 @dataclass(frozen=True)
-class Pair:
+class ServedPair:
     """The models to serve, by the names or folders that the engine is given."""
 
     target: str
@@ -52,7 +52,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class EngineCandidate:
     """The fastest configuration of one kind that an engine can run."""
 
     name: str
@@ -85,23 +85,23 @@ class Engine(ABC):
     floor_note: ClassVar[str | None] = "the engine has no such setting"
     """Why a chain's ``p_min`` and ``n_min`` are not exported; None if they are."""
 
-    def refusal(self, pair: Pair) -> str | None:
+    def refusal(self, pair: ServedPair) -> str | None:
         """Why the engine would refuse the pair, by the files of the two models, as far as they are on this machine; or None."""
         return None
 
-    def caveats(self, pair: Pair) -> Sequence[str]:
+    def caveats(self, pair: ServedPair) -> Sequence[str]:
         """Limitations of the engine with this pair."""
         return ()
 
-    def supports_tree(self, pair: Pair, tree: Eagle2Policy) -> bool:
+    def supports_tree(self, pair: ServedPair, tree: Eagle2Policy) -> bool:
         """Whether the engine can run this tree; every engine runs chains."""
         return False
 
-    def supports_schedule(self, pair: Pair) -> bool:
+    def supports_schedule(self, pair: ServedPair) -> bool:
         """Whether the chain length may depend on the batch size."""
         return False
 
-    def search(self, pair: Pair, replay: EngineReplay) -> list[Candidate]:
+    def search(self, pair: ServedPair, replay: EngineReplay) -> list[EngineCandidate]:
         """The fastest configuration of every kind that the engine can run, in any order."""
         trees = (tree for tree in replay.trees() if self.supports_tree(pair, tree))
         fastest = {"chain": replay.fastest(replay.chains()), "tree": replay.fastest(trees)}
@@ -112,10 +112,10 @@ class Engine(ABC):
             is_scheduled = isinstance(priced.tree, ChainPolicy) and self.supports_schedule(pair)
             schedule = replay.schedule(priced.tree) if is_scheduled and isinstance(priced.tree, ChainPolicy) else []
             settings = self.settings(pair, priced.tree, schedule)
-            found.append(Candidate(name, priced.tree.label, priced.tree, priced.predicted, settings, schedule))
+            found.append(EngineCandidate(name, priced.tree.label, priced.tree, priced.predicted, settings, schedule))
         return found
 
-    def loadable(self, pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
+    def loadable(self, pair: ServedPair, folder: Path) -> tuple[ServedPair, Sequence[Conversion]]:
         """The pair with models that the engine can load, and the checkpoints in ``folder`` that have to be written for it.
 
         Raises:
@@ -123,24 +123,24 @@ class Engine(ABC):
         """
         return pair, ()
 
-    def companions(self, candidate: Candidate) -> Mapping[str, BaseModel]:
+    def companions(self, candidate: EngineCandidate) -> Mapping[str, BaseModel]:
         """Files that the settings of a candidate name, beside its own."""
         return {}
 
-    def preparation(self, pair: Pair, folder: Path) -> Sequence[str]:
+    def preparation(self, pair: ServedPair, folder: Path) -> Sequence[str]:
         """Commands that make what ``command`` needs."""
         return ()
 
     @abstractmethod
-    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> Document:
+    def settings(self, pair: ServedPair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> Document:
         """The settings of a tree; ``schedule`` is for chains of engines that have one."""
 
     @abstractmethod
-    def command(self, pair: Pair, settings: Document, path: Path) -> str:
+    def command(self, pair: ServedPair, settings: Document, path: Path) -> str:
         """The command that starts the engine with these settings, which are in ``path``."""
 
 
-def unequal_vocabularies(pair: Pair, *, with_tokens: bool = False) -> str | None:
+def unequal_vocabularies(pair: ServedPair, *, with_tokens: bool = False) -> str | None:
     """How the vocabularies of an independent draft and its target differ: in size, or with ``with_tokens`` in the ids of their
     tokens. None if they do not, or are not known.
     """

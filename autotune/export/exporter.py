@@ -9,12 +9,12 @@ from autotune.console import Console
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import EXPORT, Export, Variant, print_export
-from autotune.export.engine import Candidate, Engine, Pair, write_settings
+from autotune.export.engine import Engine, EngineCandidate, ServedPair, write_settings
 from autotune.export.engine_prices import EnginePrices
 from autotune.export.engine_replay import EngineReplay, MeasuredReplay
 from autotune.export.llama_cpp import LlamaCpp
 from autotune.export.model_files import find_model
-from autotune.export.selection import Selection, select
+from autotune.export.selection import Selection, select_for_export
 from autotune.export.sglang import Sglang
 from autotune.export.transformers import Transformers
 from autotune.export.vllm import Vllm
@@ -58,7 +58,7 @@ def export_profile(
         raise UserError(
             f"--draft-tokens {draft_tokens}: llama.cpp's chains have a floor of confidence; leave the option out"
         )
-    selected = select(engine, source, study=study, point=point, draft=draft)
+    selected = select_for_export(engine, source, study=study, point=point, draft=draft)
     pair, conversions = engine.loadable(_pair(engine, selected), folder)
     replay = _replay(engine, selected, draft_tokens, prices)
     candidates = _fastest_first(engine, pair, replay)
@@ -97,14 +97,14 @@ def export_profile(
     return result
 
 
-def _pair(engine: Engine, selected: Selection) -> Pair:
+def _pair(engine: Engine, selected: Selection) -> ServedPair:
     """The models as an engine is given them, which does not know the names of bundled models.
 
     Raises:
         UserError: the engine refuses them.
     """
     folders, target, draft = bundled_models(), selected.profile.target.id, selected.draft
-    pair = Pair(
+    pair = ServedPair(
         str(folders.get(target, target)),
         str(folders.get(draft, draft)),
         selected.kind,
@@ -126,7 +126,7 @@ def _replay(engine: Engine, selected: Selection, draft_tokens: int | None, price
     return MeasuredReplay(trace, table, measured, prompts=prompts, draft_tokens=draft_tokens)
 
 
-def _fastest_first(engine: Engine, pair: Pair, replay: EngineReplay) -> list[Candidate]:
+def _fastest_first(engine: Engine, pair: ServedPair, replay: EngineReplay) -> list[EngineCandidate]:
     """The candidates of the engine's space, fastest first.
 
     Raises:
@@ -146,7 +146,7 @@ def _fastest_first(engine: Engine, pair: Pair, replay: EngineReplay) -> list[Can
     )
 
 
-def _variant(engine: Engine, pair: Pair, candidate: Candidate, tuned_ms: float, folder: Path) -> Variant:
+def _variant(engine: Engine, pair: ServedPair, candidate: EngineCandidate, tuned_ms: float, folder: Path) -> Variant:
     """A candidate as the document describes it; ``tuned_ms`` is the time per token of the profile's point."""
     path = folder / engine.settings_file.format(variant=candidate.name)
     return Variant(
@@ -163,7 +163,7 @@ def _variant(engine: Engine, pair: Pair, candidate: Candidate, tuned_ms: float, 
     )
 
 
-def _write(engine: Engine, candidates: Sequence[Candidate], export: Export, folder: Path) -> None:
+def _write(engine: Engine, candidates: Sequence[EngineCandidate], export: Export, folder: Path) -> None:
     for candidate, variant in zip(candidates, export.variants, strict=True):
         write_settings(folder / variant.file, candidate.settings)
         for file, content in engine.companions(candidate).items():

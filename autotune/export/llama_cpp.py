@@ -11,7 +11,7 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import SAMPLING, Candidate, Engine, Pair
+from autotune.export.engine import SAMPLING, Engine, EngineCandidate, ServedPair
 from autotune.export.engine_replay import EngineReplay, EngineTree
 from autotune.export.llama_replay import NUM_CANDIDATES, LlamaReplay, ModelDraft, NgramDraft, NgramMod, Priced
 from autotune.files import Document
@@ -88,7 +88,7 @@ class LlamaCpp(Engine):
         "convert_hf_to_gguf.py is llama.cpp's own, and knows which models it converts; --min-hits has no effect on ngram-simple",
     )
 
-    def refusal(self, pair: Pair) -> str | None:
+    def refusal(self, pair: ServedPair) -> str | None:
         """Vocabularies nearly equal in size, with equal tokens (``common_speculative_are_compatible``)."""
         ours, theirs = pair.target_files, pair.draft_files
         if ours is None or theirs is None or pair.draft_kind != "independent":
@@ -113,22 +113,24 @@ class LlamaCpp(Engine):
             )
         return None
 
-    def caveats(self, pair: Pair) -> Sequence[str]:
+    def caveats(self, pair: ServedPair) -> Sequence[str]:
         return (
             f"--spec-draft-p-min is a share of the {NUM_CANDIDATES} most probable draft tokens, and was replayed so",
         )
 
-    def search(self, pair: Pair, replay: EngineReplay) -> list[Candidate]:
+    def search(self, pair: ServedPair, replay: EngineReplay) -> list[EngineCandidate]:
         """A draft model, n-grams, or both; only what is faster than plain decoding, if anything is."""
         found = [self._candidate(pair, priced) for priced in LlamaReplay(replay).fastest()]
         return [candidate for candidate in found if candidate.predicted.speedup > 1.0] or found
 
-    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> LlamaCppSettings:
+    def settings(
+        self, pair: ServedPair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()
+    ) -> LlamaCppSettings:
         """The draft model alone; the trees are chains."""
         floor = (tree.n_min, tree.p_min) if isinstance(tree, ChainPolicy) else (0, 0.0)
         return self._settings(pair, ModelDraft(tree.max_depth, *floor), None)
 
-    def preparation(self, pair: Pair, folder: Path) -> Sequence[str]:
+    def preparation(self, pair: ServedPair, folder: Path) -> Sequence[str]:
         """Conversion to GGUF by llama.cpp's own script."""
         target, draft = (
             (name, ["--remote"]) if files is None else (str(files.folder), [])
@@ -141,23 +143,25 @@ class LlamaCpp(Engine):
             shlex.join([*script, draft[0], *draft[1], *of_target, "--outfile", str(folder / "draft.gguf")]),
         )
 
-    def command(self, pair: Pair, settings: Document, path: Path) -> str:
+    def command(self, pair: ServedPair, settings: Document, path: Path) -> str:
         words = ["llama-server"]
         for name, value in settings.model_dump(exclude_none=True).items():
             is_file = name in ("model", "spec_draft_model")
             words += [f"--{name.replace('_', '-')}", str(path.parent / value) if is_file else f"{value}"]
         return shlex.join(words)
 
-    def _candidate(self, pair: Pair, priced: Priced) -> Candidate:
+    def _candidate(self, pair: ServedPair, priced: Priced) -> EngineCandidate:
         settings = self._settings(pair, priced.model, priced.ngram)
         labels = [draft.label for draft in (priced.ngram, priced.model) if draft is not None]
         tree = None
         if priced.model is not None and priced.ngram is None:
             tree = ChainPolicy(depth=priced.model.n_max, p_min=priced.model.p_min, n_min=priced.model.n_min)
         name = "+".join(settings.spec_type.split(","))
-        return Candidate(name, f"{settings.spec_type}({', '.join(labels)})", tree, priced.predicted, settings)
+        return EngineCandidate(name, f"{settings.spec_type}({', '.join(labels)})", tree, priced.predicted, settings)
 
-    def _settings(self, pair: Pair, model: ModelDraft | None, ngram: NgramDraft | NgramMod | None) -> LlamaCppSettings:
+    def _settings(
+        self, pair: ServedPair, model: ModelDraft | None, ngram: NgramDraft | NgramMod | None
+    ) -> LlamaCppSettings:
         types, fields = [], dict[str, object]()
         if isinstance(ngram, NgramDraft):
             types.append(SIMPLE)

@@ -24,7 +24,7 @@ from autotune.cost.surface import Surface, robust_deviation
 from autotune.cost.table import EVERY_ROW
 from autotune.measuring.adaptive_grid import AdaptiveGrid
 from autotune.measuring.block_log import Block, BlockLog, Samples, TimedJob
-from autotune.measuring.jobs import SLOW_STEP_MS, Bench, Job, PlainSteps, Round, Rounds, plain_steps_ms
+from autotune.measuring.jobs import SLOW_STEP_MS, Bench, Job, PlainSteps, Rounds, TimedRound, plain_steps_ms
 from autotune.measuring.settings import CostSettings, Size
 
 LEVELS_PER_ROUND = 4  # draft levels after the draft's first forward
@@ -117,8 +117,8 @@ class Sampler:
         if len(logs) < LEAST_VERIFICATIONS:
             return 1.0
         median = float(np.median(logs))
-        is_apart = abs(median) > 2 * robust_deviation(logs) / math.sqrt(len(logs))
-        return math.exp(median) if is_apart else 1.0
+        is_significant = abs(median) > 2 * robust_deviation(logs) / math.sqrt(len(logs))
+        return math.exp(median) if is_significant else 1.0
 
     @property
     def disturbed_samples(self) -> int:
@@ -188,9 +188,9 @@ class Sampler:
         decode = wanted(self.decode)
         if rounds:  # every speedup is a multiple of plain steps: their share in a sweep does not fall with its progress
             decode += [size for size in self._lacking_plain_steps() if size not in decode]
-        of_drafts: list[list[Round]] = [[] for _ in self.benches]
+        of_drafts: list[list[TimedRound]] = [[] for _ in self.benches]
         for size, (draft, draft_first, draft_levels) in zip_longest(similar_first(verify), rounds):
-            of_drafts[draft].append(Round(size, draft_first, draft_levels))
+            of_drafts[draft].append(TimedRound(size, draft_first, draft_levels))
         groups: list[list[Job]] = []
         for draft, own_rounds in enumerate(of_drafts):
             self._random.shuffle(own_rounds)
@@ -277,7 +277,7 @@ class Sampler:
     def _plain_samples(self, job: PlainSteps) -> Samples:
         return [(DECODE, 1, job.kv_length, ms) for ms in plain_steps_ms(self.benches[0], job.kv_length)]
 
-    def _round_samples(self, draft: int, of_job: Round) -> Samples:
+    def _round_samples(self, draft: int, of_job: TimedRound) -> Samples:
         bench = self.benches[draft]
         samples: Samples = []
         timed = (size for size in (of_job.draft_first, *of_job.draft_levels, of_job.verify) if size is not None)
@@ -302,12 +302,12 @@ class Sampler:
             self._warm.add((part, size))
 
 
-def _usual_round(settings: CostSettings) -> Round:
+def _usual_round(settings: CostSettings) -> TimedRound:
     def size(tokens: int) -> Size:
         return min(settings.tokens, key=lambda n: abs(n - tokens)), settings.kv_lengths[0]
 
     verified, draft_first, draft_level = map(size, UNTIMED_TOKENS)
-    return Round(verified, draft_first, (draft_level, draft_level))
+    return TimedRound(verified, draft_first, (draft_level, draft_level))
 
 
 def _draft_first(draft: int) -> str:

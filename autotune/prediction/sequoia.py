@@ -28,7 +28,7 @@ def sequoia_trees(acceptance: Floats, *, budgets: Iterable[int], depths: Iterabl
     # Ranks that were never accepted only add nodes.
     ranks = acceptance[: MAX_RANK + 1]
     ranks = ranks[: 1 + max(np.flatnonzero(ranks > 0.0), default=0)]
-    expected, first_share = plan(np.ascontiguousarray(ranks, np.float64), budgets[-1], depths[-1])
+    expected, first_share = solve(np.ascontiguousarray(ranks, np.float64), budgets[-1], depths[-1])
     trees: dict[frozenset[tuple[int, ...]], StaticPolicy] = {}
     for depth in depths:
         for budget in budgets:
@@ -41,7 +41,7 @@ def sequoia_trees(acceptance: Floats, *, budgets: Iterable[int], depths: Iterabl
 
 
 @njit(cache=True)
-def plan(acceptance: Floats, budget: int, depth: int) -> tuple[Floats, Ints]:
+def solve(acceptance: Floats, budget: int, depth: int) -> tuple[Floats, Ints]:
     """Solve the dynamic programme.
 
     Returns:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.acceptance.reference_replay import Round, rounds
+from autotune.acceptance.reference_replay import ReplayedRound, rounds
 from autotune.acceptance.trace import Trace, load_trace
 from autotune.cost.table import CostTable
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
@@ -87,7 +87,7 @@ class Sources:
             return []
         return np.flatnonzero(points_of_prompts(self.profile, trace) == number).tolist()
 
-    def rounds_of(self, number: int, trace: Trace, prompt: int) -> list[Round]:
+    def rounds_of(self, number: int, trace: Trace, prompt: int) -> list[ReplayedRound]:
         """The rounds in which point ``number``, which has a tree, decodes a recorded prompt."""
         point = self.points[number]
         assert point.tree is not None

@@ -167,7 +167,7 @@ def measure_finalists(
     ratio = sum(run.decode_ms for run in plain) / confirming.ar_ms[order].sum()
     console.say(f"plain decoding took {ratio:.2f} times as long as the cost table predicts")
     best_defaults = {name: defaults[name] for name in measured.remaining_defaults}
-    name = winner_of(measured, {name: estimate(finalist, prompts.full) for name, finalist in results.items()})
+    name = winner_of(measured, {name: estimated_speedup(finalist, prompts.full) for name, finalist in results.items()})
     winner = results[name].configuration if name in results else defaults[name]
     return MeasuredFinalists(winner, [*results.values()], default_results, best_defaults)
 
@@ -236,7 +236,7 @@ def _prediction(evaluator: Evaluator, configuration: Configuration, num_runs: in
     return predicted, (low * scale, high * scale)
 
 
-def estimate(finalist: Finalist, evaluator: Evaluator) -> float:
+def estimated_speedup(finalist: Finalist, evaluator: Evaluator) -> float:
     """Speedup of a finalist on the evaluator's prompts: the predicted one, times measured over predicted speedup on the prompts
     that were run (a ratio estimator). Few prompts are run, and they differ more than the predictions err.
     """
@@ -250,7 +250,7 @@ def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
     Speeds are times per token, so that a shorter answer is no gain.
 
     Args:
-        estimates: speedup of every finalist on all replayed prompts (``estimate``).
+        estimates: speedup of every finalist on all replayed prompts (``estimated_speedup``).
     """
     defaults = {name: measured.runs[name] for name in measured.remaining_defaults}
     finalists = {name: measured.runs[name] for name in measured.remaining}

@@ -11,7 +11,7 @@ from typing import Any
 
 from autotune.acceptance.trace import ForestBounds, Trace, bounds_for
 from autotune.console import Console
-from autotune.contention import wait_until_quiet
+from autotune.contention_monitor import wait_until_quiet
 from autotune.cost.table import TOKENS, CostTable
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.decoding_profile import DecodingProfile
@@ -20,7 +20,7 @@ from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.execution import EAGER
 from autotune.files import content_key, write_table
-from autotune.measuring.profiler import shape_of
+from autotune.measuring.measurement import shape_of
 from autotune.measuring.settings import CostSettings
 from autotune.prediction.evaluator import Evaluator
 from autotune.prediction.prices import Constraints
@@ -28,7 +28,7 @@ from autotune.search.cost_tables import local_table, priced_variants, print_tabl
 from autotune.search.model_pool import ModelPool
 from autotune.search.plan import UNTIMED_STAGES, Plan, SearchSize, StageClock, make_plan, measure_rates
 from autotune.search.profile_selection import ProfileSelection
-from autotune.search.screening import measure, print_screened, screen, survivors
+from autotune.search.screening import measure_screened, print_screened, screen, survivors
 from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.thresholds import CONFIRMING, MIN_TREE_SEARCH_S, STAGES
@@ -204,7 +204,7 @@ class _SearchRun:
         deadline, jobs = self.clock.deadline_of("screening"), self.settings.jobs
         screened = screen(pool, self.variants, table, tune, self.folder, ledger, console, jobs=jobs, deadline=deadline)
         if self.settings.measure == "all" and self.device is not None:
-            screened = measure(pool, screened, table, tune, ledger, console)
+            screened = measure_screened(pool, screened, table, tune, ledger, console)
         documents = [pool.key, _described(self.variants), table.content_hash, tune.sha256]
         described = self.shared_decision(
             "survivors",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune.console import Console
-from autotune.contention import ContentionMonitor
+from autotune.contention_monitor import ContentionMonitor
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import DecodingProfile, Shrinkage

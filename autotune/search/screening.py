@@ -159,7 +159,7 @@ def _best_chain(evaluator: Evaluator, draft: str, subnet: Subnet) -> ScreenedSub
     )
 
 
-def measure(
+def measure_screened(
     model_pool: ModelPool,
     screened: Sequence[ScreenedSubnet],
     table: CostTable | None,

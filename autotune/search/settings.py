@@ -20,8 +20,8 @@ from autotune.errors import UserError, nearest
 from autotune.execution import AUTO, check_capture_sizes
 from autotune.files import WORKSPACE, Document, require_writable
 from autotune.modeling.loading import BUNDLED_TARGET, default_drafts, default_workload
+from autotune.option_fields import option_name, setting
 from autotune.search.space import space_path
-from autotune.settings import option_name, setting
 from autotune.study.storage import storage_url
 from autotune.workloads.formats import Format
 

@@ -14,7 +14,7 @@ from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import Export, Variant
 from autotune.serving.client import EngineClient
-from autotune.serving.measuring import EngineArm, EngineRuns, PromptRun, Throughput, measure
+from autotune.serving.measuring import EngineArm, EngineRuns, PromptRun, Throughput, measure_engines
 from autotune.serving.prediction import PredictedPrompt, acceptance_by_position, load_export, predict
 from autotune.serving.server import ServerOptions, started, without_speculation
 from autotune.workloads.workload import Workload
@@ -149,7 +149,7 @@ def compare(
     interleaved: bool = False,
 ) -> dict[str, Any]:
     """Compare engines with a prediction, and print tables; returns the figures as JSON."""
-    measured = measure(
+    measured = measure_engines(
         arms,
         predicted,
         requests_at_once,

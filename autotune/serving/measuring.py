@@ -61,7 +61,7 @@ class EngineRuns:
     speeds: list[Throughput] = field(default_factory=list)
 
 
-def measure(
+def measure_engines(
     arms: Mapping[str, EngineArm],
     predicted: Sequence[PredictedPrompt],
     requests_at_once: Sequence[int],

@@ -22,7 +22,7 @@ from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
 from autotune.training.divergence import make_divergence
-from autotune.training.examples import JsonlExamples, Report, read_lines, split_file
+from autotune.training.examples import JsonlExamples, Report, read_examples, split_file
 from autotune.training.losses import drafting_loss, sample_subnet
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
 from autotune.training.recipe import Recipe, Stage, teacher_name
@@ -73,7 +73,7 @@ class DraftTask:
         self.module = self._new_module().to(accelerator.device)
         self._head_masks: list[Tensor] | None = None
         recorder = Recorder(self.target, self.target_reference, self.processor, WORKSPACE)
-        lines = read_lines(path, [*training, *held_out], recorder, accelerator, report)
+        lines = read_examples(path, [*training, *held_out], recorder, accelerator, report)
         self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
 
     def _new_module(self) -> BlocksNetwork | UnrolledNetwork:

@@ -8,7 +8,7 @@ import pytest
 from autotune.acceptance.trace import Forest, RecordedPrompt, join
 from autotune.cost.draft_costs import ModelShape
 from autotune.cost.roofline import (
-    DeviceLimits,
+    DatasheetLimits,
     anchored,
     datasheets,
     device_bound_ms,
@@ -34,7 +34,7 @@ SHAPE = ModelShape(
 )
 # So large that memory bounds its steps on every device.
 LARGE = SHAPE.model_copy(update={"text_parameters": 10**11})
-LIMITS = DeviceLimits(
+LIMITS = DatasheetLimits(
     model="A slide rule",
     source="by hand",
     memory_gb=80,
@@ -139,7 +139,7 @@ def test_estimate_of_a_draft_with_blocks_that_cross() -> None:
 # -------------------------------------------------------------------------------------------------------------- anchors
 
 
-def measured_table(limits: DeviceLimits, **fields: object) -> CostTable:
+def measured_table(limits: DatasheetLimits, **fields: object) -> CostTable:
     """A table of a device with the given limits, whose steps are bound by memory, arithmetic and launches."""
     draft = SHAPE.model_copy(update={"text_parameters": 10**6, "num_layers": 2})
     table = estimate_table(

@@ -20,7 +20,7 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.block_draft import BlockDraft
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
-from autotune.measuring.profiler import shape_of
+from autotune.measuring.measurement import shape_of
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
 from autotune.modeling.graph_memory import graph_memory

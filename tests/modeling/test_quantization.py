@@ -21,7 +21,7 @@ from autotune.drafters.eagle3 import new_eagle3
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.divergence import first_divergence
-from autotune.measuring.profiler import shape_of
+from autotune.measuring.measurement import shape_of
 from autotune.modeling import loading, quantization
 from autotune.modeling.loading import load_model, load_processor, resolve
 from autotune.modeling.quantization import (

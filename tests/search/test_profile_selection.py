@@ -21,7 +21,7 @@ from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Race
 from autotune.evaluation.runner import ArmRunner
 from autotune.prediction.evaluator import Candidate, Evaluator
-from autotune.search.finalists import estimate, published_defaults, winner_of
+from autotune.search.finalists import estimated_speedup, published_defaults, winner_of
 from autotune.search.held_out import Evaluation
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
@@ -211,7 +211,7 @@ def test_the_estimate_is_of_all_tuning_prompts(selection: ProfileSelection, cloc
             evaluator.ar_ms.sum() / evaluator.replay(finalist.configuration).decode_ms.sum()
             for evaluator in (selection.evaluator, selection.prompts.confirming)
         )
-        assert estimate(finalist, selection.evaluator) == pytest.approx(2.0 * there / here)
+        assert estimated_speedup(finalist, selection.evaluator) == pytest.approx(2.0 * there / here)
 
 
 def test_little_time_measures_fewer_arms(

@@ -14,7 +14,7 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft, load_network, save_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
-from autotune.measuring.profiler import shape_of
+from autotune.measuring.measurement import shape_of
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.search.cost_tables import priced_variants

@@ -16,7 +16,7 @@ from PIL import Image
 from autotune import console, device
 from autotune.drafters.checkpoint import new_network
 from autotune.errors import UserError
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.training import memory
 from autotune.training.curve import distilled_layers, draw_curve, logged
@@ -41,7 +41,9 @@ def new_target(**sizes: Any) -> Target:
 
 
 def new_teacher_batch(target: Target, *, num_rows: int, length: int, num_loss_tokens: int) -> TeacherBatch:
-    prompts = [Prompt(torch.arange(length) % 200 + 5, torch.zeros(length, dtype=torch.bool)) for _ in range(num_rows)]
+    prompts = [
+        EncodedPrompt(torch.arange(length) % 200 + 5, torch.zeros(length, dtype=torch.bool)) for _ in range(num_rows)
+    ]
     return Teacher(target).read([Example(prompt, length - num_loss_tokens) for prompt in prompts], layers=(1, 2, 3, 4))
 
 

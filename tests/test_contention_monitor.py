@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
-from autotune import contention
+from autotune import contention_monitor
 from autotune.console import Console
-from autotune.contention import ContentionMonitor, wait_until_quiet
+from autotune.contention_monitor import ContentionMonitor, wait_until_quiet
 from autotune.documents.contention import Contention
 from autotune.documents.provenance import Provenance, stamp
 
@@ -36,8 +36,8 @@ class FakeMachine:
             path.mkdir(parents=True)
         monkeypatch.setattr(psutil, "PROCFS_PATH", str(self.proc))
         monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
-        monkeypatch.setattr(contention, "SYS", self.sys)
-        monkeypatch.setattr(contention, "_own_cpu_s", lambda: self.own_s)
+        monkeypatch.setattr(contention_monitor, "SYS", self.sys)
+        monkeypatch.setattr(contention_monitor, "_own_cpu_s", lambda: self.own_s)
         self.write()
 
     def write(self) -> None:
@@ -135,13 +135,13 @@ def test_pressure_decides_where_cores_are_unknown() -> None:
 def test_children_are_this_process_too() -> None:
     """The CPU time of a child counts as our own while it runs and after it has ended."""
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
-    before = contention._own_cpu_s()
+    before = contention_monitor._own_cpu_s()
     with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert contention._own_cpu_s() - before >= 0.25
+        assert contention_monitor._own_cpu_s() - before >= 0.25
         child.communicate(b"\n")
-    assert contention._own_cpu_s() - before >= 0.25
+    assert contention_monitor._own_cpu_s() - before >= 0.25
 
 
 def test_other_processes_and_heat_of_a_gpu_are_described() -> None:

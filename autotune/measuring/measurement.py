@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autotune.contention import ContentionMonitor
+from autotune.contention_monitor import ContentionMonitor
 from autotune.cost.draft_costs import DraftCosts, ModelShape
 from autotune.cost.request_costs import Overhead, PrefillCost, fit_overhead, fit_prefill
 from autotune.cost.table import CostTable

@@ -23,7 +23,7 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.measuring import request_timing
-from autotune.measuring.profiler import kv_lengths_for, measure_costs, shape_of
+from autotune.measuring.measurement import kv_lengths_for, measure_costs, shape_of
 from autotune.measuring.request_timing import choose_prefill_threads, overhead_runs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.loading import RETRIEVAL, load_processor, reference
@@ -264,7 +264,7 @@ def test_forwards_have_capture_sizes_only(
     sizes: set[int] = set()
     forward = decoder.target.forward
     monkeypatch.setattr(decoder.target, "forward", lambda step: (sizes.add(len(step.tokens)), forward(step))[1])
-    monkeypatch.setattr("autotune.measuring.profiler.overhead_runs", lambda *_, **__: [])
+    monkeypatch.setattr("autotune.measuring.measurement.overhead_runs", lambda *_, **__: [])
     settings = replace(SETTINGS, capture_sizes=(4, 9))
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
     table = measure_costs(decoder.target, ids[0], [(decoder.draft, ids[1])], processor, workload, settings=settings)
