@@ -62,12 +62,12 @@ def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | Non
     while position < num_tokens - 1:
         if control.is_plain:
             control.count_plain_step()
-            one = _plain_step(trace, prompt, position)
+            replayed = _plain_step(trace, prompt, position)
         else:
-            one = _round(trace, prompt, position, grower)
-            control.update(draft_forwards=one.num_levels, nodes=one.num_nodes, accepted=len(one.path))
-        yield one
-        position += len(one.path) + 1
+            replayed = _round(trace, prompt, position, grower)
+            control.update(draft_forwards=replayed.num_levels, nodes=replayed.num_nodes, accepted=len(replayed.path))
+        yield replayed
+        position += len(replayed.path) + 1
 
 
 def _plain_step(trace: Trace, prompt: int, position: int) -> ReplayedRound:
@@ -112,7 +112,7 @@ def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower) -> Repl
 def count_acceptance(decoded: Iterable[ReplayedRound]) -> AcceptanceCounts:
     """Acceptance counts over rounds, all in the region ``text``: a trace does not hold where images are."""
     counts = AcceptanceCounts()
-    for one in decoded:
-        if one.tree is not None:
-            counts.observe(one.tree, one.path, is_near_image=False)
+    for replayed in decoded:
+        if replayed.tree is not None:
+            counts.observe(replayed.tree, replayed.path, is_near_image=False)
     return counts

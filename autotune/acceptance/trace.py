@@ -144,7 +144,7 @@ class Trace:
             prompt_tokens = self.prompt_tokens[end - int(self.prompt_length[p]) : end]
             length, draft_length, num_visual_tokens = map(int, lengths)
             parts.append(RecordedPrompt(forest, length, draft_length, num_visual_tokens, prompt_tokens))
-        names, tasks = ([every[p] for p in prompts] for every in (header.prompts, header.tasks))
+        names, tasks = ([values[p] for p in prompts] for values in (header.prompts, header.tasks))
         return join(header.model_copy(update={"prompts": names, "tasks": tasks}), parts)
 
     def draft_kv_length(self, crossing_share: float) -> Ints:

@@ -15,7 +15,7 @@ from autotune.errors import UserError, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
-COMMANDS = ("doctor", "measure", "record", "search", "run", "bench", "bench-server", "check", "report", "export", "train")
+VERBS = ("doctor", "measure", "record", "search", "run", "bench", "bench-server", "check", "report", "export", "train")
 UNLISTED = ("devices",)
 
 
@@ -23,10 +23,10 @@ class Commands(click.Group):
     """Imports a verb's module when the verb is used, and prints mistakes of the user as one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in (*COMMANDS, *UNLISTED):
+        if cmd_name not in (*VERBS, *UNLISTED):
             return None
         for name in CHATTY:
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -37,8 +37,8 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in (*COMMANDS, *UNLISTED) and not args[0].startswith("-"):
-            raise click.UsageError(f"no such command {args[0]!r}; {nearest(args[0], COMMANDS)}")
+        if args and args[0] not in (*VERBS, *UNLISTED) and not args[0].startswith("-"):
+            raise click.UsageError(f"no such command {args[0]!r}; {nearest(args[0], VERBS)}")
         return super().resolve_command(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, *_: Any, standalone_mode: bool = True, **extra: Any) -> Any:

@@ -65,8 +65,8 @@ def evaluation_prompts(profile: Path, choices: dict[str, Any]) -> tuple[Evaluati
 
     from autotune.evaluation.bench_settings import EvaluationPrompts
 
-    others = {
+    settings = {
         name: value for name, value in choices.items() if name not in (*PROMPT_CHOICES, "workload", "workload_format")
     }
     chosen = {name: choices[name] for name in PROMPT_CHOICES}
-    return EvaluationPrompts(workload, choices["workload_format"], **chosen), others
+    return EvaluationPrompts(workload, choices["workload_format"], **chosen), settings

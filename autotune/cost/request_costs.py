@@ -107,8 +107,8 @@ def _fit(counts: Floats, ms: Floats) -> tuple[list[float], float | None]:
 
     errors = []
     for number in range(len(ms)):
-        others = np.arange(len(ms)) != number
+        is_fitted = np.arange(len(ms)) != number
         # Some rows cannot be predicted from the others, for example that of the only prompt without an image.
-        if np.linalg.matrix_rank(counts[others]) == np.linalg.matrix_rank(counts):
-            errors.append(abs(float(counts[number] @ fit(others)) / float(ms[number]) - 1))
+        if np.linalg.matrix_rank(counts[is_fitted]) == np.linalg.matrix_rank(counts):
+            errors.append(abs(float(counts[number] @ fit(is_fitted)) / float(ms[number]) - 1))
     return fit(np.ones(len(ms), bool)).tolist(), float(np.median(errors)) if errors else None

@@ -55,9 +55,9 @@ def attention_uses(target: Target, prompt: EncodedPrompt, num_tokens: int) -> tu
         "plain step": lambda: target.step(int(tokens[0])),
         "verification": lambda: target.forward(Step.causal(tokens, target.mask_value)),
     }
-    found = []
+    uses = []
     for name, run in forwards.items():
         with _Observer() as observer:
             run()
-        found += [AttentionUse(forward=name, **use._asdict(), num_layers=count) for use, count in observer.uses.items()]
-    return tuple(found)
+        uses += [AttentionUse(forward=name, **use._asdict(), num_layers=count) for use, count in observer.uses.items()]
+    return tuple(uses)

@@ -78,8 +78,8 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
         )
     if decoder.profile is not None and len(decoder.profile.points) > 1:
         console.say(f"{TUNED}: {points_used(decoder.profile, runs[TUNED])}")
-    found = BenchResults(runs, prompts, settings.seed)
-    found.print(console, lossy_sweep=settings.lossy_sweep)
+    results = BenchResults(runs, prompts, settings.seed)
+    results.print(console, lossy_sweep=settings.lossy_sweep)
     return {
         "provenance": stamp(contention).model_dump(mode="json"),
         "hardware": fingerprint(str(decoder.target.device)).model_dump(mode="json"),
@@ -90,7 +90,7 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
         "unavailable": chosen.unavailable,
         "notes": chosen.notes,
         "disturbed_runs": runner.num_disturbed,
-        **found.to_json(),
+        **results.to_json(),
     }
 
 
@@ -105,10 +105,10 @@ def _runner(decoder: Decoder, settings: BenchSettings) -> ArmRunner:
             "this profile decodes without a draft, so trees cannot be compared with it; "
             f"bench it --against {AR},{HF},{PROMPT_LOOKUP}, or name a --draft"
         )
-    other = None if settings.draft is None else load_draft(settings.draft, decoder.target)
+    own_draft = None if settings.draft is None else load_draft(settings.draft, decoder.target)
     assert decoder.profile is not None
     is_lossy = any(map(is_lossy_arm, settings.named)) or not all(point.lossless for point in decoder.profile.points)
-    draft_of = None if other is None else lambda configuration: other
+    draft_of = None if own_draft is None else lambda configuration: own_draft
     return ArmRunner(decoder, decoder.processor, with_perplexity=is_lossy, draft_of=draft_of)
 
 
@@ -155,7 +155,7 @@ class BenchResults:
         self.summaries = [summarize(name, of_arm, runs[AR], seed=seed) for name, of_arm in runs.items()]
         self.by_task, self.by_length = speedups_by_task(self.runs), gain_by_length(self.runs)
         self.benchmark = benchmark_results(self.runs, prompts.prompts)
-        self.time_shares = {name: found for name, of_arm in runs.items() if (found := time_shares(of_arm))}
+        self.time_shares = {name: shares for name, of_arm in runs.items() if (shares := time_shares(of_arm))}
         self.counts = {name: pool_counts(of_arm) for name, of_arm in runs.items()}
 
     def print(self, console: Console, *, lossy_sweep: bool) -> None:
@@ -180,7 +180,7 @@ class BenchResults:
             "benchmark_results": json.loads(self.benchmark.to_json(orient="records")),
             "by_length": json.loads(self.by_length.to_json(orient="records")),
             "time_shares": self.time_shares,
-            "acceptance_counts": {name: found.to_json() for name, found in self.counts.items() if not found.is_empty},
+            "acceptance_counts": {name: count.to_json() for name, count in self.counts.items() if not count.is_empty},
             "runs": {name: [run.model_dump(mode="json") for run in of_arm] for name, of_arm in self.runs.items()},
         }
 

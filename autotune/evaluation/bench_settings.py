@@ -33,10 +33,10 @@ class EvaluationPrompts:
         Raises:
             UserError: the workload cannot be read.
         """
-        found = load_workload(
+        workload = load_workload(
             self.workload, "evaluate", num_prompts=self.num_prompts, format=self.format, is_whole=self.is_whole
         ).cut(self.num_prompts, self.max_new_tokens)
-        return found if self.temperature is None else found.sampled(self.temperature)
+        return workload if self.temperature is None else workload.sampled(self.temperature)
 
 
 @dataclass(frozen=True)

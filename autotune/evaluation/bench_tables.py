@@ -125,9 +125,9 @@ def benchmark_results(runs: dict[str, list[Run]], prompts: Sequence[WorkloadProm
 
     question = list(itertools.accumulate(prompt.earlier is None for prompt in prompts))
     rows = [
-        (name, one.task, number, one.new_tokens, one.rounds, (one.target_prefill_ms + one.decode_ms) / 1e3)
+        (name, run.task, number, run.new_tokens, run.rounds, (run.target_prefill_ms + run.decode_ms) / 1e3)
         for name, arm_runs in runs.items()
-        for number, one in zip(question, arm_runs, strict=False)
+        for number, run in zip(question, arm_runs, strict=False)
     ]
     turns = pd.DataFrame(rows, columns=["arm", "task", "question", "tokens", "rounds", "seconds"])
     turns["decoded"] = turns.tokens - 1  # a prefill emits the first token

@@ -33,7 +33,7 @@ prompts without images.
 
 
 @dataclass(frozen=True)
-class ServedPair:
+class Models:
     """The models to serve, by the names or folders that the engine is given."""
 
     target: str
@@ -85,37 +85,39 @@ class Engine(ABC):
     floor_note: ClassVar[str | None] = "the engine has no such setting"
     """Why a chain's ``p_min`` and ``n_min`` are not exported; None if they are."""
 
-    def refusal(self, pair: ServedPair) -> str | None:
+    def refusal(self, pair: Models) -> str | None:
         """Why the engine would refuse the pair, by the files of the two models, as far as they are on this machine; or None."""
         return None
 
-    def caveats(self, pair: ServedPair) -> Sequence[str]:
+    def caveats(self, pair: Models) -> Sequence[str]:
         """Limitations of the engine with this pair."""
         return ()
 
-    def supports_tree(self, pair: ServedPair, tree: Eagle2Policy) -> bool:
+    def supports_tree(self, pair: Models, tree: Eagle2Policy) -> bool:
         """Whether the engine can run this tree; every engine runs chains."""
         return False
 
-    def supports_schedule(self, pair: ServedPair) -> bool:
+    def supports_schedule(self, pair: Models) -> bool:
         """Whether the chain length may depend on the batch size."""
         return False
 
-    def search(self, pair: ServedPair, replay: EngineReplay) -> list[EngineCandidate]:
+    def search(self, pair: Models, replay: EngineReplay) -> list[EngineCandidate]:
         """The fastest configuration of every kind that the engine can run, in any order."""
         trees = (tree for tree in replay.trees() if self.supports_tree(pair, tree))
         fastest = {"chain": replay.fastest(replay.chains()), "tree": replay.fastest(trees)}
-        found = []
+        candidates = []
         for name, priced in fastest.items():
             if priced is None:
                 continue
             is_scheduled = isinstance(priced.tree, ChainPolicy) and self.supports_schedule(pair)
             schedule = replay.schedule(priced.tree) if is_scheduled and isinstance(priced.tree, ChainPolicy) else []
             settings = self.settings(pair, priced.tree, schedule)
-            found.append(EngineCandidate(name, priced.tree.label, priced.tree, priced.predicted, settings, schedule))
-        return found
+            candidates.append(
+                EngineCandidate(name, priced.tree.label, priced.tree, priced.predicted, settings, schedule)
+            )
+        return candidates
 
-    def loadable(self, pair: ServedPair, folder: Path) -> tuple[ServedPair, Sequence[Conversion]]:
+    def loadable(self, pair: Models, folder: Path) -> tuple[Models, Sequence[Conversion]]:
         """The pair with models that the engine can load, and the checkpoints in ``folder`` that have to be written for it.
 
         Raises:
@@ -127,32 +129,32 @@ class Engine(ABC):
         """Files that the settings of a candidate name, beside its own."""
         return {}
 
-    def preparation(self, pair: ServedPair, folder: Path) -> Sequence[str]:
+    def preparation(self, pair: Models, folder: Path) -> Sequence[str]:
         """Commands that make what ``command`` needs."""
         return ()
 
     @abstractmethod
-    def settings(self, pair: ServedPair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> Document:
+    def settings(self, pair: Models, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> Document:
         """The settings of a tree; ``schedule`` is for chains of engines that have one."""
 
     @abstractmethod
-    def command(self, pair: ServedPair, settings: Document, path: Path) -> str:
+    def command(self, pair: Models, settings: Document, path: Path) -> str:
         """The command that starts the engine with these settings, which are in ``path``."""
 
 
-def unequal_vocabularies(pair: ServedPair, *, with_tokens: bool = False) -> str | None:
+def unequal_vocabularies(pair: Models, *, with_tokens: bool = False) -> str | None:
     """How the vocabularies of an independent draft and its target differ: in size, or with ``with_tokens`` in the ids of their
     tokens. None if they do not, or are not known.
     """
-    ours, theirs = pair.target_files, pair.draft_files
-    if ours is None or theirs is None or pair.draft_kind != "independent":
+    target, draft = pair.target_files, pair.draft_files
+    if target is None or draft is None or pair.draft_kind != "independent":
         return None
-    if None not in (ours.vocab_size, theirs.vocab_size) and ours.vocab_size != theirs.vocab_size:
+    if None not in (target.vocab_size, draft.vocab_size) and target.vocab_size != draft.vocab_size:
         return (
-            f"the draft's vocabulary has {theirs.vocab_size} tokens and the target's has {ours.vocab_size}; choose a draft with "
+            f"the draft's vocabulary has {draft.vocab_size} tokens and the target's has {target.vocab_size}; choose a draft with "
             "the target's vocabulary"
         )
-    if with_tokens and None not in (ids := (ours.token_ids(), theirs.token_ids())) and ids[0] != ids[1]:
+    if with_tokens and None not in (ids := (target.token_ids(), draft.token_ids())) and ids[0] != ids[1]:
         return "the tokenizers give tokens other ids; choose a draft with the target's tokenizer"
     return None
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import SAMPLING, Engine, ServedPair
+from autotune.export.engine import SAMPLING, Engine, Models
 from autotune.export.engine_replay import EngineTree
 from autotune.files import Document
 
@@ -46,11 +46,11 @@ class Transformers(Engine):
     )
 
     def settings(
-        self, pair: ServedPair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()
+        self, pair: Models, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()
     ) -> TransformersSettings:
         return TransformersSettings(num_assistant_tokens=tree.max_depth)
 
-    def command(self, pair: ServedPair, settings: Document, path: Path) -> str:
+    def command(self, pair: Models, settings: Document, path: Path) -> str:
         return (
             f'draft.generation_config.update(**json.load(open("{path}"))); target.generate(**inputs, assistant_model=draft)'
             f"  # target: {pair.target}, draft: {pair.draft}"

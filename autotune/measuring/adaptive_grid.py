@@ -122,9 +122,9 @@ class AdaptiveGrid:
 
     def _interpolation_excess(self, size: Size, chosen: list[Size], axis: int) -> float:
         """Relative error of the interpolation at a size, minus what tolerance and noise explain."""
-        coordinates = [other[axis] for other in chosen]
+        coordinates = [sample[axis] for sample in chosen]
         above = int(np.searchsorted(coordinates, size[axis]))
-        neighbors = [self.samples[other] for other in chosen[above - 1 : above + 1]]
+        neighbors = [self.samples[neighbor] for neighbor in chosen[above - 1 : above + 1]]
         medians = [float(np.median(samples)) for samples in neighbors]
         predicted = float(np.interp(size[axis], coordinates[above - 1 : above + 1], medians))
         noise = np.hypot(_error(self.samples[size]), max(map(_error, neighbors)))

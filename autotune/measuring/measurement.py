@@ -221,9 +221,9 @@ def shape_of(model: TreeModel | FeatureDraft | Gemma4AssistantDraft | RetrievalD
             bytes_per_parameter=model.dtype.itemsize,
         )
     text, config = model.text, model.text.config
-    whole = unquantized(model.model)
-    layers = sum(parameter.numel() for layer in text_model_of(whole).layers for parameter in layer.parameters())
-    vision = sum(parameter.numel() for part in vision_parts(whole) for parameter in part.parameters())
+    full = unquantized(model.model)
+    layers = sum(parameter.numel() for layer in text_model_of(full).layers for parameter in layer.parameters())
+    vision = sum(parameter.numel() for part in vision_parts(full) for parameter in part.parameters())
     text_parameters = layers + config.hidden_size * config.vocab_size
     num_bytes: int | float = model.dtype.itemsize
     if text.quantization is not None:

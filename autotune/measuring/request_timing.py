@@ -162,8 +162,8 @@ def choose_prefill_threads(
                 target.prefill(target.encode(inputs).prompts[0])
                 pair.append(now_ms(target.device) - started)
         times.append((pair[0], pair[1]))
-    one, all_threads = (sum(column) for column in zip(*times[1:], strict=True))  # the first is a warm-up
-    return 1 if one < all_threads else None
+    one_thread, all_threads = (sum(column) for column in zip(*times[1:], strict=True))  # the first is a warm-up
+    return 1 if one_thread < all_threads else None
 
 
 def overhead_runs(

@@ -174,8 +174,8 @@ class Sampler:
         for draft, (first_grid, level_grid) in enumerate(zip(self.draft_firsts, self.draft_levels, strict=True)):
             draft_firsts, levels = sorted(wanted(first_grid)), sorted(wanted(level_grid))
             for kv_length in sorted({size[1] for size in (*draft_firsts, *levels)}):
-                own = [size for size in levels if size[1] == kv_length]
-                chunks = [tuple(own[i : i + LEVELS_PER_ROUND]) for i in range(0, len(own), LEVELS_PER_ROUND)]
+                sizes = [size for size in levels if size[1] == kv_length]
+                chunks = [tuple(sizes[i : i + LEVELS_PER_ROUND]) for i in range(0, len(sizes), LEVELS_PER_ROUND)]
                 firsts = [size for size in draft_firsts if size[1] == kv_length]
                 rounds += [(draft, size, chunk or (None,)) for size, chunk in zip_longest(firsts, chunks)]
         verify = wanted(self.verify)

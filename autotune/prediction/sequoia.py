@@ -72,8 +72,8 @@ def _paths(first_share: Ints, nodes: int, depth: int, rank: int, parent: tuple[i
     if nodes == 0 or depth == 0 or rank == first_share.shape[1] - 1:
         return []
     share = int(first_share[depth, rank, nodes])
-    others = _paths(first_share, nodes - share, depth, rank + 1, parent)
+    siblings = _paths(first_share, nodes - share, depth, rank + 1, parent)
     if share == 0:
-        return others
+        return siblings
     path = (*parent, rank)
-    return [path, *_paths(first_share, share - 1, depth - 1, 0, path), *others]
+    return [path, *_paths(first_share, share - 1, depth - 1, 0, path), *siblings]

@@ -22,9 +22,9 @@ def all_plots(content: Content) -> dict[str, str]:
     import matplotlib as mpl
 
     sections = (_evaluation, _predictions, _fronts, _ablation, _importance, _acceptance, _costs)
-    found = (plot for section in sections for plot in section(content))
+    plots = (plot for section in sections for plot in section(content))
     with mpl.rc_context(STYLE):  # colours are taken when an element is created
-        return {name: to_svg(figure, name, description) for name, description, figure in found}
+        return {name: to_svg(figure, name, description) for name, description, figure in plots}
 
 
 def _evaluation(content: Content) -> Plots:
@@ -71,7 +71,7 @@ def _fronts(content: Content) -> Plots:
             points.setdefault(variant.best.configuration.draft or "", []).append((mib, ms))
         points["Pareto front"] = [(mib, ms) for mib, ms, variant in sized if variant.is_on_front]
         *drafts, best = (
-            Series(label, [mib for mib, _ in found], [ms for _, ms in found]) for label, found in points.items()
+            Series(label, [mib for mib, _ in front], [ms for _, ms in front]) for label, front in points.items()
         )
         description = f"Predicted time by memory of {len(sized)} draft variants; the table has the numbers."
         yield (
@@ -99,10 +99,10 @@ def _ablation(content: Content) -> Plots:
 
 
 def _importance(content: Content) -> Plots:
-    for number, found in enumerate(content.importance):
-        shares = found.shares.set_axis(found.shares.index.str.removeprefix(f"{found.group}."))
+    for number, importance in enumerate(content.importance):
+        shares = importance.shares.set_axis(importance.shares.index.str.removeprefix(f"{importance.group}."))
         description = (
-            f"Importance of {len(shares)} parameters in {found.num_trials} trials of {found.group}; {shares.index[0]} is the "
+            f"Importance of {len(shares)} parameters in {importance.num_trials} trials of {importance.group}; {shares.index[0]} is the "
             "most important one by fANOVA."
         )
         yield f"importance-{number}", description, figures.bars(shares, "importance")

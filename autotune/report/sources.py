@@ -115,11 +115,11 @@ def find_sources(given: Path, *, study: Path | None = None, storage: str | None 
         return _read_study(None, None, given, storage)
     profile = DecodingProfile.load(given)
     if study is None:
-        own = next((folder for folder in find_studies(profile, given) if folder.is_complete), None)
-        return _read_study(profile, given, own.path, storage) if own else Sources(profile=profile, profile_path=given)
+        done = next((folder for folder in find_studies(profile, given) if folder.is_complete), None)
+        return _read_study(profile, given, done.path, storage) if done else Sources(profile=profile, profile_path=given)
     if not study.is_dir():
         raise UserError(f"--study {study}: no such folder; give the one in {WORKSPACE}/ that autotune search named")
-    if not ((own := find_study(profile, study)) and own.is_complete):
+    if not ((done := find_study(profile, study)) and done.is_complete):
         raise UserError(
             f"--study {study}: its documents belong to another target, device or workload than {given}; give that profile's "
             "own study"
@@ -211,7 +211,7 @@ def _trials(ledger: Ledger | None, study: StudyDocument | None) -> list[Any]:
         return []
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
-        found = optuna.load_study(study_name=study.optuna_study, storage=optuna_storage(ledger.storage))
+        optuna_study = optuna.load_study(study_name=study.optuna_study, storage=optuna_storage(ledger.storage))
     except KeyError:  # the search drew no trials
         return []
-    return found.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])
+    return optuna_study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])

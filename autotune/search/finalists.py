@@ -269,10 +269,10 @@ def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
     return min(tied, key=lambda name: _nodes_per_round(finalists[name]))
 
 
-def _common(runs: Sequence[Run], others: Sequence[Run]) -> tuple[Sequence[Run], Sequence[Run]]:
+def _common(runs: Sequence[Run], reference: Sequence[Run]) -> tuple[Sequence[Run], Sequence[Run]]:
     """The runs of two arms on the prompts that both have run."""
-    count = min(len(runs), len(others))
-    return runs[:count], others[:count]
+    count = min(len(runs), len(reference))
+    return runs[:count], reference[:count]
 
 
 def _nodes_per_round(runs: Sequence[Run]) -> float:

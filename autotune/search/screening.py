@@ -84,9 +84,9 @@ def screen(
             update(done, of, "")
             workers.report(done, of)
 
-        first, others = _screening_units(model_pool, work)
+        first, later = _screening_units(model_pool, work)
         records = ledger.work("subnets", first)
-        records |= ledger.work("subnets", others, report=report, deadline=deadline)
+        records |= ledger.work("subnets", later, report=report, deadline=deadline)
     screened = _ranked(records)
     if len(screened) < len(variants):
         console.say(f"{len(screened)} of {len(variants)} subnets were screened in their share of the budget")
@@ -95,8 +95,8 @@ def screen(
 
 def screen_in_worker(model_pool: ModelPool, rank: int, work: ScreeningWork) -> None:
     """Screen the variants that no other process screens."""
-    first, others = _screening_units(model_pool, work)
-    Ledger(work.storage).work("subnets", first | others, deadline=work.deadline)
+    first, later = _screening_units(model_pool, work)
+    Ledger(work.storage).work("subnets", first | later, deadline=work.deadline)
 
 
 def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[Units, Units]:
@@ -124,10 +124,10 @@ def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[Units,
     documents = ["screened", work.table.content_hash, prompts.sha256, BOUNDS.model_dump()]
     groups = _recorded_together(model_pool, work.variants)
     first = list({group[0][0]: group for group in reversed(groups)}.values())
-    others = [group for group in groups if group not in first]
-    random.Random(ORDER_SEED).shuffle(others)
+    later = [group for group in groups if group not in first]
+    random.Random(ORDER_SEED).shuffle(later)
     make_units = partial(_units, model_pool, make=screen_together, documents=documents)
-    return make_units(first), make_units(others)
+    return make_units(first), make_units(later)
 
 
 def _layers(model_pool: ModelPool, variant: DraftVariant) -> tuple[int, ...]:

@@ -64,11 +64,11 @@ def find_studies(profile: DecodingProfile, source: Path) -> list[StudyFolder]:
     """
     roots = [source.parent / WORKSPACE, WORKSPACE]
     folders = {path.resolve(): path for root in roots if root.is_dir() for path in root.iterdir() if path.is_dir()}
-    found = []
+    studies = []
     for path in sorted(folders.values(), key=lambda path: (-path.stat().st_mtime, path.name)):
         with suppress(UserError):
-            found.append(find_study(profile, path))
-    return [study for study in found if study is not None]
+            studies.append(find_study(profile, path))
+    return [study for study in studies if study is not None]
 
 
 def points_of_prompts(profile: DecodingProfile, trace: Trace) -> Ints:

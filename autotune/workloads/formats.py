@@ -66,8 +66,8 @@ def read_prompts(path: Path, format: Format | None = None) -> Rows:
         UserError: missing or empty file, an invalid row, a row of another format, or a placeholder of SPEED-Bench.
     """
     rows = None if format == OWN else _rows(path)
-    found = detect(rows) if rows else OWN
-    chosen = format or found
+    detected = detect(rows) if rows else OWN
+    chosen = format or detected
     if rows is None or chosen == OWN:
         return Rows(OWN, list(read_jsonl(path, Prompt)))
     prompts = []
@@ -77,9 +77,9 @@ def read_prompts(path: Path, format: Format | None = None) -> Rows:
             prompt = row.prompt(chosen)
         except ValidationError as error:
             reason = describe(error, _READERS[chosen])
-            if found != chosen and number == rows[0][0]:
+            if detected != chosen and number == rows[0][0]:
                 raise UserError(
-                    f"{path}:{number}: no row of {chosen} ({reason}); the file looks like {found}"
+                    f"{path}:{number}: no row of {chosen} ({reason}); the file looks like {detected}"
                 ) from None
             raise UserError(f"{path}:{number}: {reason}") from None
         except ValueError as error:

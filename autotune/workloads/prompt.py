@@ -66,9 +66,9 @@ class Prompt(Document):
 
     @model_validator(mode="after")
     def _one_of_three(self) -> Prompt:
-        others = sum(given is not None for given in (self.messages, self.turns))
-        has_prompt = bool(self.prompt) if others else "prompt" in self.model_fields_set
-        if has_prompt + others != 1:
+        num_given = sum(given is not None for given in (self.messages, self.turns))
+        has_prompt = bool(self.prompt) if num_given else "prompt" in self.model_fields_set
+        if has_prompt + num_given != 1:
             raise ValueError("a line has turns, or either prompt or messages; give one of them")
         if self.messages is not None:
             if self.messages[-1].role == "assistant":

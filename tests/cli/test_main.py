@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autotune.cli.main import COMMANDS, main
+from autotune.cli.main import VERBS, main
 from autotune.device import fingerprint
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.modeling.loading import reference
@@ -31,7 +31,7 @@ HELP = f"""
 import sys
 from autotune.cli.main import main
 
-for verb in ([], *([verb] for verb in {COMMANDS!r})):
+for verb in ([], *([verb] for verb in {VERBS!r})):
     main([*verb, "--help"], standalone_mode=False)
 main(["--version"], standalone_mode=False)
 heavy = {HEAVY!r} & set(sys.modules)
@@ -42,19 +42,19 @@ assert not heavy, heavy
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", HELP], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "" and done.stdout.count("Usage:") == 1 + len(COMMANDS)
+    assert done.stderr == "" and done.stdout.count("Usage:") == 1 + len(VERBS)
     assert not any(tmp_path.iterdir())
 
 
 def test_verbs_are_listed_in_workflow_order_with_their_whole_short_help() -> None:
     page = CliRunner().invoke(main, ["--help"], terminal_width=80).stdout
     listed = [line.split(maxsplit=1) for line in page.partition("Commands:\n")[2].splitlines()]
-    assert tuple(verb for verb, _ in listed) == COMMANDS
+    assert tuple(verb for verb, _ in listed) == VERBS
     assert all(text.endswith(".") for _, text in listed), "truncated or wrapped"
 
 
 def test_help_fits_120_columns() -> None:
-    for verb in COMMANDS:
+    for verb in VERBS:
         page = CliRunner().invoke(main, [verb, "--help"], terminal_width=120).stdout
         assert max(map(len, page.splitlines())) <= 120
     page = CliRunner().invoke(main, ["check", "--help"], terminal_width=120).stdout

@@ -77,7 +77,7 @@ def test_a_sound_target_has_no_defect() -> None:
     assert "no argmax of 90 flips" in ties
     assert "a plain step takes 10.00 ms" in price and "2: 1.00, 32: 1.50" in price
     assert "110.0 GB/s, 25 % of 440 GB/s: kernel launches" in rate
-    assert memory == "32.0 GiB are free beside the weights, keys and values of 343,597 tokens"
+    assert memory == "32.0 GiB are free next to the weights: keys and values of 343,597 tokens"
 
 
 def test_defects_are_told_from_near_ties() -> None:
