@@ -147,7 +147,7 @@ def _read_counters(wall_s: float) -> _Counters:
 
 
 def _proc() -> Path:
-    """The folder of process information; psutil lets containers mount that of their host elsewhere."""
+    """The folder of process information; psutil lets containers mount the folder of their host elsewhere."""
     return Path(getattr(psutil, "PROCFS_PATH", "/proc"))
 
 

@@ -64,7 +64,7 @@ def fingerprint(device: str = "cpu") -> Fingerprint:
 
 
 def _driver() -> str:
-    """Version of the GPU's driver; of AMD's also that of ROCm, whose kernels and compiler torch was built with."""
+    """Version of the GPU's driver; of AMD's also the version of ROCm, whose kernels and compiler torch was built with."""
     import torch
 
     if torch.version.hip is None:
@@ -74,7 +74,7 @@ def _driver() -> str:
 
 def _cpu_model() -> str:
     """The processor as the system names it. Linux adds family, model and stepping, because cloud machines often hide the
-    exact name; those of ARM have no name, but numbers of the implementer and the part.
+    exact name; ARM processors have no name, but numbers of the implementer and the part.
     """
     try:
         text = Path("/proc/cpuinfo").read_text()

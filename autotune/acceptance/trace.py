@@ -55,7 +55,7 @@ class TraceHeader(Document, kind="trace", made_by="autotune record"):
 
     @property
     def name(self) -> str:
-        """Name in file names: that of the subnet, and the visual input where it is not that of the runtime."""
+        """Name in file names: the subnet's, and the visual input where it is not the runtime's."""
         ending = "" if self.visual_input == "features" else f"-{self.visual_input}"
         return f"{self.subnet.name}{ending}"
 
@@ -151,7 +151,7 @@ class Trace:
         """KV length [prompts] at which a draft's forward passes are priced when decoding begins.
 
         Blocks that cross (DREAM, STAR) attend to the whole prompt and the others to what pruning left. What attention costs
-        is proportional to the keys and values that it reads, so the price of both is that of a draft without pruning at
+        is proportional to the keys and values that it reads, so the price of both is the price of a draft without pruning at
         their mean, weighted by the ``crossing_share`` of the keys and values of a token.
         """
         num_pruned = self.prompt_length - self.draft_prompt_length
@@ -273,7 +273,7 @@ _FOREST = ("answer", "child_token", "child_logprob", "child_node", "retrieved", 
 
 
 def save_trace(path: Path, trace: Trace) -> None:
-    """Write the header to ``path``, as JSON, and the arrays beside it, as safetensors."""
+    """Write the header to ``path``, as JSON, and the arrays into a safetensors file next to it."""
     from safetensors.numpy import save
 
     arrays: dict[str, Any] = {name: getattr(trace, name) for name in _ARRAYS}

@@ -26,7 +26,7 @@ from autotune.errors import NotComparable
 from autotune.files import WORKSPACE, content_key, read_json, sha256_of, write_bytes
 
 CHECKS = WORKSPACE / "checks"
-# Files that a side decodes with: the package, and the bundled models beside it or, if installed, inside it.
+# Files that a side decodes with: the package, and the bundled models next to it or, if installed, inside it.
 CODE = ("autotune/**/*.py", "drafts/**/*.safetensors", "drafts/**/*.json", "autotune/_data/drafts/**/*.safetensors")
 
 

@@ -78,7 +78,7 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
 
 
 def _evaluated(name: str, profile: DecodingProfile, settings: CheckSettings) -> Workload:
-    """The held-out prompts of a workload; those of the profile's own as its search decoded them."""
+    """The held-out prompts of a workload; the prompts of the profile's own workload as its search decoded them."""
     workload = load_workload(name, "evaluate", num_prompts=settings.num_prompts, format=settings.workload_format)
     workload = workload.as_searched(profile.workload) if workload.name == profile.workload.name else workload
     return workload.cut(settings.num_prompts, settings.max_new_tokens)

@@ -80,7 +80,7 @@ class LocalRun:
             is_rounding = not self.is_exact and all(divergence.is_near_tie for divergence in self.divergences.values())
             verdict = "warned" if is_rounding else "failed"
         text = {
-            "passed": f"{summary.identical_outputs}/{summary.num_prompts} outputs equal those of plain decoding",
+            "passed": f"{summary.identical_outputs}/{summary.num_prompts} outputs equal plain decoding",
             "warned": f"{len(self.divergences)} outputs differ from plain decoding after near ties in {self.precision}",
             "failed": "the output differs from plain decoding",
         }[verdict]

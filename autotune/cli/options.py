@@ -88,8 +88,8 @@ class TableFile(click.Path):
 workload = click.option(
     "--workload",
     default=None,
-    show_default="that of the target's pair",
-    help="'digits', 'code', or a file of prompts, which may be hf://datasets/...: our JSONL, or that of a public benchmark.",
+    show_default="the workload of the target's pair",
+    help="'digits', 'code', or a file of prompts, which may be hf://datasets/...: our JSONL, or the file of a public benchmark.",
 )
 workload_format = click.option(
     "--format",

@@ -26,7 +26,7 @@ def require_profile(path: Path) -> None:
 
 
 def workload_for(profile: Path, name: str | None, format: Format | None = None) -> str:
-    """The workload that the user named, or that of the pair of a profile's target.
+    """The workload that the user named, or the workload of the pair that a profile's target belongs to.
 
     Raises:
         UserError: see ``require_profile`` and ``require_workload``.

@@ -1,4 +1,4 @@
-"""Costs of a request that are not those of single steps: prefills, and the overhead outside the models."""
+"""Costs of a request that single steps do not have: prefills, and the overhead outside the models."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _fit(counts: Floats, ms: Floats) -> tuple[list[float], float | None]:
     errors = []
     for number in range(len(ms)):
         is_fitted = np.arange(len(ms)) != number
-        # Some rows cannot be predicted from the others, for example that of the only prompt without an image.
+        # Some rows cannot be predicted from the others, for example the row of the only prompt without an image.
         if np.linalg.matrix_rank(counts[is_fitted]) == np.linalg.matrix_rank(counts):
             errors.append(abs(float(counts[number] @ fit(is_fitted)) / float(ms[number]) - 1))
     return fit(np.ones(len(ms), bool)).tolist(), float(np.median(errors)) if errors else None

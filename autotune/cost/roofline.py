@@ -71,7 +71,7 @@ def find_limits(name: str) -> DatasheetLimits | None:
 
 def _slice_limits(limits: DatasheetLimits, profile: str) -> DatasheetLimits | None:
     """Limits of a MIG slice, ``1g.10gb`` or ``1c.3g.40gb``: a GPU has seven slices of compute and eight of memory, which
-    divide capacity and bandwidth alike (MIG user guide, partitioning). None for a profile that the GPU does not have.
+    divide capacity and bandwidth equally (MIG user guide, partitioning). None for a profile that the GPU does not have.
     """
     match = re.fullmatch(r"(?:(\d)c\.)?(\d)g\.(\d+)gb", profile)
     if match is None or not limits.has_mig:

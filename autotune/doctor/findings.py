@@ -74,7 +74,7 @@ def _precision_notes(target: TargetFound) -> list[str]:
         )
     elif not ties.num_flips:
         texts.append(
-            f"no argmax of {ties.num_tokens} flips: outputs should equal those of plain decoding (noise {ties.noise:.2g})"
+            f"no argmax of {ties.num_tokens} flips: outputs should equal plain decoding (noise {ties.noise:.2g})"
         )
     if not target.is_tested:
         texts.append(
@@ -109,6 +109,6 @@ def _price_note(times: StepTimes) -> str:
     """The tokens per round at which a round without a draft's cost breaks even."""
     prices = ", ".join(f"{tokens}: {ms / times.plain_ms:.2f}" for tokens, ms in sorted(times.verify_ms.items()))
     return (
-        f"mode {times.mode}: a plain step takes {times.plain_ms:.2f} ms; a verification of n tokens, in plain steps, {prices}: so many "
+        f"mode {times.mode}: a plain step takes {times.plain_ms:.2f} ms; a verification of n tokens, in plain steps, {prices}: this many "
         "tokens per round pay for it alone"
     )

@@ -10,7 +10,7 @@ from autotune.doctor.diagnosis import Diagnosis, TargetFound
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Print devices, those of other machines, attention kernels and times of forward passes."""
+    """Print devices, devices of other machines, attention kernels and times of forward passes."""
     rows = [
         [
             device.device,

@@ -72,7 +72,7 @@ def _has_native_precision(target: Target) -> bool:
 
 @torch.inference_mode()
 def audit_near_ties(target: Target, inputs: Sequence[dict[str, Any]], num_tokens: int, *, allowed: float) -> NearTies:
-    """Compare the logits of single steps with those of one verification, at the tokens of plain greedy answers.
+    """Compare the logits of single steps with the logits of one verification, at the tokens of plain greedy answers.
 
     Args:
         allowed: noise that rounding explains, in standard deviations of the logits.

@@ -13,9 +13,9 @@ QUIET_THROTTLED = 0.01
 
 
 class Contention(Document):
-    """Contention from other processes, and throttling, during ``seconds``. None: the machine does not tell.
+    """Contention from other processes, and throttling, during ``seconds``. None: the machine does not report it.
 
-    The figures are means over the time; those of the GPU are read at its beginning and end.
+    The figures are means over the time; the GPU's figures are read at its beginning and end.
     """
 
     seconds: float = Field(ge=0)
@@ -41,7 +41,7 @@ class Contention(Document):
 
     @property
     def is_quiet(self) -> bool:
-        """Whether others took so little that latencies are those of an idle machine.
+        """Whether others took so little that latencies are the same as on an idle machine.
 
         Pressure counts only where the cores used by others are unknown, because threads of this process cause it too.
         """

@@ -61,7 +61,7 @@ class Measured(Document):
     num_prompts: int
     num_tokens: int
     identical_outputs: int
-    """Number of prompts whose output equals that of plain decoding."""
+    """Number of prompts whose output equals plain decoding."""
 
 
 class OperatingPoint(Document):
@@ -247,7 +247,7 @@ class DecodingProfile(Document, kind="decoding-profile", made_by="autotune searc
     def point_for(
         self, *, temperature: float, prompt_tokens: int, has_image: bool, workload: str | None = None
     ) -> OperatingPoint:
-        """The first point whose condition a request meets; the arguments are those of ``Condition.matches``."""
+        """The first point whose condition a request meets; the arguments are the same as of ``Condition.matches``."""
         number = first_match(
             (point.when for point in self.points),
             temperature=temperature,

@@ -56,7 +56,7 @@ ARMS: dict[str, Callable[[ArmRunner], Arm]] = {
     PROMPT_LOOKUP: ArmRunner.prompt_lookup_arm,
     **{name: partial(ArmRunner.arm, name=name, configuration=tree) for name, tree in NAMED.items()},
 }
-"""Makers of the arms that a profile can be compared with: those of ``ARM_NAMES``."""
+"""Makers of the arms that a profile can be compared with, by the names in ``ARM_NAMES``."""
 
 
 def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[str, Any]:
@@ -147,8 +147,8 @@ class BenchResults:
     def __init__(self, runs: Mapping[str, list[Run]], prompts: Workload, seed: int) -> None:
         """
         Args:
-            runs: by arm, those of plain decoding (``ar``) among them.
-            prompts: those of the runs, in their order.
+            runs: by arm, including plain decoding (``ar``).
+            prompts: the prompts of the runs, in their order.
             seed: of bootstrap intervals.
         """
         self.runs, self.format = dict(runs), prompts.format
@@ -159,7 +159,7 @@ class BenchResults:
         self.counts = {name: pool_counts(of_arm) for name, of_arm in runs.items()}
 
     def print(self, console: Console, *, lossy_sweep: bool) -> None:
-        """Print the tables; ``lossy_sweep`` adds that of ``LOSSY_SWEEP``."""
+        """Print the tables; ``lossy_sweep`` adds the table of ``LOSSY_SWEEP``."""
         print_arms(self.summaries, console)
         print_tasks(self.by_task, console)
         if self.format != OWN:
@@ -227,7 +227,7 @@ def try_assisted(runner: ArmRunner, prompts: Workload) -> tuple[str | None, str 
     """Try Hugging Face's assisted generation on the first prompt with an image and the first without.
 
     Returns why it cannot run, or None, and a limitation to report, or None. In half precision rounding can flip the argmax
-    of a near tie, so only in float32 an output other than that of ``generate`` alone is a failure.
+    of a near tie, so only in float32 an output that differs from ``generate`` alone is a failure.
     """
     assistant = assistant_of(runner)
     if assistant is None:
@@ -246,7 +246,7 @@ def try_assisted(runner: ArmRunner, prompts: Workload) -> tuple[str | None, str 
             return f"on {prompt.name} generate raised {type(error).__name__}: {first_line}", None
         is_exact = runner.decoder.target.text.is_exact and prompt.settings.temperature == 0
         if is_exact and tokens != ARMS[HF](runner).decode(inputs, prompt.settings)[0]:
-            return f"on {prompt.name} its output is not that of generate alone", None
+            return f"on {prompt.name} its output differs from generate alone", None
         if prompt.pixels and vision_parts(assistant) and vision.num_forwards == 0:
             note = "generate gives the draft no image, so that it drafts blind"
     return None, note

@@ -23,9 +23,9 @@ class EvaluationPrompts:
     is_whole: bool = False
     """Decode the prompts of both splits."""
     max_new_tokens: int | None = None
-    """Limit of all answers; None: that of each prompt."""
+    """Limit of all answers; None: each prompt's own."""
     temperature: float | None = None
-    """Temperature of all prompts; None: that of each."""
+    """Temperature of all prompts; None: each prompt's own."""
 
     def load(self) -> Workload:
         """Load the prompts.
@@ -49,7 +49,7 @@ class BenchSettings:
 
     prompts: EvaluationPrompts
     against: tuple[str, ...] | None = None
-    """Names in ``ARM_NAMES``; None compares with those of ``COMPARED`` that can run."""
+    """Names in ``ARM_NAMES``; None compares with the names in ``COMPARED`` that can run."""
     draft: str | None = None
     """Draft of the published configurations; None: the profile's."""
     lossy_sweep: bool = False
@@ -74,5 +74,5 @@ class BenchSettings:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """Names of all arms beside the profile's own, plain decoding first."""
+        """Names of all arms except the profile's own, plain decoding first."""
         return (AR, *(COMPARED if self.against is None and not self.lossy_sweep else self.named))

@@ -126,7 +126,7 @@ class Engine(ABC):
         return pair, ()
 
     def companions(self, candidate: EngineCandidate) -> Mapping[str, BaseModel]:
-        """Files that the settings of a candidate name, beside its own."""
+        """Files that the settings of a candidate name, besides its own."""
         return {}
 
     def preparation(self, pair: Models, folder: Path) -> Sequence[str]:

@@ -96,7 +96,7 @@ class EngineReplay:
         return batch * (draft_tokens + 1) <= self.max_tokens
 
     def chains(self) -> Iterator[ChainPolicy]:
-        """Every length that the trace holds and the table prices, or that of ``draft_tokens`` alone."""
+        """Every length that the trace holds and the table prices, or the length ``draft_tokens`` alone."""
         depths = range(1, self._max_depth + 1)
         return (ChainPolicy(depth=depth) for depth in depths if self.draft_tokens in (None, depth))
 

@@ -37,10 +37,10 @@ def export_profile(
     prices: Path | None = None,
     output: Path | None = None,
 ) -> Export:
-    """Write an engine's settings for a profile, and a document with their predictions beside them.
+    """Write an engine's settings for a profile, and a document with their predictions.
 
     Args:
-        study: folder of the search; None: found beside the profile.
+        study: folder of the search; None: found next to the profile.
         point: index of one point, for a server of its requests only; None: the last point, for all requests.
         draft: another recorded draft instead of the point's.
         draft_tokens: the length of the chain to export, however fast it is predicted to be; None: the fastest.

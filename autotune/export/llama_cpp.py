@@ -66,7 +66,7 @@ class LlamaCppSettings(Document):
 
 
 class LlamaCpp(Engine):
-    """See ``Engine``. The rules are those of the copy of llama.cpp in ``version``."""
+    """See ``Engine``. The rules are taken from the copy of llama.cpp in ``version``."""
 
     name = "llama.cpp"
     version = "llama-cpp-python-0.3.36"

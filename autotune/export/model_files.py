@@ -15,9 +15,9 @@ from autotune.modeling.loading import bundled_models
 
 CONFIG, INDEX, WEIGHTS, TOKENIZER = "config.json", "model.safetensors.index.json", "*.safetensors", "tokenizer.json"
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Files of a checkpoint beside its config and weights."""
+"""Files of a checkpoint next to its config and weights."""
 NOT_OF_TEXT = (CONFIG, INDEX, "processor_config.json", "preprocessor_config.json")
-"""Files that a text model does not have, or that are written anew."""
+"""Files that a text model does not have, or that are rewritten."""
 SHARED_KEYS = ("dtype", "torch_dtype")
 """Keys of a vision-language model's config that hold for its text model too."""
 TOWERS_RENAMED = ("clip_vision_model", "siglip_vision_model")

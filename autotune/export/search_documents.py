@@ -35,7 +35,7 @@ class SearchDocuments:
 
     @property
     def draft_kinds(self) -> dict[str, str]:
-        """Kind of every recorded draft by its id, as far as traces tell."""
+        """Kind of every recorded draft by its id, empty for kinds that no trace records."""
         return {header.draft.id: header.draft_kind for header in self.headers.values()}
 
     def engine_trace(self, draft: str, vision: Vision) -> Trace | None:
@@ -132,7 +132,7 @@ class SearchDocuments:
 
 
 def find_search_documents(profile: DecodingProfile, source: Path, folder: Path | None) -> list[SearchDocuments]:
-    """Documents for each cost table of ``folder``, newest first; without a folder, of the studies in ``.autotune`` beside
+    """Documents for each cost table of ``folder``, newest first; without a folder, of the studies in ``.autotune`` next to
     the profile and in the working directory.
 
     Raises:

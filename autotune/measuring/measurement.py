@@ -47,7 +47,7 @@ Report = Callable[[int, int], None]
 """Called as report(done, total)."""
 DEFAULT_SETTINGS = CostSettings()
 ACCEPTED_EXCESS = 0.1  # of the time limit, before it is mentioned
-# Shares of the time limit; the rest is for the steps. Their order is that of the measurements, so that the steps, most of
+# Shares of the time limit; the rest is for the steps. Their order is the order of the measurements, so that the steps, most of
 # the time, use exactly what the others have left.
 THREADS_SHARE, PREFILL_SHARE, OVERHEAD_SHARE = 0.08, 0.12, 0.2
 
@@ -169,7 +169,7 @@ def _draft_costs(
 def _choose_threads(
     benches: list[StepBench], limit_s: float, log: BlockLog | None, clock: Callable[[], float]
 ) -> int | None:
-    """The number of CPU threads: that of the samples in the log, or else the best one."""
+    """The number of CPU threads: the number of the samples in the log, or else the best one."""
     if log is not None and log.header is not None:
         return log.header.threads
     threads = choose_threads(benches, until=clock() + THREADS_SHARE * limit_s, clock=clock)

@@ -1,7 +1,7 @@
 """Times prefills, and the overhead outside the models in real decoding.
 
 As in ``autotune.measuring.sampling``, a plain step is timed before and after every request, and times are multiples of the plain
-steps beside them.
+steps next to them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIN_PREFILL_PROMPTS, MAX_PREFILL_PROMPTS = 6, 12  # in between, two of every tas
 OVERHEAD_PROMPTS = 4
 OVERHEAD_TOKENS, FEW_OVERHEAD_TOKENS = 24, 8  # new tokens of a run; few where there is little time
 CUT_PROMPT_TOKENS = 16  # where there is little time
-# Chains have one node per level. A wide tree tells the cost of a node from that of a level; one tree has a second source.
+# Chains have one node per level. A wide tree distinguishes the cost of a node from the cost of a level; one tree has a second source.
 TREES: tuple[dict[str, Any], ...] = (
     {"policy": "chain", "depth": 1},
     {"policy": "chain", "depth": 8},

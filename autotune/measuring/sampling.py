@@ -1,7 +1,7 @@
 """Times the steps of a target and its drafts in the order of decoding.
 
-A plain step is timed before and after every job. Samples are kept as multiples of the plain steps beside them, because
-another process, throttling or another clock slow both down alike; the median of all plain steps turns them into milliseconds.
+A plain step is timed before and after every job. Samples are kept as multiples of the plain steps before and after them, because
+another process, throttling or another clock slow both down equally; the median of all plain steps turns them into milliseconds.
 
 A step is faster after steps of its own kind, which leave weights and code in the processor's caches: plain steps become up to
 15 % faster within ten of them, a draft's forwards are 12 % slower after a plain step, and verifications become 4 % slower from
@@ -30,25 +30,25 @@ from autotune.measuring.settings import CostSettings, Size
 LEVELS_PER_ROUND = 4  # draft levels after the draft's first forward
 ROUNDS_IN_A_ROW, SLOW_ROUNDS_IN_A_ROW = 8, 2  # timed, after untimed ones; of models with slow steps
 UNTIMED_ROUNDS = 2
-REFERENCE_STEPS = 3  # of which the last is the reference of the samples beside it
+REFERENCE_STEPS = 3  # of which the last is the reference of the samples next to it
 UNTIMED_TOKENS = 9, 2, 4  # of the verification, the first draft forward and the levels of untimed rounds
 JOBS_PER_BLOCK = 12
-WARM_UPS = 2  # untimed rounds of a draft after those of another
-LEAST_VERIFICATIONS = 8  # of a draft, and LEAST_AT_A_SIZE of a size, that tell it apart from the other drafts
+WARM_UPS = 2  # untimed rounds of a draft after rounds of another
+LEAST_VERIFICATIONS = 8  # of a draft, and LEAST_AT_A_SIZE of a size, that distinguish it from the other drafts
 LEAST_AT_A_SIZE = 4
 DISTURBANCE = 0.15  # relative difference of the plain steps before and after a job
 DECODE, VERIFY = "decode", "verify"
 
 
 class Sampler:
-    """Measures the surfaces of a target and of several drafts; all drafts share those of the target.
+    """Measures the surfaces of a target and of several drafts; all drafts share the target's surfaces.
 
     Steps run in the order of decoding: every round is a verification, then a draft's first forward, then draft levels. The
     rounds of one draft follow each other, as in decoding, where its weights are still in the processor's caches from the
     round before. Drafts and sizes come in random order, so that a drifting clock favors none.
 
     Args:
-        log: keeps every block of samples as soon as it is complete, and has those of an interrupted run.
+        log: keeps every block of samples as soon as it is complete, and holds the blocks of an interrupted run.
         clock: seconds.
     """
 
@@ -96,7 +96,7 @@ class Sampler:
 
     @property
     def plain_ms(self) -> float:
-        """A plain step at the shortest KV length, as it usually is beside other jobs."""
+        """A plain step at the shortest KV length, as it usually is between other jobs."""
         return float(np.median([ms for job in self.jobs for ms in job.plain_ms]))
 
     def surface(self, grid: AdaptiveGrid) -> Surface:
@@ -105,7 +105,7 @@ class Sampler:
 
     def verify_ratio(self, draft: int) -> float:
         """A verification between rounds of a draft, as a multiple of the surface, which pools all drafts; 1.0 where the samples
-        do not tell the draft apart.
+        do not distinguish the draft.
         """
         surface, plain_ms = self.surface(self.verify), self.plain_ms
         logs = []
@@ -197,7 +197,7 @@ class Sampler:
             in_a_row = SLOW_ROUNDS_IN_A_ROW if self._is_slow else ROUNDS_IN_A_ROW
             firsts_of_jobs = range(0, len(own_rounds), in_a_row)
             groups.append([Rounds(draft, tuple(own_rounds[i : i + in_a_row])) for i in firsts_of_jobs])
-        # Among the rounds, so that the plain steps beside them are like those beside rounds.
+        # Among the rounds, so that the plain steps next to them are like the plain steps before and after rounds.
         for _, kv_length in decode:
             self._random.choice(groups).append(PlainSteps(kv_length))
         for group in groups:
@@ -236,7 +236,7 @@ class Sampler:
                 self.grids[part].samples.setdefault((tokens, kv_length), []).append(ms / job.reference_ms)
 
     def _begin_draft(self, draft: int) -> float:
-        """Run small rounds of a draft after those of another; returns the plain step after them."""
+        """Run small rounds of a draft after rounds of another; returns the plain step after them."""
         self._latest_draft = draft
         for _ in range(WARM_UPS - 1):
             self._run_untimed_round(draft)

@@ -135,7 +135,7 @@ def choose_threads(
 
 
 def _geometric_means(ratios: Floats) -> Floats:
-    """Means of the columns, which count every interruption: threads that wait for each other lose most beside another process."""
+    """Means of the columns, which count every interruption: threads that wait for each other lose most when another process runs."""
     means: Floats = np.exp(np.log(ratios).mean(axis=0))
     return means
 

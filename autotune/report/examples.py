@@ -35,7 +35,7 @@ class AnswerPart:
 
 
 def answer_parts(replayed: Sequence[ReplayedRound], texts: Sequence[str], drawn: int) -> list[AnswerPart]:
-    """The answer by rounds. ``texts`` are those of its tokens, the first of which the prefill emitted."""
+    """The answer by rounds. ``texts`` are the texts of its tokens, the first of which the prefill emitted."""
     parts = []
     for number, emitted in enumerate(replayed):
         begin, end = emitted.position + 1, emitted.position + 1 + len(emitted.path)
@@ -70,7 +70,7 @@ class DecodedExample:
         prompts: dict[str, WorkloadPrompt],
         tokens: TokenTexts,
     ) -> None:
-        """``number`` is the point's, ``prompt`` the prompt's in the trace; ``prompts`` are those of the workload, if found."""
+        """``number`` is the point's, ``prompt`` the prompt's in the trace; ``prompts`` are the workload's, if they were found."""
         point = sources.points[number]
         assert point.tree is not None
         decoded = sources.rounds_of(number, trace, prompt)

@@ -20,7 +20,7 @@ def visible(text: str) -> str:
 
 
 def node_rows(parent: Ints, rank: Ints) -> list[int]:
-    """Row of each node: leaves are below each other, a parent is beside the first of its children, children are in order
+    """Row of each node: leaves are below each other, a parent is next to the first of its children, children are in order
     of rank.
     """
     size = len(parent)

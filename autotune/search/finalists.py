@@ -73,7 +73,7 @@ def choose_finalists(candidates: Sequence[Candidate], evaluator: Evaluator, coun
     """Up to ``count`` distinct configurations to measure: the fastest of every (draft, subnet, policy), at most two of a
     draft and policy.
 
-    Configurations are ranked on the evaluator's prompts. Those whose time is above that of the fastest in the whole 90 %
+    Configurations are ranked on the evaluator's prompts. Configurations whose time is above the fastest one's in the whole 90 %
     interval of their ratio are left out.
     """
     here = [evaluator.evaluate(candidate.configuration) for candidate in candidates]
@@ -227,7 +227,7 @@ def _finalist(name: str, candidate: Candidate, measured: Race, evaluator: Evalua
 
 
 def _prediction(evaluator: Evaluator, configuration: Configuration, num_runs: int) -> tuple[float, tuple[float, float]]:
-    """Predicted speedup on the prompts of so many runs, and its 90 % interval."""
+    """Predicted speedup on the prompts of the first runs, and its 90 % interval."""
     order = np.arange(num_runs) % len(evaluator.tasks)
     predicted_ms = evaluator.replay(configuration).decode_ms
     predicted = float(evaluator.ar_ms[order].sum() / predicted_ms[order].sum())
@@ -245,7 +245,7 @@ def estimated_speedup(finalist: Finalist, evaluator: Evaluator) -> float:
 
 def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
     """The finalist with the highest estimate, of those that are not significantly slower than the fastest arm and not slower than
-    a default; of estimates within ``MAX_TIE``, that of the smallest trees. The fastest default where one is faster than every finalist.
+    a default; of estimates within ``MAX_TIE``, the one with the smallest trees. The fastest default where one is faster than every finalist.
 
     Speeds are times per token, so that a shorter answer is no gain.
 

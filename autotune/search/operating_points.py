@@ -60,7 +60,7 @@ def by_workload(tags: Sequence[str]) -> Grouping:
 
 
 def by_image(has_image: Sequence[bool] | Flags) -> Grouping:
-    """Requests with and without images; none if all requests are alike."""
+    """Requests with and without images; none if all requests are of one kind."""
     flags = np.array(has_image)
     return tuple(
         Group(Condition(has_image=value), flags == value) for value in (True, False) if flags.any() and not flags.all()

@@ -310,7 +310,7 @@ def _described(variants: Sequence[DraftVariant]) -> list[Any]:
 
 
 def narrowed_space(settings: SearchSettings, *, has_images: bool = True) -> SearchSpace:
-    """The search space, with its heads, layers and operators replaced by those of the settings. Without images, visual
+    """The search space, with its heads, layers and operators replaced by the values of the settings. Without images, visual
     tokens are not searched.
     """
     space = load_space(settings.space)

@@ -152,7 +152,7 @@ def shrinkage_of(
         for evaluator in (prompts.choosing, prompts.confirming)
     )
     pairs = list(zip(evaluation.runs[TUNED], evaluation.runs[AR], strict=True))
-    winner_pairs = [pair for pair in pairs if pair[0].point == num_points - 1]  # not those of other points
+    winner_pairs = [pair for pair in pairs if pair[0].point == num_points - 1]  # without the prompts of other points
     return Shrinkage(
         predicted_on_choosing=choosing,
         predicted_on_confirming=confirming,

@@ -28,7 +28,7 @@ class EngineInterface:
     """Where an engine says what it is, and the names of its counters."""
 
     about: str
-    """Path of a JSON object with the engine's ``version``, and its settings as far as it tells them."""
+    """Path of a JSON object with the engine's ``version``, and its the settings that it reports."""
     rounds: str
     """Verifications of drafts, over all requests."""
     generated: str

@@ -25,14 +25,14 @@ SPECULATIVE, PLAIN = "speculative", "plain"
 
 @dataclass(frozen=True)
 class PromptComparison:
-    """One prompt in the engine with the exported settings, beside its prediction."""
+    """One prompt in the engine with the exported settings, with its prediction."""
 
     prompt: str
     task: str
     has_image: bool
     tokens: int
     first_difference: int | None
-    """Index of the first token that is not that of the target's plain decoding in this project's runtime; None: all are the same."""
+    """Index of the first token that differs from the target's plain decoding in this project's runtime; None: all are the same."""
     reads_same_prompt: bool | None
     """Whether the engine read the same tokens as this project's runtime; None if it does not say."""
     predicted_rounds: int
@@ -95,7 +95,7 @@ def require_checked(client: EngineClient, export: Export) -> None:
 
 
 def running_variant(client: EngineClient, export: Export) -> Variant:
-    """The exported variant that an engine runs, as far as the engine tells its settings.
+    """The exported variant that an engine runs, by the settings that the engine reports.
 
     Raises:
         UserError: the engine's version was not checked, or it runs none of them.

@@ -64,7 +64,7 @@ def load_export(source: Path, engine: str, folder: Path | None) -> Export:
             f"{path}: an export to {export.engine}, and the engine is {engine}; name another folder with --export"
         )
     if not export.target.is_same(profile.target):
-        raise UserError(f"{path}: exported for other weights than those of {source}; run autotune export again")
+        raise UserError(f"{path}: exported for other weights than the ones of {source}; run autotune export again")
     return export
 
 
@@ -73,7 +73,7 @@ def predict(
 ) -> list[PredictedPrompt]:
     """Record the target's answers and the draft's proposals along them, as the engine shows the draft images, and replay them.
 
-    Records are kept in the study's folder, as those of ``autotune record`` are. Prompts with an image are left out where the
+    Records are kept in the study's folder, as the records of ``autotune record`` are. Prompts with an image are left out where the
     engine's draft sees of it what is not recorded.
 
     Raises:

@@ -108,7 +108,7 @@ def with_draft_tokens(command: str, draft_tokens: int) -> str:
 def _times(engine: EngineClient, predicted: Sequence[PredictedPrompt], size: int) -> tuple[float, float]:
     """Milliseconds of the engine's time per round and per prefill, with ``size`` requests at once.
 
-    Answers of one token are prefills alone; what whole answers take beside them are their rounds.
+    Answers of one token are prefills alone; the rest of a whole answer's time is its rounds.
     """
     firsts = [dataclasses.replace(prompt, prompt=prompt.prompt.cut(1)) for prompt in predicted]
     prefills = throughput("", engine, firsts, size)

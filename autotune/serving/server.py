@@ -38,7 +38,7 @@ class ServerOptions:
     executable: str
     """In place of the first word of an export's command."""
     arguments: tuple[str, ...] = ()
-    """For every server, beside those of the command."""
+    """Given to every server, in addition to those of the command."""
     interleaved: bool = False
     """Run the servers that are compared at the same time, taking turns; else one after the other."""
 

@@ -58,7 +58,7 @@ def find_study(profile: DecodingProfile, folder: Path) -> StudyFolder | None:
 
 
 def find_studies(profile: DecodingProfile, source: Path) -> list[StudyFolder]:
-    """Studies of a profile in ``.autotune`` beside its file and in the working directory, newest first.
+    """Studies of a profile in ``.autotune`` next to its file and in the working directory, newest first.
 
     Folders with documents that cannot be read are skipped.
     """

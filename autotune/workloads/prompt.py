@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from autotune.errors import UserError
 from autotune.files import Document
-from autotune.workloads.hub import beside, local_file
+from autotune.workloads.hub import local_file, sibling
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -113,7 +113,7 @@ class AnsweredPrompt(Prompt):
 class WorkloadPrompt:
     """A prompt with its images loaded.
 
-    A conversation has a prompt for each of its turns. That of turn n has the turns up to n, and can be decoded once the target's
+    A conversation has a prompt for each of its turns. The prompt of turn n has the turns up to n, and can be decoded once the target's
     answers to the n - 1 turns before it are known (``workloads.conversations``). These follow from the target and the settings, so
     that they are no part of the prompt's hash.
     """
@@ -204,7 +204,7 @@ def load_prompt(address: str | Path, number: int, settings: Prompt) -> WorkloadP
     Raises:
         UserError: an image that cannot be read.
     """
-    pixels = tuple(load_image(beside(address, image)) for image in settings.images)
+    pixels = tuple(load_image(sibling(address, image)) for image in settings.images)
     return WorkloadPrompt(f"{Path(address).name}:{number}", settings, pixels)
 
 

@@ -6,7 +6,7 @@ A line of our own JSONL is ``{"prompt": text, "images": [paths], "task": name, "
 in which the target's own answers come between them. Image paths are relative to the file. ``workloads.formats`` reads the files of
 public benchmarks.
 
-Prompts of the ``tune`` split choose a configuration, those of the ``evaluate`` split judge it, and those of ``train`` are
+Prompts of the ``tune`` split choose a configuration, prompts of ``evaluate`` judge it, and prompts of ``train`` are
 only for training drafts; prompts without a split alternate between the first two. A prompt that occurs in two splits is
 used for evaluation only. Every turn of a conversation is a prompt, all in one split. The bundled workloads are JSONL files of
 prompts with reference answers, which ``load_workload`` leaves out.
@@ -118,7 +118,7 @@ def load_workload(
     """
     if is_whole and name in BUNDLED:
         raise UserError(
-            f"--whole: the prompts of both splits are those of a file; {name!r} is bundled; leave --whole out"
+            f"--whole: prompts of both splits can be read from a file only; {name!r} is bundled; leave --whole out"
         )
     if name in BUNDLED:
         return Workload(name, split, tuple(_bundled(name, split, num_prompts)))

@@ -48,7 +48,7 @@ def test_nodes_do_not_overlap(found: list[ReplayedRound]) -> None:
         row = node_rows(one.tree.parent[:size], one.tree.rank[:size])
         assert len({(int(one.tree.depth[node]), row[node]) for node in range(size)}) == size
         for node in range(1, size):
-            assert row[node] >= row[one.tree.parent[node]], "a child is beside or below its parent"
+            assert row[node] >= row[one.tree.parent[node]], "a child is next to or below its parent"
 
 
 def test_every_node_is_drawn_and_accepted_nodes_are_marked(found: list[ReplayedRound]) -> None:

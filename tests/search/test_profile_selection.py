@@ -1,4 +1,4 @@
-"""Finalists, operating points and the measured profile, with given times in place of the clock."""
+"""Finalists, operating points and the measured profile, with given times instead of the clock."""
 
 from __future__ import annotations
 
