@@ -61,9 +61,9 @@ class Overhead(Document):
     node_ms: float = Field(default=0.0, ge=0)
     """Per verified node."""
     retrieval_ms: float = Field(default=0.0, ge=0)
-    """Added to a round of a tree with a second source, ``retrieval``."""
+    """Added to a round of a tree with ``retrieval``."""
     samples: list[tuple[int, int, int, int, float]] = Field(default_factory=list)
-    """(rounds, draft forwards, verified nodes, rounds with a second source, ms) per run."""
+    """(rounds, draft forwards, verified nodes, rounds with retrieval, ms) per run."""
     held_out_error: float | None = None
     """Median relative error in leave-one-out cross-validation; None with one run."""
 
@@ -74,7 +74,7 @@ class Overhead(Document):
 
 
 def fit_overhead(samples: list[tuple[int, int, int, int, float]]) -> Overhead:
-    """Fit samples (rounds, draft forwards, verified nodes, rounds with a second source, ms)."""
+    """Fit samples (rounds, draft forwards, verified nodes, rounds with retrieval, ms)."""
     if not samples:  # every output ended with its first token
         return Overhead(round_ms=0.0, level_ms=0.0)
     counts = np.array([row[:4] for row in samples], np.float64)

@@ -240,7 +240,7 @@ class DensePrices:
     crossing_share: float = 0.0
     """As in ``ModelShape``, of the draft."""
     overhead_retrieval_ms: float = 0.0
-    """Added to ``overhead_round_ms`` for trees with a second source."""
+    """Added to ``overhead_round_ms`` for trees with retrieval."""
 
 
 def shipped_tables() -> dict[str, list[Path]]:

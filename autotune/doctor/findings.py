@@ -38,10 +38,10 @@ def notes(diagnosis: Diagnosis) -> list[str]:
             f"no datasheet of {device.fingerprint.name}: searches measure here as elsewhere, but reports show no limits; add "
             f"profiles/devices/{device.fingerprint.name}.yaml"
         )
-    if not diagnosis.contention.is_quiet:
+    if diagnosis.contention.is_busy:
         texts.append(
-            f"the machine is not quiet ({diagnosis.contention.describe('meanwhile')}): times scatter; searches and profiles wait for "
-            "a quiet machine with --wait-until-quiet"
+            f"the machine is busy ({diagnosis.contention.describe('meanwhile')}): times scatter; searches and profiles wait for "
+            "an idle machine with --wait-until-idle"
         )
     if diagnosis.target is None:
         return [*texts, "no target was examined; name one with --target"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.console import Console
-from autotune.contention_monitor import ContentionMonitor, wait_until_quiet
+from autotune.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.device import fingerprint
 from autotune.documents.contention import Contention
 from autotune.documents.decoding_profile import AR, HF, TUNED
@@ -39,7 +39,7 @@ from autotune.evaluation.bench_tables import (
     print_time_shares,
     speedups_by_task,
 )
-from autotune.evaluation.runner import DISTURBED, STALLED, ArmRunner
+from autotune.evaluation.runner import SLOW_FORWARD, SLOW_PREFILL, ArmRunner
 from autotune.evaluation.summary import summarize
 from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.runtime.decoder import Decoder
@@ -71,10 +71,10 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
     chosen = choose_arms(settings.arms, runner, prompts)
     _print_choice(chosen, console)
     runs, contention = _measure(runner, _all_arms(chosen, runner, settings), prompts, settings, console)
-    if runner.num_disturbed:
+    if runner.num_repeated:
         console.say(
-            f"{runner.num_disturbed} disturbed runs were measured again: their prefill took {DISTURBED:g} times the "
-            f"median, or a forward {STALLED:g} times the shortest"
+            f"{runner.num_repeated} runs were measured again: their prefill took {SLOW_PREFILL:g} times the "
+            f"median, or a forward {SLOW_FORWARD:g} times the shortest"
         )
     if decoder.profile is not None and len(decoder.profile.points) > 1:
         console.say(f"{TUNED}: {points_used(decoder.profile, runs[TUNED])}")
@@ -89,7 +89,7 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
         "seed": settings.seed,
         "unavailable": chosen.unavailable,
         "notes": chosen.notes,
-        "disturbed_runs": runner.num_disturbed,
+        "repeated_runs": runner.num_repeated,
         **results.to_json(),
     }
 
@@ -133,8 +133,8 @@ def _measure(
 ) -> tuple[dict[str, list[Run]], Contention]:
     """The runs by arm, and what other processes took of the machine meanwhile."""
     device = str(runner.decoder.target.device)
-    if settings.wait_until_quiet_s is not None:
-        wait_until_quiet(settings.wait_until_quiet_s, device, console)
+    if settings.wait_until_idle_s is not None:
+        wait_until_idle(settings.wait_until_idle_s, device, console)
     with console.stage("bench") as update, ContentionMonitor(device) as monitor:
         runs = runner.compare(arms, prompts, seed=settings.seed, report=lambda done, of: update(done, of, ""))
     console.say(monitor.contention.describe("while runs were timed"))

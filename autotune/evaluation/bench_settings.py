@@ -59,8 +59,8 @@ class BenchSettings:
     seed: int = 0
     """Seed of the order of the runs."""
     device: str = "auto"
-    wait_until_quiet_s: float | None = None
-    """The longest time to wait until the machine is quiet, in seconds; None: do not wait."""
+    wait_until_idle_s: float | None = None
+    """The longest time to wait until the machine is idle, in seconds; None: do not wait."""
 
     def __post_init__(self) -> None:
         for name in self.against or ():

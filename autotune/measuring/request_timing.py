@@ -32,7 +32,7 @@ MIN_PREFILL_PROMPTS, MAX_PREFILL_PROMPTS = 6, 12  # in between, two of every tas
 OVERHEAD_PROMPTS = 4
 OVERHEAD_TOKENS, FEW_OVERHEAD_TOKENS = 24, 8  # new tokens of a run; few where there is little time
 CUT_PROMPT_TOKENS = 16  # where there is little time
-# Chains have one node per level. A wide tree distinguishes the cost of a node from the cost of a level; one tree has a second source.
+# Chains have one node per level. A wide tree distinguishes the cost of a node from the cost of a level; one tree has retrieval.
 TREES: tuple[dict[str, Any], ...] = (
     {"policy": "chain", "depth": 1},
     {"policy": "chain", "depth": 8},
@@ -44,7 +44,7 @@ PlainStep = Callable[[], float]
 PrefillSamples = list[tuple[int, int, float]]
 """(tokens, images, duration in plain steps)."""
 OverheadRuns = list[tuple[int, int, int, int, float]]
-"""(rounds, draft forwards, verified nodes, rounds with a second source, time outside the models in plain steps)."""
+"""(rounds, draft forwards, verified nodes, rounds with retrieval, time outside the models in plain steps)."""
 
 
 class PrefillTimer:

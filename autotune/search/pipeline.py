@@ -11,7 +11,7 @@ from typing import Any
 
 from autotune.acceptance.trace import ForestBounds, Trace, bounds_for
 from autotune.console import Console
-from autotune.contention_monitor import wait_until_quiet
+from autotune.contention_monitor import wait_until_idle
 from autotune.cost.table import TOKENS, CostTable
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.decoding_profile import DecodingProfile
@@ -52,7 +52,7 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
     """
     check_settings(settings)
     run = _SearchRun(settings, console, time.monotonic() if started is None else started)
-    run.wait_until_quiet()
+    run.wait_until_idle()
     run.make_plan()
     with run.stage("cost table"):
         table = run.cost_table()
@@ -132,11 +132,11 @@ class _SearchRun:
             self.study = self.study.model_copy(update=update)
             self.study.save(self.folder / STUDY)
 
-    def wait_until_quiet(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait as the settings say, before anything is timed on this device. The budget does not count the waiting."""
-        limit_s = self.settings.wait_until_quiet_s
+        limit_s = self.settings.wait_until_idle_s
         if limit_s is not None and self.device is not None:
-            waited_s = wait_until_quiet(limit_s, self.device, self.console)
+            waited_s = wait_until_idle(limit_s, self.device, self.console)
             self.started += waited_s
             self.clock.deadline += waited_s
 

@@ -65,10 +65,10 @@ class SearchSettings(Document):
     budget_s: float = setting(
         300.0, "Time in which the search ends, such as 90s, 10m or 1h.", option="budget", unit="s", gt=0
     )
-    wait_until_quiet_s: float | None = setting(
+    wait_until_idle_s: float | None = setting(
         None,
         "Longest time to wait, before anything is timed, until other processes use little of the machine, such as 2m.",
-        option="wait-until-quiet",
+        option="wait-until-idle",
         unit="s",
         ge=0,
     )
@@ -121,7 +121,7 @@ class SearchSettings(Document):
                 continue
             texts = {
                 "budget_s": f"{self.budget_s:g}s",
-                "wait_until_quiet_s": f"{self.wait_until_quiet_s or 0:g}s",
+                "wait_until_idle_s": f"{self.wait_until_idle_s or 0:g}s",
                 "storage": "...",
                 "capture_sizes": ",".join(map(str, self.capture_sizes)),
             }

@@ -107,7 +107,7 @@ def test_what_will_be_slow_is_noted() -> None:
     )
     text = "\n".join(notes(found))
     for expected in (
-        "the machine is not quiet (other processes used 3.0 of 8 cores",
+        "the machine is busy (other processes used 3.0 of 8 cores",
         "attention of plain step runs as cudnn_attention: it builds a plan",
         "attention of prefill and verification runs as math",
         "the device emulates bfloat16",

@@ -241,10 +241,10 @@ def test_overhead_of_a_single_prompt(pair: Pair, processor: Any, workload: Workl
     target, draft = Target(pair.target), IndependentDraft(pair.draft)
     runs = overhead_runs(target, draft, processor, single, lambda: 2.0, SETTINGS)
     assert all(rounds <= levels <= nodes and ms > 0 for rounds, levels, nodes, _, ms in runs)
-    assert [run[3] / run[0] for run in runs] == [0, 0, 0, 1], "the last tree has a second source"
+    assert [run[3] / run[0] for run in runs] == [0, 0, 0, 1], "the last tree has retrieval"
     counts = np.array([run[:4] for run in runs], float) / [[run[0]] for run in runs]
     assert np.linalg.cond(counts / np.linalg.norm(counts, axis=0)) < 8, (
-        "costs of rounds, levels, nodes and a second source can be separated"
+        "costs of rounds, levels, nodes and retrieval can be separated"
     )
 
 
