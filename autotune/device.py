@@ -145,7 +145,7 @@ def short_name(model: str) -> str:
     """The name of a GPU in commands and files: ``h200`` for ``NVIDIA H200``, ``rtx4090`` for ``NVIDIA GeForce RTX 4090``.
 
     Variants of one name that differ in speed have a suffix: ``h100`` (SXM) and ``h100-pcie``, ``a100-40gb``. A MIG slice is
-    named after its GPU and profile, ``h100-mig-1g.10gb``.
+    named after its GPU and part, ``h100-mig-1g.10gb``.
     """
     model = model.lower().partition("/")[0]  # AMD's driver knows an MI250 as "MI250X/MI250"
     mig = _MIG.search(model)

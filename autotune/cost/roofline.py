@@ -61,19 +61,19 @@ def datasheets() -> dict[str, Path]:
 
 def find_limits(name: str) -> DatasheetLimits | None:
     """Limits of a device in ``datasheets()`` or of one of its MIG slices, ``h100-mig-1g.10gb``; None if there are none."""
-    device, _, profile = name.partition("-mig-")
+    device, _, part = name.partition("-mig-")
     path = datasheets().get(device)
     if path is None:
         return None
     limits = DatasheetLimits.load(path)
-    return limits if name == device else _slice_limits(limits, profile)
+    return limits if name == device else _slice_limits(limits, part)
 
 
-def _slice_limits(limits: DatasheetLimits, profile: str) -> DatasheetLimits | None:
+def _slice_limits(limits: DatasheetLimits, part: str) -> DatasheetLimits | None:
     """Limits of a MIG slice, ``1g.10gb`` or ``1c.3g.40gb``: a GPU has seven slices of compute and eight of memory, which
-    divide capacity and bandwidth equally (MIG user guide, partitioning). None for a profile that the GPU does not have.
+    divide capacity and bandwidth equally (MIG user guide, partitioning). None for a part that the GPU does not have.
     """
-    match = re.fullmatch(r"(?:(\d)c\.)?(\d)g\.(\d+)gb", profile)
+    match = re.fullmatch(r"(?:(\d)c\.)?(\d)g\.(\d+)gb", part)
     if match is None or not limits.has_mig:
         return None
     memory_gb = int(match[3])
@@ -82,7 +82,7 @@ def _slice_limits(limits: DatasheetLimits, profile: str) -> DatasheetLimits | No
         return None
     return limits.model_copy(
         update={
-            "model": f"{limits.model} MIG {profile}",
+            "model": f"{limits.model} MIG {part}",
             "memory_gb": memory_gb,
             "memory_gb_per_second": limits.memory_gb_per_second * memory / MEMORY_SLICES,
             "bfloat16_tflops": limits.bfloat16_tflops * compute / COMPUTE_SLICES,

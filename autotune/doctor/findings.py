@@ -40,7 +40,7 @@ def notes(diagnosis: Diagnosis) -> list[str]:
         )
     if diagnosis.contention.is_busy:
         texts.append(
-            f"the machine is busy ({diagnosis.contention.describe('meanwhile')}): times scatter; searches and profiles wait for "
+            f"the machine is busy ({diagnosis.contention.describe('meanwhile')}): times scatter; searches and measurements wait for "
             "an idle machine with --wait-until-idle"
         )
     if diagnosis.target is None:

@@ -79,7 +79,7 @@ class Engine(ABC):
     vision: ClassVar[Mapping[str, Vision]]
     """The form in which the engine shows an image to a draft, by draft kind."""
     lossless: ClassVar[str]
-    """Which settings keep the output lossless."""
+    """Settings that keep the output lossless."""
     notes: ClassVar[Sequence[str]]
     """Limitations of the engine that the user should know."""
     floor_note: ClassVar[str | None] = "the engine has no such setting"

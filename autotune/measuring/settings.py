@@ -1,4 +1,4 @@
-"""Settings of the profiler: the sizes that it measures, and the precision."""
+"""Settings of the measurement of a cost table: the sizes, and the precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes of a forest are expanded while it is recorded, and what they attend to."""
+"""The nodes of a forest that are expanded while it is recorded, and the tokens that they attend to."""
 
 from __future__ import annotations
 

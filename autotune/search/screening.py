@@ -55,9 +55,9 @@ class ScreeningWork:
     folder: Path
     """Keeps the target's answers."""
     storage: str | Path
-    """Of the ledger."""
+    """Storage of the ledger."""
     deadline: float | None
-    """Of ``time.monotonic``."""
+    """A time of ``time.monotonic``; None: no limit."""
 
 
 def screen(

@@ -216,7 +216,7 @@ def test_replay_counts_the_rounds_of_sampled_requests(
 
 
 def test_an_answer_of_one_token_takes_no_round(traces: dict[float, Trace], workload: Workload) -> None:
-    """And its prefill of the draft is not priced."""
+    """Its prefill of the draft is not priced."""
     single = [prompt.settings.max_new_tokens for prompt in workload.prompts].index(1)
     prices = DensePrices(np.ones(1), *[np.ones((2, 1))] * 3, 16, 1.0, 1.0, 1.0, one_ms_per_prefill())
     replayed = replay(traces[1.0], ChainPolicy(), prices)

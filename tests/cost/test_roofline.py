@@ -165,7 +165,7 @@ def measured_table(limits: DatasheetLimits, **fields: object) -> CostTable:
 
 
 def test_a_draft_in_blocks_is_estimated_as_one_forward_pass_a_round() -> None:
-    """Which reads the block besides the committed tokens; the other levels cost no forward pass."""
+    """The first level reads the block besides the committed tokens; the other levels cost no forward pass."""
     shape = SHAPE.model_copy(update={"block_tokens": 8, "text_parameters": 10**8})
     table = estimate_table(
         "h100", target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=shape, precision="bfloat16"

@@ -40,7 +40,7 @@ def test_command_line_lists_every_engine() -> None:
 
 
 def test_documentation_lists_every_field_with_its_version() -> None:
-    """And no other field."""
+    """The table lists no other field."""
     table = (Path(__file__).parents[2] / "docs" / "export.md").read_text().partition("## Fields")[2]
     rows = re.findall(r"^\|(.*?)\| `(\w+)` \|", table, flags=re.M)
     listed: dict[str, list[str]] = {}

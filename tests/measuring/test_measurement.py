@@ -1,4 +1,4 @@
-"""Profiling measures all parts of a table, and does not change the models."""
+"""A measurement covers all parts of a table, and does not change the models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SETTINGS = CostSettings(kv_lengths=(32, 64, 128), held_out_kv_length=48, min_sam
 
 @pytest.fixture(scope="module")
 def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
-    folder = tmp_path_factory.mktemp("profiled")
+    folder = tmp_path_factory.mktemp("measured")
     images = [write_image(folder / "0.png", 0)]
     lines = [
         {"prompt": text, "images": images[: number % 2], "split": "tune", "max_new_tokens": 8}
@@ -52,7 +52,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
 
 @pytest.fixture(scope="module")
 def decoders(pair: Pair) -> tuple[Decoder, Decoder]:
-    """Decoders that are made before profiling: SAGE, and plain decoding."""
+    """Decoders that are made before the measurement: SAGE, and plain decoding."""
     target = Target(pair.target)
     return Decoder(target, IndependentDraft(pair.draft), tree={"policy": "sage"}, visual_keep=0.5), Decoder(target)
 
@@ -170,7 +170,7 @@ def test_table_names_device_precision_and_models(table: CostTable, pair: Pair) -
 def test_models_decode_as_before(
     table: CostTable, decoders: tuple[Decoder, Decoder], before: list[list[int]], workload: Workload, processor: Any
 ) -> None:
-    """Profiling leaves arbitrary numbers in the KV caches."""
+    """Measuring leaves arbitrary numbers in the KV caches."""
     for decoder in decoders:
         assert tokens_of(decoder, workload, processor) == before
 

@@ -167,7 +167,7 @@ NOISY, NOISY_TOO = [4.0, 6.0, 5.0, 5.2], [6.0, 4.0, 5.3, 5.0]
 
 
 def test_finalists_that_measure_alike_are_told_apart_by_their_estimates() -> None:
-    """Which correct predictions for all prompts by what was measured; of estimates that are alike, the smaller tree wins."""
+    """Estimates correct predictions for all prompts by the measurements; of nearly equal estimates, the smaller tree wins."""
     alike = race_of({"A": NOISY, "B": NOISY_TOO}, {"A": 5, "B": 20})
     assert winner_of(alike, {"A": 2.0, "B": 2.1}) == "B"
     assert winner_of(alike, {"A": 2.1, "B": 2.0}) == "A"
