@@ -32,9 +32,9 @@ class Evaluation:
     """Runs of a profile and of the arms compared with it on held-out prompts."""
 
     runs: Mapping[str, Sequence[Run]]
-    """By arm name, the profile last."""
+    """Runs by arm name, the profile last."""
     configurations: Mapping[str, Configuration | None]
-    """Trees by arm; None for arms without a tree. The profile's tree is its last operating point's."""
+    """The configuration of every arm, the last operating point for the profile; None for arms without one."""
     predicted: Mapping[str, float]
     """Speedups of the arms that can be replayed. A profile of several operating points has none."""
     best_default: str | None

@@ -55,9 +55,9 @@ class ScreeningWork:
     folder: Path
     """Keeps the target's answers."""
     storage: str | Path
-    """Storage of the ledger."""
+    """The storage of the ledger."""
     deadline: float | None
-    """A time of ``time.monotonic``; None: no limit."""
+    """A value of ``time.monotonic``."""
 
 
 def screen(

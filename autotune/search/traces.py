@@ -32,7 +32,7 @@ class RecordingWork:
     bounds: ForestBounds
     num_processes: int = 1
     deadline: float = math.inf
-    """A time of ``time.monotonic``."""
+    """A value of ``time.monotonic``."""
     visual_input: VisualInput = "features"
 
 

@@ -37,7 +37,7 @@ class TuningPrompts:
 
     workload: Workload
     full: Evaluator
-    """Evaluates on all prompts."""
+    """The evaluator of all prompts."""
     choosing: Evaluator
     confirming: Evaluator
     confirming_workload: Workload

@@ -17,9 +17,9 @@ from autotune.acceptance.replay import replay
 from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
+from autotune.prediction import evaluator as evaluator_module
 from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.prediction.prices import Constraints
-from autotune.search import evaluator as evaluator_module
 from autotune.search import tree_search
 from autotune.search.finalists import choose_finalists, confirmable
 from autotune.search.space import SearchSpace

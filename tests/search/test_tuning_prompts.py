@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from autotune.documents.configuration import Configuration
-from autotune.prediction.evaluator import Evaluator, TuningPrompts, confirms
+from autotune.prediction.evaluator import Evaluator
+from autotune.search.tuning_prompts import TuningPrompts, confirms
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from autotune.workloads.workload import Workload
 from tests.sample_documents import cost_table, random_trace

@@ -13,9 +13,9 @@ from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.measuring.measurement import kv_lengths_for
+from autotune.prediction import evaluator as evaluator_module
 from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.prediction.prices import SMALLEST, Constraints, largest_round_ms
-from autotune.search import evaluator as evaluator_module
 from autotune.trees.policy import parse_policy
 from tests.sample_documents import DRAFT, cost_table, random_trace, surface
 from tests.search.small_searches import KEEPS, evaluator, variant
