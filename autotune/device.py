@@ -64,7 +64,7 @@ def fingerprint(device: str = "cpu") -> Fingerprint:
 
 
 def _driver() -> str:
-    """Version of the GPU's driver; of AMD's also that of ROCm, whose kernels and compiler torch was built with."""
+    """Version of the GPU's driver; of AMD's also the version of ROCm, whose kernels and compiler torch was built with."""
     import torch
 
     if torch.version.hip is None:
@@ -74,7 +74,7 @@ def _driver() -> str:
 
 def _cpu_model() -> str:
     """The processor as the system names it. Linux adds family, model and stepping, because cloud machines often hide the
-    exact name; those of ARM have no name, but numbers of the implementer and the part.
+    exact name; ARM processors have no name, but numbers of the implementer and the part.
     """
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -145,7 +145,7 @@ def short_name(model: str) -> str:
     """The name of a GPU in commands and files: ``h200`` for ``NVIDIA H200``, ``rtx4090`` for ``NVIDIA GeForce RTX 4090``.
 
     Variants of one name that differ in speed have a suffix: ``h100`` (SXM) and ``h100-pcie``, ``a100-40gb``. A MIG slice is
-    named after its GPU and profile, ``h100-mig-1g.10gb``.
+    named after its GPU and part, ``h100-mig-1g.10gb``.
     """
     model = model.lower().partition("/")[0]  # AMD's driver knows an MI250 as "MI250X/MI250"
     mig = _MIG.search(model)

@@ -20,7 +20,7 @@ class NotComparable(UserError):
 
 
 @contextmanager
-def naming(source: str) -> Iterator[None]:
+def errors_about(source: str) -> Iterator[None]:
     """Put the file and line, or the prompt, that an error is about in front of its message."""
     try:
         yield

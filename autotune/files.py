@@ -124,7 +124,7 @@ D = TypeVar("D", bound=BaseModel)
 
 
 def data_root() -> Path:
-    """The folder of ``profiles``, ``search_spaces`` and ``drafts``: inside an installed package, beside it in a checkout."""
+    """The folder of ``profiles``, ``search_spaces`` and ``drafts``: inside an installed package, next to it in a checkout."""
     package = Path(__file__).resolve().parent
     installed = package / "_data"
     return installed if installed.is_dir() else package.parent

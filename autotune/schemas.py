@@ -6,7 +6,7 @@ from typing import Any
 
 from autotune.acceptance.trace import TraceHeader
 from autotune.check.result import CheckResult
-from autotune.cost.roofline import DeviceLimits
+from autotune.cost.roofline import DatasheetLimits
 from autotune.cost.table import CostTable
 from autotune.doctor.diagnosis import Diagnosis
 from autotune.documents.decoding_profile import DecodingProfile
@@ -28,7 +28,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
     EnginePrices,
     SearchSpace,
     Recipe,
-    DeviceLimits,
+    DatasheetLimits,
     Diagnosis,
 )
 

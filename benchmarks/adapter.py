@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from autotune.console import Console
 from autotune.modeling.loading import BUNDLED_TARGET, load_model
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 
@@ -75,7 +75,7 @@ def measure(model: Any, prefix: int, repeats: int) -> list[list[str]]:
     target, rows = Target(model), []
     ids = torch.arange(prefix) % 300
     target.reserve(prefix + 200)
-    target.prefill_prompt(Prompt(ids, torch.zeros_like(ids, dtype=torch.bool)))
+    target.prefill_prompt(EncodedPrompt(ids, torch.zeros_like(ids, dtype=torch.bool)))
     for count in (8, 33, 65):
         step = Step(np.arange(count) % 300, np.minimum(np.arange(count), 1), star_mask(count, target.mask_value))
         mask = target._masks.write(step.tree_mask, prefix, step.offsets, step.offsets)

@@ -44,7 +44,7 @@ from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
 from autotune.training.curve import distilled_layers, draw_curve, logged
-from autotune.training.examples import JsonlExamples, read_lines
+from autotune.training.examples import JsonlExamples, read_examples
 from autotune.training.teacher import Teacher
 from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt
@@ -156,7 +156,7 @@ def measure(
     path = (card or draft) / ROWS
     known = [
         (row["sha256"], Subnet(**row["subnet"]), row["prompts"], row.get("temperature", 0.0))
-        for row in files.read_lines(path)
+        for row in files.read_examples(path)
     ]
     sha256 = sha256_of(draft / "model.safetensors")
     for choice in subnets or [Subnet(visual_keep=own_keep)]:
@@ -194,7 +194,7 @@ def operators(draft: Path) -> None:
             by_task.setdefault(line.task, []).append((number, answered))
     rows = []
     for task, prompts in by_task.items():
-        lines = read_lines(path, prompts, recorder, Accelerator())
+        lines = read_examples(path, prompts, recorder, Accelerator())
         batches = JsonlExamples(lines, target, processor, batch_size=8)
         losses, agreement, chosen = [], [], []
         for number in range(batches.num_batches):
@@ -336,7 +336,7 @@ def layer_section(layers: dict[int, int]) -> list[str]:
 def write(draft: Path) -> None:
     """Write the card of a draft with a recipe from the measured rows. Notes below a line "## Notes" are kept."""
     config, recipe = read_json(draft / "config.json"), read_yaml(draft / "recipe.yaml")
-    rows = files.read_lines(draft / ROWS)
+    rows = files.read_examples(draft / ROWS)
     sha256 = sha256_of(draft / "model.safetensors")
     sampled = [row for row in rows if row["sha256"] == sha256 and row.get("temperature")]
     rows = [row for row in rows if not row.get("temperature")]
@@ -409,7 +409,7 @@ def write(draft: Path) -> None:
             f"Every prompt is compressed by one operator, on {next(iter(forced.values()))['prompts']} held-out prompts."
         )
         lines += ["", "## Single operators", "", note, "", *table([*forced.values()], [*forced])]
-    lines += operator_section([row for row in files.read_lines(draft / OPERATOR_ROWS) if row["sha256"] == sha256])
+    lines += operator_section([row for row in files.read_examples(draft / OPERATOR_ROWS) if row["sha256"] == sha256])
     if section := ablation_section(draft, kind, rows):
         lines += section
     elif others := [row for row in rows if row["label"]]:

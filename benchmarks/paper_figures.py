@@ -21,12 +21,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from autotune.acceptance.reference_replay import Round, rounds
+from autotune.acceptance.reference_replay import ReplayedRound, rounds
 from autotune.acceptance.replay import plain_decode_ms
 from autotune.acceptance.trace import Trace
 from autotune.cost.draft_costs import ModelShape
 from autotune.cost.roofline import (
-    DeviceLimits,
+    DatasheetLimits,
     datasheets,
     first_level_ms,
     later_level_ms,
@@ -79,18 +79,18 @@ def autocorrelation(sequences: Sequence[Floats], max_lag: int = MAX_LAG) -> pd.D
     return pd.DataFrame(rows, columns=["lag", "correlation", "pairs"])
 
 
-def layer_nodes(one: Round, layer: int) -> Ints:
+def layer_nodes(one: ReplayedRound, layer: int) -> Ints:
     """The nodes of a layer of the verified tree, most probable first."""
     assert one.tree is not None
     nodes = ROOT + 1 + np.flatnonzero(one.tree.depth[ROOT + 1 : one.num_nodes + 1] == layer)
     return nodes[np.argsort(-one.tree.path_logprob[nodes], kind="stable")]
 
 
-def num_layers(one: Round) -> int:
+def num_layers(one: ReplayedRound) -> int:
     return 0 if one.tree is None else int(one.tree.depth[: one.num_nodes + 1].max())
 
 
-def accepted_positions(decoded: Sequence[Round]) -> pd.DataFrame:
+def accepted_positions(decoded: Sequence[ReplayedRound]) -> pd.DataFrame:
     """Accepted nodes by layer, and by position in the layer with the most probable node first (WETAP, figure 2)."""
     rows = [
         (position, layer, int(node) in one.path.tolist())
@@ -102,7 +102,7 @@ def accepted_positions(decoded: Sequence[Round]) -> pd.DataFrame:
     return frame.groupby(["position", "layer"], as_index=False).accepted.sum()
 
 
-def parents_by_entropy(decoded: Sequence[Round]) -> pd.DataFrame:
+def parents_by_entropy(decoded: Sequence[ReplayedRound]) -> pd.DataFrame:
     """Share of a layer's nodes below the 3 and 6 most probable nodes of the layer before, by the normalised entropy of the
     cumulative probabilities of that layer (WETAP, figure 3). Layers of one node are left out.
     """
@@ -130,7 +130,7 @@ def ranks_by_entropy(entropies: Floats, ranks: Ints) -> pd.DataFrame:
     return frame.assign(**names).groupby("entropy", as_index=False).agg({"roots": "sum"} | dict.fromkeys(names, "mean"))
 
 
-def root_proposals(trace: Trace, prompt: int, decoded: Sequence[Round]) -> tuple[Floats, Ints]:
+def root_proposals(trace: Trace, prompt: int, decoded: Sequence[ReplayedRound]) -> tuple[Floats, Ints]:
     """Normalised entropy of the recorded proposals of every round's root, and the rank of the target's next token among
     them; -1 if it is not proposed.
     """
@@ -194,7 +194,11 @@ def round_operations(shape: ModelShape, *, depth: int, tokens_per_round: float, 
 
 
 def estimated_speedup(
-    draft: ModelShape, target: ModelShape, limits: DeviceLimits, subnet: ScreenedSubnet, kv_lengths: tuple[float, float]
+    draft: ModelShape,
+    target: ModelShape,
+    limits: DatasheetLimits,
+    subnet: ScreenedSubnet,
+    kv_lengths: tuple[float, float],
 ) -> float:
     """Speedup of a subnet's chain over plain decoding by the roofline of a device, with the host's times as in
     ``estimate_table``; ``kv_lengths`` are those of the draft and of the target.

@@ -23,7 +23,7 @@ import yaml
 
 from autotune.cost import roofline
 from autotune.cost.draft_costs import ModelShape
-from autotune.cost.roofline import DeviceLimits, load_limits, step_ms
+from autotune.cost.roofline import DatasheetLimits, load_limits, step_ms
 from autotune.trees.limits import Floats
 
 HERE = Path(__file__).parent
@@ -45,13 +45,13 @@ class Pair(NamedTuple):
 
 
 def load() -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Published pairs, a row for each, and the other inputs."""
+    """PublishedDefault pairs, a row for each, and the other inputs."""
     inputs: dict[str, Any] = yaml.safe_load((HERE / "published_speedups.yaml").read_text())
     return pd.read_csv(HERE / "published_speedups.csv"), inputs
 
 
 @functools.cache
-def limits_of(device: str, layers_outside: float) -> DeviceLimits:
+def limits_of(device: str, layers_outside: float) -> DatasheetLimits:
     return load_limits(device).model_copy(update={"layers_outside": layers_outside})
 
 

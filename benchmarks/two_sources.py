@@ -25,7 +25,7 @@ import torch
 from autotune.acceptance.calibration import calibrate
 from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
-from autotune.contention import ContentionMonitor
+from autotune.contention_monitor import ContentionMonitor
 from autotune.modeling.loading import BUNDLED_TARGET, reference
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import Request

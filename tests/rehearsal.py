@@ -1,4 +1,4 @@
-"""A CUDA rehearsal: tensors that say they are on ``cuda:N`` and compute on the CPU, and a ``torch.cuda`` beside them with
+"""A CUDA rehearsal: tensors that say they are on ``cuda:N`` and compute on the CPU, and a ``torch.cuda`` next to them with
 streams, capture and replay. The code under test runs unchanged.
 
 It refuses what a device refuses: tensors of two devices in one operation, host reads and host copies during a capture,

@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 def test_constants_of_estimates_are_those_that_published_figures_give() -> None:
-    """And with them the median error of at least 20 pairs of at least three papers is below 20 %."""
+    """The median error of at least 20 pairs of at least three papers is below 20 %."""
     module = importlib.import_module("benchmarks.published_speedups")
     pairs, inputs = module.load()
     assert len(pairs) == len(pairs.drop_duplicates()) >= 20 and pairs.paper.nunique() >= 3

@@ -95,7 +95,7 @@ def copy_common_weights(source: Any, destination: Any) -> None:
 
 
 def vision_pair(folder: Path) -> Pair:
-    """Save and load a LLaVA and a draft that also reads images. The processor is saved beside the target."""
+    """Save and load a LLaVA and a draft that also reads images. The processor is saved next to the target."""
     with pytest.MonkeyPatch.context() as patch:
         # The tokenizer is trained on one text instead of 12,000 (each of which would draw an image); the processor scales
         # images to 32 pixels instead of 192.

@@ -68,21 +68,21 @@ def calibrate(trace: Trace) -> Calibration:
 
     Curves are of every rank, or of every rank and depth: whichever predicts prompts better that were not fitted.
     """
-    found = children_on_answers(trace)
-    found = found.select(np.isfinite(found.logprob))
-    folds = _folds(np.array(trace.header.tasks))[found.prompt]
-    losses = {num_depths: _held_out_loss(found, folds, num_depths) for num_depths in range(1, MAX_CURVES + 1)}
+    children = children_on_answers(trace)
+    children = children.select(np.isfinite(children.logprob))
+    folds = _folds(np.array(trace.header.tasks))[children.prompt]
+    losses = {num_depths: _held_out_loss(children, folds, num_depths) for num_depths in range(1, MAX_CURVES + 1)}
     best = min(losses, key=lambda num_depths: losses[num_depths])
     header = trace.header
     return Calibration(
-        curves=tuple(tuple(tuple(np.round(curve, 4).tolist()) for curve in of_depth) for of_depth in _fit(found, best)),
+        curves=tuple(tuple(tuple(np.round(curve, 4).tolist()) for curve in depth) for depth in _fit(children, best)),
         retrieved=_retrieved(trace),
         draft=header.draft.id,
         draft_sha256=header.draft.sha256,
         workload_sha256=header.workload_sha256,
         num_tokens=trace.num_tokens,
         log_loss=round(losses[best], 5),
-        raw_log_loss=round(_log_loss(np.exp(found.logprob), found.is_accepted), 5),
+        raw_log_loss=round(_log_loss(np.exp(children.logprob), children.is_accepted), 5),
     )
 
 
@@ -95,16 +95,16 @@ def _folds(tasks: NDArray[np.str_]) -> Ints:
     return folds
 
 
-def _fit(found: Children, num_depths: int) -> Floats:
+def _fit(children: Children, num_depths: int) -> Floats:
     """Curves [depths, ranks, grid]."""
     curves = np.tile(identity_curves(), (num_depths, NUM_RANKS, 1))
-    rank, depth = np.minimum(found.rank, NUM_RANKS - 1), np.minimum(found.depth, num_depths) - 1
-    logit = _logit(found.logprob)
+    rank, depth = np.minimum(children.rank, NUM_RANKS - 1), np.minimum(children.depth, num_depths) - 1
+    logit = _logit(children.logprob)
     for d in range(num_depths):
         for r in range(NUM_RANKS):
             members = (rank == r) & ((depth == d) | (num_depths == 1))
             if members.sum() >= MIN_CHILDREN:
-                curves[d, r] = _isotonic(logit[members], found.is_accepted[members], GRID)
+                curves[d, r] = _isotonic(logit[members], children.is_accepted[members], GRID)
     return curves
 
 
@@ -140,23 +140,23 @@ def _by_match_length(length: Ints, is_hit: NDArray[np.bool_]) -> tuple[float, ..
     return tuple(np.round(_isotonic(length, is_hit, np.arange(1, MAX_MATCH + 1)), 4).tolist())
 
 
-def _held_out_loss(found: Children, folds: Ints, num_depths: int) -> float:
+def _held_out_loss(children: Children, folds: Ints, num_depths: int) -> float:
     """Mean log loss of the children of each fold under curves of the other folds."""
-    probability = np.exp(found.logprob)
+    probability = np.exp(children.logprob)
     for fold in range(NUM_FOLDS):
         is_held = folds == fold
         if is_held.all() or not is_held.any():
             continue
-        curves = _fit(found.select(~is_held), num_depths)
-        probability[is_held] = calibrated(curves, found.select(is_held))
-    return _log_loss(probability, found.is_accepted)
+        curves = _fit(children.select(~is_held), num_depths)
+        probability[is_held] = calibrated(curves, children.select(is_held))
+    return _log_loss(probability, children.is_accepted)
 
 
-def calibrated(curves: Floats, found: Children) -> Floats:
+def calibrated(curves: Floats, children: Children) -> Floats:
     """The curves' probability of every child."""
     num_depths, num_ranks, _ = curves.shape
-    curve = curves[np.minimum(found.depth, num_depths) - 1, np.minimum(found.rank, num_ranks - 1)]
-    at = np.clip((_logit(found.logprob) - GRID[0]) / (GRID[1] - GRID[0]), 0, len(GRID) - 1)
+    curve = curves[np.minimum(children.depth, num_depths) - 1, np.minimum(children.rank, num_ranks - 1)]
+    at = np.clip((_logit(children.logprob) - GRID[0]) / (GRID[1] - GRID[0]), 0, len(GRID) - 1)
     below = np.minimum(at.astype(np.int64), len(GRID) - 2)
     rows = np.arange(len(at))
     return np.asarray((1 - (at - below)) * curve[rows, below] + (at - below) * curve[rows, below + 1])

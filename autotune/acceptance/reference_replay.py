@@ -21,7 +21,7 @@ from autotune.trees.verification import find_child
 
 
 @dataclass(frozen=True)
-class Round:
+class ReplayedRound:
     """One target forward pass."""
 
     position: int
@@ -48,7 +48,7 @@ class Round:
         return 0 if self.tree is None else int(self.tree.size[0]) - 1
 
 
-def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | None = None) -> Iterator[Round]:
+def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | None = None) -> Iterator[ReplayedRound]:
     """The rounds in which ``policy`` decodes the trace's prompt of index ``prompt``.
 
     Raises:
@@ -62,19 +62,19 @@ def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | Non
     while position < num_tokens - 1:
         if control.is_plain:
             control.count_plain_step()
-            one = _plain_step(trace, prompt, position)
+            replayed = _plain_step(trace, prompt, position)
         else:
-            one = _round(trace, prompt, position, grower)
-            control.update(draft_forwards=one.num_levels, nodes=one.num_nodes, accepted=len(one.path))
-        yield one
-        position += len(one.path) + 1
+            replayed = _round(trace, prompt, position, grower)
+            control.update(draft_forwards=replayed.num_levels, nodes=replayed.num_nodes, accepted=len(replayed.path))
+        yield replayed
+        position += len(replayed.path) + 1
 
 
-def _plain_step(trace: Trace, prompt: int, position: int) -> Round:
-    return Round(position, int(trace.prompt_length[prompt]) + position, None, np.zeros(0, np.int64), (), 0)
+def _plain_step(trace: Trace, prompt: int, position: int) -> ReplayedRound:
+    return ReplayedRound(position, int(trace.prompt_length[prompt]) + position, None, np.zeros(0, np.int64), (), 0)
 
 
-def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower) -> Round:
+def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower) -> ReplayedRound:
     """Draft, verify, accept, with the proposals of the trace."""
     begin, end = (int(n) for n in trace.answer_start[prompt : prompt + 2])
     answer, recorded = trace.forest.answer[begin:end], trace.packed
@@ -106,13 +106,13 @@ def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower) -> Roun
         path.append(node)
     copy = Tree._make(array.copy() for array in tree)
     grower.update(len(path), int(answer[position + 1]))
-    return Round(position, context_tokens, copy, np.array(path, np.int64), tuple(widths), num_missing)
+    return ReplayedRound(position, context_tokens, copy, np.array(path, np.int64), tuple(widths), num_missing)
 
 
-def count_acceptance(decoded: Iterable[Round]) -> AcceptanceCounts:
+def count_acceptance(decoded: Iterable[ReplayedRound]) -> AcceptanceCounts:
     """Acceptance counts over rounds, all in the region ``text``: a trace does not hold where images are."""
     counts = AcceptanceCounts()
-    for one in decoded:
-        if one.tree is not None:
-            counts.observe(one.tree, one.path, is_near_image=False)
+    for replayed in decoded:
+        if replayed.tree is not None:
+            counts.observe(replayed.tree, replayed.path, is_near_image=False)
     return counts

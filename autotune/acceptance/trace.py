@@ -55,7 +55,7 @@ class TraceHeader(Document, kind="trace", made_by="autotune record"):
 
     @property
     def name(self) -> str:
-        """Name in file names: that of the subnet, and the visual input where it is not that of the runtime."""
+        """Name in file names: the subnet's, and the visual input where it is not the runtime's."""
         ending = "" if self.visual_input == "features" else f"-{self.visual_input}"
         return f"{self.subnet.name}{ending}"
 
@@ -112,7 +112,7 @@ class Trace:
     @functools.cached_property
     def packed(self) -> PackedForest:
         """The forest as replay reads it."""
-        return pack(self)
+        return pack_trace(self)
 
     @property
     def num_prompts(self) -> int:
@@ -144,14 +144,14 @@ class Trace:
             prompt_tokens = self.prompt_tokens[end - int(self.prompt_length[p]) : end]
             length, draft_length, num_visual_tokens = map(int, lengths)
             parts.append(RecordedPrompt(forest, length, draft_length, num_visual_tokens, prompt_tokens))
-        names, tasks = ([every[p] for p in prompts] for every in (header.prompts, header.tasks))
+        names, tasks = ([values[p] for p in prompts] for values in (header.prompts, header.tasks))
         return join(header.model_copy(update={"prompts": names, "tasks": tasks}), parts)
 
     def draft_kv_length(self, crossing_share: float) -> Ints:
         """KV length [prompts] at which a draft's forward passes are priced when decoding begins.
 
         Blocks that cross (DREAM, STAR) attend to the whole prompt and the others to what pruning left. What attention costs
-        is proportional to the keys and values that it reads, so the price of both is that of a draft without pruning at
+        is proportional to the keys and values that it reads, so the price of both is the price of a draft without pruning at
         their mean, weighted by the ``crossing_share`` of the keys and values of a token.
         """
         num_pruned = self.prompt_length - self.draft_prompt_length
@@ -199,7 +199,7 @@ class PackedForest(NamedTuple):
         return len(self.proposals) - 1
 
 
-def pack(trace: Trace) -> PackedForest:
+def pack_trace(trace: Trace) -> PackedForest:
     """Lay a trace's forest out for replay."""
     forest = trace.forest
     num_nodes, k = forest.child_token.shape
@@ -273,7 +273,7 @@ _FOREST = ("answer", "child_token", "child_logprob", "child_node", "retrieved", 
 
 
 def save_trace(path: Path, trace: Trace) -> None:
-    """Write the header to ``path``, as JSON, and the arrays beside it, as safetensors."""
+    """Write the header to ``path``, as JSON, and the arrays into a safetensors file next to it."""
     from safetensors.numpy import save
 
     arrays: dict[str, Any] = {name: getattr(trace, name) for name in _ARRAYS}

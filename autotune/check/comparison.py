@@ -19,14 +19,14 @@ from autotune.check.result import BASE_COUNTS, TIME, Gate, Timing
 from autotune.check.revision import checked_out
 from autotune.check.sequential import Design
 from autotune.check.timing import machine_gate, run_pairs, time_gate, timing_of
-from autotune.check.worker_process import Launch, Request, Side, WorkerProcess
+from autotune.check.worker_process import Launch, Side, WorkerProcess, WorkerRequest
 from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import NotComparable
 from autotune.files import WORKSPACE, content_key, read_json, sha256_of, write_bytes
 
 CHECKS = WORKSPACE / "checks"
-# Files that a side decodes with: the package, and the bundled models beside it or, if installed, inside it.
+# Files that a side decodes with: the package, and the bundled models next to it or, if installed, inside it.
 CODE = ("autotune/**/*.py", "drafts/**/*.safetensors", "drafts/**/*.json", "autotune/_data/drafts/**/*.safetensors")
 
 
@@ -125,7 +125,7 @@ def _comparable(sides: Sides, against: str, profile: Path) -> Sides:
     return sides
 
 
-def write_requests(run: LocalRun, processor: Any, folder: Path) -> list[Request]:
+def write_requests(run: LocalRun, processor: Any, folder: Path) -> list[WorkerRequest]:
     """Process the workload's prompts once and write them for the workers of both sides."""
     folder.mkdir(parents=True, exist_ok=True)
     requests = []
@@ -133,7 +133,9 @@ def write_requests(run: LocalRun, processor: Any, folder: Path) -> list[Request]
         path = folder / f"{number}.safetensors"
         save_file({name: value.contiguous() for name, value in prompt.inputs(processor).items()}, path)
         settings = prompt.settings
-        requests.append(Request(prompt.name, prompt.sha256, path, settings.generation, settings.task, decoded.point))
+        requests.append(
+            WorkerRequest(prompt.name, prompt.sha256, path, settings.generation, settings.task, decoded.point)
+        )
     return requests
 
 
@@ -147,7 +149,7 @@ class Comparison:
     seed: int
     console: Console
 
-    def counts_gate(self, run: LocalRun, requests: list[Request]) -> Gate:
+    def counts_gate(self, run: LocalRun, requests: list[WorkerRequest]) -> Gate:
         """The gate on the head's counts compared with the base's, measured now on the same device.
 
         The base decodes every prompt once, and again if that shows a regression, which counts only if the base repeats.
@@ -171,14 +173,14 @@ class Comparison:
             return run.skipped_gate(BASE_COUNTS, f"the counts of {self.sides.base.label} are not reproducible")
         return gate
 
-    def _base_counts(self, requests: list[Request]) -> list[Counts]:
+    def _base_counts(self, requests: list[WorkerRequest]) -> list[Counts]:
         worker = self.launch(self.sides.base)
         try:
             return [Counts.of(request.name, worker.decode(request, plain=False)) for request in requests]
         finally:
             worker.close()
 
-    def time_gate(self, run: LocalRun, requests: list[Request], *, budget_s: float) -> tuple[Gate, Timing | None]:
+    def time_gate(self, run: LocalRun, requests: list[WorkerRequest], *, budget_s: float) -> tuple[Gate, Timing | None]:
         """The gate on the head's time compared with the base's. An A/A run never stops early: it measures the noise."""
         sides, workload = self.sides, run.workload.name
         if sides.are_equal and not sides.is_aa:

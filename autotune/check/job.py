@@ -18,7 +18,7 @@ from autotune.check.output import write_outputs
 from autotune.check.result import COUNTS, TIME, CheckResult, Gate, Timing, verdict_of
 from autotune.check.sequential import Design
 from autotune.check.settings import CheckSettings
-from autotune.check.worker_process import Request
+from autotune.check.worker_process import WorkerRequest
 from autotune.console import Console
 from autotune.device import choose_device
 from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
@@ -78,7 +78,7 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
 
 
 def _evaluated(name: str, profile: DecodingProfile, settings: CheckSettings) -> Workload:
-    """The held-out prompts of a workload; those of the profile's own as its search decoded them."""
+    """The held-out prompts of a workload; the prompts of the profile's own workload as its search decoded them."""
     workload = load_workload(name, "evaluate", num_prompts=settings.num_prompts, format=settings.workload_format)
     workload = workload.as_searched(profile.workload) if workload.name == profile.workload.name else workload
     return workload.cut(settings.num_prompts, settings.max_new_tokens)
@@ -119,7 +119,7 @@ def _local_gates(settings: CheckSettings, run: LocalRun, evidence: list[PromptEv
 def _compare(
     comparison: Comparison,
     runs: Sequence[LocalRun],
-    requests: Sequence[list[Request]],
+    requests: Sequence[list[WorkerRequest]],
     gates: list[Gate],
     budget_s: float,
 ) -> list[Timing | None]:

@@ -77,10 +77,10 @@ class LocalRun:
         summary = self.summary
         verdict: GateVerdict = "passed"
         if self.divergences:
-            is_rounding = not self.is_exact and all(found.is_near_tie for found in self.divergences.values())
+            is_rounding = not self.is_exact and all(divergence.is_near_tie for divergence in self.divergences.values())
             verdict = "warned" if is_rounding else "failed"
         text = {
-            "passed": f"{summary.identical_outputs}/{summary.num_prompts} outputs equal those of plain decoding",
+            "passed": f"{summary.identical_outputs}/{summary.num_prompts} outputs equal plain decoding",
             "warned": f"{len(self.divergences)} outputs differ from plain decoding after near ties in {self.precision}",
             "failed": "the output differs from plain decoding",
         }[verdict]
@@ -170,11 +170,11 @@ def _divergences(runner: ArmRunner, arm: Arm, workload: Workload, runs: dict[str
             continue
         target, settings = runner.decoder.target, prompt.settings
         inputs = prompt.inputs(runner.processor, target.device)
-        plain, other = (each.decode(inputs, settings)[0] for each in (runner.plain, arm))
+        plain, tokens = (each.decode(inputs, settings)[0] for each in (runner.plain, arm))
         sampler = TokenSampler(
             temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed, device=target.device
         )
-        divergence = first_divergence(target, inputs, plain, other, sampler, mode=runner.decoder.mode)
+        divergence = first_divergence(target, inputs, plain, tokens, sampler, mode=runner.decoder.mode)
         if divergence is not None:
             divergences[prompt.name] = divergence
     return divergences

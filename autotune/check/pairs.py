@@ -19,7 +19,7 @@ from statistics import fmean
 from pydantic import Field, ValidationError
 
 from autotune.check.sequential import PAIRS_PER_LAUNCH
-from autotune.check.worker_process import Decoded, Launch, Request, Side, WorkerProcess
+from autotune.check.worker_process import Decoded, Launch, Side, WorkerProcess, WorkerRequest
 from autotune.errors import NotComparable
 from autotune.files import Document, append_line, read_lines
 from autotune.workloads.workload import WARM_UP_TOKENS
@@ -60,7 +60,7 @@ class PairRunner:
     base: Side
     head: Side
     launch: Launch
-    requests: Sequence[Request]
+    requests: Sequence[WorkerRequest]
     seed: int = field(kw_only=True)
     ledger: Path = field(kw_only=True)
     """File of finished pairs."""
@@ -103,12 +103,12 @@ class PairRunner:
         num_launches = math.ceil(max(0, num_missing - self._num_left) / PAIRS_PER_LAUNCH)
         return num_missing * fmean(self.pair_s) + num_launches * self.launch_s[-1]
 
-    def request(self, number: int) -> Request:
+    def request(self, number: int) -> WorkerRequest:
         """The prompt of a pair. All prompts take turns, in a new random order each time."""
         turn, position = divmod(number, len(self.requests))
         return random.Random(f"{self.seed}/turn/{turn}").sample(list(self.requests), len(self.requests))[position]
 
-    def _decode_pair(self, number: int, request: Request) -> Pair:
+    def _decode_pair(self, number: int, request: WorkerRequest) -> Pair:
         rng = random.Random(f"{self.seed}/pair/{number}")
         head_first = rng.random() < 0.5
         base, head = self._decode_both(request, head_first, plain=False)
@@ -133,14 +133,14 @@ class PairRunner:
             plain_head_ms=plain_head_ms,
         )
 
-    def _decode_both(self, request: Request, head_first: bool, *, plain: bool) -> tuple[Decoded, Decoded]:
+    def _decode_both(self, request: WorkerRequest, head_first: bool, *, plain: bool) -> tuple[Decoded, Decoded]:
         assert self._workers is not None
         answers = {
             side: self._workers[side].decode(request, plain=plain) for side in ((1, 0) if head_first else (0, 1))
         }
         return answers[0], answers[1]
 
-    def _relaunch(self, coming: Sequence[Request]) -> None:
+    def _relaunch(self, coming: Sequence[WorkerRequest]) -> None:
         """Start new workers and warm them up: each decodes the start of one coming prompt per operating point."""
         self._close_workers()
         began = self.clock()
@@ -162,7 +162,7 @@ class PairRunner:
                 worker.close()
 
 
-def _shortened(request: Request) -> Request:
+def _shortened(request: WorkerRequest) -> WorkerRequest:
     """The request with an answer long enough for a warm-up."""
     longest = min(WARM_UP_TOKENS, request.settings.get("max_new_tokens") or WARM_UP_TOKENS)
     return replace(request, settings={**request.settings, "max_new_tokens": longest})

@@ -96,14 +96,14 @@ def _python_for(ref: str, root: Path, tree: Path, environment: Path) -> str:
 
 def requirements(folder: Path) -> dict[str, Any]:
     """The packages that a checkout requires."""
-    found: dict[str, Any] = {name: (folder / name).read_bytes() for name in REQUIREMENTS if (folder / name).exists()}
+    contents: dict[str, Any] = {name: (folder / name).read_bytes() for name in REQUIREMENTS if (folder / name).exists()}
     if (folder / "pyproject.toml").exists():
         try:
             project = tomllib.loads((folder / "pyproject.toml").read_text()).get("project", {})
         except tomllib.TOMLDecodeError:
-            return {**found, "pyproject.toml": "unreadable"}
-        found |= {key: project.get(key) for key in ("dependencies", "requires-python")}
-    return found
+            return {**contents, "pyproject.toml": "unreadable"}
+        contents |= {key: project.get(key) for key in ("dependencies", "requires-python")}
+    return contents
 
 
 def _git(arguments: list[str], folder: Path, failure: str) -> str:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from autotune.errors import UserError
 from autotune.files import require_writable
-from autotune.settings import setting
+from autotune.option_fields import setting
 from autotune.workloads.formats import Format
 
 
@@ -21,13 +21,13 @@ class CheckSettings(BaseModel):
     profile: Path
     workloads: tuple[str, ...] = setting(
         (),
-        "Prompts: 'digits', 'code', or a file, which may be hf://datasets/...: our JSONL, or that of a public benchmark. Repeatable; default: those of the target's pair.",
+        "Prompts: 'digits', 'code', or a file, which may be hf://datasets/...: our JSONL, or the file of a public benchmark. Repeatable; default: the prompts of the target's pair.",
         option="workload",
     )
     workload_format: Format | None = setting(
         None, "Format of the files of all workloads; default: found out from their first rows.", option="format"
     )
-    max_new_tokens: int | None = setting(None, "Longest answer; default: that of each prompt.", ge=1)
+    max_new_tokens: int | None = setting(None, "Longest answer; default: each prompt's own.", ge=1)
     num_prompts: int = setting(16, "Number of prompts of each workload.", option="prompts", ge=1)
     min_speedup: float | None = setting(
         None, "Fail if the whole confidence interval of the speedup over plain decoding is below this.", gt=0

@@ -128,7 +128,7 @@ def time_gate(timing: Timing, outcome: Outcome, workload: str) -> Gate:
         details.append(
             f"plain decoding, as a control: {100 * timing.plain_slowdown:+.1f} %; speedup of head: {timing.speedup:.2f}x"
         )
-    summary = f"{describe(timing)} after {len(timing.pairs)} pairs: {reason}"
+    summary = f"{_describe(timing)} after {len(timing.pairs)} pairs: {reason}"
     return Gate(name=TIME, workload=workload, verdict=verdict, summary=summary, details=details)
 
 
@@ -154,12 +154,12 @@ def machine_gate(timing: Timing, outcome: Outcome, workload: str, design: Design
         name=TIME,
         workload=workload,
         verdict="passed" if is_suitable else "inconclusive",
-        summary=f"A/A, {describe(timing)} after {len(pairs)} pairs: {'' if is_suitable else 'not '}suitable for detecting "
+        summary=f"A/A, {_describe(timing)} after {len(pairs)} pairs: {'' if is_suitable else 'not '}suitable for detecting "
         f"a slowdown of {100 * design.limit:g} %",
         details=details,
     )
 
 
-def describe(timing: Timing) -> str:
+def _describe(timing: Timing) -> str:
     low, high = timing.ci95
     return f"head {100 * timing.slowdown:+.1f} % time ({100 * low:+.1f} to {100 * high:+.1f} %)"

@@ -35,7 +35,7 @@ class Decoded(Document):
 
 
 @dataclass(frozen=True)
-class Request:
+class WorkerRequest:
     """A prompt for workers, processed once for both sides."""
 
     name: str
@@ -96,7 +96,7 @@ class WorkerProcess:
                 )
             self._is_ready = True
 
-    def decode(self, request: Request, *, plain: bool) -> Decoded:
+    def decode(self, request: WorkerRequest, *, plain: bool) -> Decoded:
         """Decode one prompt.
 
         Raises:

@@ -13,7 +13,7 @@ from autotune.search.settings import SearchSettings
 
 @click.command(short_help="Compare a profile with other ways to decode.")
 @click.argument("profile", type=click.Path(path_type=Path))
-@options.evaluation_prompts
+@options.prompt_options
 @click.option(
     "--against",
     default=None,
@@ -38,7 +38,7 @@ from autotune.search.settings import SearchSettings
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the order of the runs.")
 @options.device
-@options.settings_options(SearchSettings, "wait_until_quiet_s")
+@options.settings_options(SearchSettings, "wait_until_idle_s")
 @options.table("a row for every run")
 @options.as_json
 def command(profile: Path, against: str | None, table: Path | None, as_json: bool, **choices: Any) -> None:

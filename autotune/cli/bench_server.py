@@ -15,7 +15,7 @@ from autotune.files import require_writable
 
 @click.command(short_help="Compare a serving engine with the prediction of its export.")
 @click.argument("profile", type=click.Path(path_type=Path))
-@options.evaluation_prompts
+@options.prompt_options
 @click.option(
     "--engine",
     default="vllm",

@@ -10,7 +10,7 @@ import click
 
 from autotune.check.settings import CheckSettings
 from autotune.cli import options
-from autotune.settings import make_settings
+from autotune.option_fields import make_settings
 
 
 @click.command(short_help="Check that a profile is still lossless and as fast as before.")

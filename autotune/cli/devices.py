@@ -20,7 +20,7 @@ def command(as_json: bool) -> None:
     if as_json:
         options.print_json(
             {
-                "local": {name: {**found.model_dump(), "key": found.key} for name, found in local.items()},
+                "local": {name: {**device.model_dump(), "key": device.key} for name, device in local.items()},
                 "measured": measured_pairs(),
                 "estimated": {name: load_limits(name).model_dump() for name in datasheets()},
             }
@@ -28,8 +28,8 @@ def command(as_json: bool) -> None:
         return
     console = Console()
     rows = [
-        [name, found.model, str(found.num_cores), f"{found.memory_bytes / 2**30:.0f} GiB"]
-        for name, found in local.items()
+        [name, device.model, str(device.num_cores), f"{device.memory_bytes / 2**30:.0f} GiB"]
+        for name, device in local.items()
     ]
     console.table("This machine", ["device", "model", "cores", "memory"], rows)
     print_other_devices(console)

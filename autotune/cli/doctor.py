@@ -57,15 +57,15 @@ def command(
     from autotune.doctor.output import print_diagnosis
 
     console = Console()
-    found = examine(
+    diagnosis = examine(
         device, target, workload, num_tokens, console, random_weights=random_weights, workload_format=workload_format
     )
     if as_json:
-        click.echo(found.dump())
+        click.echo(diagnosis.dump())
     else:
-        print_diagnosis(found, console)
-    for text in found.notes:
+        print_diagnosis(diagnosis, console)
+    for text in diagnosis.notes:
         console.say(f"- {text}")
-    for text in found.defects:
+    for text in diagnosis.defects:
         console.say(f"DEFECT: {text}")
-    sys.exit(1 if found.defects else 0)
+    sys.exit(1 if diagnosis.defects else 0)

@@ -19,7 +19,7 @@ EXPORT_ENGINES = ("vllm", "sglang", "llama.cpp", "transformers")
     "--study",
     type=click.Path(path_type=Path),
     default=None,
-    help="Study folder of the search.  [default: found in .autotune/ beside the profile or here]",
+    help="Study folder of the search.  [default: found in .autotune/ next to the profile or here]",
 )
 @click.option(
     "--point",

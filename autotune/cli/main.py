@@ -16,18 +16,17 @@ from autotune.errors import UserError, nearest
 # Loggers of packages that transformers imports; they report on the packages' own state.
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
 VERBS = ("doctor", "measure", "record", "search", "run", "bench", "bench-server", "check", "report", "export", "train")
-ALIASES = {"profile": "measure", "devices": "devices"}  # known, and not listed
+UNLISTED = ("devices",)
 
 
-class Verbs(click.Group):
+class Commands(click.Group):
     """Imports a verb's module when the verb is used, and prints mistakes of the user as one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        cmd_name = ALIASES.get(cmd_name, cmd_name)
-        if cmd_name not in (*VERBS, *ALIASES):
+        if cmd_name not in (*VERBS, *UNLISTED):
             return None
         for name in CHATTY:
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -38,7 +37,7 @@ class Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in (*VERBS, *ALIASES) and not args[0].startswith("-"):
+        if args and args[0] not in (*VERBS, *UNLISTED) and not args[0].startswith("-"):
             raise click.UsageError(f"no such command {args[0]!r}; {nearest(args[0], VERBS)}")
         return super().resolve_command(ctx, args)
 
@@ -59,7 +58,7 @@ class Verbs(click.Group):
         sys.exit(code or 0)
 
 
-@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(version_of("autotune"), prog_name="autotune")
 def main() -> None:
     """Fit speculative decoding to a model, a workload and a device, and decode with the result.

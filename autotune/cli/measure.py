@@ -25,7 +25,7 @@ from autotune.workloads.formats import Format
 @click.option(
     "--budget", type=options.Duration(), default="90s", show_default=True, help="Time limit of the measurements."
 )
-@options.settings_options(SearchSettings, "wait_until_quiet_s", "capture_sizes", "mode")
+@options.settings_options(SearchSettings, "wait_until_idle_s", "capture_sizes", "mode")
 @options.output("pair.cost.json", "Cost table to write.")
 @options.table("a row for every measured point")
 @options.as_json
@@ -50,7 +50,7 @@ def command(
     require_workload(workload, workload_format)
 
     from autotune.console import Console
-    from autotune.contention import wait_until_quiet
+    from autotune.contention_monitor import wait_until_idle
     from autotune.device import choose_device
     from autotune.documents.subnet import Subnet
     from autotune.search.cost_tables import measure_table, print_table
@@ -66,8 +66,8 @@ def command(
         prompts = prompts.readable_by(model_pool.processor)
     subnets = [Subnet(heads=share, injection_layer=choices["injection_layer"]) for share in choices["heads"] or (None,)]
     variants = [(draft, subnet) for draft in model_pool.references for subnet in subnets]
-    if choices["wait_until_quiet_s"] is not None:
-        wait_until_quiet(choices["wait_until_quiet_s"], str(model_pool.target.device), console)
+    if choices["wait_until_idle_s"] is not None:
+        wait_until_idle(choices["wait_until_idle_s"], str(model_pool.target.device), console)
     table = measure_table(model_pool, variants, prompts, console, choices["budget"])
     table.save(output)
     if choices["table"] is not None:

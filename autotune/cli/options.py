@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from autotune.files import require_writable
-from autotune.settings import extra_of, option_name
+from autotune.option_fields import extra_of, option_name
 from autotune.workloads.formats import FORMATS
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -88,8 +88,8 @@ class TableFile(click.Path):
 workload = click.option(
     "--workload",
     default=None,
-    show_default="that of the target's pair",
-    help="'digits', 'code', or a file of prompts, which may be hf://datasets/...: our JSONL, or that of a public benchmark.",
+    show_default="the workload of the target's pair",
+    help="'digits', 'code', or a file of prompts, which may be hf://datasets/...: our JSONL, or the file of a public benchmark.",
 )
 workload_format = click.option(
     "--format",
@@ -133,7 +133,7 @@ def output(default: str | None, help_text: str) -> Decorator:
 PROMPT_CHOICES = ("num_prompts", "is_whole", "max_new_tokens", "temperature")
 
 
-def evaluation_prompts(command: Callable[..., Any]) -> Callable[..., Any]:
+def prompt_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of the prompts that a profile is measured on: ``PROMPT_CHOICES``, workload and format."""
     for option in (
         click.option(

@@ -26,7 +26,7 @@ def require_profile(path: Path) -> None:
 
 
 def workload_for(profile: Path, name: str | None, format: Format | None = None) -> str:
-    """The workload that the user named, or that of the pair of a profile's target.
+    """The workload that the user named, or the workload of the pair that a profile's target belongs to.
 
     Raises:
         UserError: see ``require_profile`` and ``require_workload``.
@@ -56,7 +56,7 @@ def require_workload(name: str, format: Format | None = None) -> None:
 
 
 def evaluation_prompts(profile: Path, choices: dict[str, Any]) -> tuple[EvaluationPrompts, dict[str, Any]]:
-    """The prompts that the options of ``options.evaluation_prompts`` choose for a profile, and the other choices.
+    """The prompts that the options of ``options.prompt_options`` choose for a profile, and the other choices.
 
     Raises:
         UserError: see ``workload_for``.
@@ -65,8 +65,8 @@ def evaluation_prompts(profile: Path, choices: dict[str, Any]) -> tuple[Evaluati
 
     from autotune.evaluation.bench_settings import EvaluationPrompts
 
-    others = {
+    settings = {
         name: value for name, value in choices.items() if name not in (*PROMPT_CHOICES, "workload", "workload_format")
     }
     chosen = {name: choices[name] for name in PROMPT_CHOICES}
-    return EvaluationPrompts(workload, choices["workload_format"], **chosen), others
+    return EvaluationPrompts(workload, choices["workload_format"], **chosen), settings

@@ -79,9 +79,9 @@ def command(
     model_pool = ModelPool(target, drafts, choose_device(device))
     prompts = prompts.cut(choices["num_prompts"], choices["max_new_tokens"])
     prompts = model_pool.recorder(output).follow(prompts)
-    whole = Subnet(**{name: choices[name] for name in SUBNET_OPTIONS})
+    subnet = Subnet(**{name: choices[name] for name in SUBNET_OPTIONS})
     variants = [
-        (draft, whole.model_copy(update={"visual_keep": keep, "visual_ranking": ranking}))
+        (draft, subnet.model_copy(update={"visual_keep": keep, "visual_ranking": ranking}))
         for draft in model_pool.references
         for keep in choices["visual_keep"]
         for ranking in (choices["visual_ranking"] if keep < 1.0 else ("text_after_image",))

@@ -16,7 +16,7 @@ from autotune.cli import options
     "--study",
     type=click.Path(path_type=Path),
     default=None,
-    help="Study folder of the profile.  [default: found in .autotune/ beside the profile]",
+    help="Study folder of the profile.  [default: found in .autotune/ next to the profile]",
 )
 @click.option("--storage", default=None, help="Database of the study, if workers shared one.")
 @click.option("--workload", default=None, help="Workload file of the search, if it was moved.")

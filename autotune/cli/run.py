@@ -69,7 +69,7 @@ def _prompts(
     *,
     whole: bool,
 ) -> list[WorkloadPrompt]:
-    """The prompts to decode, with the settings of the command line in place of their own: the text, the whole workload, or its
+    """The prompts to decode, with the settings of the command line instead of their own: the text, the whole workload, or its
     first prompt.
 
     Raises:

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from autotune.cli import options
+from autotune.option_fields import make_settings
 from autotune.search.settings import SearchSettings
-from autotune.settings import make_settings
 
 
 @click.command(short_help="Find the fastest draft and token tree; write a profile.")

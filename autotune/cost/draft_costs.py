@@ -68,7 +68,7 @@ class DraftCosts(Document):
     def name(self) -> str:
         """Name in tables: ``digits/star heads-0.5``."""
         choices = Subnet(heads=self.heads, vocabulary=self.vocabulary).label.split()
-        return " ".join([self.draft.id, *(one.replace("=", "-") for one in choices if one != "keep=1")])
+        return " ".join([self.draft.id, *(choice.replace("=", "-") for choice in choices if choice != "keep=1")])
 
     @property
     def head_share(self) -> float | None:

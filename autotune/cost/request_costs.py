@@ -1,4 +1,4 @@
-"""Costs of a request that are not those of single steps: prefills, and the overhead outside the models."""
+"""Costs of a request that single steps do not have: prefills, and the overhead outside the models."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Overhead(Document):
     node_ms: float = Field(default=0.0, ge=0)
     """Per verified node."""
     retrieval_ms: float = Field(default=0.0, ge=0)
-    """Added to a round of a tree with a second source, ``retrieval``."""
+    """Added to a round of a tree with ``retrieval``."""
     samples: list[tuple[int, int, int, int, float]] = Field(default_factory=list)
-    """(rounds, draft forwards, verified nodes, rounds with a second source, ms) per run."""
+    """(rounds, draft forwards, verified nodes, rounds with retrieval, ms) per run."""
     held_out_error: float | None = None
     """Median relative error in leave-one-out cross-validation; None with one run."""
 
@@ -74,7 +74,7 @@ class Overhead(Document):
 
 
 def fit_overhead(samples: list[tuple[int, int, int, int, float]]) -> Overhead:
-    """Fit samples (rounds, draft forwards, verified nodes, rounds with a second source, ms)."""
+    """Fit samples (rounds, draft forwards, verified nodes, rounds with retrieval, ms)."""
     if not samples:  # every output ended with its first token
         return Overhead(round_ms=0.0, level_ms=0.0)
     counts = np.array([row[:4] for row in samples], np.float64)
@@ -107,8 +107,8 @@ def _fit(counts: Floats, ms: Floats) -> tuple[list[float], float | None]:
 
     errors = []
     for number in range(len(ms)):
-        others = np.arange(len(ms)) != number
-        # Some rows cannot be predicted from the others, for example that of the only prompt without an image.
-        if np.linalg.matrix_rank(counts[others]) == np.linalg.matrix_rank(counts):
-            errors.append(abs(float(counts[number] @ fit(others)) / float(ms[number]) - 1))
+        is_fitted = np.arange(len(ms)) != number
+        # Some rows cannot be predicted from the others, for example the row of the only prompt without an image.
+        if np.linalg.matrix_rank(counts[is_fitted]) == np.linalg.matrix_rank(counts):
+            errors.append(abs(float(counts[number] @ fit(is_fitted)) / float(ms[number]) - 1))
     return fit(np.ones(len(ms), bool)).tolist(), float(np.median(errors)) if errors else None

@@ -38,7 +38,7 @@ ROUND_MS = 0.4  # a round outside the models, an assumption
 REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
 
 
-class DeviceLimits(Document, kind="device-limits"):
+class DatasheetLimits(Document, kind="device-limits"):
     """Limits of a device, in the units of datasheets, and of the host, which are the same for all devices unless measured."""
 
     model: str
@@ -59,21 +59,21 @@ def datasheets() -> dict[str, Path]:
     return {path.stem: path for path in sorted((data_root() / "profiles" / "devices").glob("*.yaml"))}
 
 
-def find_limits(name: str) -> DeviceLimits | None:
+def find_limits(name: str) -> DatasheetLimits | None:
     """Limits of a device in ``datasheets()`` or of one of its MIG slices, ``h100-mig-1g.10gb``; None if there are none."""
-    device, _, profile = name.partition("-mig-")
+    device, _, part = name.partition("-mig-")
     path = datasheets().get(device)
     if path is None:
         return None
-    limits = DeviceLimits.load(path)
-    return limits if name == device else _slice_limits(limits, profile)
+    limits = DatasheetLimits.load(path)
+    return limits if name == device else _slice_limits(limits, part)
 
 
-def _slice_limits(limits: DeviceLimits, profile: str) -> DeviceLimits | None:
+def _slice_limits(limits: DatasheetLimits, part: str) -> DatasheetLimits | None:
     """Limits of a MIG slice, ``1g.10gb`` or ``1c.3g.40gb``: a GPU has seven slices of compute and eight of memory, which
-    divide capacity and bandwidth alike (MIG user guide, partitioning). None for a profile that the GPU does not have.
+    divide capacity and bandwidth equally (MIG user guide, partitioning). None for a part that the GPU does not have.
     """
-    match = re.fullmatch(r"(?:(\d)c\.)?(\d)g\.(\d+)gb", profile)
+    match = re.fullmatch(r"(?:(\d)c\.)?(\d)g\.(\d+)gb", part)
     if match is None or not limits.has_mig:
         return None
     memory_gb = int(match[3])
@@ -82,7 +82,7 @@ def _slice_limits(limits: DeviceLimits, profile: str) -> DeviceLimits | None:
         return None
     return limits.model_copy(
         update={
-            "model": f"{limits.model} MIG {profile}",
+            "model": f"{limits.model} MIG {part}",
             "memory_gb": memory_gb,
             "memory_gb_per_second": limits.memory_gb_per_second * memory / MEMORY_SLICES,
             "bfloat16_tflops": limits.bfloat16_tflops * compute / COMPUTE_SLICES,
@@ -91,30 +91,30 @@ def _slice_limits(limits: DeviceLimits, profile: str) -> DeviceLimits | None:
     )
 
 
-def load_limits(name: str) -> DeviceLimits:
+def load_limits(name: str) -> DatasheetLimits:
     """Limits of a device that ``find_limits`` knows."""
     limits = find_limits(name)
     assert limits is not None, f"no datasheet of {name}"
     return limits
 
 
-def step_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> float:
+def step_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float) -> float:
     """Latency of a forward of ``tokens`` tokens with ``kv_length`` tokens in the KV cache."""
     # The host launches kernels ahead of the device, so the slower of the two determines the latency.
     return max(_bounds_ms(shape, limits, tokens, kv_length))
 
 
-def first_level_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> float:
+def first_level_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float) -> float:
     """Latency of a draft's first forward pass of a round, which reads ``tokens`` committed tokens."""
     return step_ms(shape, limits, tokens + shape.block_tokens, kv_length)
 
 
-def later_level_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> float:
+def later_level_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float) -> float:
     """Latency of any other draft level, of ``tokens`` nodes; 0 where the first forward pass has drafted it."""
     return 0.0 if shape.block_tokens else step_ms(shape, limits, tokens, kv_length)
 
 
-def device_bound_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> float:
+def device_bound_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float) -> float:
     """The least latency of the same forward that the device allows, however fast the host is: memory traffic or arithmetic."""
     memory_ms, arithmetic_ms, _ = _bounds_ms(shape, limits, tokens, kv_length)
     return max(memory_ms, arithmetic_ms)
@@ -126,7 +126,9 @@ def operations(shape: ModelShape, tokens: float, kv_length: float) -> float:
     return 2 * shape.text_parameters * tokens + attention
 
 
-def _bounds_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> tuple[float, float, float]:
+def _bounds_ms(
+    shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float
+) -> tuple[float, float, float]:
     """Lower bounds of the latency of a forward: memory, arithmetic, kernel launches; 0 for a draft without forward passes."""
     if not shape.has_forward_pass:
         return 0.0, 0.0, 0.0
@@ -139,7 +141,7 @@ def _bounds_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length
     )
 
 
-def anchored(limits: DeviceLimits, measured: Sequence[CostTable]) -> DeviceLimits:
+def anchored(limits: DatasheetLimits, measured: Sequence[CostTable]) -> DatasheetLimits:
     """Scale bandwidth, peak throughput and launch time to tables measured on the device, by least squares of log latency.
 
     Limits that no measured point depends on are not changed. ``round_ms`` becomes the median of the tables.
@@ -182,9 +184,9 @@ def anchored(limits: DeviceLimits, measured: Sequence[CostTable]) -> DeviceLimit
 
 def _surface(
     shape: ModelShape,
-    limits: DeviceLimits,
+    limits: DatasheetLimits,
     tokens: tuple[int, ...],
-    latency_ms: Callable[[ModelShape, DeviceLimits, float, float], float] = step_ms,
+    latency_ms: Callable[[ModelShape, DatasheetLimits, float, float], float] = step_ms,
 ) -> Surface:
     return Surface(
         points=[
@@ -195,7 +197,7 @@ def _surface(
     )
 
 
-def _prefill(shape: ModelShape, limits: DeviceLimits) -> PrefillCost:
+def _prefill(shape: ModelShape, limits: DatasheetLimits) -> PrefillCost:
     short, long = (step_ms(shape, limits, n, 0) for n in (64, 1024))
     per_token = (long - short) / (1024 - 64)
     image = 2 * shape.vision_parameters * 600 / (limits.bfloat16_tflops * 1e9)  # about 600 patches

@@ -14,7 +14,7 @@ from autotune.files import Document
 from autotune.trees.limits import Floats
 
 MAX_EXTRAPOLATION = 1.5  # of the longest KV length measured
-MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean, for normal samples
+MEDIAN_ERROR = 1.2533  # standard error of a median over the standard error of a mean, for normal samples
 MAD_TO_SD = 1.4826  # standard deviation over median absolute deviation, for normal samples
 Model = Literal["linear", "steps"]
 MODELS: tuple[Model, ...] = ("linear", "steps")
@@ -40,7 +40,7 @@ def uncertainty(repetitions: Iterable[Sequence[float]], held_out_error: float | 
 
     Args:
         repetitions: the samples of every size. The root mean square of the standard errors of their medians counts; sizes
-            with a single sample tell nothing.
+            with a single sample do not count.
         held_out_error: median relative error of the model where it was not fitted, converted to a standard deviation.
 
     Returns:
@@ -59,7 +59,7 @@ class Point(Document):
     tokens: int = Field(ge=1)
     kv_length: int = Field(ge=0)
     samples_ms: list[float] = Field(min_length=1)
-    """Measured samples are scaled by the plain steps beside them (``autotune.measuring.sampling``)."""
+    """Measured samples are scaled by the plain steps before and after them (``autotune.measuring.sampling``)."""
 
     @property
     def latency_ms(self) -> float:

@@ -76,8 +76,8 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
     @property
     def uncertainties(self) -> dict[str, float]:
         """Relative standard errors by part, as in ``held_out_errors``: spread of repetitions and held-out error together."""
-        found = {name: part.uncertainty for name, part in self.parts.items()}
-        return {name: error for name, error in found.items() if error is not None}
+        errors = {name: part.uncertainty for name, part in self.parts.items()}
+        return {name: error for name, error in errors.items() if error is not None}
 
     @property
     def parts(self) -> dict[str, Surface | PrefillCost | Overhead]:
@@ -131,15 +131,15 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
         def describe(model: ModelReference) -> str:
             return f"{model.id!r} ({model.sha256[:8] or 'no hash'})"
 
-        for what, own, other, is_same in (
+        for what, recorded, given, is_same in (
             ("model", describe(self.target), describe(target), self.target.is_same(target)),
             ("device", repr(self.device.key), repr(device.key), self.device.key == device.key),
             ("precision", self.precision, precision, self.precision == precision),
         ):
             if not is_same:
                 raise UserError(
-                    f"{source}: a cost table is valid for the {what} that it was measured with; this one is of {own}, not of "
-                    f"{other}; delete it, or run autotune measure for this {what}"
+                    f"{source}: a cost table is valid for the {what} that it was measured with; this one is of {recorded}, not of "
+                    f"{given}; delete it, or run autotune measure for this {what}"
                 )
 
     @property
@@ -184,7 +184,7 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
             if costs.is_of(draft, subnet):
                 return costs
         known = ", ".join(
-            " ".join([one.draft.id, *(f"({choice})" for choice in choices_of(one))]) for one in self.drafts
+            " ".join([costs.draft.id, *(f"({choice})" for choice in choices_of(costs))]) for costs in self.drafts
         )
         wanted = " and ".join(["these weights", *choices_of(subnet)])
         raise UserError(
@@ -195,10 +195,10 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
         self, draft: ModelReference, *, max_tokens: int, max_kv_length: int, subnet: Subnet | None = None
     ) -> DensePrices:
         """Prices for replay, for forwards of up to ``max_tokens`` tokens and KV lengths of up to ``max_kv_length``."""
-        costs, other, weight = self.costs_around(draft, subnet or Subnet())
+        costs, neighbor, weight = self.costs_around(draft, subnet or Subnet())
 
         def between(value_of: Callable[[DraftCosts], Any]) -> Any:
-            return value_of(costs) if weight == 0.0 else (1 - weight) * value_of(costs) + weight * value_of(other)
+            return value_of(costs) if weight == 0.0 else (1 - weight) * value_of(costs) + weight * value_of(neighbor)
 
         tokens = np.array([round_up(size, self.capture_sizes) for size in range(1, max_tokens + 1)], np.float64)
         lengths = np.arange(0, max_kv_length + KV_STEP, KV_STEP, dtype=np.float64) + KV_STEP / 2
@@ -240,7 +240,7 @@ class DensePrices:
     crossing_share: float = 0.0
     """As in ``ModelShape``, of the draft."""
     overhead_retrieval_ms: float = 0.0
-    """Added to ``overhead_round_ms`` for trees with a second source."""
+    """Added to ``overhead_round_ms`` for trees with retrieval."""
 
 
 def shipped_tables() -> dict[str, list[Path]]:

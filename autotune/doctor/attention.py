@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from autotune.doctor.diagnosis import AttentionUse
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 
@@ -44,7 +44,7 @@ class _Observer(TorchFunctionMode):
 
 
 @torch.inference_mode()
-def attention_uses(target: Target, prompt: Prompt, num_tokens: int) -> tuple[AttentionUse, ...]:
+def attention_uses(target: Target, prompt: EncodedPrompt, num_tokens: int) -> tuple[AttentionUse, ...]:
     """The kernels of a prefill, a plain step, and a verification of ``num_tokens`` tokens; empty if the model attends by code of
     its own.
     """
@@ -55,9 +55,9 @@ def attention_uses(target: Target, prompt: Prompt, num_tokens: int) -> tuple[Att
         "plain step": lambda: target.step(int(tokens[0])),
         "verification": lambda: target.forward(Step.causal(tokens, target.mask_value)),
     }
-    found = []
+    uses = []
     for name, run in forwards.items():
         with _Observer() as observer:
             run()
-        found += [AttentionUse(forward=name, **use._asdict(), num_layers=count) for use, count in observer.uses.items()]
-    return tuple(found)
+        uses += [AttentionUse(forward=name, **use._asdict(), num_layers=count) for use, count in observer.uses.items()]
+    return tuple(uses)

@@ -126,4 +126,4 @@ class Diagnosis(Document, kind="diagnosis", made_by="autotune doctor"):
 
     @property
     def examined(self) -> DeviceFound:
-        return next(found for found in self.devices if found.device == self.device)
+        return next(device for device in self.devices if device.device == self.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.console import Console
-from autotune.contention import ContentionMonitor
+from autotune.contention_monitor import ContentionMonitor
 from autotune.device import choose_device
 from autotune.doctor.diagnosis import Diagnosis
 from autotune.doctor.findings import defects, notes
@@ -45,7 +45,7 @@ def examine(
     monitor = ContentionMonitor(chosen)
     with console.stage("copy bandwidth"):
         rate = copy_gb_per_second(chosen)
-    found = None
+    found_target = None
     if target is not None:
         with console.stage("target"):
             loaded = Target(load_model(target, device=chosen, random_weights=random_weights))
@@ -54,7 +54,7 @@ def examine(
             loaded_prompts = load_workload(workload, "tune", num_prompts=limit, format=workload_format)
             prompts = loaded_prompts.first_turns().readable_by(processor).prompts
             inputs = [prompt.inputs(processor, loaded.device) for prompt in prompts[:NUM_PROMPTS]]
-            found = examine_target(loaded, reference(target), inputs, num_tokens=num_tokens)
+            found_target = examine_target(loaded, reference(target), inputs, num_tokens=num_tokens)
     contention = monitor.contention
     diagnosis = Diagnosis(
         provenance=stamp(contention),
@@ -62,7 +62,7 @@ def examine(
         device=chosen,
         copy_gb_per_second=rate,
         contention=contention,
-        target=found,
+        target=found_target,
     )
     sentences = {"defects": tuple(defects(diagnosis)), "notes": tuple(notes(diagnosis))}
     return diagnosis.model_copy(update=sentences)

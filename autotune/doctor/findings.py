@@ -9,9 +9,9 @@ from autotune.execution import EAGER
 SLOW_SHARE = 0.5  # of the bandwidth, below which something else than memory bounds a plain step
 
 
-def defects(found: Diagnosis) -> list[str]:
+def defects(diagnosis: Diagnosis) -> list[str]:
     """Differences between a verification and single steps that rounding does not explain."""
-    target = found.target
+    target = diagnosis.target
     if target is None:
         return []
     texts = []
@@ -29,23 +29,24 @@ def defects(found: Diagnosis) -> list[str]:
     return texts
 
 
-def notes(found: Diagnosis) -> list[str]:
+def notes(diagnosis: Diagnosis) -> list[str]:
     """Expectations of a search on this machine."""
     texts = []
-    device = found.examined
+    device = diagnosis.examined
     if device.datasheet_gb_per_second is None and device.fingerprint.kind != "cpu":
         texts.append(
             f"no datasheet of {device.fingerprint.name}: searches measure here as elsewhere, but reports show no limits; add "
             f"profiles/devices/{device.fingerprint.name}.yaml"
         )
-    if not found.contention.is_quiet:
+    if diagnosis.contention.is_busy:
         texts.append(
-            f"the machine is not quiet ({found.contention.describe('meanwhile')}): times scatter; searches and profiles wait for "
-            "a quiet machine with --wait-until-quiet"
+            f"the machine is busy ({diagnosis.contention.describe('meanwhile')}): times scatter; searches and measurements wait for "
+            "an idle machine with --wait-until-idle"
         )
-    if found.target is None:
+    if diagnosis.target is None:
         return [*texts, "no target was examined; name one with --target"]
-    return texts + _attention_notes(found.target) + _precision_notes(found.target) + _time_notes(found, found.target)
+    target = diagnosis.target
+    return texts + _attention_notes(target) + _precision_notes(target) + _time_notes(diagnosis, target)
 
 
 def _attention_notes(target: TargetFound) -> list[str]:
@@ -73,7 +74,7 @@ def _precision_notes(target: TargetFound) -> list[str]:
         )
     elif not ties.num_flips:
         texts.append(
-            f"no argmax of {ties.num_tokens} flips: outputs should equal those of plain decoding (noise {ties.noise:.2g})"
+            f"no argmax of {ties.num_tokens} flips: outputs should equal plain decoding (noise {ties.noise:.2g})"
         )
     if not target.is_tested:
         texts.append(
@@ -82,9 +83,9 @@ def _precision_notes(target: TargetFound) -> list[str]:
     return texts
 
 
-def _time_notes(found: Diagnosis, target: TargetFound) -> list[str]:
+def _time_notes(diagnosis: Diagnosis, target: TargetFound) -> list[str]:
     texts = [_price_note(times) for times in target.steps]
-    limit = found.examined.datasheet_gb_per_second or found.copy_gb_per_second
+    limit = diagnosis.examined.datasheet_gb_per_second or diagnosis.copy_gb_per_second
     for times in target.steps:
         rate = target.step_gb_per_second(times)
         if rate < SLOW_SHARE * limit:
@@ -98,8 +99,9 @@ def _time_notes(found: Diagnosis, target: TargetFound) -> list[str]:
             texts.append(
                 f"mode {times.mode} prepares {times.num_prepared} forward passes in {times.prepare_s:.1f} s and {gib(times.prepared_bytes)}"
             )
-    tokens = int(found.examined.free_bytes / max(1, target.kv_bytes_per_token))
-    texts.append(f"{gib(found.examined.free_bytes)} are free beside the weights, keys and values of {tokens:,} tokens")
+    free_bytes = diagnosis.examined.free_bytes
+    tokens = int(free_bytes / max(1, target.kv_bytes_per_token))
+    texts.append(f"{gib(free_bytes)} are free next to the weights: keys and values of {tokens:,} tokens")
     return texts
 
 
@@ -107,6 +109,6 @@ def _price_note(times: StepTimes) -> str:
     """The tokens per round at which a round without a draft's cost breaks even."""
     prices = ", ".join(f"{tokens}: {ms / times.plain_ms:.2f}" for tokens, ms in sorted(times.verify_ms.items()))
     return (
-        f"mode {times.mode}: a plain step takes {times.plain_ms:.2f} ms; a verification of n tokens, in plain steps, {prices}: so many "
+        f"mode {times.mode}: a plain step takes {times.plain_ms:.2f} ms; a verification of n tokens, in plain steps, {prices}: this many "
         "tokens per round pay for it alone"
     )

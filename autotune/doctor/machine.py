@@ -17,11 +17,11 @@ COPIES = 7
 
 def find_devices() -> tuple[DeviceFound, ...]:
     """All devices of this machine, the CPU first."""
-    found = []
+    devices = []
     for device in local_devices():
         here = fingerprint(device)
         limits = find_limits(here.name)
-        found.append(
+        devices.append(
             DeviceFound(
                 device=device,
                 fingerprint=here,
@@ -29,7 +29,7 @@ def find_devices() -> tuple[DeviceFound, ...]:
                 datasheet_gb_per_second=None if limits is None else limits.memory_gb_per_second,
             )
         )
-    return tuple(found)
+    return tuple(devices)
 
 
 def copy_gb_per_second(device: str) -> float:

@@ -9,24 +9,24 @@ from autotune.device import gib
 from autotune.doctor.diagnosis import Diagnosis, TargetFound
 
 
-def print_diagnosis(found: Diagnosis, console: Console) -> None:
-    """Print devices, those of other machines, attention kernels and times of forward passes."""
+def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    """Print devices, devices of other machines, attention kernels and times of forward passes."""
     rows = [
         [
-            one.device,
-            one.fingerprint.name,
-            one.fingerprint.model,
-            one.fingerprint.driver or "-",
-            f"{gib(one.free_bytes)} of {gib(one.fingerprint.memory_bytes)}",
-            "-" if one.datasheet_gb_per_second is None else f"{one.datasheet_gb_per_second:.0f} GB/s",
-            f"{found.copy_gb_per_second:.1f} GB/s" if one.device == found.device else "-",
+            device.device,
+            device.fingerprint.name,
+            device.fingerprint.model,
+            device.fingerprint.driver or "-",
+            f"{gib(device.free_bytes)} of {gib(device.fingerprint.memory_bytes)}",
+            "-" if device.datasheet_gb_per_second is None else f"{device.datasheet_gb_per_second:.0f} GB/s",
+            f"{diagnosis.copy_gb_per_second:.1f} GB/s" if device.device == diagnosis.device else "-",
         ]
-        for one in found.devices
+        for device in diagnosis.devices
     ]
     console.table("Devices", ["device", "name", "model", "driver", "free memory", "datasheet", "copy"], rows)
     print_other_devices(console)
-    if found.target is not None:
-        _print_target(found.target, console)
+    if diagnosis.target is not None:
+        _print_target(diagnosis.target, console)
 
 
 def measured_pairs() -> dict[str, list[str]]:

@@ -71,28 +71,28 @@ def _has_native_precision(target: Target) -> bool:
 
 @torch.inference_mode()
 def audit_near_ties(target: Target, inputs: Sequence[dict[str, Any]], num_tokens: int, *, allowed: float) -> NearTies:
-    """Compare the logits of single steps with those of one verification, at the tokens of plain greedy answers.
+    """Compare the logits of single steps with the logits of one verification, at the tokens of plain greedy answers.
 
     Args:
         allowed: noise that rounding explains, in standard deviations of the logits.
     """
     audits = []
-    for one in inputs:
-        tokens, alone = _plain_answer(target, one, num_tokens)
+    for prompt in inputs:
+        tokens, alone = _plain_answer(target, prompt, num_tokens)
         # The first row of both is of the prefill, which is no verification.
-        audits.append((alone[1:].float(), answer_logits(target, one, tokens)[1:].float()))
+        audits.append((alone[1:].float(), answer_logits(target, prompt, tokens)[1:].float()))
     alone, together = (torch.cat(logits) for logits in zip(*audits, strict=True))
     allowed_noise = allowed * float(alone.std())
     best = alone.topk(2).values
-    found = flips(alone, together, allowed_noise)
+    num_flips = flips(alone, together, allowed_noise)
     return NearTies(
         num_tokens=len(alone),
-        num_flips=len(found),
-        num_unexplained=sum(not flip.is_near_tie for flip in found),
+        num_flips=len(num_flips),
+        num_unexplained=sum(not flip.is_near_tie for flip in num_flips),
         noise=largest_difference(alone, together),
         allowed_noise=allowed_noise,
         median_margin=float((best[:, 0] - best[:, 1]).median()),
-        examples=tuple(map(str, sorted(found, key=lambda flip: flip.is_near_tie)[:MAX_EXAMPLES])),
+        examples=tuple(map(str, sorted(num_flips, key=lambda flip: flip.is_near_tie)[:MAX_EXAMPLES])),
     )
 
 

@@ -90,7 +90,7 @@ def first_match(
 ) -> int:
     """Index of the first condition that matches a request; the last condition must match every request.
 
-    The arguments are those of ``Condition.matches``.
+    The arguments are the same as of ``Condition.matches``.
     """
     return next(
         number

@@ -6,16 +6,16 @@ from pydantic import Field
 
 from autotune.files import Document
 
-QUIET_CORES = 0.1  # that others may use on a quiet machine...
-QUIET_SHARE = 0.05  # ...or this share of the cores, if that is more
-QUIET_PRESSURE = 0.1
-QUIET_THROTTLED = 0.01
+IDLE_CORES = 0.1  # that others may use on an idle machine...
+IDLE_SHARE = 0.05  # ...or this share of the cores, if that is more
+IDLE_PRESSURE = 0.1
+IDLE_THROTTLED = 0.01
 
 
 class Contention(Document):
-    """Contention from other processes, and throttling, during ``seconds``. None: the machine does not tell.
+    """Contention from other processes, and throttling, during ``seconds``. None: the machine does not report it.
 
-    The figures are means over the time; those of the GPU are read at its beginning and end.
+    The figures are means over the time; the GPU's figures are read at its beginning and end.
     """
 
     seconds: float = Field(ge=0)
@@ -40,18 +40,18 @@ class Contention(Document):
     """Why the GPU ran below its clock: ``power``, ``heat``, ``hardware``."""
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether others took so little that latencies are those of an idle machine.
+    def is_busy(self) -> bool:
+        """Whether other processes or throttling slow this machine down noticeably.
 
         Pressure counts only where the cores used by others are unknown, because threads of this process cause it too.
         """
         taken = None if self.other_cores is None else self.other_cores + (self.stolen_cores or 0.0)
         if taken is None:
-            has_cores = (self.cpu_pressure or 0.0) <= QUIET_PRESSURE
+            lacks_cores = (self.cpu_pressure or 0.0) > IDLE_PRESSURE
         else:
-            has_cores = taken <= max(QUIET_CORES, QUIET_SHARE * self.num_cores)
-        is_throttled = (self.throttled or 0.0) > QUIET_THROTTLED or self.thermal_throttles or self.gpu_throttle_reasons
-        return has_cores and not is_throttled and not self.gpu_processes
+            lacks_cores = taken > max(IDLE_CORES, IDLE_SHARE * self.num_cores)
+        is_throttled = (self.throttled or 0.0) > IDLE_THROTTLED or self.thermal_throttles or self.gpu_throttle_reasons
+        return bool(lacks_cores or is_throttled or self.gpu_processes)
 
     def describe(self, during: str) -> str:
         """One line: ``other processes used 0.6 of 2 cores while steps were timed; CPU pressure 31 %``.

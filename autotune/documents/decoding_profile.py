@@ -61,7 +61,7 @@ class Measured(Document):
     num_prompts: int
     num_tokens: int
     identical_outputs: int
-    """Number of prompts whose output equals that of plain decoding."""
+    """Number of prompts whose output equals plain decoding."""
 
 
 class OperatingPoint(Document):
@@ -90,10 +90,10 @@ class OperatingPoint(Document):
 
     @model_validator(mode="after")
     def _is_calibrated_for_its_draft(self) -> OperatingPoint:
-        draft, found = self.draft, self.calibration
-        if draft is not None and found is not None and found.draft_sha256 != draft.sha256:
+        draft, calibration = self.draft, self.calibration
+        if draft is not None and calibration is not None and calibration.draft_sha256 != draft.sha256:
             raise ValueError(
-                f"tree.calibration was fitted to the draft {found.draft} ({found.draft_sha256[:8] or 'no hash'}), and the "
+                f"tree.calibration was fitted to the draft {calibration.draft} ({calibration.draft_sha256[:8] or 'no hash'}), and the "
                 f"point's draft is {draft.id} ({draft.sha256[:8] or 'no hash'}); run autotune search for this draft"
             )
         return self
@@ -232,9 +232,9 @@ class DecodingProfile(Document, kind="decoding-profile", made_by="autotune searc
     @model_validator(mode="after")
     def _is_calibrated_on_its_prompts(self) -> DecodingProfile:
         for number, point in enumerate(self.points):
-            if (found := point.calibration) is not None and found.workload_sha256 != self.workload.tune_sha256:
+            if (fit := point.calibration) is not None and fit.workload_sha256 != self.workload.tune_sha256:
                 raise ValueError(
-                    f"points.{number}.tree.calibration was fitted to other prompts ({found.workload_sha256[:8]}) than those that "
+                    f"points.{number}.tree.calibration was fitted to other prompts ({fit.workload_sha256[:8]}) than those that "
                     f"the profile is tuned for ({self.workload.tune_sha256[:8]}); run autotune search on these prompts"
                 )
         return self
@@ -247,7 +247,7 @@ class DecodingProfile(Document, kind="decoding-profile", made_by="autotune searc
     def point_for(
         self, *, temperature: float, prompt_tokens: int, has_image: bool, workload: str | None = None
     ) -> OperatingPoint:
-        """The first point whose condition a request meets; the arguments are those of ``Condition.matches``."""
+        """The first point whose condition a request meets; the arguments are the same as of ``Condition.matches``."""
         number = first_match(
             (point.when for point in self.points),
             temperature=temperature,

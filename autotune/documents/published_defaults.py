@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR, HF
-from autotune.documents.published_settings import ABLATIONS, DEFAULTS, Published
+from autotune.documents.published_settings import ABLATIONS, DEFAULTS, PublishedDefault
 from autotune.documents.subnet import Subnet
 from autotune.trees.verification import LosslessVerification, WetapVerification
 
 
-def _configuration(published: Published) -> Configuration:
+def _configuration(published: PublishedDefault) -> Configuration:
     threshold = published.threshold
     return Configuration(
         tree=published.tree,

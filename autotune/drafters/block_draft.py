@@ -20,7 +20,7 @@ from autotune.drafters.forests import AnswerToRecord, ForestGrower
 from autotune.execution import round_up
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, KVSlots
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.transfer import to_device
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 
@@ -57,7 +57,7 @@ class BlockDraft(FeatureDraft):
     def reserve(self, num_tokens: int) -> None:
         super().reserve(num_tokens + self.num_block_tokens)
 
-    def prefill(self, prompt: Prompt, visual_scores: Tensor | None, *, capacity: int) -> None:
+    def prefill(self, prompt: EncodedPrompt, visual_scores: Tensor | None, *, capacity: int) -> None:
         """See ``Draft``. The target must have prefilled the same prompt just before. The last token's features are pending."""
         self.reserve(max(capacity, len(prompt) + MAX_STEP))
         self._pending, self._pending_features = [], []

@@ -18,7 +18,7 @@ from autotune.trees.tree import Ints, Tree
 
 if TYPE_CHECKING:
     from autotune.drafters.forests import AnswerToRecord
-    from autotune.modeling.prompt import Prompt
+    from autotune.modeling.prompt import EncodedPrompt
     from autotune.modeling.target import Target
 
 Proposals = tuple[NDArray[np.int32], NDArray[np.float32]]
@@ -123,7 +123,7 @@ class Draft(Protocol):
     def use_mode(self, name: str) -> None:
         """Set ``mode``."""
 
-    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[Prompt]) -> Sequence[Any]:
+    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt]) -> Sequence[Any]:
         """The draft's prompt for each row of a batch, without padding.
 
         Args:

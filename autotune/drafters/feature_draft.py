@@ -21,7 +21,7 @@ from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, KVSlots
 from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.packed_step import PackedStep
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.quantization import weight_bytes
 from autotune.modeling.step import Step
 from autotune.modeling.transfer import select, to_device
@@ -209,14 +209,14 @@ class FeatureDraft(CachedDraft, CachedModel):
     def description(self) -> str:
         return f"a {self.kind} draft"
 
-    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt]) -> Sequence[EncodedPrompt]:
         return target_prompts
 
     def reserve(self, num_tokens: int) -> None:
         super().reserve(num_tokens)
         self._num_condensed = 0
 
-    def prefill(self, prompt: Prompt, visual_scores: Tensor | None, *, capacity: int) -> None:
+    def prefill(self, prompt: EncodedPrompt, visual_scores: Tensor | None, *, capacity: int) -> None:
         """See ``Draft``. The target must have prefilled the same prompt just before."""
         self.reserve(max(capacity, len(prompt) + MAX_STEP))
         self._pending, self._pending_features = [], []
@@ -244,7 +244,7 @@ class FeatureDraft(CachedDraft, CachedModel):
             context = AttentionContext(None, self.cache.blocks)
             network(stream[None], kept_features[None], self._factors[positions][None], context, crossing=crossing)
 
-    def _embeddings(self, prompt: Prompt) -> Tensor:
+    def _embeddings(self, prompt: EncodedPrompt) -> Tensor:
         """The target's embeddings [n, hidden], with the draft's own embeddings for text if it has any."""
         embeddings: Tensor = self._target.embeddings(prompt)
         if self.network.embedding is None:

@@ -27,7 +27,7 @@ from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, rounded_capacity
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.loading import GEMMA4_ASSISTANT
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.quantization import weight_bytes
 from autotune.modeling.step import Step
 from autotune.modeling.text_model import MASKED_ATTENTION
@@ -202,10 +202,10 @@ class Gemma4AssistantDraft(CachedDraft):
         self.cache.clear()
         self.begin_round()
 
-    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt]) -> Sequence[EncodedPrompt]:
         return target_prompts
 
-    def prefill(self, prompt: Prompt, visual_scores: Tensor | None, *, capacity: int) -> None:
+    def prefill(self, prompt: EncodedPrompt, visual_scores: Tensor | None, *, capacity: int) -> None:
         """See ``Draft``. The target must have prefilled the same prompt just before."""
         self.reserve(max(capacity - len(prompt), MAX_STEP))
         self._pending = []

@@ -19,7 +19,7 @@ from autotune.drafters.draft import FeatureSource, check_vocabulary, kept_tokens
 from autotune.drafters.forests import AnswerToRecord
 from autotune.drafters.path_forest import PathForestGrower
 from autotune.errors import UserError
-from autotune.modeling.prompt import Prompt, placeholders_of, rows_of
+from autotune.modeling.prompt import EncodedPrompt, placeholders_of, token_rows
 from autotune.modeling.quantization import num_parameters, weight_bytes
 from autotune.modeling.self_check import check_tree_decoding
 from autotune.modeling.step import Step
@@ -77,33 +77,33 @@ class IndependentDraft(CachedDraft, TreeModel):
         self._placeholders = placeholders_of(theirs)
         self.sees_images = ours.model_type == theirs.model_type and placeholders_of(ours) == self._placeholders
 
-    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[Prompt] = ()) -> Sequence[Prompt]:
+    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt] = ()) -> Sequence[EncodedPrompt]:
         """The rows of a batch, encoded by the draft's own vision tower or without visual tokens.
 
         Raises:
             UserError: placeholders are to be read as text, and the draft's vocabulary does not hold them.
         """
         if self.reads_placeholders:
-            rows = [row.to(self.device) for row in rows_of(inputs)]
+            rows = [row.to(self.device) for row in token_rows(inputs)]
             if (largest := max(int(row.max()) for row in rows)) >= self.vocab_size:
                 raise UserError(
                     f"the draft's vocabulary has {self.vocab_size} tokens, so it cannot read the placeholder {largest} as text; "
                     "record it without --visual-input placeholders"
                 )
-            return [Prompt(row, torch.zeros_like(row, dtype=torch.bool)) for row in rows]
+            return [EncodedPrompt(row, torch.zeros_like(row, dtype=torch.bool)) for row in rows]
         if self.sees_images:
             return self.encode(inputs).prompts
-        return [self._text_of(row.to(self.device)) for row in rows_of(inputs)]
+        return [self._text_of(row.to(self.device)) for row in token_rows(inputs)]
 
-    def _text_of(self, tokens: Tensor) -> Prompt:
+    def _text_of(self, tokens: Tensor) -> EncodedPrompt:
         is_text = torch.ones_like(tokens, dtype=torch.bool)
         for placeholder in self._placeholders:
             is_text &= tokens != placeholder
         is_text[-1] = True  # the prompt must not be empty
         tokens = tokens[is_text]
-        return Prompt(tokens, torch.zeros_like(tokens, dtype=torch.bool))
+        return EncodedPrompt(tokens, torch.zeros_like(tokens, dtype=torch.bool))
 
-    def prefill(self, prompt: Prompt, visual_scores: Tensor | None, *, capacity: int) -> None:
+    def prefill(self, prompt: EncodedPrompt, visual_scores: Tensor | None, *, capacity: int) -> None:
         self.reserve(capacity)
         self._pending = []
         kept = kept_tokens(prompt.is_visual, visual_scores, self.visual_keep)

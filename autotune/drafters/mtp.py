@@ -194,11 +194,11 @@ def load_mtp(folder: Path, target: Target, *, random_weights: bool = False) -> M
     """
     network = MtpNetwork(MtpConfig.load(folder / CONFIG), target)
     if not random_weights:
-        fill(network, load_file(folder / WEIGHTS), source=str(folder / WEIGHTS))
+        set_weights(network, load_file(folder / WEIGHTS), source=str(folder / WEIGHTS))
     return network.eval().requires_grad_(False)
 
 
-def fill(network: MtpNetwork, tensors: Mapping[str, Tensor], *, source: str) -> None:
+def set_weights(network: MtpNetwork, tensors: Mapping[str, Tensor], *, source: str) -> None:
     """Set all weights of a head.
 
     Raises:

@@ -1,5 +1,5 @@
 """``retrieval``: proposes what followed earlier occurrences of the last tokens in prompt and output, and, if asked for, in
-earlier answers. Needs no model. Prompt lookup is its setting with matches of at most three tokens.
+earlier answers. Needs no model. EncodedPrompt lookup is its setting with matches of at most three tokens.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.draft import Coupling, Dimensions, Proposals
 from autotune.drafters.forests import AnswerToRecord, ForestGrower
 from autotune.execution import EAGER
-from autotune.modeling.prompt import Prompt, rows_of
+from autotune.modeling.prompt import EncodedPrompt, token_rows
 from autotune.trees.tree import Ints, Tree
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class TokenDraft(ABC):
         """Nothing changes: there are no forward passes."""
         del name
 
-    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[Prompt] = ()) -> list[Ints]:
-        return [row.cpu().numpy().astype(np.int64) for row in rows_of(inputs)]
+    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt] = ()) -> list[Ints]:
+        return [row.cpu().numpy().astype(np.int64) for row in token_rows(inputs)]
 
     @abstractmethod
     def prefill(self, prompt: Any, visual_scores: Tensor | None, *, capacity: int) -> None:

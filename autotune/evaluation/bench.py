@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.console import Console
-from autotune.contention import ContentionMonitor, wait_until_quiet
+from autotune.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.device import fingerprint
 from autotune.documents.contention import Contention
 from autotune.documents.decoding_profile import AR, HF, TUNED
@@ -37,7 +37,7 @@ from autotune.evaluation.bench_tables import (
     print_time_shares,
     speedups_by_task,
 )
-from autotune.evaluation.runner import DISTURBED, STALLED, ArmRunner
+from autotune.evaluation.runner import SLOW_FORWARD, SLOW_PREFILL, ArmRunner
 from autotune.evaluation.summary import summarize
 from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.runtime.decoder import Decoder
@@ -54,7 +54,7 @@ ARMS: dict[str, Callable[[ArmRunner], Arm]] = {
     PROMPT_LOOKUP: ArmRunner.prompt_lookup_arm,
     **{name: partial(ArmRunner.arm, name=name, configuration=tree) for name, tree in NAMED.items()},
 }
-"""Makers of the arms that a profile can be compared with: those of ``ARM_NAMES``."""
+"""Makers of the arms that a profile can be compared with, by the names in ``ARM_NAMES``."""
 
 
 def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[str, Any]:
@@ -69,15 +69,15 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
     chosen = choose_arms(settings.arms, runner, prompts)
     _print_choice(chosen, console)
     runs, contention = _measure(runner, _all_arms(chosen, runner, settings), prompts, settings, console)
-    if runner.num_disturbed:
+    if runner.num_repeated:
         console.say(
-            f"{runner.num_disturbed} disturbed runs were measured again: their prefill took {DISTURBED:g} times the "
-            f"median, or a forward {STALLED:g} times the shortest"
+            f"{runner.num_repeated} runs were measured again: their prefill took {SLOW_PREFILL:g} times the "
+            f"median, or a forward {SLOW_FORWARD:g} times the shortest"
         )
     if decoder.profile is not None and len(decoder.profile.points) > 1:
         console.say(f"{TUNED}: {points_used(decoder.profile, runs[TUNED])}")
-    found = BenchResults(runs, prompts, settings.seed)
-    found.print(console, lossy_sweep=settings.lossy_sweep)
+    results = BenchResults(runs, prompts, settings.seed)
+    results.print(console, lossy_sweep=settings.lossy_sweep)
     return {
         "provenance": stamp(contention).model_dump(mode="json"),
         "hardware": fingerprint(str(decoder.target.device)).model_dump(mode="json"),
@@ -87,8 +87,8 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
         "seed": settings.seed,
         "unavailable": chosen.unavailable,
         "notes": chosen.notes,
-        "disturbed_runs": runner.num_disturbed,
-        **found.to_json(),
+        "repeated_runs": runner.num_repeated,
+        **results.to_json(),
     }
 
 
@@ -103,10 +103,10 @@ def _runner(decoder: Decoder, settings: BenchSettings) -> ArmRunner:
             "this profile decodes without a draft, so trees cannot be compared with it; "
             f"bench it --against {AR},{HF},{PROMPT_LOOKUP}, or name a --draft"
         )
-    other = None if settings.draft is None else load_draft(settings.draft, decoder.target)
+    own_draft = None if settings.draft is None else load_draft(settings.draft, decoder.target)
     assert decoder.profile is not None
     is_lossy = any(map(is_lossy_arm, settings.named)) or not all(point.lossless for point in decoder.profile.points)
-    draft_of = None if other is None else lambda configuration: other
+    draft_of = None if own_draft is None else lambda configuration: own_draft
     return ArmRunner(decoder, decoder.processor, with_perplexity=is_lossy, draft_of=draft_of)
 
 
@@ -131,8 +131,8 @@ def _measure(
 ) -> tuple[dict[str, list[Run]], Contention]:
     """The runs by arm, and what other processes took of the machine meanwhile."""
     device = str(runner.decoder.target.device)
-    if settings.wait_until_quiet_s is not None:
-        wait_until_quiet(settings.wait_until_quiet_s, device, console)
+    if settings.wait_until_idle_s is not None:
+        wait_until_idle(settings.wait_until_idle_s, device, console)
     with console.stage("bench") as update, ContentionMonitor(device) as monitor:
         runs = runner.compare(arms, prompts, seed=settings.seed, report=lambda done, of: update(done, of, ""))
     console.say(monitor.contention.describe("while runs were timed"))
@@ -145,19 +145,19 @@ class BenchResults:
     def __init__(self, runs: Mapping[str, list[Run]], prompts: Workload, seed: int) -> None:
         """
         Args:
-            runs: by arm, those of plain decoding (``ar``) among them.
-            prompts: those of the runs, in their order.
+            runs: by arm, including plain decoding (``ar``).
+            prompts: the prompts of the runs, in their order.
             seed: of bootstrap intervals.
         """
         self.runs, self.format = dict(runs), prompts.format
         self.summaries = [summarize(name, of_arm, runs[AR], seed=seed) for name, of_arm in runs.items()]
         self.by_task, self.by_length = speedups_by_task(self.runs), gain_by_length(self.runs)
         self.benchmark = benchmark_results(self.runs, prompts.prompts)
-        self.time_shares = {name: found for name, of_arm in runs.items() if (found := time_shares(of_arm))}
+        self.time_shares = {name: shares for name, of_arm in runs.items() if (shares := time_shares(of_arm))}
         self.counts = {name: pool_counts(of_arm) for name, of_arm in runs.items()}
 
     def print(self, console: Console, *, lossy_sweep: bool) -> None:
-        """Print the tables; ``lossy_sweep`` adds that of ``LOSSY_SWEEP``."""
+        """Print the tables; ``lossy_sweep`` adds the table of ``LOSSY_SWEEP``."""
         print_arms(self.summaries, console)
         print_tasks(self.by_task, console)
         if self.format != OWN:
@@ -178,7 +178,7 @@ class BenchResults:
             "benchmark_results": json.loads(self.benchmark.to_json(orient="records")),
             "by_length": json.loads(self.by_length.to_json(orient="records")),
             "time_shares": self.time_shares,
-            "acceptance_counts": {name: found.to_json() for name, found in self.counts.items() if not found.is_empty},
+            "acceptance_counts": {name: count.to_json() for name, count in self.counts.items() if not count.is_empty},
             "runs": {name: [run.model_dump(mode="json") for run in of_arm] for name, of_arm in self.runs.items()},
         }
 
@@ -225,7 +225,7 @@ def try_assisted(runner: ArmRunner, prompts: Workload) -> tuple[str | None, str 
     """Try Hugging Face's assisted generation on the first prompt with an image and the first without.
 
     Returns why it cannot run, or None, and a limitation to report, or None. In half precision rounding can flip the argmax
-    of a near tie, so only in float32 an output other than that of ``generate`` alone is a failure.
+    of a near tie, so only in float32 an output that differs from ``generate`` alone is a failure.
     """
     assistant = assistant_of(runner)
     if assistant is None:
@@ -244,7 +244,7 @@ def try_assisted(runner: ArmRunner, prompts: Workload) -> tuple[str | None, str 
             return f"on {prompt.name} generate raised {type(error).__name__}: {first_line}", None
         is_exact = runner.decoder.target.text.is_exact and prompt.settings.temperature == 0
         if is_exact and tokens != ARMS[HF](runner).decode(inputs, prompt.settings)[0]:
-            return f"on {prompt.name} its output is not that of generate alone", None
+            return f"on {prompt.name} its output differs from generate alone", None
         if prompt.pixels and vision_parts(assistant) and vision.num_forwards == 0:
             note = "generate gives the draft no image, so that it drafts blind"
     return None, note

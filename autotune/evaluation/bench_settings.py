@@ -23,9 +23,9 @@ class EvaluationPrompts:
     is_whole: bool = False
     """Decode the prompts of both splits."""
     max_new_tokens: int | None = None
-    """Limit of all answers; None: that of each prompt."""
+    """Limit of all answers; None: each prompt's own."""
     temperature: float | None = None
-    """Temperature of all prompts; None: that of each."""
+    """Temperature of all prompts; None: each prompt's own."""
 
     def load(self) -> Workload:
         """Load the prompts.
@@ -33,10 +33,10 @@ class EvaluationPrompts:
         Raises:
             UserError: the workload cannot be read.
         """
-        found = load_workload(
+        workload = load_workload(
             self.workload, "evaluate", num_prompts=self.num_prompts, format=self.format, is_whole=self.is_whole
         ).cut(self.num_prompts, self.max_new_tokens)
-        return found if self.temperature is None else found.sampled(self.temperature)
+        return workload if self.temperature is None else workload.sampled(self.temperature)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class BenchSettings:
 
     prompts: EvaluationPrompts
     against: tuple[str, ...] | None = None
-    """Names in ``ARM_NAMES``; None compares with those of ``COMPARED`` that can run."""
+    """Names in ``ARM_NAMES``; None compares with the names in ``COMPARED`` that can run."""
     draft: str | None = None
     """Draft of the published configurations; None: the profile's."""
     lossy_sweep: bool = False
@@ -59,8 +59,8 @@ class BenchSettings:
     seed: int = 0
     """Seed of the order of the runs."""
     device: str = "auto"
-    wait_until_quiet_s: float | None = None
-    """The longest time to wait until the machine is quiet, in seconds; None: do not wait."""
+    wait_until_idle_s: float | None = None
+    """The longest time to wait until the machine is idle, in seconds; None: do not wait."""
 
     def __post_init__(self) -> None:
         for name in self.against or ():
@@ -74,5 +74,5 @@ class BenchSettings:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """Names of all arms beside the profile's own, plain decoding first."""
+        """Names of all arms except the profile's own, plain decoding first."""
         return (AR, *(COMPARED if self.against is None and not self.lossy_sweep else self.named))

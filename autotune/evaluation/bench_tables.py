@@ -64,7 +64,7 @@ QUALITY = ("perplexity", "agreement")  # columns of comparisons with lossy arms
 
 
 def print_arms(summaries: Sequence[Summary], console: Console) -> None:
-    """Print a row for each arm; that of the profile is emphasised."""
+    """Print a row for each arm; the profile's row is emphasised."""
     first = summaries[0]
     columns = [name for name in ARM_COLUMNS if name not in QUALITY or first.perplexity is not None]
     console.table(
@@ -111,12 +111,12 @@ OVERALL = "overall"
 def benchmark_results(runs: dict[str, list[Run]], prompts: Sequence[WorkloadPrompt]) -> DataFrame:
     """Mean accepted tokens and speedup over ``ar`` by task and overall, as Spec-Bench and MMSpec report them.
 
-    Mean accepted tokens are the tokens per round of all rounds, that of the target included; NaN for an arm without rounds. The
+    Mean accepted tokens are the tokens per round of all rounds, including the target's own token; NaN for an arm without rounds. The
     speedup is the ratio of mean tokens per second over questions. The turns of a question are added up, and its time is wall time:
     the prefills count, unlike in the other tables.
 
     Args:
-        prompts: those of the runs, in their order.
+        prompts: the prompts of the runs, in their order.
 
     Returns:
         Columns: arm, task, questions, mean_accepted_tokens, speedup.
@@ -125,9 +125,9 @@ def benchmark_results(runs: dict[str, list[Run]], prompts: Sequence[WorkloadProm
 
     question = list(itertools.accumulate(prompt.earlier is None for prompt in prompts))
     rows = [
-        (name, one.task, number, one.new_tokens, one.rounds, (one.target_prefill_ms + one.decode_ms) / 1e3)
+        (name, run.task, number, run.new_tokens, run.rounds, (run.target_prefill_ms + run.decode_ms) / 1e3)
         for name, arm_runs in runs.items()
-        for number, one in zip(question, arm_runs, strict=False)
+        for number, run in zip(question, arm_runs, strict=False)
     ]
     turns = pd.DataFrame(rows, columns=["arm", "task", "question", "tokens", "rounds", "seconds"])
     turns["decoded"] = turns.tokens - 1  # a prefill emits the first token

@@ -98,7 +98,7 @@ def flips(alone: Tensor, together: Tensor, noise: float) -> list[Divergence]:
 
     Args:
         alone: logits of single steps, [tokens, vocabulary].
-        together: those of the forward over all.
+        together: the logits of the forward over all.
         noise: by which each of two logits may be wrong. It is not taken from these logits, whose difference is at least half
             of the margin wherever an argmax flips.
     """

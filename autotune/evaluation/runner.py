@@ -23,7 +23,7 @@ from autotune.documents.published_defaults import PROMPT_LOOKUP
 from autotune.documents.run import Run
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.retrieval import RetrievalDraft
-from autotune.errors import naming
+from autotune.errors import errors_about
 from autotune.evaluation.arms import UNCOUPLED, Arm, DecoderArm
 from autotune.evaluation.perplexity import Quality, quality
 from autotune.files import append_line, content_key, read_lines
@@ -37,9 +37,9 @@ from autotune.workloads.workload import Workload
 
 Report = Callable[[int, int], None]
 # A run is measured again if its prefill took this many times the median over the arms...
-DISTURBED = 3.0
+SLOW_PREFILL = 3.0
 # ...or its mean forward took this many times the shortest of the arms: the largest tree does not.
-STALLED = 8.0
+SLOW_FORWARD = 8.0
 MAX_REPEATS = 3
 SHAPE_TOKENS = 64  # prompts whose lengths round up to the same multiple have one shape
 # Prompt lookup decoding (Saxena, 2023) is the baseline that needs no draft model. Its chain is as long as the published one.
@@ -74,7 +74,7 @@ class ArmRunner:
         self.context = context
         self.with_perplexity = with_perplexity
         self.draft_of = draft_of
-        self.num_disturbed = 0
+        self.num_repeated = 0
         """Runs that were measured again because the machine was busy."""
         plain = Decoder(
             decoder.target, mode=decoder.mode, threads=decoder.threads, prefill_threads=decoder.prefill_threads
@@ -171,34 +171,34 @@ class ArmRunner:
         return runs
 
     def _run_prompt(self, arms: Sequence[Arm], prompt: WorkloadPrompt, order: random.Random) -> dict[str, Run]:
-        """Run all arms on one prompt, in random order, and repeat disturbed runs.
+        """Run all arms on one prompt, in random order, and repeat the runs that something else slowed down.
 
         The target's prefill is the same work in every arm and not part of what is compared. A run whose prefill took
-        several times as long as in the other arms was disturbed by something else on the machine, as was one whose
-        forwards took far longer; fallbacks do not remember either.
+        several times as long as in the other arms was slowed down by something else on the machine, and so was a run whose
+        forwards took far longer; fallbacks forget such runs.
         """
         histories = {arm.name: _histories(arm) for arm in arms}
         runs = {arm.name: self.run(arm, prompt) for arm in order.sample(list(arms), len(arms))}
         for _ in range(MAX_REPEATS):
             usual_ms = float(np.median([run.target_prefill_ms for run in runs.values()]))
             forward_ms = min((run.forward_ms for run in runs.values() if run.forward_ms > 0), default=0.0)
-            disturbed = [
+            slowed = [
                 arm
                 for arm in arms
-                if runs[arm.name].target_prefill_ms > DISTURBED * usual_ms
-                or runs[arm.name].forward_ms > STALLED * forward_ms
+                if runs[arm.name].target_prefill_ms > SLOW_PREFILL * usual_ms
+                or runs[arm.name].forward_ms > SLOW_FORWARD * forward_ms
             ]
-            for arm in disturbed:
-                self.num_disturbed += 1
+            for arm in slowed:
+                self.num_repeated += 1
                 _restore(arm, histories[arm.name])
                 runs[arm.name] = self.run(arm, prompt)
-            if not disturbed:
+            if not slowed:
                 break
         return runs
 
     def run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
         """Run one arm on one prompt, after a warm-up on the first prompt of a shape. Later turns follow plain decoding's answers."""
-        with naming(prompt.name):
+        with errors_about(prompt.name):
             return self._run(arm, self.conversations.follow(prompt))
 
     def _run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:

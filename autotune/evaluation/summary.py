@@ -97,7 +97,7 @@ def _pooled_agreement(runs: Sequence[Run]) -> float | None:
 
 
 def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
-    """Pooled decoding time per token of the baseline over that of ``runs``; NaN where nothing was decoded.
+    """Pooled decoding time per token of the baseline over the time of ``runs``; NaN where nothing was decoded.
 
     Time per token, not time: a lossy arm gains nothing by a shorter answer.
     """

@@ -28,7 +28,7 @@ SAMPLING = (
 
 
 @dataclass(frozen=True)
-class Pair:
+class Models:
     """The models to serve, by the names or folders that the engine is given."""
 
     target: str
@@ -52,7 +52,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class EngineCandidate:
     """The fastest configuration of one kind that an engine can run."""
 
     name: str
@@ -75,7 +75,7 @@ class Engine(ABC):
     settings_file: ClassVar[str] = "{variant}.json"
     """Name of the settings file; the variant is the name of a candidate."""
     lossless: ClassVar[str]
-    """Which settings keep the output lossless."""
+    """Settings that keep the output lossless."""
     notes: ClassVar[Sequence[str]]
     """Limitations of the engine that the user should know."""
     floor_note: ClassVar[str | None] = "the engine has no such setting"
@@ -86,41 +86,43 @@ class Engine(ABC):
         """The kinds of drafts that the engine serves."""
         return served_by(self.name)
 
-    def method(self, pair: Pair) -> str:
+    def method(self, pair: Models) -> str:
         """The engine's speculation method for a pair."""
         return self.served[pair.draft_kind].method
 
-    def refusal(self, pair: Pair) -> str | None:
+    def refusal(self, pair: Models) -> str | None:
         """Why the engine would refuse the pair, by the files of the two models, as far as they are on this machine; or None."""
         return None
 
-    def caveats(self, pair: Pair) -> Sequence[str]:
+    def caveats(self, pair: Models) -> Sequence[str]:
         """Limitations of the engine with this pair."""
         return ()
 
-    def supports_tree(self, pair: Pair, tree: Eagle2Policy) -> bool:
+    def supports_tree(self, pair: Models, tree: Eagle2Policy) -> bool:
         """Whether the engine can run this tree; every engine runs chains."""
         return False
 
-    def supports_schedule(self, pair: Pair) -> bool:
+    def supports_schedule(self, pair: Models) -> bool:
         """Whether the chain length may depend on the batch size."""
         return False
 
-    def search(self, pair: Pair, replay: EngineReplay) -> list[Candidate]:
+    def search(self, pair: Models, replay: EngineReplay) -> list[EngineCandidate]:
         """The fastest configuration of every kind that the engine can run, in any order."""
         trees = (tree for tree in replay.trees() if self.supports_tree(pair, tree))
         fastest = {"chain": replay.fastest(replay.chains()), "tree": replay.fastest(trees)}
-        found = []
+        candidates = []
         for name, priced in fastest.items():
             if priced is None:
                 continue
             is_scheduled = isinstance(priced.tree, ChainPolicy) and self.supports_schedule(pair)
             schedule = replay.schedule(priced.tree) if is_scheduled and isinstance(priced.tree, ChainPolicy) else []
             settings = self.settings(pair, priced.tree, schedule)
-            found.append(Candidate(name, priced.tree.label, priced.tree, priced.predicted, settings, schedule))
-        return found
+            candidates.append(
+                EngineCandidate(name, priced.tree.label, priced.tree, priced.predicted, settings, schedule)
+            )
+        return candidates
 
-    def loadable(self, pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
+    def loadable(self, pair: Models, folder: Path) -> tuple[Models, Sequence[Conversion]]:
         """The pair with models that the engine can load, and the checkpoints in ``folder`` that have to be written for it.
 
         Raises:
@@ -128,36 +130,36 @@ class Engine(ABC):
         """
         return pair, ()
 
-    def companions(self, candidate: Candidate) -> Mapping[str, BaseModel]:
-        """Files that the settings of a candidate name, beside its own."""
+    def companions(self, candidate: EngineCandidate) -> Mapping[str, BaseModel]:
+        """Files that the settings of a candidate name, besides its own."""
         return {}
 
-    def preparation(self, pair: Pair, folder: Path) -> Sequence[str]:
+    def preparation(self, pair: Models, folder: Path) -> Sequence[str]:
         """Commands that make what ``command`` needs."""
         return ()
 
     @abstractmethod
-    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> Document:
+    def settings(self, pair: Models, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> Document:
         """The settings of a tree; ``schedule`` is for chains of engines that have one."""
 
     @abstractmethod
-    def command(self, pair: Pair, settings: Document, path: Path) -> str:
+    def command(self, pair: Models, settings: Document, path: Path) -> str:
         """The command that starts the engine with these settings, which are in ``path``."""
 
 
-def unequal_vocabularies(pair: Pair, *, with_tokens: bool = False) -> str | None:
+def unequal_vocabularies(pair: Models, *, with_tokens: bool = False) -> str | None:
     """How the vocabularies of an independent draft and its target differ: in size, or with ``with_tokens`` in the ids of their
     tokens. None if they do not, or are not known.
     """
-    ours, theirs = pair.target_files, pair.draft_files
-    if ours is None or theirs is None or not pair.is_complete_model:
+    target, draft = pair.target_files, pair.draft_files
+    if target is None or draft is None or not pair.is_complete_model:
         return None
-    if None not in (ours.vocab_size, theirs.vocab_size) and ours.vocab_size != theirs.vocab_size:
+    if None not in (target.vocab_size, draft.vocab_size) and target.vocab_size != draft.vocab_size:
         return (
-            f"the draft's vocabulary has {theirs.vocab_size} tokens and the target's has {ours.vocab_size}; choose a draft with "
+            f"the draft's vocabulary has {draft.vocab_size} tokens and the target's has {target.vocab_size}; choose a draft with "
             "the target's vocabulary"
         )
-    if with_tokens and None not in (ids := (ours.token_ids(), theirs.token_ids())) and ids[0] != ids[1]:
+    if with_tokens and None not in (ids := (target.token_ids(), draft.token_ids())) and ids[0] != ids[1]:
         return "the tokenizers give tokens other ids; choose a draft with the target's tokenizer"
     return None
 

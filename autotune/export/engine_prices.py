@@ -41,10 +41,10 @@ class EnginePrices(Document, kind="engine-prices", made_by="autotune bench-serve
     @field_validator("times")
     @classmethod
     def _is_grid(cls, times: list[RoundTimes]) -> list[RoundTimes]:
-        lengths = {one.draft_tokens for one in times}
-        sizes = {one.requests_at_once for one in times}
-        found = {(one.requests_at_once, one.draft_tokens) for one in times}
-        if not len(times) == len(found) == len(lengths) * len(sizes) or not {0, 1} <= lengths or 1 not in sizes:
+        lengths = {row.draft_tokens for row in times}
+        sizes = {row.requests_at_once for row in times}
+        measured = {(row.requests_at_once, row.draft_tokens) for row in times}
+        if not len(times) == len(measured) == len(lengths) * len(sizes) or not {0, 1} <= lengths or 1 not in sizes:
             raise ValueError(
                 "times are of every draft length with every number of requests, among them 0 and 1 draft tokens and 1 request"
             )
@@ -54,19 +54,19 @@ class EnginePrices(Document, kind="engine-prices", made_by="autotune bench-serve
     def _medians(self) -> dict[tuple[int, int], tuple[float, float]]:
         """Medians of ``round_ms`` and ``prefill_ms`` by number of requests and draft tokens."""
         return {
-            (one.requests_at_once, one.draft_tokens): (float(np.median(one.round_ms)), float(np.median(one.prefill_ms)))
-            for one in self.times
+            (row.requests_at_once, row.draft_tokens): (float(np.median(row.round_ms)), float(np.median(row.prefill_ms)))
+            for row in self.times
         }
 
     @property
     def batch_sizes(self) -> list[int]:
         """Numbers of requests at a time that were measured."""
-        return sorted({one.requests_at_once for one in self.times})
+        return sorted({row.requests_at_once for row in self.times})
 
     @property
     def draft_lengths(self) -> list[int]:
         """Draft lengths that were measured, 0 among them."""
-        return sorted({one.draft_tokens for one in self.times})
+        return sorted({row.draft_tokens for row in self.times})
 
     def round_ms(self, batch: int, draft_tokens: int) -> float:
         """Milliseconds per round of one request. Steps, of ``batch`` rounds each, are interpolated between the measured numbers of
@@ -95,7 +95,7 @@ class EnginePrices(Document, kind="engine-prices", made_by="autotune bench-serve
         Raises:
             UserError: they are not.
         """
-        for what, own, other, is_same in (
+        for what, recorded, given, is_same in (
             ("engine", self.engine, engine, self.engine == engine),
             ("version", self.engine_version, version, self.engine_version == version),
             ("target", self.target.id, target.id, self.target.is_same(target)),
@@ -103,6 +103,6 @@ class EnginePrices(Document, kind="engine-prices", made_by="autotune bench-serve
         ):
             if not is_same:
                 raise UserError(
-                    f"{source}: prices are valid for the {what} that they were measured with; these are of {own}, not of {other} with "
+                    f"{source}: prices are valid for the {what} that they were measured with; these are of {recorded}, not of {given} with "
                     "these weights; measure them again with autotune bench-server --prices"
                 )

@@ -96,7 +96,7 @@ class EngineReplay:
         return batch * (draft_tokens + 1) <= self.max_tokens
 
     def chains(self) -> Iterator[ChainPolicy]:
-        """Every length that the trace holds and the table prices, or that of ``draft_tokens`` alone."""
+        """Every length that the trace holds and the table prices, or the length ``draft_tokens`` alone."""
         depths = range(1, self._max_depth + 1)
         return (ChainPolicy(depth=depth) for depth in depths if self.draft_tokens in (None, depth))
 
@@ -157,23 +157,23 @@ class EngineReplay:
         while self._is_priced(batch := sizes[-1][0] + 1, sizes[-1][1]):
             lengths = range(1, (longest.depth if self.prices_batches else sizes[-1][1]) + 1)
             priced = [self.price(ChainPolicy(depth=depth), batch) for depth in lengths]
-            best = min(priced, key=lambda one: one.rank, default=None)
+            best = min(priced, key=lambda choice: choice.rank, default=None)
             is_faster = best is not None and best.predicted.speedup > 1.0
             sizes.append(
                 (batch, best.tree.max_depth, best.predicted.speedup) if best and is_faster else (batch, 0, 1.0)
             )
         if len(sizes) == 1:
             return []
-        ranges = [list(found) for _, found in itertools.groupby(sizes, key=lambda one: one[1])]
+        ranges = [list(group) for _, group in itertools.groupby(sizes, key=lambda size: size[1])]
         return [
             BatchPrediction(
-                start=found[0][0],
-                end=found[-1][0],
-                draft_tokens=found[0][1],
-                least_speedup=min(speedup for _, _, speedup in found),
-                estimated=self.is_estimated or (found[-1][0] > 1 and not self.prices_batches),
+                start=group[0][0],
+                end=group[-1][0],
+                draft_tokens=group[0][1],
+                least_speedup=min(speedup for _, _, speedup in group),
+                estimated=self.is_estimated or (group[-1][0] > 1 and not self.prices_batches),
             )
-            for found in ranges
+            for group in ranges
         ]
 
 

@@ -9,12 +9,12 @@ from autotune.console import Console
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import EXPORT, Export, Variant, print_export
-from autotune.export.engine import Candidate, Engine, Pair, write_settings
+from autotune.export.engine import Engine, EngineCandidate, Models, write_settings
 from autotune.export.engine_prices import EnginePrices
 from autotune.export.engine_replay import EngineReplay, MeasuredReplay
 from autotune.export.llama_cpp import LlamaCpp
 from autotune.export.model_files import find_model
-from autotune.export.selection import Selection, select
+from autotune.export.selection import Selection, select_for_export
 from autotune.export.sglang import Sglang
 from autotune.export.transformers import Transformers
 from autotune.export.vllm import Vllm
@@ -37,10 +37,10 @@ def export_profile(
     prices: Path | None = None,
     output: Path | None = None,
 ) -> Export:
-    """Write an engine's settings for a profile, and a document with their predictions beside them.
+    """Write an engine's settings for a profile, and a document with their predictions.
 
     Args:
-        study: folder of the search; None: found beside the profile.
+        study: folder of the search; None: found next to the profile.
         point: index of one point, for a server of its requests only; None: the last point, for all requests.
         draft: another recorded draft instead of the point's.
         draft_tokens: the length of the chain to export, however fast it is predicted to be; None: the fastest.
@@ -58,7 +58,7 @@ def export_profile(
         raise UserError(
             f"--draft-tokens {draft_tokens}: llama.cpp's chains have a floor of confidence; leave the option out"
         )
-    selected = select(engine, source, study=study, point=point, draft=draft)
+    selected = select_for_export(engine, source, study=study, point=point, draft=draft)
     pair, conversions = engine.loadable(_pair(engine, selected), folder)
     replay = _replay(engine, selected, draft_tokens, prices)
     candidates = _fastest_first(engine, pair, replay)
@@ -97,14 +97,14 @@ def export_profile(
     return result
 
 
-def _pair(engine: Engine, selected: Selection) -> Pair:
+def _pair(engine: Engine, selected: Selection) -> Models:
     """The models as an engine is given them, which does not know the names of bundled models.
 
     Raises:
         UserError: the engine refuses them.
     """
     folders, target, draft = bundled_models(), selected.profile.target.id, selected.draft
-    pair = Pair(
+    pair = Models(
         str(folders.get(target, target)),
         str(folders.get(draft, draft)),
         selected.kind,
@@ -126,7 +126,7 @@ def _replay(engine: Engine, selected: Selection, draft_tokens: int | None, price
     return MeasuredReplay(trace, table, measured, prompts=prompts, draft_tokens=draft_tokens)
 
 
-def _fastest_first(engine: Engine, pair: Pair, replay: EngineReplay) -> list[Candidate]:
+def _fastest_first(engine: Engine, pair: Models, replay: EngineReplay) -> list[EngineCandidate]:
     """The candidates of the engine's space, fastest first.
 
     Raises:
@@ -146,7 +146,7 @@ def _fastest_first(engine: Engine, pair: Pair, replay: EngineReplay) -> list[Can
     )
 
 
-def _variant(engine: Engine, pair: Pair, candidate: Candidate, tuned_ms: float, folder: Path) -> Variant:
+def _variant(engine: Engine, pair: Models, candidate: EngineCandidate, tuned_ms: float, folder: Path) -> Variant:
     """A candidate as the document describes it; ``tuned_ms`` is the time per token of the profile's point."""
     path = folder / engine.settings_file.format(variant=candidate.name)
     return Variant(
@@ -163,7 +163,7 @@ def _variant(engine: Engine, pair: Pair, candidate: Candidate, tuned_ms: float, 
     )
 
 
-def _write(engine: Engine, candidates: Sequence[Candidate], export: Export, folder: Path) -> None:
+def _write(engine: Engine, candidates: Sequence[EngineCandidate], export: Export, folder: Path) -> None:
     for candidate, variant in zip(candidates, export.variants, strict=True):
         write_settings(folder / variant.file, candidate.settings)
         for file, content in engine.companions(candidate).items():
@@ -179,7 +179,7 @@ def _prediction_note(selected: Selection, replay: EngineReplay) -> str:
     table = selected.documents.table
     if isinstance(replay, MeasuredReplay):
         measured = replay.measured
-        lengths, sizes = (", ".join(map(str, found)) for found in (measured.draft_lengths, measured.batch_sizes))
+        lengths, sizes = (", ".join(map(str, numbers)) for numbers in (measured.draft_lengths, measured.batch_sizes))
         where = (
             f"the rounds' times of {measured.engine} {measured.engine_version} on {measured.hardware.model}, measured with {lengths} draft "
             f"tokens and {sizes} requests at once; the time per token of the profile's point is of autotune's own runtime"

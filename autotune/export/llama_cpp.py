@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import SAMPLING, Candidate, Engine, Pair
+from autotune.export.engine import SAMPLING, Engine, EngineCandidate, Models
 from autotune.export.engine_replay import EngineReplay, EngineTree
 from autotune.export.llama_replay import NUM_CANDIDATES, LlamaReplay, ModelDraft, NgramDraft, NgramMod, Priced
 from autotune.files import Document
@@ -65,7 +65,7 @@ class LlamaCppSettings(Document):
 
 
 class LlamaCpp(Engine):
-    """See ``Engine``. The rules are those of the copy of llama.cpp in ``version``."""
+    """See ``Engine``. The rules are taken from the copy of llama.cpp in ``version``."""
 
     name = "llama.cpp"
     version = "llama-cpp-python-0.3.36"
@@ -85,47 +85,47 @@ class LlamaCpp(Engine):
         "convert_hf_to_gguf.py is llama.cpp's own, and knows which models it converts; --min-hits has no effect on ngram-simple",
     )
 
-    def refusal(self, pair: Pair) -> str | None:
+    def refusal(self, pair: Models) -> str | None:
         """Vocabularies nearly equal in size, with equal tokens (``common_speculative_are_compatible``)."""
-        ours, theirs = pair.target_files, pair.draft_files
-        if ours is None or theirs is None or not pair.is_complete_model:
+        target, draft = pair.target_files, pair.draft_files
+        if target is None or draft is None or not pair.is_complete_model:
             return None
-        sizes = ours.vocab_size, theirs.vocab_size
+        sizes = target.vocab_size, draft.vocab_size
         if sizes[0] is not None and sizes[1] is not None and abs(sizes[0] - sizes[1]) > MAX_VOCABULARY_DIFFERENCE:
             return (
                 f"the draft's vocabulary has {sizes[1]} tokens and the target's has {sizes[0]}, more than "
                 f"{MAX_VOCABULARY_DIFFERENCE} apart; choose a draft with the target's vocabulary"
             )
-        ids = ours.token_ids(), theirs.token_ids()
+        ids = target.token_ids(), draft.token_ids()
         if ids[0] is None or ids[1] is None:
             return None
-        tokens, others = ({number: token for token, number in found.items()} for found in ids if found is not None)
-        common = (number for number in tokens.keys() & others.keys() if number >= FIRST_COMPARED_TOKEN)
+        tokens, drafted = ({number: token for token, number in names.items()} for names in ids if names is not None)
+        common = (number for number in tokens.keys() & drafted.keys() if number >= FIRST_COMPARED_TOKEN)
         if (
-            different := min((number for number in common if tokens[number] != others[number]), default=None)
+            different := min((number for number in common if tokens[number] != drafted[number]), default=None)
         ) is not None:
             return (
-                f"token {different} is {tokens[different]!r} in the target and {others[different]!r} in the draft; choose a draft "
+                f"token {different} is {tokens[different]!r} in the target and {drafted[different]!r} in the draft; choose a draft "
                 "with the target's tokenizer"
             )
         return None
 
-    def caveats(self, pair: Pair) -> Sequence[str]:
+    def caveats(self, pair: Models) -> Sequence[str]:
         return (
             f"--spec-draft-p-min is a share of the {NUM_CANDIDATES} most probable draft tokens, and was replayed so",
         )
 
-    def search(self, pair: Pair, replay: EngineReplay) -> list[Candidate]:
+    def search(self, pair: Models, replay: EngineReplay) -> list[EngineCandidate]:
         """A draft model, n-grams, or both; only what is faster than plain decoding, if anything is."""
-        found = [self._candidate(pair, priced) for priced in LlamaReplay(replay).fastest()]
-        return [candidate for candidate in found if candidate.predicted.speedup > 1.0] or found
+        candidates = [self._candidate(pair, priced) for priced in LlamaReplay(replay).fastest()]
+        return [candidate for candidate in candidates if candidate.predicted.speedup > 1.0] or candidates
 
-    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> LlamaCppSettings:
+    def settings(self, pair: Models, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> LlamaCppSettings:
         """The draft model alone; the trees are chains."""
         floor = (tree.n_min, tree.p_min) if isinstance(tree, ChainPolicy) else (0, 0.0)
         return self._settings(pair, ModelDraft(tree.max_depth, *floor), None)
 
-    def preparation(self, pair: Pair, folder: Path) -> Sequence[str]:
+    def preparation(self, pair: Models, folder: Path) -> Sequence[str]:
         """Conversion to GGUF by llama.cpp's own script."""
         target, draft = (
             (name, ["--remote"]) if files is None else (str(files.folder), [])
@@ -138,23 +138,25 @@ class LlamaCpp(Engine):
             shlex.join([*script, draft[0], *draft[1], *of_target, "--outfile", str(folder / "draft.gguf")]),
         )
 
-    def command(self, pair: Pair, settings: Document, path: Path) -> str:
+    def command(self, pair: Models, settings: Document, path: Path) -> str:
         words = ["llama-server"]
         for name, value in settings.model_dump(exclude_none=True).items():
             is_file = name in ("model", "spec_draft_model")
             words += [f"--{name.replace('_', '-')}", str(path.parent / value) if is_file else f"{value}"]
         return shlex.join(words)
 
-    def _candidate(self, pair: Pair, priced: Priced) -> Candidate:
+    def _candidate(self, pair: Models, priced: Priced) -> EngineCandidate:
         settings = self._settings(pair, priced.model, priced.ngram)
         labels = [draft.label for draft in (priced.ngram, priced.model) if draft is not None]
         tree = None
         if priced.model is not None and priced.ngram is None:
             tree = ChainPolicy(depth=priced.model.n_max, p_min=priced.model.p_min, n_min=priced.model.n_min)
         name = "+".join(settings.spec_type.split(","))
-        return Candidate(name, f"{settings.spec_type}({', '.join(labels)})", tree, priced.predicted, settings)
+        return EngineCandidate(name, f"{settings.spec_type}({', '.join(labels)})", tree, priced.predicted, settings)
 
-    def _settings(self, pair: Pair, model: ModelDraft | None, ngram: NgramDraft | NgramMod | None) -> LlamaCppSettings:
+    def _settings(
+        self, pair: Models, model: ModelDraft | None, ngram: NgramDraft | NgramMod | None
+    ) -> LlamaCppSettings:
         types, fields = [], dict[str, object]()
         if isinstance(ngram, NgramDraft):
             types.append(SIMPLE)

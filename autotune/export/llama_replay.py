@@ -175,11 +175,11 @@ class LlamaReplay:
         """The continuations of earlier n-grams at every root; as in llama.cpp a continuation shorter than the n-gram is dropped."""
         if draft.size_n not in self._ngrams:
             self._ngrams[draft.size_n] = self._find_ngrams(draft.size_n)
-        found = self._ngrams[draft.size_n]
+        ngrams = self._ngrams[draft.size_n]
         history = self.trace.prompt_length[self._prompt] + self._token - self.trace.answer_start[self._prompt]
-        length = np.minimum(found.length, draft.size_m)
+        length = np.minimum(ngrams.length, draft.size_m)
         length[(length < draft.size_n) | (history <= draft.size_n + draft.size_m + 1)] = 0
-        return Drafts(length, np.minimum(found.accepted, length), found.forwards)
+        return Drafts(length, np.minimum(ngrams.accepted, length), ngrams.forwards)
 
     def price(self, model: ModelDraft | None, ngram: NgramDraft | NgramMod | None) -> Priced:
         """Replay a draft model, n-grams, or both, for one request at a time."""
@@ -189,7 +189,7 @@ class LlamaReplay:
         if isinstance(ngram, NgramDraft):
             first = self.ngram_drafts(ngram)
             is_found = first.length > 0
-            drafts = Drafts(*(np.where(is_found, one, other) for one, other in zip(first, drafts, strict=True)))
+            drafts = Drafts(*(np.where(is_found, a, b) for a, b in zip(first, drafts, strict=True)))
         if isinstance(ngram, NgramMod):
             visited, drafts = self._rounds_with_pool(ngram, drafts)
         else:
@@ -216,9 +216,10 @@ class LlamaReplay:
         best = models[:1]
         if sizes := list(self._sizes()):
             # The n-grams that serve a model best are longer than those that serve alone.
-            beside = min((self.price(models[0].model, size) for size in sizes), key=lambda priced: priced.rank)
+            with_model = min((self.price(models[0].model, size) for size in sizes), key=lambda priced: priced.rank)
             both = min(
-                (self.price(one.model, beside.ngram) for one in models[:NUM_CHAINED]), key=lambda priced: priced.rank
+                (self.price(best_model.model, with_model.ngram) for best_model in models[:NUM_CHAINED]),
+                key=lambda priced: priced.rank,
             )
             best.append(min((self.price(None, size) for size in sizes), key=lambda priced: priced.rank))
             if all(both.rank < priced.rank for priced in best):
@@ -254,9 +255,9 @@ class LlamaReplay:
                 root += steps[root]
         return visited
 
-    def _rounds_with_pool(self, settings: NgramMod, others: Drafts) -> tuple[list[int], Drafts]:
+    def _rounds_with_pool(self, settings: NgramMod, fallback: Drafts) -> tuple[list[int], Drafts]:
         """The roots of all rounds, and the drafts there; ``others`` draft where the pool has nothing."""
-        length, accepted, forwards = (drafts.copy() for drafts in others)
+        length, accepted, forwards = (drafts.copy() for drafts in fallback)
         starts, visited = self._starts, []
         for p in np.flatnonzero(self._replay.prompts):
             prompt, answer = self._tokens(int(p))
@@ -296,10 +297,10 @@ class LlamaReplay:
                 while begin <= last - size - 1:  # neither the n-gram itself nor the one a token before
                     latest[tuple(tokens[begin : begin + size])] = begin
                     begin += 1
-                found = latest.get(tuple(tokens[last - size + 1 : last + 1]))
-                if found is not None:
-                    length[root] = last - (found + size)
-                    pairs = zip(tokens[last + 1 :], tokens[found + size : last], strict=False)
+                start = latest.get(tuple(tokens[last - size + 1 : last + 1]))
+                if start is not None:
+                    length[root] = last - (start + size)
+                    pairs = zip(tokens[last + 1 :], tokens[start + size : last], strict=False)
                     accepted[root] = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
                 root += 1
         return Drafts(length, accepted, np.zeros(len(length), np.int64))

@@ -15,9 +15,9 @@ from autotune.modeling.loading import bundled_models
 
 CONFIG, INDEX, WEIGHTS, TOKENIZER = "config.json", "model.safetensors.index.json", "*.safetensors", "tokenizer.json"
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Files of a checkpoint beside its config and weights."""
+"""Files of a checkpoint next to its config and weights."""
 NOT_OF_TEXT = (CONFIG, INDEX, "processor_config.json", "preprocessor_config.json")
-"""Files that a text model does not have, or that are written anew."""
+"""Files that a text model does not have, or that are rewritten."""
 SHARED_KEYS = ("dtype", "torch_dtype")
 """Keys of a vision-language model's config that hold for its text model too."""
 TOWERS_RENAMED = ("clip_vision_model", "siglip_vision_model")
@@ -46,8 +46,8 @@ class ModelFiles:
     @property
     def text_config(self) -> dict[str, Any]:
         """The config of the text model: a part of a vision-language model's config."""
-        found = self.config.get("text_config")
-        return found if isinstance(found, dict) else self.config
+        config = self.config.get("text_config")
+        return config if isinstance(config, dict) else self.config
 
     @property
     def sees_images(self) -> bool:
@@ -62,7 +62,7 @@ class ModelFiles:
     def has_mrope(self) -> bool:
         """Whether positions have several axes (time, height, width)."""
         settings = (self.text_config.get("rope_parameters") or {}, self.text_config.get("rope_scaling") or {})
-        return any(isinstance(found, dict) and "mrope_section" in found for found in settings)
+        return any(isinstance(setting, dict) and "mrope_section" in setting for setting in settings)
 
     @property
     def has_weights(self) -> bool:
@@ -88,12 +88,12 @@ def find_model(name: str) -> ModelFiles | None:
         from huggingface_hub.errors import HFValidationError
 
         try:
-            found = try_to_load_from_cache(name, CONFIG)
+            path = try_to_load_from_cache(name, CONFIG)
         except HFValidationError:
             return None
-        if not isinstance(found, str):
+        if not isinstance(path, str):
             return None
-        folder = Path(found).parent
+        folder = Path(path).parent
     config = read_json(folder / CONFIG)
     return ModelFiles(folder, config) if isinstance(config, dict) else None
 

@@ -35,7 +35,7 @@ class SearchDocuments:
 
     @property
     def draft_kinds(self) -> dict[str, str]:
-        """Kind of every recorded draft by its id, as far as traces tell."""
+        """Kind of every recorded draft by its id, empty for kinds that no trace records."""
         return {header.draft.id: header.draft_kind for header in self.headers.values()}
 
     def engine_trace(self, draft: str, vision: ImageInput) -> Trace | None:
@@ -67,14 +67,14 @@ class SearchDocuments:
             plain_ms = float(Evaluator([trace], self.table).ar_ms[selected].sum())
             tokens = float((np.diff(trace.answer_start) - 1)[selected].sum())
             return Predicted(speedup=1.0, ms_per_token=plain_ms / tokens, tokens_per_round=None, estimated=estimated)
-        if (found := self._replay(point)) is None:
+        if (replayed := self._replay(point)) is None:
             if point.predicted is None:
                 raise UserError(
                     f"{self.folder} has no trace of {point.draft.id} {point.draft.subnet.label}, and the profile has no "
                     "prediction of its point; run autotune search again"
                 )
             return point.predicted
-        evaluator, result, _ = found
+        evaluator, result, _ = replayed
         per_prompt = (evaluator.ar_ms, result.decode_ms, result.tokens, result.rounds)
         plain_ms, ms, tokens, rounds = (float(values[selected].sum()) for values in per_prompt)
         return Predicted(
@@ -85,9 +85,9 @@ class SearchDocuments:
         """Whether replay repeats the profile's prediction of a point, as it does with the documents of the profile's own
         search; None if one of the two predictions is missing.
         """
-        if point.predicted is None or (found := self._replay(point)) is None:
+        if point.predicted is None or (replayed := self._replay(point)) is None:
             return None
-        evaluator, result, _ = found
+        evaluator, result, _ = replayed
         times = [result.ms_per_token, evaluator.ar_ms_per_token / result.ms_per_token]
         return bool(np.allclose(times, [point.predicted.ms_per_token, point.predicted.speedup], rtol=1e-9))
 
@@ -101,9 +101,9 @@ class SearchDocuments:
             point, is_own = profile.points[number], points == number
             if point.draft is None:
                 continue
-            if (found := self._replay(point)) is None:
+            if (replayed := self._replay(point)) is None:
                 return None
-            ms[is_own] = found[1].decode_ms[is_own]
+            ms[is_own] = replayed[1].decode_ms[is_own]
         return float(plain_ms.sum() / ms.sum())
 
     def _evaluator(self, path: Path) -> Evaluator:
@@ -132,7 +132,7 @@ class SearchDocuments:
 
 
 def find_search_documents(profile: DecodingProfile, source: Path, folder: Path | None) -> list[SearchDocuments]:
-    """Documents for each cost table of ``folder``, newest first; without a folder, of the studies in ``.autotune`` beside
+    """Documents for each cost table of ``folder``, newest first; without a folder, of the studies in ``.autotune`` next to
     the profile and in the working directory.
 
     Raises:

@@ -43,7 +43,7 @@ class Selection:
         return self.documents.predict(self.point, self.trace, self.prompts)
 
 
-def select(
+def select_for_export(
     engine: Engine, source: Path, *, study: Path | None = None, point: int | None = None, draft: str | None = None
 ) -> Selection:
     """Choose the point, draft and prompts of an export; see ``export_profile`` for the arguments.

@@ -2,7 +2,7 @@
 
 A grid begins coarse. In every gap, the sizes are examined that interpolation is most likely to get wrong: the middle, and the
 first size after a block of a matrix kernel, where latency may jump. A size whose latency differs from the interpolation by
-more than tolerance and noise joins the grid, and the gaps beside it are examined in turn. Held-out sizes, chosen beforehand,
+more than tolerance and noise joins the grid, and the gaps on both sides of it are examined in turn. Held-out sizes, chosen beforehand,
 test the surface and never change the grid.
 """
 
@@ -25,7 +25,7 @@ class AdaptiveGrid:
 
     Args:
         tokens: numbers of tokens of the finest grid.
-        coarse_tokens: those of the initial grid, including the first and last.
+        coarse_tokens: the numbers of the initial grid, including the first and last.
         kv_lengths: KV lengths of the finest grid; the initial grid has the first and last.
         held_out: test sizes.
         always_examined: numbers of tokens that are examined in every gap, because a kernel may change at any of them.
@@ -122,9 +122,9 @@ class AdaptiveGrid:
 
     def _interpolation_excess(self, size: Size, chosen: list[Size], axis: int) -> float:
         """Relative error of the interpolation at a size, minus what tolerance and noise explain."""
-        coordinates = [other[axis] for other in chosen]
+        coordinates = [sample[axis] for sample in chosen]
         above = int(np.searchsorted(coordinates, size[axis]))
-        neighbors = [self.samples[other] for other in chosen[above - 1 : above + 1]]
+        neighbors = [self.samples[neighbor] for neighbor in chosen[above - 1 : above + 1]]
         medians = [float(np.median(samples)) for samples in neighbors]
         predicted = float(np.interp(size[axis], coordinates[above - 1 : above + 1], medians))
         noise = np.hypot(_error(self.samples[size]), max(map(_error, neighbors)))

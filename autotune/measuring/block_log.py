@@ -23,7 +23,7 @@ class TimedJob(Document):
 
     @property
     def reference_ms(self) -> float:
-        """The plain step beside the samples: the geometric mean of both."""
+        """The plain step that the samples are relative to: the geometric mean of both."""
         return math.sqrt(self.plain_ms[0] * self.plain_ms[1])
 
 
@@ -43,7 +43,7 @@ class LogHeader(Document):
 class BlockLog:
     """Blocks of samples of one table, from which an interrupted measurement continues.
 
-    Samples are multiples of the plain steps beside them, so blocks of another hour, when the machine was faster or slower,
+    Samples are multiples of the plain steps before and after them, so blocks of another hour, when the machine was faster or slower,
     serve as well as new ones.
 
     Args:

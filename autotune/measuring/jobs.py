@@ -45,7 +45,7 @@ class PlainSteps:
 
 
 @dataclass(frozen=True)
-class Round:
+class TimedRound:
     """Verification, the draft's first forward, draft levels. Without a size, a step is run small and untimed."""
 
     verify: Size | None
@@ -58,7 +58,7 @@ class Rounds:
     """A job: consecutive rounds of a draft, after untimed ones."""
 
     draft: int
-    rounds: tuple[Round, ...]
+    rounds: tuple[TimedRound, ...]
 
 
 Job = PlainSteps | Rounds

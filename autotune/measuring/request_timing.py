@@ -1,7 +1,7 @@
 """Times prefills, and the overhead outside the models in real decoding.
 
 As in ``autotune.measuring.sampling``, a plain step is timed before and after every request, and times are multiples of the plain
-steps beside them.
+steps next to them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIN_PREFILL_PROMPTS, MAX_PREFILL_PROMPTS = 6, 12  # in between, two of every tas
 OVERHEAD_PROMPTS = 4
 OVERHEAD_TOKENS, FEW_OVERHEAD_TOKENS = 24, 8  # new tokens of a run; few where there is little time
 CUT_PROMPT_TOKENS = 16  # where there is little time
-# Chains have one node per level. A wide tree tells the cost of a node from that of a level; one tree has a second source.
+# Chains have one node per level. A wide tree distinguishes the cost of a node from the cost of a level; one tree has retrieval.
 TREES: tuple[dict[str, Any], ...] = (
     {"policy": "chain", "depth": 1},
     {"policy": "chain", "depth": 8},
@@ -43,7 +43,7 @@ PlainStep = Callable[[], float]
 PrefillSamples = list[tuple[int, int, float]]
 """(tokens, images, duration in plain steps)."""
 OverheadRuns = list[tuple[int, int, int, int, float]]
-"""(rounds, draft forwards, verified nodes, rounds with a second source, time outside the models in plain steps)."""
+"""(rounds, draft forwards, verified nodes, rounds with retrieval, time outside the models in plain steps)."""
 
 
 class PrefillTimer:
@@ -161,8 +161,8 @@ def choose_prefill_threads(
                 target.prefill(target.encode(inputs).prompts[0])
                 pair.append(now_ms(target.device) - started)
         times.append((pair[0], pair[1]))
-    one, all_threads = (sum(column) for column in zip(*times[1:], strict=True))  # the first is a warm-up
-    return 1 if one < all_threads else None
+    one_thread, all_threads = (sum(column) for column in zip(*times[1:], strict=True))  # the first is a warm-up
+    return 1 if one_thread < all_threads else None
 
 
 def overhead_runs(

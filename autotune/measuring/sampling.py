@@ -1,7 +1,7 @@
 """Times the steps of a target and its drafts in the order of decoding.
 
-A plain step is timed before and after every job. Samples are kept as multiples of the plain steps beside them, because
-another process, throttling or another clock slow both down alike; the median of all plain steps turns them into milliseconds.
+A plain step is timed before and after every job. Samples are kept as multiples of the plain steps before and after them, because
+another process, throttling or another clock slow both down equally; the median of all plain steps turns them into milliseconds.
 
 A step is faster after steps of its own kind, which leave weights and code in the processor's caches: plain steps become up to
 15 % faster within ten of them, a draft's forwards are 12 % slower after a plain step, and verifications become 4 % slower from
@@ -24,31 +24,31 @@ from autotune.cost.surface import Surface, robust_deviation
 from autotune.cost.table import EVERY_ROW
 from autotune.measuring.adaptive_grid import AdaptiveGrid
 from autotune.measuring.block_log import Block, BlockLog, Samples, TimedJob
-from autotune.measuring.jobs import SLOW_STEP_MS, Bench, Job, PlainSteps, Round, Rounds, plain_steps_ms
+from autotune.measuring.jobs import SLOW_STEP_MS, Bench, Job, PlainSteps, Rounds, TimedRound, plain_steps_ms
 from autotune.measuring.settings import CostSettings, Size
 
 LEVELS_PER_ROUND = 4  # draft levels after the draft's first forward
 ROUNDS_IN_A_ROW, SLOW_ROUNDS_IN_A_ROW = 8, 2  # timed, after untimed ones; of models with slow steps
 UNTIMED_ROUNDS = 2
-REFERENCE_STEPS = 3  # of which the last is the reference of the samples beside it
+REFERENCE_STEPS = 3  # of which the last is the reference of the samples next to it
 UNTIMED_TOKENS = 9, 2, 4  # of the verification, the first draft forward and the levels of untimed rounds
 JOBS_PER_BLOCK = 12
-WARM_UPS = 2  # untimed rounds of a draft after those of another
-LEAST_VERIFICATIONS = 8  # of a draft, and LEAST_AT_A_SIZE of a size, that tell it apart from the other drafts
+WARM_UPS = 2  # untimed rounds of a draft after rounds of another
+LEAST_VERIFICATIONS = 8  # of a draft, and LEAST_AT_A_SIZE of a size, that distinguish it from the other drafts
 LEAST_AT_A_SIZE = 4
 DISTURBANCE = 0.15  # relative difference of the plain steps before and after a job
 DECODE, VERIFY = "decode", "verify"
 
 
 class Sampler:
-    """Measures the surfaces of a target and of several drafts; all drafts share those of the target.
+    """Measures the surfaces of a target and of several drafts; all drafts share the target's surfaces.
 
     Steps run in the order of decoding: every round is a verification, then a draft's first forward, then draft levels. The
     rounds of one draft follow each other, as in decoding, where its weights are still in the processor's caches from the
     round before. Drafts and sizes come in random order, so that a drifting clock favors none.
 
     Args:
-        log: keeps every block of samples as soon as it is complete, and has those of an interrupted run.
+        log: keeps every block of samples as soon as it is complete, and holds the blocks of an interrupted run.
         clock: seconds.
     """
 
@@ -96,7 +96,7 @@ class Sampler:
 
     @property
     def plain_ms(self) -> float:
-        """A plain step at the shortest KV length, as it usually is beside other jobs."""
+        """A plain step at the shortest KV length, as it usually is between other jobs."""
         return float(np.median([ms for job in self.jobs for ms in job.plain_ms]))
 
     def surface(self, grid: AdaptiveGrid) -> Surface:
@@ -105,7 +105,7 @@ class Sampler:
 
     def verify_ratio(self, draft: int) -> float:
         """A verification between rounds of a draft, as a multiple of the surface, which pools all drafts; 1.0 where the samples
-        do not tell the draft apart.
+        do not distinguish the draft.
         """
         surface, plain_ms = self.surface(self.verify), self.plain_ms
         logs = []
@@ -117,8 +117,8 @@ class Sampler:
         if len(logs) < LEAST_VERIFICATIONS:
             return 1.0
         median = float(np.median(logs))
-        is_apart = abs(median) > 2 * robust_deviation(logs) / math.sqrt(len(logs))
-        return math.exp(median) if is_apart else 1.0
+        is_significant = abs(median) > 2 * robust_deviation(logs) / math.sqrt(len(logs))
+        return math.exp(median) if is_significant else 1.0
 
     @property
     def disturbed_samples(self) -> int:
@@ -174,8 +174,8 @@ class Sampler:
         for draft, (first_grid, level_grid) in enumerate(zip(self.draft_firsts, self.draft_levels, strict=True)):
             draft_firsts, levels = sorted(wanted(first_grid)), sorted(wanted(level_grid))
             for kv_length in sorted({size[1] for size in (*draft_firsts, *levels)}):
-                own = [size for size in levels if size[1] == kv_length]
-                chunks = [tuple(own[i : i + LEVELS_PER_ROUND]) for i in range(0, len(own), LEVELS_PER_ROUND)]
+                sizes = [size for size in levels if size[1] == kv_length]
+                chunks = [tuple(sizes[i : i + LEVELS_PER_ROUND]) for i in range(0, len(sizes), LEVELS_PER_ROUND)]
                 firsts = [size for size in draft_firsts if size[1] == kv_length]
                 rounds += [(draft, size, chunk or (None,)) for size, chunk in zip_longest(firsts, chunks)]
         verify = wanted(self.verify)
@@ -188,16 +188,16 @@ class Sampler:
         decode = wanted(self.decode)
         if rounds:  # every speedup is a multiple of plain steps: their share in a sweep does not fall with its progress
             decode += [size for size in self._lacking_plain_steps() if size not in decode]
-        of_drafts: list[list[Round]] = [[] for _ in self.benches]
+        of_drafts: list[list[TimedRound]] = [[] for _ in self.benches]
         for size, (draft, draft_first, draft_levels) in zip_longest(similar_first(verify), rounds):
-            of_drafts[draft].append(Round(size, draft_first, draft_levels))
+            of_drafts[draft].append(TimedRound(size, draft_first, draft_levels))
         groups: list[list[Job]] = []
         for draft, own_rounds in enumerate(of_drafts):
             self._random.shuffle(own_rounds)
             in_a_row = SLOW_ROUNDS_IN_A_ROW if self._is_slow else ROUNDS_IN_A_ROW
             firsts_of_jobs = range(0, len(own_rounds), in_a_row)
             groups.append([Rounds(draft, tuple(own_rounds[i : i + in_a_row])) for i in firsts_of_jobs])
-        # Among the rounds, so that the plain steps beside them are like those beside rounds.
+        # Among the rounds, so that the plain steps next to them are like the plain steps before and after rounds.
         for _, kv_length in decode:
             self._random.choice(groups).append(PlainSteps(kv_length))
         for group in groups:
@@ -236,7 +236,7 @@ class Sampler:
                 self.grids[part].samples.setdefault((tokens, kv_length), []).append(ms / job.reference_ms)
 
     def _begin_draft(self, draft: int) -> float:
-        """Run small rounds of a draft after those of another; returns the plain step after them."""
+        """Run small rounds of a draft after rounds of another; returns the plain step after them."""
         self._latest_draft = draft
         for _ in range(WARM_UPS - 1):
             self._run_untimed_round(draft)
@@ -277,7 +277,7 @@ class Sampler:
     def _plain_samples(self, job: PlainSteps) -> Samples:
         return [(DECODE, 1, job.kv_length, ms) for ms in plain_steps_ms(self.benches[0], job.kv_length)]
 
-    def _round_samples(self, draft: int, of_job: Round) -> Samples:
+    def _round_samples(self, draft: int, of_job: TimedRound) -> Samples:
         bench = self.benches[draft]
         samples: Samples = []
         timed = (size for size in (of_job.draft_first, *of_job.draft_levels, of_job.verify) if size is not None)
@@ -302,12 +302,12 @@ class Sampler:
             self._warm.add((part, size))
 
 
-def _usual_round(settings: CostSettings) -> Round:
+def _usual_round(settings: CostSettings) -> TimedRound:
     def size(tokens: int) -> Size:
         return min(settings.tokens, key=lambda n: abs(n - tokens)), settings.kv_lengths[0]
 
     verified, draft_first, draft_level = map(size, UNTIMED_TOKENS)
-    return Round(verified, draft_first, (draft_level, draft_level))
+    return TimedRound(verified, draft_first, (draft_level, draft_level))
 
 
 def _draft_first(draft: int) -> str:

@@ -1,4 +1,4 @@
-"""Settings of the profiler: the sizes that it measures, and the precision."""
+"""Settings of the measurement of a cost table: the sizes, and the precision."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CostSettings:
 
     @property
     def held_out(self) -> tuple[Size, ...]:
-        """Held-out sizes, between those of the grid; capture sizes differ from the grid in KV length only."""
+        """Held-out sizes, between the sizes of the grid; capture sizes differ from the grid in KV length only."""
         return tuple(
             (tokens, self.held_out_kv_lengths[number % 2])
             for number, tokens in enumerate(self.capture_sizes or HELD_OUT_TOKENS)

@@ -14,7 +14,7 @@ from autotune.drafters.checkpoint import LoadedDraft
 from autotune.measuring.jobs import plain_steps_ms
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.clock import now_ms
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
@@ -53,7 +53,7 @@ class StepBench:
 
     def _request(self) -> Request:
         tokens = torch.zeros(1, dtype=torch.long)
-        return Request(Call({}, 1), self.token_sampler, Prompt(tokens, tokens.bool()), tokens[None], tokens=[1])
+        return Request(Call({}, 1), self.token_sampler, EncodedPrompt(tokens, tokens.bool()), tokens[None], tokens=[1])
 
     def round_ms(self) -> float:
         """Two rounds of typical sizes: a chain and a small tree."""
@@ -135,7 +135,7 @@ def choose_threads(
 
 
 def _geometric_means(ratios: Floats) -> Floats:
-    """Means of the columns, which count every interruption: threads that wait for each other lose most beside another process."""
+    """Means of the columns, which count every interruption: threads that wait for each other lose most when another process runs."""
     means: Floats = np.exp(np.log(ratios).mean(axis=0))
     return means
 

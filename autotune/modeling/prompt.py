@@ -37,7 +37,7 @@ Mask = Tensor | dict[str, Tensor | None] | None
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedPrompt:
     """One row of the inputs, without padding."""
 
     tokens: Tensor  # [n]
@@ -76,7 +76,7 @@ class Prompt:
             return np.zeros(1, np.int64)
         return self.positions[..., -1].flatten().cpu().numpy() + 1 - len(self)
 
-    def chunks(self, size: int) -> Iterator[Prompt]:
+    def chunks(self, size: int) -> Iterator[EncodedPrompt]:
         """Consecutive parts of up to ``size`` tokens, which keep their positions, of a prompt without a mask and ``extra``."""
         positions = self.positions
         if positions is None:
@@ -84,15 +84,15 @@ class Prompt:
         for begin in range(0, len(self), size):
             part = slice(begin, begin + size)
             embeddings = None if self.embeddings is None else self.embeddings[:, part]
-            yield Prompt(self.tokens[part], self.is_visual[part], embeddings, positions[..., part])
+            yield EncodedPrompt(self.tokens[part], self.is_visual[part], embeddings, positions[..., part])
 
-    def keep(self, kept: Tensor) -> Prompt:
+    def keep(self, kept: Tensor) -> EncodedPrompt:
         """The prompt with only the tokens ``kept`` (indices in ascending order), which keep their positions."""
         positions = self.positions if self.positions is not None else torch.arange(len(self), device=kept.device)[None]
         return _select(self, kept, positions)
 
 
-def _select(prompt: Prompt, kept: Tensor, positions: Tensor | None) -> Prompt:
+def _select(prompt: EncodedPrompt, kept: Tensor, positions: Tensor | None) -> EncodedPrompt:
     embeddings, mask, extra = prompt.embeddings, prompt.mask, dict(prompt.extra)
     if isinstance(mask, dict):
         mask = {layer_type: _select_in_mask(layer_mask, kept) for layer_type, layer_mask in mask.items()}
@@ -104,7 +104,7 @@ def _select(prompt: Prompt, kept: Tensor, positions: Tensor | None) -> Prompt:
         extra["deepstack_visual_embeds"] = [features[kept_visual] for features in extra["deepstack_visual_embeds"]]
     if "per_layer_inputs" in extra:
         extra["per_layer_inputs"] = extra["per_layer_inputs"][:, kept]
-    return Prompt(
+    return EncodedPrompt(
         tokens=prompt.tokens[kept],
         is_visual=prompt.is_visual[kept],
         embeddings=None if embeddings is None else embeddings[:, kept],
@@ -122,7 +122,7 @@ def _select_in_mask(mask: Tensor | None, kept: Tensor) -> Tensor | None:
 class Encoded:
     """The rows of a batch, and the time that vision tower and projector took for all of them."""
 
-    prompts: list[Prompt]
+    prompts: list[EncodedPrompt]
     vision_ms: float
 
 
@@ -145,7 +145,7 @@ def encode(model: Any, text: TextModel, inputs: dict[str, Any]) -> Encoded:
     is_visual = visual_tokens(model.config, input_ids)
     _check_modalities(model, inputs)
     if text.is_text_only:
-        return Encoded([Prompt(row, visual_tokens(model.config, row)) for row in rows_of(inputs)], 0.0)
+        return Encoded([EncodedPrompt(row, visual_tokens(model.config, row)) for row in token_rows(inputs)], 0.0)
     attended = inputs.get("attention_mask")
     attended = torch.ones_like(input_ids, dtype=torch.bool) if attended is None else attended.bool()
     if bool(attended.all()):
@@ -180,13 +180,13 @@ def visual_tokens(config: Any, input_ids: Tensor) -> Tensor:
     return is_visual
 
 
-def rows_of(inputs: dict[str, Any]) -> list[Tensor]:
+def token_rows(inputs: dict[str, Any]) -> list[Tensor]:
     """The tokens of each row without padding, [n] each."""
     input_ids, attended = inputs["input_ids"], inputs.get("attention_mask")
     return list(input_ids) if attended is None else [r[a.bool()] for r, a in zip(input_ids, attended, strict=True)]
 
 
-def _row(text_inputs: dict[str, Any], input_ids: Tensor, is_visual: Tensor, row: int) -> Prompt:
+def _row(text_inputs: dict[str, Any], input_ids: Tensor, is_visual: Tensor, row: int) -> EncodedPrompt:
     """One row of a batch, with padding."""
     rows = slice(row, row + 1)
     positions, mask = text_inputs.get("position_ids"), text_inputs.get("attention_mask")
@@ -203,7 +203,7 @@ def _row(text_inputs: dict[str, Any], input_ids: Tensor, is_visual: Tensor, row:
         extra["deepstack_visual_embeds"] = [f[begin : begin + number] for f in text_inputs["deepstack_visual_embeds"]]
     if text_inputs.get("per_layer_inputs") is not None:  # [rows, tokens, layers, size]
         extra["per_layer_inputs"] = text_inputs["per_layer_inputs"][rows]
-    return Prompt(
+    return EncodedPrompt(
         tokens=input_ids[row],
         is_visual=is_visual[row],
         embeddings=text_inputs["inputs_embeds"][rows],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autotune.errors import UserError
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Step
 from autotune.modeling.text_model import KNOWN_TEXT_TYPES
 
@@ -103,7 +103,7 @@ def compare_tree_decoding(model: TreeModel) -> tuple[float, float]:
 
     model.reserve(num_tokens + 2 * len(parents))
     tokens = torch.tensor(prompt, device=model.device)
-    logits = [model.prefill_prompt(Prompt(tokens, torch.zeros_like(tokens, dtype=torch.bool)))]
+    logits = [model.prefill_prompt(EncodedPrompt(tokens, torch.zeros_like(tokens, dtype=torch.bool)))]
     texts = [prompt]
     committed = prompt
     for tree in trees:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from autotune.documents.subnet import VisualRanking
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.self_check import check_tree_decoding
 from autotune.modeling.step import Step
 from autotune.modeling.tree_model import TreeModel
@@ -21,7 +21,7 @@ from autotune.modeling.visual_attention import NEED_ATTENTION, LayerAttention, o
 class Prefilled:
     """Result of a prefill."""
 
-    prompt: Prompt
+    prompt: EncodedPrompt
     logits: Tensor  # after the prompt's last token, [vocabulary]
     visual_scores: Mapping[VisualRanking, Tensor]
     """Scores of the visual tokens by each requested ranking, [visual tokens]; empty without an image."""
@@ -40,14 +40,14 @@ class Target(TreeModel):
         self.tokenizer: Any = None  # tells tokens from padding of the vocabulary; None if unknown
         check_tree_decoding(self)
 
-    def embeddings(self, prompt: Prompt) -> Tensor:
+    def embeddings(self, prompt: EncodedPrompt) -> Tensor:
         """Inputs of the first layer [n, hidden]: the prompt's own embeddings, or those of its tokens."""
         if prompt.embeddings is not None:
             return prompt.embeddings[0]
         embeddings: Tensor = self.text.module.get_input_embeddings()(prompt.tokens)
         return embeddings
 
-    def prefill(self, prompt: Prompt, *, visual_rankings: Sequence[VisualRanking] = ()) -> Prefilled:
+    def prefill(self, prompt: EncodedPrompt, *, visual_rankings: Sequence[VisualRanking] = ()) -> Prefilled:
         """Run a prompt through all layers into the empty cache.
 
         Args:

@@ -21,7 +21,7 @@ from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.hybrid_cache import new_cache
 from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.packed_step import PackedStep
-from autotune.modeling.prompt import Encoded, Prompt, encode
+from autotune.modeling.prompt import Encoded, EncodedPrompt, encode
 from autotune.modeling.quantization import unquantized, weight_bytes
 from autotune.modeling.step import Step
 from autotune.modeling.text_model import text_model_of
@@ -116,7 +116,9 @@ class TreeModel(CachedModel):
         """
         return encode(self.model, self.text, inputs)
 
-    def prefill_prompt(self, prompt: Prompt, *, full_prompt: Prompt | None = None, in_one_pass: bool = False) -> Tensor:
+    def prefill_prompt(
+        self, prompt: EncodedPrompt, *, full_prompt: EncodedPrompt | None = None, in_one_pass: bool = False
+    ) -> Tensor:
         """Run a prompt through all layers into the empty cache; returns the logits after its last token, [vocabulary].
 
         Long prompts are read in chunks of ``PREFILL_CHUNK`` tokens, so that the memory of activations does not grow with the
@@ -140,7 +142,7 @@ class TreeModel(CachedModel):
         self._rope_delta = full_prompt.rope_delta
         return self.text.logits(last)[0]
 
-    def _read(self, prompt: Prompt) -> Tensor:
+    def _read(self, prompt: EncodedPrompt) -> Tensor:
         """Append a prompt, or a part of one, to the cache; returns the final hidden state of its last token, [1, hidden]."""
         tokens = (
             {"input_ids": prompt.tokens[None]} if prompt.embeddings is None else {"inputs_embeds": prompt.embeddings}

@@ -94,7 +94,7 @@ class Evaluator:
         return Evaluator(traces, self.table, constraints=self.constraints, jobs=self.jobs)
 
     def prices_for(self, variant: DraftVariant, policy: Policy) -> DensePrices:
-        """Prices of a policy's rounds; those of a tree with a second source have its time too."""
+        """Prices of a policy's rounds; the prices of a tree with retrieval include its time."""
         prices = self.prices[variant]
         if not policy.uses_retrieval:
             return prices

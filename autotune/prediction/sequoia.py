@@ -28,7 +28,7 @@ def sequoia_trees(acceptance: Floats, *, budgets: Iterable[int], depths: Iterabl
     # Ranks that were never accepted only add nodes.
     ranks = acceptance[: MAX_RANK + 1]
     ranks = ranks[: 1 + max(np.flatnonzero(ranks > 0.0), default=0)]
-    expected, first_share = plan(np.ascontiguousarray(ranks, np.float64), budgets[-1], depths[-1])
+    expected, first_share = solve(np.ascontiguousarray(ranks, np.float64), budgets[-1], depths[-1])
     trees: dict[frozenset[tuple[int, ...]], StaticPolicy] = {}
     for depth in depths:
         for budget in budgets:
@@ -41,7 +41,7 @@ def sequoia_trees(acceptance: Floats, *, budgets: Iterable[int], depths: Iterabl
 
 
 @njit(cache=True)
-def plan(acceptance: Floats, budget: int, depth: int) -> tuple[Floats, Ints]:
+def solve(acceptance: Floats, budget: int, depth: int) -> tuple[Floats, Ints]:
     """Solve the dynamic programme.
 
     Returns:
@@ -72,8 +72,8 @@ def _paths(first_share: Ints, nodes: int, depth: int, rank: int, parent: tuple[i
     if nodes == 0 or depth == 0 or rank == first_share.shape[1] - 1:
         return []
     share = int(first_share[depth, rank, nodes])
-    others = _paths(first_share, nodes - share, depth, rank + 1, parent)
+    siblings = _paths(first_share, nodes - share, depth, rank + 1, parent)
     if share == 0:
-        return others
+        return siblings
     path = (*parent, rank)
-    return [path, *_paths(first_share, share - 1, depth - 1, 0, path), *others]
+    return [path, *_paths(first_share, share - 1, depth - 1, 0, path), *siblings]

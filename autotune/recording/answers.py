@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
-from autotune.errors import naming
+from autotune.errors import errors_about
 from autotune.execution import EAGER
 from autotune.modeling.target import Prefilled, Target
 from autotune.runtime.decoder import Decoder
@@ -85,7 +85,7 @@ class AnswerRecorder:
         return self._answer(self._request(prompt), self._alone(prompt))
 
     def _request(self, prompt: WorkloadPrompt) -> Request:
-        with naming(prompt.name):
+        with errors_about(prompt.name):
             (request,) = self._plain.requests(**self._inputs(prompt), **prompt.settings.generation)
         return request
 

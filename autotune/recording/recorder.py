@@ -28,7 +28,7 @@ from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.execution import EAGER
 from autotune.files import content_key, write_bytes
-from autotune.modeling.prompt import Prompt, rows_of
+from autotune.modeling.prompt import EncodedPrompt, token_rows
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.recording.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer
@@ -48,7 +48,7 @@ Report = Callable[[int, int], None]
 class Reading:
     """The target's hidden states of a prompt and its answer, for drafts that read them. Both are by layer."""
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[EncodedPrompt]
     prompt_hidden: dict[int, Tensor]
     """[prompt tokens, hidden]"""
     answer_hidden: dict[int, Tensor]
@@ -161,7 +161,7 @@ class Recorder:
                         visual_ranking=visual_ranking,
                         sampler=self.sampler(prompt),
                     )
-                (row,) = rows_of(inputs)
+                (row,) = token_rows(inputs)
                 part = part._replace(
                     forest=self._with_retrieved(part.forest, inputs), prompt_tokens=row.cpu().numpy().astype(np.int64)
                 )

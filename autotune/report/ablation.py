@@ -73,7 +73,7 @@ def ablations(sources: Sources) -> list[Ablation]:
     """Every dimension fixed at its default in turn, largest gain first. Dimensions of the subnet are compared by the chains of
     screening, draft and tree by the replayed trees of the surviving subnets.
     """
-    found: list[Ablation] = []
+    results: list[Ablation] = []
     if sources.screened:
         frame = _screened_at_default(sources)
         keeps = {default_subnet(sources, s.draft)[2] for s in sources.screened}
@@ -86,17 +86,17 @@ def ablations(sources: Sources) -> list[Ablation]:
             fixed = frame.ms_per_token[frame[dimension]]
             if len(fixed) < len(frame):
                 best = float(fixed.min()) if len(fixed) else None
-                found.append(Ablation(dimension, default, best, float(frame.ms_per_token.min()), SCREENING))
+                results.append(Ablation(dimension, default, best, float(frame.ms_per_token.min()), SCREENING))
     if sources.candidates:
         free = sources.candidates[0].ms_per_token
         first = sources.drafts[0] if sources.drafts else None
         if len({c.configuration.draft for c in sources.candidates}) > 1 and first is not None:
             best = min((c.ms_per_token for c in sources.candidates if c.configuration.draft == first), default=None)
-            found.append(Ablation("draft", first, best, free, TREES))
+            results.append(Ablation("draft", first, best, free, TREES))
         if published := _published_trees(sources):
             name, best = min(published.items(), key=lambda item: item[1])
-            found.append(Ablation("tree", f"best published default, {name}", best, free, TREES))
-    return sorted(found, key=lambda ablation: -(ablation.gain or 0.0))
+            results.append(Ablation("tree", f"best published default, {name}", best, free, TREES))
+    return sorted(results, key=lambda ablation: -(ablation.gain or 0.0))
 
 
 def _published_trees(sources: Sources) -> dict[str, float]:
@@ -105,13 +105,13 @@ def _published_trees(sources: Sources) -> dict[str, float]:
     """
     if (evaluator := sources.evaluator) is None:
         return {}
-    found: dict[str, float] = {}
+    speedups: dict[str, float] = {}
     for name, default in COMPARED_DEFAULTS.items():
         configurations = [Configuration(tree=default.tree, draft=d, subnet=s) for d, s in evaluator.traces]
         times = [evaluator.evaluate(c).ms_per_token for c in configurations if evaluator.can_replay(c)]
         if times:
-            found[name] = min(times)
-    return found
+            speedups[name] = min(times)
+    return speedups
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,12 @@ def policies(sources: Sources) -> list[PolicyBest]:
     best: dict[str, Candidate] = {}
     for candidate in sources.candidates:
         best.setdefault(candidate.policy, candidate)
-    found = []
+    results = []
     for policy, candidate in best.items():
         default_ms = None
         if policy in PUBLISHED_DEFAULTS and sources.evaluator is not None:
             default = candidate.configuration.model_copy(update={"tree": PUBLISHED_DEFAULTS[policy].tree})
             if sources.evaluator.can_replay(default):
                 default_ms = sources.evaluator.evaluate(default).ms_per_token
-        found.append(PolicyBest(policy, candidate, default_ms))
-    return found
+        results.append(PolicyBest(policy, candidate, default_ms))
+    return results

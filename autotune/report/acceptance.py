@@ -38,8 +38,8 @@ def acceptance_table(kind: str, **counts: AcceptanceCounts) -> pd.DataFrame:
     import pandas as pd
 
     columns: dict[str, Ints] = {}
-    for name, found in counts.items():
-        table = (found.by_depth[:, 1:] if kind == "depth" else found.by_rank).sum(0)
+    for name, count in counts.items():
+        table = (count.by_depth[:, 1:] if kind == "depth" else count.by_rank).sum(0)
         columns |= {f"{name}_offered": table[:, 0], f"{name}_accepted": table[:, 1]}
     frame = pd.DataFrame(columns)
     frame.index += 1
@@ -48,7 +48,7 @@ def acceptance_table(kind: str, **counts: AcceptanceCounts) -> pd.DataFrame:
 
 def acceptance(sources: Sources) -> list[PointAcceptance]:
     """The acceptance of every point with a draft that has traces or runs."""
-    found: list[PointAcceptance] = []
+    results: list[PointAcceptance] = []
     for number, point in enumerate(sources.points):
         if point.tree is None:
             continue
@@ -63,8 +63,8 @@ def acceptance(sources: Sources) -> list[PointAcceptance]:
         if prompts or runs:
             tables = {k: acceptance_table(k, replayed=replayed, measured=measured) for k in ("depth", "rank")}
             condition = condition_label(sources.points, number)
-            found.append(PointAcceptance(number, condition, tables, len(prompts), len(runs)))
-    return found
+            results.append(PointAcceptance(number, condition, tables, len(prompts), len(runs)))
+    return results
 
 
 def evidence_runs(sources: Sources, number: int) -> list[dict[str, Any]]:

@@ -130,7 +130,7 @@ def importance(trials: Sequence[Any], *, min_trials: int = 20, seed: int = 0) ->
     groups = list(parameters.groupby("policy", sort=False))
     if len(groups) > 1:
         groups.insert(0, ("all trials", parameters))
-    found = []
+    results = []
     for group, params in groups:
         shared = params.dropna(axis="columns")
         varied = sorted(shared.columns[shared.nunique() > 1])
@@ -143,5 +143,5 @@ def importance(trials: Sequence[Any], *, min_trials: int = 20, seed: int = 0) ->
             {name: get_param_importances(study, evaluator=e, params=varied) for name, e in evaluators.items()}
         )
         shares = shares.loc[varied].sort_values("fANOVA", ascending=False, kind="stable")
-        found.append(Importance(str(group), len(params), shares))
-    return found
+        results.append(Importance(str(group), len(params), shares))
+    return results

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.cost.draft_costs import ModelShape
-from autotune.cost.roofline import DeviceLimits, device_bound_ms, find_limits
+from autotune.cost.roofline import DatasheetLimits, device_bound_ms, find_limits
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable
 from autotune.study.document import StudyDocument
@@ -21,7 +21,7 @@ class CostCurve:
     is_draft: bool
     kv_length: int
     surface: Surface
-    limits: DeviceLimits | None
+    limits: DatasheetLimits | None
     shape: ModelShape | None
     """Both are needed for the roofline, and either may be missing."""
 
@@ -49,7 +49,7 @@ class CostCurve:
         return None if ms is None or limit is None else limit / ms
 
 
-def limits_of(table: CostTable) -> DeviceLimits | None:
+def limits_of(table: CostTable) -> DatasheetLimits | None:
     """The datasheet of the table's device."""
     return find_limits(table.device.name)
 

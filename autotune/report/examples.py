@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autotune.acceptance.reference_replay import Round
+from autotune.acceptance.reference_replay import ReplayedRound
 from autotune.acceptance.trace import Trace
 from autotune.report.points import condition_label
 from autotune.report.prompts import TokenTexts
@@ -34,31 +34,31 @@ class AnswerPart:
     is_drawn: bool
 
 
-def answer_parts(found: Sequence[Round], texts: Sequence[str], drawn: int) -> list[AnswerPart]:
-    """The answer by rounds. ``texts`` are those of its tokens, the first of which the prefill emitted."""
+def answer_parts(replayed: Sequence[ReplayedRound], texts: Sequence[str], drawn: int) -> list[AnswerPart]:
+    """The answer by rounds. ``texts`` are the texts of its tokens, the first of which the prefill emitted."""
     parts = []
-    for number, emitted in enumerate(found):
+    for number, emitted in enumerate(replayed):
         begin, end = emitted.position + 1, emitted.position + 1 + len(emitted.path)
         parts.append(AnswerPart("".join(texts[begin:end]), "".join(texts[end : end + 1]), number == drawn))
     return parts
 
 
-def round_to_draw(found: Sequence[Round]) -> int:
+def round_to_draw(replayed: Sequence[ReplayedRound]) -> int:
     """The round in which the tree helped most compared with a chain: most accepted tokens of rank 2 and above, then most
     accepted tokens, then most nodes, then the earliest.
     """
 
     def merit(number: int) -> tuple[int, int, int, int]:
-        candidate = found[number]
+        candidate = replayed[number]
         if candidate.tree is None:
             return -1, 0, 0, 0
         num_branched = int((candidate.tree.rank[candidate.path] > 0).sum())
         return num_branched, len(candidate.path), candidate.num_nodes, -number
 
-    return max(range(len(found)), key=merit)
+    return max(range(len(replayed)), key=merit)
 
 
-class Example:
+class DecodedExample:
     """One prompt decoded by one operating point."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Example:
         prompts: dict[str, WorkloadPrompt],
         tokens: TokenTexts,
     ) -> None:
-        """``number`` is the point's, ``prompt`` the prompt's in the trace; ``prompts`` are those of the workload, if found."""
+        """``number`` is the point's, ``prompt`` the prompt's in the trace; ``prompts`` are the workload's, if they were found."""
         point = sources.points[number]
         assert point.tree is not None
         decoded = sources.rounds_of(number, trace, prompt)
@@ -91,7 +91,7 @@ class Example:
         self.svg = "" if self.shown.tree is None else _svg(self.shown, answer, texts, tokens)
 
 
-def _svg(shown: Round, answer: list[int], texts: list[str], tokens: TokenTexts) -> str:
+def _svg(shown: ReplayedRound, answer: list[int], texts: list[str], tokens: TokenTexts) -> str:
     """The tree of a round; the text of a node depends on its ancestors."""
     tree = shown.tree
     assert tree is not None
@@ -107,9 +107,9 @@ def _svg(shown: Round, answer: list[int], texts: list[str], tokens: TokenTexts) 
     return draw_tree(tree, shown.path.tolist(), node_texts, texts[end] if end < len(texts) else None, label)
 
 
-def examples(sources: Sources, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts) -> list[Example]:
+def examples(sources: Sources, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts) -> list[DecodedExample]:
     """An example for each point whose draft was recorded: its first prompt with an image, or its first prompt."""
-    found: list[Example] = []
+    results: list[DecodedExample] = []
     for number, point in enumerate(sources.points):
         trace = sources.trace_of(point)
         if trace is None:
@@ -117,8 +117,8 @@ def examples(sources: Sources, prompts: dict[str, WorkloadPrompt], tokens: Token
         ordered = sorted(sources.prompts_of(number), key=lambda p: trace.num_visual_tokens[p] == 0)
         prompt = next((p for p in ordered if sources.rounds_of(number, trace, p)), None)
         if prompt is not None:
-            found.append(Example(sources, number, trace, prompt, prompts, tokens))
-    return found
+            results.append(DecodedExample(sources, number, trace, prompt, prompts, tokens))
+    return results
 
 
 def data_uri(image: Image) -> str:

@@ -27,7 +27,7 @@ class Bar(NamedTuple):
     is_strong: bool = False
 
 
-class Line(NamedTuple):
+class Series(NamedTuple):
     """A labelled series of points."""
 
     label: str
@@ -98,7 +98,7 @@ def predicted_against_measured(groups: Mapping[str, Sequence[tuple[float, Bar]]]
 
 
 def lines(
-    series: Sequence[Line],
+    series: Sequence[Series],
     *,
     x: str,
     y: str,
@@ -128,7 +128,7 @@ def lines(
     return figure
 
 
-def front(clouds: Sequence[Line], best: Line, *, x: str, y: str) -> Figure:
+def front(clouds: Sequence[Series], best: Series, *, x: str, y: str) -> Figure:
     """Points by series, and the Pareto front as a stepped line."""
     figure, axes = _new_figure(3.2)
     axes.step(best.x, best.y, where="post", color=INK, linewidth=1.2, label=best.label, zorder=1)

@@ -39,7 +39,7 @@ def write_report(
     sources = find_sources(given, study=study, storage=storage)
     if sources.folder is None:
         console.say(
-            f"{given}: no study found beside it; the page shows the profile alone (give the study's folder with --study)"
+            f"{given}: no study found next to it; the page shows the profile alone (give the study's folder with --study)"
         )
     elif sources.folder != given:
         console.say(f"{given}: study in {sources.folder}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from autotune.report import figures
 from autotune.report.content import Content
-from autotune.report.figures import Bar, Line
+from autotune.report.figures import Bar, Series
 from autotune.report.svg import STYLE, to_svg
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ def all_plots(content: Content) -> dict[str, str]:
     import matplotlib as mpl
 
     sections = (_evaluation, _predictions, _fronts, _ablation, _importance, _acceptance, _costs)
-    found = (plot for section in sections for plot in section(content))
+    plots = (plot for section in sections for plot in section(content))
     with mpl.rc_context(STYLE):  # colours are taken when an element is created
-        return {name: to_svg(figure, name, description) for name, description, figure in found}
+        return {name: to_svg(figure, name, description) for name, description, figure in plots}
 
 
 def _evaluation(content: Content) -> Plots:
@@ -57,7 +57,7 @@ def _fronts(content: Content) -> Plots:
     y = "predicted ms per token"
     if content.front:
         *policies, best = (
-            Line(label, [c.nodes_per_round for c in candidates], [c.ms_per_token for c in candidates])
+            Series(label, [c.nodes_per_round for c in candidates], [c.ms_per_token for c in candidates])
             for label, candidates in {**content.by_size, "Pareto front": content.front}.items()
         )
         description = (
@@ -71,7 +71,7 @@ def _fronts(content: Content) -> Plots:
             points.setdefault(variant.best.configuration.draft or "", []).append((mib, ms))
         points["Pareto front"] = [(mib, ms) for mib, ms, variant in sized if variant.is_on_front]
         *drafts, best = (
-            Line(label, [mib for mib, _ in found], [ms for _, ms in found]) for label, found in points.items()
+            Series(label, [mib for mib, _ in front], [ms for _, ms in front]) for label, front in points.items()
         )
         description = f"Predicted time by memory of {len(sized)} draft variants; the table has the numbers."
         yield (
@@ -99,10 +99,10 @@ def _ablation(content: Content) -> Plots:
 
 
 def _importance(content: Content) -> Plots:
-    for number, found in enumerate(content.importance):
-        shares = found.shares.set_axis(found.shares.index.str.removeprefix(f"{found.group}."))
+    for number, importance in enumerate(content.importance):
+        shares = importance.shares.set_axis(importance.shares.index.str.removeprefix(f"{importance.group}."))
         description = (
-            f"Importance of {len(shares)} parameters in {found.num_trials} trials of {found.group}; {shares.index[0]} is the "
+            f"Importance of {len(shares)} parameters in {importance.num_trials} trials of {importance.group}; {shares.index[0]} is the "
             "most important one by fANOVA."
         )
         yield f"importance-{number}", description, figures.bars(shares, "importance")
@@ -118,7 +118,7 @@ def _acceptance(content: Content) -> Plots:
                 offered, accepted = table[f"{source}_offered"], table[f"{source}_accepted"]
                 share = (100 * accepted / offered)[offered > 0]
                 if len(share):
-                    series.append(Line(label, share.index.tolist(), share.tolist()))
+                    series.append(Series(label, share.index.tolist(), share.tolist()))
             if series:
                 values = ", ".join(f"{y:.0f}" for y in series[0].y)
                 description = f"Accepted share of offered tokens by {kind}, {series[0].label}, in per cent: {values}."
@@ -135,9 +135,9 @@ def _costs(content: Content) -> Plots:
         series = []
         for curve in curves:
             label = curve.part.removesuffix(", other levels")
-            series.append(Line(label, curve.tokens, [curve.ms(n) or 0.0 for n in curve.tokens]))
+            series.append(Series(label, curve.tokens, [curve.ms(n) or 0.0 for n in curve.tokens]))
             if curve.limit_ms(1) is not None:
-                series.append(Line(f"limit: {label}", curve.tokens, [curve.limit_ms(n) or 0.0 for n in curve.tokens]))
+                series.append(Series(f"limit: {label}", curve.tokens, [curve.limit_ms(n) or 0.0 for n in curve.tokens]))
         if series:
             shown = ", ".join(line.label for line in series)
             dotted = None if is_draft else plain

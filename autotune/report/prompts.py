@@ -26,15 +26,15 @@ def find_prompts(sources: Sources, workload: str | None) -> dict[str, WorkloadPr
         names += [str(sources.folder.resolve().parents[1] / name) for name in names]
     for name in names:
         try:
-            found = load_workload(name, "tune", num_prompts=len(header.prompts))
+            same_name = load_workload(name, "tune", num_prompts=len(header.prompts))
         except UserError:
             if workload is not None:
                 raise
             continue
-        searched = found if sources.profile is None else found.as_searched(sources.profile.workload)
-        for one in (found, searched):
-            if one.sha256 == header.workload_sha256:
-                return {prompt.name: prompt for prompt in one.prompts}
+        searched = same_name if sources.profile is None else same_name.as_searched(sources.profile.workload)
+        for candidate in (same_name, searched):
+            if candidate.sha256 == header.workload_sha256:
+                return {prompt.name: prompt for prompt in candidate.prompts}
     if workload is not None:
         raise UserError(
             f"--workload {workload}: its tuning prompts differ from the recorded ones; give the workload of the search"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.acceptance.reference_replay import Round, rounds
+from autotune.acceptance.reference_replay import ReplayedRound, rounds
 from autotune.acceptance.trace import Trace, load_trace
 from autotune.cost.table import CostTable
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
@@ -87,7 +87,7 @@ class Sources:
             return []
         return np.flatnonzero(points_of_prompts(self.profile, trace) == number).tolist()
 
-    def rounds_of(self, number: int, trace: Trace, prompt: int) -> list[Round]:
+    def rounds_of(self, number: int, trace: Trace, prompt: int) -> list[ReplayedRound]:
         """The rounds in which point ``number``, which has a tree, decodes a recorded prompt."""
         point = self.points[number]
         assert point.tree is not None
@@ -95,7 +95,7 @@ class Sources:
 
 
 def find_sources(given: Path, *, study: Path | None = None, storage: str | None = None) -> Sources:
-    """Find the documents of a profile, or of a study folder. A profile's study is searched beside it unless given.
+    """Find the documents of a profile, or of a study folder. A profile's study is searched next to it unless given.
 
     Raises:
         UserError: ``given`` is neither a profile nor a study, the study belongs to another profile, or a document cannot be
@@ -115,11 +115,11 @@ def find_sources(given: Path, *, study: Path | None = None, storage: str | None 
         return _read_study(None, None, given, storage)
     profile = DecodingProfile.load(given)
     if study is None:
-        own = next((folder for folder in find_studies(profile, given) if folder.is_complete), None)
-        return _read_study(profile, given, own.path, storage) if own else Sources(profile=profile, profile_path=given)
+        done = next((folder for folder in find_studies(profile, given) if folder.is_complete), None)
+        return _read_study(profile, given, done.path, storage) if done else Sources(profile=profile, profile_path=given)
     if not study.is_dir():
         raise UserError(f"--study {study}: no such folder; give the one in {WORKSPACE}/ that autotune search named")
-    if not ((own := find_study(profile, study)) and own.is_complete):
+    if not ((done := find_study(profile, study)) and done.is_complete):
         raise UserError(
             f"--study {study}: its documents belong to another target, device or workload than {given}; give that profile's "
             "own study"
@@ -173,8 +173,8 @@ def _study_document(profile: DecodingProfile | None, folder: Path) -> tuple[Stud
 
 
 def _traces(folder: Path, study: StudyDocument | None, profile: DecodingProfile | None) -> list[Trace]:
-    """The traces of the search's tuning prompts; without a study document and a profile, those of the newest trace's prompts."""
-    headers = load_headers(folder)  # may include those of earlier searches with other workloads
+    """The traces of the search's tuning prompts; without a study document and a profile, the traces of the newest trace's prompts."""
+    headers = load_headers(folder)  # may include traces of earlier searches with other workloads
     workload_sha256 = study.tune_sha256 if study else profile.workload.tune_sha256 if profile else None
     if workload_sha256 is None and headers:
         workload_sha256 = [*headers.values()][-1].workload_sha256
@@ -211,7 +211,7 @@ def _trials(ledger: Ledger | None, study: StudyDocument | None) -> list[Any]:
         return []
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
-        found = optuna.load_study(study_name=study.optuna_study, storage=optuna_storage(ledger.storage))
+        optuna_study = optuna.load_study(study_name=study.optuna_study, storage=optuna_storage(ledger.storage))
     except KeyError:  # the search drew no trials
         return []
-    return found.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])
+    return optuna_study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])

@@ -54,7 +54,7 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", "", body, flags=re.S)
     # Matplotlib repeats element ids in every figure: referenced ids get the figure's name, the others are removed.
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', body))
-    body = re.sub(r' id="([^"]*)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", body)
+    body = re.sub(r' id="([^"]*)"', lambda match: f' id="{name}-{match[1]}"' if match[1] in used else "", body)
     body = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{name}-", body)
     body = re.sub(r' transform="rotate\(-0 [^"]*"', "", body)
     body = re.sub(r"font-family: [^;\"]*;? ?", "", body)

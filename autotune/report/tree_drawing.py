@@ -19,8 +19,8 @@ def visible(text: str) -> str:
     return text.replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥") or "∅"
 
 
-def rows_of(parent: Ints, rank: Ints) -> list[int]:
-    """Row of each node: leaves are below each other, a parent is beside the first of its children, children are in order
+def node_rows(parent: Ints, rank: Ints) -> list[int]:
+    """Row of each node: leaves are below each other, a parent is next to the first of its children, children are in order
     of rank.
     """
     size = len(parent)
@@ -63,7 +63,7 @@ def draw_tree(tree: Tree, path: Sequence[int], texts: Sequence[str], next_text: 
     """
     size = int(tree.size[0])
     parent, depth = tree.parent[:size], tree.depth[:size]
-    row = rows_of(parent, tree.rank[:size])
+    row = node_rows(parent, tree.rank[:size])
     corners = [(6 + COLUMN * float(depth[node]), 8 + ROW * row[node]) for node in range(size)]
     last = path[-1] if path else ROOT
     next_row = max(row) + 1 if size > 1 else 0

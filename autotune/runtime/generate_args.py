@@ -16,7 +16,7 @@ from transformers import GenerationConfig, StoppingCriteriaList, StopStringCrite
 from autotune.documents.condition import first_match
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError, nearest
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.stats import DecodingStats
@@ -58,7 +58,7 @@ class Call:
     returns_dict: bool = False
     workload: str | None = None
     """The caller's name for this kind of request, which the conditions of operating points may ask for."""
-    prompts: Sequence[Prompt] = ()
+    prompts: Sequence[EncodedPrompt] = ()
     """The rows as the target reads them."""
     _draft_prompts: dict[Draft, Sequence[Any]] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ class Request:
 
     call: Call
     sampler: TokenSampler
-    prompt: Prompt
+    prompt: EncodedPrompt
     prefix: Tensor
     """The row with its padding, [1, tokens]: logits processors read it, and it is returned before the new tokens."""
     row: int = 0
@@ -113,7 +113,7 @@ class Request:
         return torch.cat([self.prefix, torch.tensor([self.tokens], dtype=torch.long, device=self.prefix.device)], dim=1)
 
 
-def new_request(call: Call, prompt: Prompt, row: int, target: Target, points: Sequence[LoadedPoint]) -> Request:
+def new_request(call: Call, prompt: EncodedPrompt, row: int, target: Target, points: Sequence[LoadedPoint]) -> Request:
     """The request of an encoded row, decoded by the first point whose condition it meets.
 
     Raises:

@@ -15,7 +15,7 @@ from autotune.drafters.cached_draft import CachedDraft, as_cached
 from autotune.execution import round_up
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import graph_memory
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
@@ -69,7 +69,7 @@ class Preparer:
                 model.reserve(self.capacity)
                 if isinstance(model, TreeModel):  # allocates the cache, which no capture may do
                     token = torch.zeros(1, dtype=torch.long, device=model.device)
-                    model.prefill_prompt(Prompt(token, token.bool()))
+                    model.prefill_prompt(EncodedPrompt(token, token.bool()))
             cleanup.callback(setattr, self.target, "output_layers", self.target.output_layers)
             jobs = list(itertools.chain(*map(self._jobs, self.points)))
             for number, job in enumerate(jobs):

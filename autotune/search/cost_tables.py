@@ -17,7 +17,7 @@ from autotune.errors import UserError
 from autotune.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
 from autotune.files import content_key
 from autotune.measuring.block_log import BlockLog
-from autotune.measuring.profiler import kv_lengths_for, measure_costs
+from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import check_mode

@@ -73,7 +73,7 @@ def choose_finalists(candidates: Sequence[Candidate], evaluator: Evaluator, coun
     """Up to ``count`` distinct configurations to measure: the fastest of every (draft, subnet, policy), at most two of a
     draft and policy.
 
-    Configurations are ranked on the evaluator's prompts. Those whose time is above that of the fastest in the whole 90 %
+    Configurations are ranked on the evaluator's prompts. Configurations whose time is above the fastest one's in the whole 90 %
     interval of their ratio are left out.
     """
     here = [evaluator.evaluate(candidate.configuration) for candidate in candidates]
@@ -167,7 +167,7 @@ def measure_finalists(
     ratio = sum(run.decode_ms for run in plain) / confirming.ar_ms[order].sum()
     console.say(f"plain decoding took {ratio:.2f} times as long as the cost table predicts")
     best_defaults = {name: defaults[name] for name in measured.remaining_defaults}
-    name = winner_of(measured, {name: estimate(finalist, prompts.full) for name, finalist in results.items()})
+    name = winner_of(measured, {name: estimated_speedup(finalist, prompts.full) for name, finalist in results.items()})
     winner = results[name].configuration if name in results else defaults[name]
     return MeasuredFinalists(winner, [*results.values()], default_results, best_defaults)
 
@@ -227,7 +227,7 @@ def _finalist(name: str, candidate: Candidate, measured: Race, evaluator: Evalua
 
 
 def _prediction(evaluator: Evaluator, configuration: Configuration, num_runs: int) -> tuple[float, tuple[float, float]]:
-    """Predicted speedup on the prompts of so many runs, and its 90 % interval."""
+    """Predicted speedup on the prompts of the first runs, and its 90 % interval."""
     order = np.arange(num_runs) % len(evaluator.tasks)
     predicted_ms = evaluator.replay(configuration).decode_ms
     predicted = float(evaluator.ar_ms[order].sum() / predicted_ms[order].sum())
@@ -236,7 +236,7 @@ def _prediction(evaluator: Evaluator, configuration: Configuration, num_runs: in
     return predicted, (low * scale, high * scale)
 
 
-def estimate(finalist: Finalist, evaluator: Evaluator) -> float:
+def estimated_speedup(finalist: Finalist, evaluator: Evaluator) -> float:
     """Speedup of a finalist on the evaluator's prompts: the predicted one, times measured over predicted speedup on the prompts
     that were run (a ratio estimator). Few prompts are run, and they differ more than the predictions err.
     """
@@ -245,12 +245,12 @@ def estimate(finalist: Finalist, evaluator: Evaluator) -> float:
 
 def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
     """The finalist with the highest estimate, of those that are not significantly slower than the fastest arm and not slower than
-    a default; of estimates within ``MAX_TIE``, that of the smallest trees. The fastest default where one is faster than every finalist.
+    a default; of estimates within ``MAX_TIE``, the one with the smallest trees. The fastest default where one is faster than every finalist.
 
     Speeds are times per token, so that a shorter answer is no gain.
 
     Args:
-        estimates: speedup of every finalist on all replayed prompts (``estimate``).
+        estimates: speedup of every finalist on all replayed prompts (``estimated_speedup``).
     """
     defaults = {name: measured.runs[name] for name in measured.remaining_defaults}
     finalists = {name: measured.runs[name] for name in measured.remaining}
@@ -269,10 +269,10 @@ def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
     return min(tied, key=lambda name: _nodes_per_round(finalists[name]))
 
 
-def _common(runs: Sequence[Run], others: Sequence[Run]) -> tuple[Sequence[Run], Sequence[Run]]:
+def _common(runs: Sequence[Run], reference: Sequence[Run]) -> tuple[Sequence[Run], Sequence[Run]]:
     """The runs of two arms on the prompts that both have run."""
-    count = min(len(runs), len(others))
-    return runs[:count], others[:count]
+    count = min(len(runs), len(reference))
+    return runs[:count], reference[:count]
 
 
 def _nodes_per_round(runs: Sequence[Run]) -> float:

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: the profile beside plain decoding, Hugging Face and the best published defaults."""
+"""Evaluation on held-out prompts: the profile with plain decoding, Hugging Face and the best published defaults."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Runs of a profile and of the arms beside it on held-out prompts."""
+    """Runs of a profile and of the arms compared with it on held-out prompts."""
 
     runs: Mapping[str, Sequence[Run]]
-    """Runs by arm name, those of the profile last."""
+    """Runs by arm name, the profile last."""
     configurations: Mapping[str, Configuration | None]
     """The configuration of every arm, the last operating point for the profile; None for arms without one."""
     predicted: Mapping[str, float]
@@ -114,7 +114,7 @@ def evaluate_profile(
 
 
 def _runner(profile: DecodingProfile, model_pool: ModelPool, folder: Path) -> ArmRunner:
-    """A runner of arms beside the decoder of a profile."""
+    """A runner of arms next to the decoder of a profile."""
     decoder = decoder_for(
         profile,
         model_pool.target,

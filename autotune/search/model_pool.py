@@ -98,7 +98,7 @@ class ModelPool:
             # A decoder checks that the vocabularies agree.
             Decoder(self.target, draft, capture_sizes=self.capture_sizes, mode=EAGER, processor=self.processor)
             self._full_drafts[draft_reference.id] = draft
-        if self.has_states and self.mode != EAGER:  # those of a draft
+        if self.has_states and self.mode != EAGER:  # the states of a draft
             self.mode = check_mode(mode, self.target.device, has_states=True)
             self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
 
@@ -174,7 +174,7 @@ class ModelPool:
         return self.draft(configuration.draft or next(iter(self._full_drafts)), configuration.subnet)
 
     def subnets(self, space: SearchSpace) -> list[DraftVariant]:
-        """All variants of a space: its subnets of every draft. Heads and layers of a space are those of supernets. Drafts that
+        """All variants of a space: its subnets of every draft. Heads and layers of a space apply to supernets. Drafts that
         see no images have no visual tokens to choose.
 
         Raises:

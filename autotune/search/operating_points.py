@@ -42,7 +42,7 @@ Grouping = tuple[Group, ...]
 """Disjoint groups of requests."""
 
 
-class Point(NamedTuple):
+class Proposal(NamedTuple):
     """Requests that meet ``condition``, and no earlier point's, are decoded with ``configuration``."""
 
     condition: Condition
@@ -60,7 +60,7 @@ def by_workload(tags: Sequence[str]) -> Grouping:
 
 
 def by_image(has_image: Sequence[bool] | Flags) -> Grouping:
-    """Requests with and without images; none if all requests are alike."""
+    """Requests with and without images; none if all requests are of one kind."""
     flags = np.array(has_image)
     return tuple(
         Group(Condition(has_image=value), flags == value) for value in (True, False) if flags.any() and not flags.all()
@@ -105,7 +105,7 @@ def choose_points(
     min_gain: float = MIN_GAIN,
     min_requests: int = MIN_REQUESTS,
     seed: int = 0,
-) -> list[Point]:
+) -> list[Proposal]:
     """The points of the grouping that saves most time; the last one decodes all remaining requests.
 
     A grouping by workload helps only callers who tag their requests. It is used only if it saves ``WORKLOAD_ADVANTAGE`` times
@@ -120,7 +120,7 @@ def choose_points(
         min_requests: smallest size of a group.
         seed: of the splits.
     """
-    common_point = Point(Condition(), common, 0.0)
+    common_point = Proposal(Condition(), common, 0.0)
     best = {
         False: ([common_point], 0.0),
         True: ([common_point], 0.0),
@@ -137,7 +137,7 @@ def choose_points(
                 continue
             gain, deviation = _gain(ms, members, common, seed)
             if gain >= min_gain and gain > min_deviations * deviation:
-                points.append(Point(group.condition, _fastest(ms, members), gain))
+                points.append(Proposal(group.condition, _fastest(ms, members), gain))
                 saved_ms += gain * total_ms
         needs_tags = any(group.condition.workload is not None for group in grouping)
         if saved_ms > best[needs_tags][1]:

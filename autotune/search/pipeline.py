@@ -11,7 +11,7 @@ from typing import Any
 
 from autotune.acceptance.trace import ForestBounds, Trace, bounds_for
 from autotune.console import Console
-from autotune.contention import wait_until_quiet
+from autotune.contention_monitor import wait_until_idle
 from autotune.cost.table import TOKENS, CostTable
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.decoding_profile import DecodingProfile
@@ -27,7 +27,7 @@ from autotune.search.cost_tables import local_table, priced_variants, print_tabl
 from autotune.search.model_pool import ModelPool
 from autotune.search.plan import UNTIMED_STAGES, Plan, SearchSize, StageClock, make_plan, measure_rates
 from autotune.search.profile_selection import ProfileSelection
-from autotune.search.screening import measure, print_screened, screen, survivors
+from autotune.search.screening import measure_screened, print_screened, screen, survivors
 from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.thresholds import CONFIRMING, MIN_TREE_SEARCH_S, STAGES
@@ -51,7 +51,7 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
     """
     check_settings(settings)
     run = _SearchRun(settings, console, time.monotonic() if started is None else started)
-    run.wait_until_quiet()
+    run.wait_until_idle()
     run.make_plan()
     with run.stage("cost table"):
         table = run.cost_table()
@@ -131,11 +131,11 @@ class _SearchRun:
             self.study = self.study.model_copy(update=update)
             self.study.save(self.folder / STUDY)
 
-    def wait_until_quiet(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait as the settings say, before anything is timed on this device. The budget does not count the waiting."""
-        limit_s = self.settings.wait_until_quiet_s
+        limit_s = self.settings.wait_until_idle_s
         if limit_s is not None and self.device is not None:
-            waited_s = wait_until_quiet(limit_s, self.device, self.console)
+            waited_s = wait_until_idle(limit_s, self.device, self.console)
             self.started += waited_s
             self.clock.deadline += waited_s
 
@@ -203,7 +203,7 @@ class _SearchRun:
         deadline, jobs = self.clock.deadline_of("screening"), self.settings.jobs
         screened = screen(pool, self.variants, table, tune, self.folder, ledger, console, jobs=jobs, deadline=deadline)
         if self.settings.measure == "all" and self.device is not None:
-            screened = measure(pool, screened, table, tune, ledger, console)
+            screened = measure_screened(pool, screened, table, tune, ledger, console)
         documents = [pool.key, _described(self.variants), table.content_hash, tune.sha256]
         described = self.shared_decision(
             "survivors",
@@ -309,7 +309,7 @@ def _described(variants: Sequence[DraftVariant]) -> list[Any]:
 
 
 def narrowed_space(settings: SearchSettings, *, has_images: bool = True) -> SearchSpace:
-    """The search space, with its heads, layers and operators replaced by those of the settings. Without images, visual
+    """The search space, with its heads, layers and operators replaced by the values of the settings. Without images, visual
     tokens are not searched.
     """
     space = load_space(settings.space)

@@ -24,7 +24,7 @@ POINT = "point"
 
 @dataclass(frozen=True)
 class PointConfirmation:
-    """Runs operating points beside the winner and the best published default."""
+    """Runs operating points next to the winner and the best published default."""
 
     runner: ArmRunner
     evaluator: Evaluator

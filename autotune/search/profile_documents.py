@@ -152,7 +152,7 @@ def shrinkage_of(
         for evaluator in (prompts.choosing, prompts.confirming)
     )
     pairs = list(zip(evaluation.runs[TUNED], evaluation.runs[AR], strict=True))
-    winner_pairs = [pair for pair in pairs if pair[0].point == num_points - 1]  # not those of other points
+    winner_pairs = [pair for pair in pairs if pair[0].point == num_points - 1]  # without the prompts of other points
     return Shrinkage(
         predicted_on_choosing=choosing,
         predicted_on_confirming=confirming,
@@ -172,11 +172,11 @@ def measured_point(number: int, runs: Sequence[Run], plain: Sequence[Run]) -> Me
 
 def _measured(summary: Summary, plain: Summary) -> Measured:
     tokens_per_round = None if summary is plain else summary.tokens_per_round
-    others = {"tokens_per_round": tokens_per_round, "ar_tokens_per_second": plain.tokens_per_second}
-    return _from_summary(Measured, summary, **others)
+    further = {"tokens_per_round": tokens_per_round, "ar_tokens_per_second": plain.tokens_per_second}
+    return _from_summary(Measured, summary, **further)
 
 
-def _from_summary(document: type[D], summary: Summary, **others: Any) -> D:
+def _from_summary(document: type[D], summary: Summary, **further: Any) -> D:
     """A document with the fields of a summary that have the same names, and ``others``."""
     shared = {name: value for name, value in vars(summary).items() if name in document.model_fields}
-    return document(**{**shared, **others})
+    return document(**{**shared, **further})

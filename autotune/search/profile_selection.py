@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune.console import Console
-from autotune.contention import ContentionMonitor
+from autotune.contention_monitor import ContentionMonitor
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import DecodingProfile, Shrinkage
@@ -99,7 +99,7 @@ class ProfileSelection:
         return propose_points(candidates, self.evaluator, self.prompts.workload, seed=self.seed)
 
     def confirmation(self, finalists: MeasuredFinalists) -> PointConfirmation:
-        """Confirms points by real runs beside the winner and the best published default."""
+        """Confirms points by real runs next to the winner and the best published default."""
         return PointConfirmation(
             self.runner,
             self.evaluator,
@@ -112,7 +112,7 @@ class ProfileSelection:
         )
 
     def evaluated(self, profile: DecodingProfile, finalists: MeasuredFinalists) -> DecodingProfile:
-        """The profile with measurements on the evaluation prompts: its decoder beside the other arms."""
+        """The profile with measurements on the evaluation prompts: its decoder next to the other arms."""
         evaluation = evaluate_profile(
             profile,
             dict(itertools.islice(finalists.best_defaults.items(), MAX_HELD_OUT_DEFAULTS)),

@@ -1,7 +1,7 @@
 """Screening: every subnet of every draft is evaluated, exhaustively, as STAR chooses among its subnets.
 
 A subnet's speed is predicted from chains along recorded answers and the cost table, or measured by real runs. Subnets of a
-supernet that differ in heads only are recorded together (``recording.chain_recorder``); their chains are those of the
+supernet that differ in heads only are recorded together (``recording.chain_recorder``); their chains are the chains of the
 recorder of traces, up to rounding, so nothing is estimated but the cost of unequal shares of heads.
 """
 
@@ -83,9 +83,9 @@ def screen(
             update(done, of, "")
             workers.report(done, of)
 
-        first, others = _screening_units(model_pool, work)
+        first, later = _screening_units(model_pool, work)
         records = ledger.work("subnets", first)
-        records |= ledger.work("subnets", others, report=report, deadline=deadline)
+        records |= ledger.work("subnets", later, report=report, deadline=deadline)
     screened = _ranked(records)
     if len(screened) < len(variants):
         console.say(f"{len(screened)} of {len(variants)} subnets were screened in their share of the budget")
@@ -94,8 +94,8 @@ def screen(
 
 def screen_in_worker(model_pool: ModelPool, rank: int, work: ScreeningWork) -> None:
     """Screen the variants that no other process screens."""
-    first, others = _screening_units(model_pool, work)
-    Ledger(work.storage).work("subnets", first | others, deadline=work.deadline)
+    first, later = _screening_units(model_pool, work)
+    Ledger(work.storage).work("subnets", first | later, deadline=work.deadline)
 
 
 def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[Units, Units]:
@@ -122,10 +122,10 @@ def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[Units,
     documents = ["screened", work.table.content_hash, prompts.sha256, BOUNDS.model_dump()]
     groups = _recorded_together(model_pool, work.variants)
     first = list({group[0][0]: group for group in reversed(groups)}.values())
-    others = [group for group in groups if group not in first]
-    random.Random(ORDER_SEED).shuffle(others)
+    later = [group for group in groups if group not in first]
+    random.Random(ORDER_SEED).shuffle(later)
     make_units = partial(_units, model_pool, make=screen_together, documents=documents)
-    return make_units(first), make_units(others)
+    return make_units(first), make_units(later)
 
 
 def _layers(model_pool: ModelPool, variant: DraftVariant) -> tuple[int, ...]:
@@ -157,7 +157,7 @@ def _best_chain(evaluator: Evaluator, draft: str, subnet: Subnet) -> ScreenedSub
     )
 
 
-def measure(
+def measure_screened(
     model_pool: ModelPool,
     screened: Sequence[ScreenedSubnet],
     table: CostTable | None,

@@ -20,8 +20,8 @@ from autotune.errors import UserError, nearest
 from autotune.execution import AUTO, check_capture_sizes
 from autotune.files import WORKSPACE, Document, require_writable
 from autotune.modeling.loading import BUNDLED_TARGET, default_drafts, default_workload
+from autotune.option_fields import option_name, setting
 from autotune.search.space import space_path
-from autotune.settings import option_name, setting
 from autotune.study.storage import storage_url
 from autotune.workloads.formats import Format
 
@@ -38,39 +38,37 @@ class SearchSettings(Document):
         "Draft: a bundled name, a path, a Hugging Face id, one of these followed by :mtp for the multi-token prediction head of its checkpoint, or retrieval; may be repeated; default: all drafts bundled with the target's pair, and retrieval.",
         option="draft",
     )
-    heads: float | None = setting(None, "Share of heads kept by the draft, in place of the space's shares.", gt=0, le=1)
+    heads: float | None = setting(None, "Share of heads kept by the draft, instead of the space's shares.", gt=0, le=1)
     injection_layer: int | None = setting(
-        None, "Layer of the target whose output the draft reads, in place of the space's layers."
+        None, "Layer of the target whose output the draft reads, instead of the space's layers."
     )
     operator: Operator | None = setting(
         None,
-        "Operator of a specvlm draft's compressor, in place of the space's; default: the space's, or the gate's choice.",
+        "Operator of a specvlm draft's compressor, instead of the space's; default: the space's, or the gate's choice.",
     )
     operator_ratio: int | None = setting(None, "Visual tokens for each row that prune or pool leaves.", ge=1)
     vocabulary: float | None = setting(
-        None, "Share of the vocabulary that the draft proposes, in place of the space's shares.", gt=0, le=1
+        None, "Share of the vocabulary that the draft proposes, instead of the space's shares.", gt=0, le=1
     )
     workload: str = setting(
         "",
-        "Prompts: 'digits', 'code', or a file, which may be hf://datasets/...: our JSONL, or that of a public benchmark; default: those of the target's pair.",
+        "Prompts: 'digits', 'code', or a file, which may be hf://datasets/...: our JSONL, or the file of a public benchmark; default: the prompts of the target's pair.",
     )
     workload_format: Format | None = setting(
         None, "Format of the workload's file; default: found out from its first row.", option="format"
     )
-    max_new_tokens: int | None = setting(None, "Longest answer; default: that of each prompt.", ge=1)
+    max_new_tokens: int | None = setting(None, "Longest answer; default: each prompt's own.", ge=1)
     temperature: float | None = setting(
-        None,
-        "Temperature of all prompts, each with its index as seed; 0 is greedy; default: that of each prompt.",
-        ge=0,
+        None, "Temperature of all prompts, each with its index as seed; 0 is greedy; default: each prompt's own.", ge=0
     )
     space: str = setting("quick", "Search space: a shipped name or a YAML file.")
     budget_s: float = setting(
         300.0, "Time in which the search ends, such as 90s, 10m or 1h.", option="budget", unit="s", gt=0
     )
-    wait_until_quiet_s: float | None = setting(
+    wait_until_idle_s: float | None = setting(
         None,
         "Longest time to wait, before anything is timed, until other processes use little of the machine, such as 2m.",
-        option="wait-until-quiet",
+        option="wait-until-idle",
         unit="s",
         ge=0,
     )
@@ -80,7 +78,7 @@ class SearchSettings(Document):
     storage: str | None = setting(
         None, "URL of a database that several workers share, postgresql://...; default: a file in the study's folder."
     )
-    study: str | None = setting(None, "Name of the study's folder in .autotune/, to resume it or to keep it apart.")
+    study: str | None = setting(None, "Name of the study's folder in .autotune/, to resume it or to keep it separate.")
     measure: Literal["finalists", "all"] = setting(
         "finalists", "What is run for real: the finalists, or also every subnet before its trees are searched."
     )
@@ -105,7 +103,7 @@ class SearchSettings(Document):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_target(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Drafts and prompts that are not given are those of the target's pair."""
+        """Drafts and prompts that are not given are taken from the target's pair."""
         target = str(values.get("target") or BUNDLED_TARGET)
         drafts, workload = (
             values.get("drafts") or default_drafts(target),
@@ -123,7 +121,7 @@ class SearchSettings(Document):
                 continue
             texts = {
                 "budget_s": f"{self.budget_s:g}s",
-                "wait_until_quiet_s": f"{self.wait_until_quiet_s or 0:g}s",
+                "wait_until_idle_s": f"{self.wait_until_idle_s or 0:g}s",
                 "storage": "...",
                 "capture_sizes": ",".join(map(str, self.capture_sizes)),
             }

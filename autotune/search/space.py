@@ -154,7 +154,7 @@ class SearchSpace(Document, kind="search-space"):
             draft: its id, for the error message.
             full: the subnet of the full draft.
             readable: target layers that a supernet can read; empty for other drafts.
-            operators: those of the draft's compressor; empty for drafts without one.
+            operators: the operators of the draft's compressor; empty for drafts without one.
             has_vocabularies: whether the draft's vocabulary can be cut.
 
         Raises:

@@ -38,7 +38,7 @@ NUM_UNIT_TRIALS = 50
 FIRST_PROMPTS = 3
 NUM_PROMOTED = 64
 NUM_TASK_PROMOTED = 8
-# The fastest trees in the record of a unit, and those of each task. TPE starts from NUM_KEPT trees of all sweeps.
+# The fastest trees in the record of a unit, and the fastest of each task. TPE starts from NUM_KEPT trees of all sweeps.
 NUM_KEPT = 24
 NUM_TASK_KEPT = 2
 UNIT = "unit"  # attribute of an Optuna trial: the number of trials before its unit
@@ -202,7 +202,7 @@ class _TreeStage:
         ]
 
     def _record(self, configurations: list[Configuration], results: list[Replay], *, num_replayed: int) -> Record:
-        """The record of a unit: its fastest candidates, over all prompts and over those of each task."""
+        """The record of a unit: its fastest candidates, over all prompts and over the prompts of each task."""
         if not results:
             return {"num_replayed": 0, "fastest": [], "of_task": {}}
         ms = np.array([result.decode_ms for result in results])

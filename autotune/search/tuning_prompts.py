@@ -104,7 +104,7 @@ def _interval_around(ratio: float, variance: float) -> tuple[float, float]:
 def _shares(evaluator: Evaluator, configuration: Configuration, result: Replay) -> dict[str, float]:
     """Share of each part of the cost table in the decoding time of a configuration, by the part's name in the table.
 
-    The draft's forward passes are one part, that of its levels: the first pass of a round is another level.
+    The draft's forward passes are one part, the part of its levels: the first pass of a round is another level.
     """
     reference = evaluator.traces[configuration.draft or "", configuration.subnet].header.draft
     costs, *_ = evaluator.table.costs_around(reference, configuration.subnet)

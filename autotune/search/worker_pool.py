@@ -62,7 +62,7 @@ def _logging_levels() -> dict[str, int]:
 
 
 def _run_task(levels: dict[str, int], rank: int, work: bytes) -> None:
-    """Run a pickled task. Unpickling imports packages, which log as those of the parent."""
+    """Run a pickled task. Unpickling imports packages, which log as the parent's packages do."""
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     threading.Thread(target=_exit_with_parent, daemon=True).start()

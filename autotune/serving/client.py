@@ -28,7 +28,7 @@ class EngineInterface:
     """Where an engine says what it is, and the names of its counters."""
 
     about: str
-    """Path of a JSON object with the engine's ``version``, and its settings as far as it tells them."""
+    """Path of a JSON object with the engine's ``version``, and its the settings that it reports."""
     rounds: str
     """Verifications of drafts, over all requests."""
     generated: str
@@ -96,13 +96,13 @@ class EngineClient:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         text = self._get("/metrics", "it exposes no metrics; start the engine with them (SGLang: --enable-metrics)")
-        found = [name for name in INTERFACES if f"{name}:" in text]
-        if len(found) != 1:
+        interfaces = [name for name in INTERFACES if f"{name}:" in text]
+        if len(interfaces) != 1:
             raise UserError(
                 f"--engine {url}: its metrics are of none of the engines that are known, {', '.join(INTERFACES)}; give the address "
                 "of one of them"
             )
-        (self.name,) = found
+        (self.name,) = interfaces
         self.interface = INTERFACES[self.name]
         self.about = self._get_json(self.interface.about)
         self.version = str(self.about.get("version", "unknown"))
@@ -140,14 +140,14 @@ class EngineClient:
             UserError: the engine counts other tokens, because it serves other clients.
         """
         deadline = time.monotonic() + SETTLING_S
-        while (found := self.counters().since(before)).generated != num_tokens:
-            if time.monotonic() > deadline or found.generated > num_tokens:
+        while (change := self.counters().since(before)).generated != num_tokens:
+            if time.monotonic() > deadline or change.generated > num_tokens:
                 raise UserError(
-                    f"{self.url}: the engine counted {found.generated} tokens for answers of {num_tokens}; its counters must be those "
+                    f"{self.url}: the engine counted {change.generated} tokens for answers of {num_tokens}; its counters must be those "
                     "of this bench alone; stop its other clients"
                 )
             time.sleep(0.01)
-        return found
+        return change
 
     def answer(self, prompt: WorkloadPrompt, prompt_tokens: Sequence[int]) -> EngineAnswer:
         """Decode one prompt greedily. Text is sent as ``prompt_tokens``; a prompt with images as a chat, whose template is the
@@ -193,12 +193,12 @@ class EngineClient:
 
     def _parsed(self, path: str, content: bytes) -> dict[str, Any]:
         try:
-            found = json.loads(content)
+            value = json.loads(content)
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
+            value = None
+        if not isinstance(value, dict):
             raise UserError(f"{self.url}{path}: not a JSON object; give the address of a serving engine")
-        return found
+        return value
 
     def _open(self, path: str, body: bytes | None, timeout_s: float, advice: str) -> bytes:
         try:

@@ -14,7 +14,7 @@ from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import Export, Variant
 from autotune.serving.client import EngineClient
-from autotune.serving.measuring import EngineArm, EngineRuns, PromptRun, Throughput, measure
+from autotune.serving.measuring import EngineArm, EngineRuns, PromptRun, Throughput, measure_engines
 from autotune.serving.prediction import PredictedPrompt, acceptance_by_position, load_export, predict
 from autotune.serving.server import ServerOptions, started, without_speculation
 from autotune.workloads.workload import Workload
@@ -25,14 +25,14 @@ SPECULATIVE, PLAIN = "speculative", "plain"
 
 @dataclass(frozen=True)
 class PromptComparison:
-    """One prompt in the engine with the exported settings, beside its prediction."""
+    """One prompt in the engine with the exported settings, with its prediction."""
 
     prompt: str
     task: str
     has_image: bool
     tokens: int
     first_difference: int | None
-    """Index of the first token that is not that of the target's plain decoding in this project's runtime; None: all are the same."""
+    """Index of the first token that differs from the target's plain decoding in this project's runtime; None: all are the same."""
     reads_same_prompt: bool | None
     """Whether the engine read the same tokens as this project's runtime; None if it does not say."""
     predicted_rounds: int
@@ -95,7 +95,7 @@ def require_checked(client: EngineClient, export: Export) -> None:
 
 
 def running_variant(client: EngineClient, export: Export) -> Variant:
-    """The exported variant that an engine runs, as far as the engine tells its settings.
+    """The exported variant that an engine runs, by the settings that the engine reports.
 
     Raises:
         UserError: the engine's version was not checked, or it runs none of them.
@@ -149,7 +149,7 @@ def compare(
     interleaved: bool = False,
 ) -> dict[str, Any]:
     """Compare engines with a prediction, and print tables; returns the figures as JSON."""
-    measured = measure(
+    measured = measure_engines(
         arms,
         predicted,
         requests_at_once,
@@ -209,26 +209,26 @@ def _acceptance(runs: EngineRuns, variant: Variant) -> list[float] | None:
     return [sum(position) / num_rounds for position in accepted]
 
 
-def _first_difference(found: Sequence[int], expected: Sequence[int]) -> int | None:
-    pairs = enumerate(zip(found, expected, strict=False))
-    first = next((index for index, (one, other) in pairs if one != other), None)
-    return min(len(found), len(expected)) if first is None and len(found) != len(expected) else first
+def _first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int | None:
+    pairs = enumerate(zip(tokens, expected, strict=False))
+    first = next((index for index, (token, expected_token) in pairs if token != expected_token), None)
+    return min(len(tokens), len(expected)) if first is None and len(tokens) != len(expected) else first
 
 
 def _identical(runs: EngineRuns, predicted: Sequence[PredictedPrompt]) -> int:
-    return sum(run.answer.tokens == one.tokens for run, one in zip(runs.prompts, predicted, strict=True))
+    return sum(run.answer.tokens == prompt.tokens for run, prompt in zip(runs.prompts, predicted, strict=True))
 
 
-def _comparison(one: PredictedPrompt, run: PromptRun) -> PromptComparison:
+def _comparison(predicted: PredictedPrompt, run: PromptRun) -> PromptComparison:
     read = run.answer.prompt_tokens
     return PromptComparison(
-        prompt=one.prompt.name,
-        task=one.prompt.settings.task,
-        has_image=bool(one.prompt.pixels),
+        prompt=predicted.prompt.name,
+        task=predicted.prompt.settings.task,
+        has_image=bool(predicted.prompt.pixels),
         tokens=len(run.answer.tokens),
-        first_difference=_first_difference(run.answer.tokens, one.tokens),
-        reads_same_prompt=None if read is None else read == one.prompt_tokens,
-        predicted_rounds=one.num_rounds,
+        first_difference=_first_difference(run.answer.tokens, predicted.tokens),
+        reads_same_prompt=None if read is None else read == predicted.prompt_tokens,
+        predicted_rounds=predicted.num_rounds,
         rounds=run.counts.rounds or 0,
     )
 
@@ -240,20 +240,20 @@ def print_rounds(export: Export, compared: Sequence[PromptComparison], console: 
     """Print a row for the prompts without an image and one for those with an image, and name answers that differ."""
     rows = []
     for label, has_image in (("without image", False), ("with image", True)):
-        group = [one for one in compared if one.has_image == has_image]
+        group = [prompt for prompt in compared if prompt.has_image == has_image]
         if not group:
             continue
-        predicted, found = (sum(getattr(one, name) for one in group) for name in ("predicted_rounds", "rounds"))
+        predicted, rounds = (sum(getattr(prompt, name) for prompt in group) for name in ("predicted_rounds", "rounds"))
         rows.append(
             [
                 label,
                 f"{len(group)}",
-                f"{sum(one.first_difference is None for one in group)}/{len(group)}",
-                f"{sum(one.tokens for one in group)}",
+                f"{sum(prompt.first_difference is None for prompt in group)}/{len(group)}",
+                f"{sum(prompt.tokens for prompt in group)}",
                 f"{predicted}",
-                f"{found}",
-                f"{sum(one.rounds == one.predicted_rounds for one in group)}/{len(group)}",
-                f"{100 * (found / max(1, predicted) - 1):+.1f} %",
+                f"{rounds}",
+                f"{sum(prompt.rounds == prompt.predicted_rounds for prompt in group)}/{len(group)}",
+                f"{100 * (rounds / max(1, predicted) - 1):+.1f} %",
             ]
         )
     console.table(
@@ -261,11 +261,11 @@ def print_rounds(export: Export, compared: Sequence[PromptComparison], console: 
         ["prompts", "number", "same answer", "tokens", "predicted rounds", "rounds", "equal rounds", "difference"],
         rows,
     )
-    for one in (one for one in compared if one.first_difference is not None):
-        console.say(f"{one.prompt}: the engine's answer differs from token {one.first_difference} on")
-    if others := [one.prompt for one in compared if one.reads_same_prompt is False]:
+    for prompt in (prompt for prompt in compared if prompt.first_difference is not None):
+        console.say(f"{prompt.prompt}: the engine's answer differs from token {prompt.first_difference} on")
+    if differing := [prompt.prompt for prompt in compared if prompt.reads_same_prompt is False]:
         console.say(
-            f"the engine reads other tokens of {len(others)} prompts than this project's runtime: {', '.join(others[:8])}"
+            f"the engine reads other tokens of {len(differing)} prompts than this project's runtime: {', '.join(differing[:8])}"
         )
 
 

@@ -61,7 +61,7 @@ class EngineRuns:
     speeds: list[Throughput] = field(default_factory=list)
 
 
-def measure(
+def measure_engines(
     arms: Mapping[str, EngineArm],
     predicted: Sequence[PredictedPrompt],
     requests_at_once: Sequence[int],
@@ -77,7 +77,7 @@ def measure(
         interleaved: open all engines at once; they take turns prompt by prompt, in random order.
     """
     groups = [list(arms)] if interleaved else [[arm] for arm in arms]
-    found: dict[str, EngineRuns] = {}
+    runs_by_arm: dict[str, EngineRuns] = {}
     for group in groups:
         with ExitStack() as stack:
             runs = {arm: EngineRuns(stack.enter_context(arms[arm]())) for arm in group}
@@ -89,32 +89,32 @@ def measure(
             for at_once in requests_at_once:
                 for arm in group if at_once > 1 else ():
                     runs[arm].speeds.append(throughput(arm, runs[arm].engine, predicted, at_once))
-        found |= runs
-    return found
+        runs_by_arm |= runs
+    return runs_by_arm
 
 
 def warm_up(engine: EngineClient, predicted: Sequence[PredictedPrompt]) -> None:
     """Decode the first prompt with an image and the first without."""
     before, num_tokens = engine.counters(), 0
-    for one in {bool(one.prompt.pixels): one for one in reversed(predicted)}.values():
-        num_tokens += len(engine.answer(one.prompt, one.prompt_tokens).tokens)
+    for prompt in {bool(prompt.prompt.pixels): prompt for prompt in reversed(predicted)}.values():
+        num_tokens += len(engine.answer(prompt.prompt, prompt.prompt_tokens).tokens)
     engine.counters_after(before, num_tokens)
 
 
 def _one_at_a_time(runs: Mapping[str, EngineRuns], predicted: Sequence[PredictedPrompt], update: Update) -> None:
     order = random.Random(0)
-    for done, one in enumerate(predicted, start=1):
+    for done, prompt in enumerate(predicted, start=1):
         for arm in order.sample(list(runs), len(runs)):
             engine = runs[arm].engine
             before = engine.counters()
-            answer = engine.answer(one.prompt, one.prompt_tokens)
+            answer = engine.answer(prompt.prompt, prompt.prompt_tokens)
             runs[arm].prompts.append(PromptRun(answer, engine.counters_after(before, len(answer.tokens))))
         update(done, len(predicted), "")
-    for arm, found in runs.items():
-        rounds = [run.counts.rounds or 0 for run in found.prompts]
-        tokens = [len(run.answer.tokens) for run in found.prompts]
-        seconds = sum(run.answer.seconds for run in found.prompts)
-        found.speeds.append(Throughput(arm, 1, len(predicted), sum(tokens), sum(rounds) or None, seconds))
+    for arm, arm_runs in runs.items():
+        rounds = [run.counts.rounds or 0 for run in arm_runs.prompts]
+        tokens = [len(run.answer.tokens) for run in arm_runs.prompts]
+        seconds = sum(run.answer.seconds for run in arm_runs.prompts)
+        arm_runs.speeds.append(Throughput(arm, 1, len(predicted), sum(tokens), sum(rounds) or None, seconds))
 
 
 def throughput(arm: str, engine: EngineClient, predicted: Sequence[PredictedPrompt], at_once: int) -> Throughput:
@@ -122,7 +122,7 @@ def throughput(arm: str, engine: EngineClient, predicted: Sequence[PredictedProm
     before = engine.counters()
     started = time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
-        answers = list(pool.map(lambda one: engine.answer(one.prompt, one.prompt_tokens), predicted))
+        answers = list(pool.map(lambda prompt: engine.answer(prompt.prompt, prompt.prompt_tokens), predicted))
     seconds = time.perf_counter() - started
     num_tokens = sum(len(answer.tokens) for answer in answers)
     counts = engine.counters_after(before, num_tokens)

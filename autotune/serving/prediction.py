@@ -52,9 +52,9 @@ def load_export(source: Path, engine: str, folder: Path | None) -> Export:
         methods = ENGINES[engine].served
         drafts = {point.draft.id: point.draft.kind for point in profile.points if point.draft is not None}
         if not any(kind in methods for kind in drafts.values()):
-            found = " and ".join(f"{name}, of kind {kind}" for name, kind in drafts.items()) or "no draft"
+            recorded = " and ".join(f"{name}, of kind {kind}" for name, kind in drafts.items()) or "no draft"
             raise UserError(
-                f"{engine} serves drafts of kind {' or '.join(methods)}, and {source} has {found}; export another recorded draft: "
+                f"{engine} serves drafts of kind {' or '.join(methods)}, and {source} has {recorded}; export another recorded draft: "
                 f"autotune export {source} --to {engine} --draft NAME -o {folder}"
             )
         raise UserError(f"{path}: no such export; run autotune export {source} --to {engine} -o {folder}")
@@ -64,7 +64,7 @@ def load_export(source: Path, engine: str, folder: Path | None) -> Export:
             f"{path}: an export to {export.engine}, and the engine is {engine}; name another folder with --export"
         )
     if not export.target.is_same(profile.target):
-        raise UserError(f"{path}: exported for other weights than those of {source}; run autotune export again")
+        raise UserError(f"{path}: exported for other weights than the ones of {source}; run autotune export again")
     return export
 
 
@@ -73,7 +73,7 @@ def predict(
 ) -> list[PredictedPrompt]:
     """Record the target's answers and the draft's proposals along them, as the engine shows the draft images, and replay them.
 
-    Records are kept in the study's folder, as those of ``autotune record`` are. Prompts with an image are left out where the
+    Records are kept in the study's folder, as the records of ``autotune record`` are. Prompts with an image are left out where the
     engine's draft sees of it what is not recorded.
 
     Raises:
@@ -82,8 +82,8 @@ def predict(
     tree = variant.tree
     assert tree is not None, "only trees of this project are replayed"
     for wanted in (export.target, export.draft):
-        if not (found := reference(wanted.id)).is_same(wanted):
-            raise UserError(f"{found.id}: its weights have changed since the export; run autotune export again")
+        if not (current := reference(wanted.id)).is_same(wanted):
+            raise UserError(f"{current.id}: its weights have changed since the export; run autotune export again")
     vision = ENGINES[export.engine].served[export.kind].images
     processor = load_processor(export.target.id)
     prompts = workload.readable_by(processor)
@@ -123,11 +123,11 @@ def _predicted(trace: Trace, number: int, prompt: WorkloadPrompt, tree: Policy) 
         prompt,
         prompt_tokens=trace.prompt_tokens[first : first + trace.prompt_length[number]].tolist(),
         tokens=trace.forest.answer[begin:end].tolist(),
-        accepted_lengths=[len(one.path) for one in rounds(trace, number, tree)],
+        accepted_lengths=[len(replayed.path) for replayed in rounds(trace, number, tree)],
     )
 
 
 def acceptance_by_position(predicted: Sequence[PredictedPrompt], depth: int) -> list[float]:
     """Share of the rounds that accept a draft token at each position of a chain, or level of a tree."""
-    lengths = np.array([length for one in predicted for length in one.accepted_lengths])
+    lengths = np.array([length for prompt in predicted for length in prompt.accepted_lengths])
     return [float((lengths > position).mean()) for position in range(depth)]

@@ -108,13 +108,13 @@ def with_draft_tokens(command: str, draft_tokens: int) -> str:
 def _times(engine: EngineClient, predicted: Sequence[PredictedPrompt], size: int) -> tuple[float, float]:
     """Milliseconds of the engine's time per round and per prefill, with ``size`` requests at once.
 
-    Answers of one token are prefills alone; what whole answers take beside them are their rounds.
+    Answers of one token are prefills alone; the rest of a whole answer's time is its rounds.
     """
-    firsts = [dataclasses.replace(one, prompt=one.prompt.cut(1)) for one in predicted]
+    firsts = [dataclasses.replace(prompt, prompt=prompt.prompt.cut(1)) for prompt in predicted]
     prefills = throughput("", engine, firsts, size)
-    whole = throughput("", engine, predicted, size)
-    num_rounds = whole.rounds or whole.tokens - whole.requests
-    return 1e3 * (whole.seconds - prefills.seconds) / num_rounds, 1e3 * prefills.seconds / prefills.requests
+    answers = throughput("", engine, predicted, size)
+    num_rounds = answers.rounds or answers.tokens - answers.requests
+    return 1e3 * (answers.seconds - prefills.seconds) / num_rounds, 1e3 * prefills.seconds / prefills.requests
 
 
 def print_prices(prices: EnginePrices, export: Export, console: Console) -> None:

@@ -38,7 +38,7 @@ class ServerOptions:
     executable: str
     """In place of the first word of an export's command."""
     arguments: tuple[str, ...] = ()
-    """For every server, beside those of the command."""
+    """Given to every server, in addition to those of the command."""
     interleaved: bool = False
     """Run the servers that are compared at the same time, taking turns; else one after the other."""
 
@@ -49,13 +49,13 @@ def find_executable(given: str | None) -> str:
     Raises:
         UserError: there is none.
     """
-    found = shutil.which(given or "vllm")
-    if found is None:
+    executable = shutil.which(given or "vllm")
+    if executable is None:
         where = "is not on the PATH" if given is None else f"is no executable: {given!r}"
         raise UserError(
             f"--engine vllm: vllm {where}; install vLLM, or name its executable with --executable or {EXECUTABLE_VARIABLE}"
         )
-    return found
+    return executable
 
 
 def without_speculation(command: str) -> str:
@@ -87,9 +87,9 @@ def started(command: str, options: ServerOptions) -> Iterator[EngineClient]:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
@@ -111,10 +111,10 @@ def refusal(log: str) -> str:
     """The cause of a failure in an engine's log, in one line."""
     lines = [_PREFIX.sub("", line).strip() for line in log.splitlines()]
     for number, line in enumerate(lines):
-        found = _CAUSE.match(line)
-        if found is None:
+        cause = _CAUSE.match(line)
+        if cause is None:
             continue
-        message = found["message"]
+        message = cause["message"]
         if _HEADING.match(message) and number + 1 < len(lines):
             message = lines[number + 1].partition(" [type=")[0].removeprefix("Value error, ")
         return message

@@ -53,7 +53,7 @@ class Finalist(Document):
 
 
 class MeasuredDefault(Document):
-    """A published default that was measured on tuning prompts, beside the finalists."""
+    """A published default that was measured on tuning prompts with the finalists."""
 
     name: str
     configuration: Configuration

@@ -58,17 +58,17 @@ def find_study(profile: DecodingProfile, folder: Path) -> StudyFolder | None:
 
 
 def find_studies(profile: DecodingProfile, source: Path) -> list[StudyFolder]:
-    """Studies of a profile in ``.autotune`` beside its file and in the working directory, newest first.
+    """Studies of a profile in ``.autotune`` next to its file and in the working directory, newest first.
 
     Folders with documents that cannot be read are skipped.
     """
     roots = [source.parent / WORKSPACE, WORKSPACE]
     folders = {path.resolve(): path for root in roots if root.is_dir() for path in root.iterdir() if path.is_dir()}
-    found = []
+    studies = []
     for path in sorted(folders.values(), key=lambda path: (-path.stat().st_mtime, path.name)):
         with suppress(UserError):
-            found.append(find_study(profile, path))
-    return [study for study in found if study is not None]
+            studies.append(find_study(profile, path))
+    return [study for study in studies if study is not None]
 
 
 def points_of_prompts(profile: DecodingProfile, trace: Trace) -> Ints:

@@ -73,8 +73,8 @@ class Ledger:
 
     def records(self, keys: list[str]) -> dict[str, Record]:
         """The finished records of these keys, in their order."""
-        found = dict(self._finished(keys, self._table.c.key, self._table.c.record))
-        return {key: json.loads(found[key]) for key in keys if key in found}
+        finished = dict(self._finished(keys, self._table.c.key, self._table.c.record))
+        return {key: json.loads(finished[key]) for key in keys if key in finished}
 
     def missing(self, keys: list[str]) -> list[str]:
         """The keys without a finished record."""
@@ -148,9 +148,9 @@ class Ledger:
                 self.put(mine, units[mine]())
         if report is not None:
             report(len(keys) - len(waiting), len(keys))
-        found = self.records(keys)
-        self._used.setdefault(stage, {}).update(dict.fromkeys(found))
-        return found
+        finished = self.records(keys)
+        self._used.setdefault(stage, {}).update(dict.fromkeys(finished))
+        return finished
 
     @contextlib.contextmanager
     def _held(self, key: str) -> Iterator[None]:

@@ -30,7 +30,7 @@ def storage_url(storage: str | Path) -> str:
 
 
 def optuna_storage(ledger: str | Path) -> Any:
-    """Optuna's storage for a ledger: a journal file beside the ledger's file, or the same database."""
+    """Optuna's storage for a ledger: a journal file next to the ledger's file, or the same database."""
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 

@@ -18,7 +18,7 @@ from autotune.files import WORKSPACE, content_key
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
-from autotune.training.examples import JsonlExamples, Report, read_lines, split_file
+from autotune.training.examples import JsonlExamples, Report, read_examples, split_file
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
 from autotune.training.recipe import Recipe, teacher_name
 from autotune.training.teacher import Teacher, TeacherBatches
@@ -65,7 +65,7 @@ class DraftTask:
         torch.manual_seed(recipe.seed)
         self.module = self._new_module().to(accelerator.device)
         recorder = Recorder(self.target, self.target_reference, self.processor, WORKSPACE)
-        lines = read_lines(path, [*training, *held_out], recorder, accelerator, report)
+        lines = read_examples(path, [*training, *held_out], recorder, accelerator, report)
         self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
 
     def _new_module(self) -> TrainableNetwork:

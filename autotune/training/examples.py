@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from autotune.errors import UserError, naming
+from autotune.errors import UserError, errors_about
 from autotune.files import content_key
-from autotune.modeling.prompt import Prompt as EncodedPrompt
-from autotune.modeling.prompt import visual_tokens
+from autotune.modeling.prompt import EncodedPrompt, visual_tokens
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
 from autotune.training.memory import BatchShape
@@ -96,7 +95,7 @@ def split_file(
     return training[:num_examples], held_out[:num_held_out]
 
 
-def read_lines(
+def read_examples(
     path: Path,
     prompts: Sequence[NumberedPrompt],
     recorder: Recorder,
@@ -124,7 +123,7 @@ def read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Recor
     """A line with its answer, which the target generates if it is missing.
 
     Raises:
-        UserError: see ``read_lines``.
+        UserError: see ``read_examples``.
     """
     target, source = recorder.target, f"{path}:{number}"
     settings = answered.unanswered
@@ -138,7 +137,7 @@ def read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Recor
         )
     if answered.answer is None:
         limited = settings.model_copy(update={"max_new_tokens": min(settings.max_new_tokens, room)})
-        with naming(source):
+        with errors_about(source):
             (generated,) = recorder.answers(Workload(path.name, "tune", (replace(prompt, settings=limited),)))
         answer = generated.tokens[:-1]
     else:
@@ -199,6 +198,6 @@ class JsonlExamples:
         for name, value in PER_TOKEN.items():
             if inputs.get(name) is not None:
                 inputs[name] = torch.cat([inputs[name], torch.full_like(answer, value)], 1)
-        with naming(f"{line.path}:{line.number}"):
+        with errors_about(f"{line.path}:{line.number}"):
             (prompt,) = self.target.encode(inputs).prompts
         return Example(prompt, num_prompt_tokens - 1)

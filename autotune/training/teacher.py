@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
 from autotune.files import write_bytes
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.modeling.visual_attention import LayerAttention, attention_entropy, observed_attention, visual_scores
 from autotune.training.examples import Example, JsonlExamples
@@ -106,7 +106,7 @@ class Teacher:
         }
         return replace(batch, hidden=hidden)
 
-    def _hidden(self, prompts: Sequence[Prompt], embeddings: list[Tensor]) -> tuple[Tensor, ...]:
+    def _hidden(self, prompts: Sequence[EncodedPrompt], embeddings: list[Tensor]) -> tuple[Tensor, ...]:
         """Outputs of the embedding and of every layer, [prompts, n, hidden] each; causal attention needs no padding mask."""
         longest = max(len(prompt) for prompt in prompts)
         positions = [functional.pad(p.positions, (0, longest - len(p))) for p in prompts if p.positions is not None]

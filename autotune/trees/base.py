@@ -14,7 +14,7 @@ from autotune.trees.limits import MAX_DEPTH, MAX_LEVEL_STEP, MAX_NODES, MAX_WIDT
 
 
 class ForestBounds(Document):
-    """Which nodes a trace records at every position of an answer.
+    """The nodes that a trace records at every position of an answer.
 
     The path of most probable tokens and the answer itself are recorded whatever their probability, so that accepted
     lengths are exact for every tree whose node budget does not bind. The fields below say which other nodes are

@@ -1,4 +1,4 @@
-"""Which draft tokens are accepted: lossless, the walk down the tree along the target's own tokens (``docs/concepts.md``),
+"""The rule that accepts draft tokens: lossless, the walk down the tree along the target's own tokens (``docs/concepts.md``),
 or lossy, WETAP's threshold from deep to shallow levels.
 """
 

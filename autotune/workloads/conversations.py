@@ -1,7 +1,7 @@
 """Conversations: the prompts of later turns follow the target's own answers to the turns before them.
 
 The prompt of turn n is a prompt like any other once the n - 1 answers before it are known, so that recording, replay, bench and
-check need nothing else for conversations. Every arm of a bench reads the target's answers; those of lossless arms equal them.
+check need nothing else for conversations. Every arm of a bench reads the target's answers; the answers of lossless arms equal them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Conversations:
     """Answers of one target to the turns of conversations, each decoded once.
 
     Args:
-        processor: that of the target.
+        processor: the target's.
         decode: decodes prompts by the target alone; returns the tokens of their answers.
     """
 

@@ -57,7 +57,7 @@ class Rows(NamedTuple):
 
 
 def read_prompts(path: Path, format: Format | None = None) -> Rows:
-    """Read a workload. Images are not loaded; those of a conversation are its first message's.
+    """Read a workload. Images are not loaded; the images of a conversation are its first message's.
 
     Args:
         format: None finds it out from the first row.
@@ -66,8 +66,8 @@ def read_prompts(path: Path, format: Format | None = None) -> Rows:
         UserError: missing or empty file, an invalid row, a row of another format, or a placeholder of SPEED-Bench.
     """
     rows = None if format == OWN else _rows(path)
-    found = detect(rows) if rows else OWN
-    chosen = format or found
+    detected = detect(rows) if rows else OWN
+    chosen = format or detected
     if rows is None or chosen == OWN:
         return Rows(OWN, list(read_jsonl(path, Prompt)))
     prompts = []
@@ -77,9 +77,9 @@ def read_prompts(path: Path, format: Format | None = None) -> Rows:
             prompt = row.prompt(chosen)
         except ValidationError as error:
             reason = describe(error, _READERS[chosen])
-            if found != chosen and number == rows[0][0]:
+            if detected != chosen and number == rows[0][0]:
                 raise UserError(
-                    f"{path}:{number}: no row of {chosen} ({reason}); the file looks like {found}"
+                    f"{path}:{number}: no row of {chosen} ({reason}); the file looks like {detected}"
                 ) from None
             raise UserError(f"{path}:{number}: {reason}") from None
         except ValueError as error:
@@ -208,7 +208,7 @@ class _Mmspec(_Row):
     topic: str
 
     def prompt(self, format: Format) -> Prompt:
-        """``image`` is relative to the folder ``images`` beside the file."""
+        """``image`` is relative to the folder ``images`` next to the file."""
         return _conversation(self.turns, task=self.topic, images=[f"images/{self.image}"])
 
 
@@ -230,7 +230,7 @@ class _SpeedBench(_Row):
             raise ValueError("key 'turns' is required and missing; add it, or messages")
         if any(SPEED_BENCH_PLACEHOLDER in turn for turn in turns):
             raise ValueError(
-                "turns: the row has a placeholder in place of its text, which SPEED-Bench may not distribute; prepare the data "
+                "turns: the row has a placeholder instead of its text, which SPEED-Bench may not distribute; prepare the data "
                 "with NVIDIA's specdec_bench, and give the prepared file"
             )
         return _conversation(turns, task=self.category)

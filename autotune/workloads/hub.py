@@ -1,4 +1,4 @@
-"""Files of datasets on the Hugging Face Hub, named ``hf://datasets/OWNER/NAME[@REVISION]/PATH``, beside local files."""
+"""Files of datasets on the Hugging Face Hub, named ``hf://datasets/OWNER/NAME[@REVISION]/PATH``, and local files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def local_file(address: str | Path) -> Path:
     return Path(path)
 
 
-def beside(address: str | Path, name: str) -> str | Path:
+def sibling(address: str | Path, name: str) -> str | Path:
     """The address of a file that is named relative to another one."""
     if str(address).startswith(SCHEME):
         return posixpath.join(posixpath.dirname(str(address)), name)

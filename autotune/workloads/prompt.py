@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from autotune.errors import UserError
 from autotune.files import Document
-from autotune.workloads.hub import beside, local_file
+from autotune.workloads.hub import local_file, sibling
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -66,9 +66,9 @@ class Prompt(Document):
 
     @model_validator(mode="after")
     def _one_of_three(self) -> Prompt:
-        others = sum(given is not None for given in (self.messages, self.turns))
-        has_prompt = bool(self.prompt) if others else "prompt" in self.model_fields_set
-        if has_prompt + others != 1:
+        num_given = sum(given is not None for given in (self.messages, self.turns))
+        has_prompt = bool(self.prompt) if num_given else "prompt" in self.model_fields_set
+        if has_prompt + num_given != 1:
             raise ValueError("a line has turns, or either prompt or messages; give one of them")
         if self.messages is not None:
             if self.messages[-1].role == "assistant":
@@ -113,7 +113,7 @@ class AnsweredPrompt(Prompt):
 class WorkloadPrompt:
     """A prompt with its images loaded.
 
-    A conversation has a prompt for each of its turns. That of turn n has the turns up to n, and can be decoded once the target's
+    A conversation has a prompt for each of its turns. The prompt of turn n has the turns up to n, and can be decoded once the target's
     answers to the n - 1 turns before it are known (``workloads.conversations``). These follow from the target and the settings, so
     that they are no part of the prompt's hash.
     """
@@ -204,7 +204,7 @@ def load_prompt(address: str | Path, number: int, settings: Prompt) -> WorkloadP
     Raises:
         UserError: an image that cannot be read.
     """
-    pixels = tuple(load_image(beside(address, image)) for image in settings.images)
+    pixels = tuple(load_image(sibling(address, image)) for image in settings.images)
     return WorkloadPrompt(f"{Path(address).name}:{number}", settings, pixels)
 
 

@@ -6,7 +6,7 @@ A line of our own JSONL is ``{"prompt": text, "images": [paths], "task": name, "
 in which the target's own answers come between them. Image paths are relative to the file. ``workloads.formats`` reads the files of
 public benchmarks.
 
-Prompts of the ``tune`` split choose a configuration, those of the ``evaluate`` split judge it, and those of ``train`` are
+Prompts of the ``tune`` split choose a configuration, prompts of ``evaluate`` judge it, and prompts of ``train`` are
 only for training drafts; prompts without a split alternate between the first two. A prompt that occurs in two splits is
 used for evaluation only. Every turn of a conversation is a prompt, all in one split. The bundled workloads are JSONL files of
 prompts with reference answers, which ``load_workload`` leaves out.
@@ -87,10 +87,10 @@ class Workload:
         )
         return replace(self, prompts=prompts)
 
-    def as_searched(self, found: WorkloadReference) -> Workload:
+    def as_searched(self, reference: WorkloadReference) -> Workload:
         """The prompts at the temperature, and with the limit of the answers, of the search that made a profile."""
-        prompts = self if found.temperature is None else self.sampled(found.temperature)
-        return prompts.cut(len(self.prompts), found.max_new_tokens)
+        prompts = self if reference.temperature is None else self.sampled(reference.temperature)
+        return prompts.cut(len(self.prompts), reference.max_new_tokens)
 
     @property
     def tasks(self) -> list[str]:
@@ -118,18 +118,18 @@ def load_workload(
     """
     if is_whole and name in BUNDLED:
         raise UserError(
-            f"--whole: the prompts of both splits are those of a file; {name!r} is bundled; leave --whole out"
+            f"--whole: prompts of both splits can be read from a file only; {name!r} is bundled; leave --whole out"
         )
     if name in BUNDLED:
         return Workload(name, split, tuple(_bundled(name, split, num_prompts)))
     path = local_file(name)
-    found, rows = read_prompts(path, format)
+    known, rows = read_prompts(path, format)
     parts: dict[str, list[tuple[int, Prompt]]] = {"tune": [], "evaluate": [], "train": []}
     for i, (number, settings) in enumerate(rows):
         parts[settings.split or ("evaluate" if i % 2 else "tune")].append((number, settings))
     wanted = [row for row in rows if row[1].split != "train"] if is_whole else parts[split]
     loaded = (load_turns(name, *row) for row in wanted)
-    if found == OWN:  # every image is read: files of two names may hold one image, and a prompt is in one split only
+    if known == OWN:  # every image is read: files of two names may hold one image, and a prompt is in one split only
         by_row = {number: load_turns(name, number, settings) for number, settings in rows}
         excluded: set[str] = set()
         if split == "tune" and not is_whole:
@@ -137,9 +137,9 @@ def load_workload(
         loaded = (by_row[number] for number, _ in wanted if by_row[number][-1].sha256 not in excluded)
     chosen = tuple(itertools.islice(itertools.chain.from_iterable(loaded), num_prompts))
     if not chosen:
-        mark = f', or mark some with "split": "{split}"' if found == OWN else ""
+        mark = f', or mark some with "split": "{split}"' if known == OWN else ""
         raise UserError(f"{name}: a workload needs prompts in both splits; none is in {split!r}; add prompts{mark}")
-    return Workload(path.name, split, chosen, found)
+    return Workload(path.name, split, chosen, known)
 
 
 def bundled_file(name: str) -> Path:

@@ -216,7 +216,7 @@ def test_replay_counts_the_rounds_of_sampled_requests(
 
 
 def test_an_answer_of_one_token_takes_no_round(traces: dict[float, Trace], workload: Workload) -> None:
-    """And its prefill of the draft is not priced."""
+    """Its prefill of the draft is not priced."""
     single = [prompt.settings.max_new_tokens for prompt in workload.prompts].index(1)
     prices = DensePrices(np.ones(1), *[np.ones((2, 1))] * 3, 16, 1.0, 1.0, 1.0, one_ms_per_prefill())
     replayed = replay(traces[1.0], ChainPolicy(), prices)
@@ -353,9 +353,9 @@ def prices_by_hand() -> DensePrices:
 
 
 def test_a_chain_by_hand() -> None:
-    """Round 1, root 10: the tree is 11, 12; both are accepted, and verification yields 13.
+    """ReplayedRound 1, root 10: the tree is 11, 12; both are accepted, and verification yields 13.
     The draft has not read the leaf 12, so round 2 begins with two tokens, 12 and 13.
-    Round 2, root 13: 14, 21; 14 is accepted, verification yields 15. Round 3, root 15: 16 is accepted, the answer ends.
+    ReplayedRound 2, root 13: 14, 21; 14 is accepted, verification yields 15. ReplayedRound 3, root 15: 16 is accepted, the answer ends.
     """
     replayed = replay(trace_by_hand(), ChainPolicy(depth=2), prices_by_hand())
     assert replayed.accepted_lengths[0].tolist() == [2, 1, 1]
@@ -379,15 +379,15 @@ def test_a_chain_by_hand() -> None:
 def test_a_sage_tree_by_hand(below_threshold: Literal["leaf", "drop"]) -> None:
     """Two levels, two children of the root, then one child each, three nodes at most.
 
-    Round 1: 11 (0.6), 20 (0.3), then 12 (0.48), which leaves no room for 20's 21 (0.27). Both tokens are accepted.
-    Round 2, root 13: 14 (0.7), 20 (0.2), then 21 (0.63) below 14. Round 3, root 15: 16, and 20 falls below 0.05:
+    ReplayedRound 1: 11 (0.6), 20 (0.3), then 12 (0.48), which leaves no room for 20's 21 (0.27). Both tokens are accepted.
+    ReplayedRound 2, root 13: 14 (0.7), 20 (0.2), then 21 (0.63) below 14. ReplayedRound 3, root 15: 16, and 20 falls below 0.05:
     it is a leaf, or not in the tree.
     """
     policy = SagePolicy(d_min=2, d_max=2, w_min=2, w_max=2, k=2, n_max=3, below_threshold=below_threshold)
     last = 2 if below_threshold == "leaf" else 1  # nodes of round 3
     replayed = replay(trace_by_hand(), policy, prices_by_hand())
     assert replayed.accepted_lengths[0].tolist() == [2, 1, 1]
-    # Round 3 expands its one node of level 1, which is past the answer and not recorded.
+    # ReplayedRound 3 expands its one node of level 1, which is past the answer and not recorded.
     assert (replayed.draft_forwards[0], replayed.verified_nodes[0], replayed.missing[0]) == (6, 3 + 3 + last, 1)
     # The second level reads two nodes in rounds 1 and 2, one in round 3.
     draft_ms = (1 + 0.1) + (2 + 0.1) + (2 + 0.1) + (2 + 0.2) + (1 + 0.2) + (1 + 0.2) + 3 * 0.5

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autotune.check.worker_process import Decoded, Request, Side
+from autotune.check.worker_process import Decoded, Side, WorkerRequest
 from autotune.workloads.workload import WARM_UP_TOKENS
 
 BASE, HEAD = (Side(name=name, label=f"the {name}", profile=Path("profile.json")) for name in ("base", "head"))
 
 
-def requests(count: int = 3) -> list[Request]:
+def requests(count: int = 3) -> list[WorkerRequest]:
     long = {"max_new_tokens": 128}
-    return [Request(f"prompt {n}", f"{n}", Path(f"{n}.safetensors"), long, "prompt", n % 2) for n in range(count)]
+    return [WorkerRequest(f"prompt {n}", f"{n}", Path(f"{n}.safetensors"), long, "prompt", n % 2) for n in range(count)]
 
 
 def decoded(decode_ms: float = 100.0, **fields: object) -> Decoded:
@@ -58,7 +58,7 @@ class World:
         world: World
         name: str
 
-        def decode(self, request: Request, *, plain: bool) -> Decoded:
+        def decode(self, request: WorkerRequest, *, plain: bool) -> Decoded:
             world = self.world
             world.log.append((self.name, request.name, "plain" if plain else "tuned"))
             world.num_short += request.settings["max_new_tokens"] <= WARM_UP_TOKENS

@@ -15,7 +15,7 @@ from autotune.check.pairs import Pair as TimedPair
 from autotune.check.result import CheckResult, Gate
 from autotune.check.settings import CheckSettings
 from autotune.check.worker import SideDecoder
-from autotune.check.worker_process import Decoded, Request, Side
+from autotune.check.worker_process import Decoded, Side, WorkerRequest
 from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition
@@ -331,7 +331,7 @@ class InProcess:
         self.side, self._side = side, None
         self.launched.append(side.name)
 
-    def decode(self, request: Request, *, plain: bool) -> Decoded:
+    def decode(self, request: WorkerRequest, *, plain: bool) -> Decoded:
         key = (side_key(self.side), str(request.name), plain)
         if key not in self.decoded:
             self._side = self._side or SideDecoder(str(self.side.profile), "cpu")

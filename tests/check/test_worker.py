@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import autotune
 from autotune.check import worker
-from autotune.check.worker_process import WORKER, Decoded, Request, Side, WorkerProcess
+from autotune.check.worker_process import WORKER, Decoded, Side, WorkerProcess, WorkerRequest
 from autotune.device import fingerprint
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
@@ -30,10 +30,10 @@ def profile(pair: Pair, tmp_path: Path) -> Path:
     return tmp_path / "profile.json"
 
 
-def request(inputs: Inputs, folder: Path) -> Request:
+def request(inputs: Inputs, folder: Path) -> WorkerRequest:
     path = folder / "inputs.safetensors"
     save_file({name: value.contiguous() for name, value in inputs.items()}, path)
-    return Request("prompt", "sha", path, {"max_new_tokens": 20, "temperature": 0.0}, "prompt", 0)
+    return WorkerRequest("prompt", "sha", path, {"max_new_tokens": 20, "temperature": 0.0}, "prompt", 0)
 
 
 def served(profile: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:

@@ -105,7 +105,7 @@ def test_obvious_mistakes_are_refused_before_anything_heavy_is_imported(tmp_path
 
 
 def test_obvious_mistakes_and_help_answer_at_once(tmp_path: Path) -> None:
-    """Measured beside the import of the libraries that every command needs, interleaved, by the CPU time of the child:
+    """Measured next to the import of the libraries that every command needs, interleaved, by the CPU time of the child:
     at most twice that, and 0.3 s. The test allows half as much again for noise.
     """
     commands = {name: [*MODULE, *name.split()] for name in ("--help", "search --gpu nope")}

@@ -8,7 +8,7 @@ import pytest
 from autotune.acceptance.trace import Forest, RecordedPrompt, join
 from autotune.cost.draft_costs import ModelShape
 from autotune.cost.roofline import (
-    DeviceLimits,
+    DatasheetLimits,
     anchored,
     datasheets,
     device_bound_ms,
@@ -34,7 +34,7 @@ SHAPE = ModelShape(
 )
 # So large that memory bounds its steps on every device.
 LARGE = SHAPE.model_copy(update={"text_parameters": 10**11})
-LIMITS = DeviceLimits(
+LIMITS = DatasheetLimits(
     model="A slide rule",
     source="by hand",
     memory_gb=80,
@@ -139,7 +139,7 @@ def test_estimate_of_a_draft_with_blocks_that_cross() -> None:
 # -------------------------------------------------------------------------------------------------------------- anchors
 
 
-def measured_table(limits: DeviceLimits, **fields: object) -> CostTable:
+def measured_table(limits: DatasheetLimits, **fields: object) -> CostTable:
     """A table of a device with the given limits, whose steps are bound by memory, arithmetic and launches."""
     draft = SHAPE.model_copy(update={"text_parameters": 10**6, "num_layers": 2})
     table = estimate_table(
@@ -165,7 +165,7 @@ def measured_table(limits: DeviceLimits, **fields: object) -> CostTable:
 
 
 def test_a_draft_in_blocks_is_estimated_as_one_forward_pass_a_round() -> None:
-    """Which reads the block besides the committed tokens; the other levels cost no forward pass."""
+    """The first level reads the block besides the committed tokens; the other levels cost no forward pass."""
     shape = SHAPE.model_copy(update={"block_tokens": 8, "text_parameters": 10**8})
     table = estimate_table(
         "h100", target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=shape, precision="bfloat16"

@@ -62,7 +62,7 @@ def test_only_prompt_with_an_image_is_not_cross_validated() -> None:
 
 
 def test_overhead_coefficients_are_recovered() -> None:
-    # levels and nodes of a round, and whether it has a second source
+    # levels and nodes of a round, and whether it has retrieval
     shapes = ((1, 1, 0), (8, 8, 0), (6, 30, 0), (3, 12, 1))
     counts = [(n, n * depth, n * nodes, n * second) for n in (5, 12, 20) for depth, nodes, second in shapes]
     fitted = fit_overhead([(r, d, n, s, 0.3 * r + 0.05 * d + 0.01 * n + 0.07 * s) for r, d, n, s in counts])

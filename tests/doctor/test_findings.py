@@ -77,7 +77,7 @@ def test_a_sound_target_has_no_defect() -> None:
     assert "no argmax of 90 flips" in ties
     assert "a plain step takes 10.00 ms" in price and "2: 1.00, 32: 1.50" in price
     assert "110.0 GB/s, 25 % of 440 GB/s: kernel launches" in rate
-    assert memory == "32.0 GiB are free beside the weights, keys and values of 343,597 tokens"
+    assert memory == "32.0 GiB are free next to the weights: keys and values of 343,597 tokens"
 
 
 def test_defects_are_told_from_near_ties() -> None:
@@ -107,7 +107,7 @@ def test_what_will_be_slow_is_noted() -> None:
     )
     text = "\n".join(notes(found))
     for expected in (
-        "the machine is not quiet (other processes used 3.0 of 8 cores",
+        "the machine is busy (other processes used 3.0 of 8 cores",
         "attention of plain step runs as cudnn_attention: it builds a plan",
         "attention of prefill and verification runs as math",
         "the device emulates bfloat16",

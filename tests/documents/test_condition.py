@@ -59,7 +59,7 @@ def test_all_requirements_must_hold() -> None:
 
 
 def test_covering_conditions_match_all_that_the_others_match() -> None:
-    """And the reverse, unless the requests above do not distinguish the conditions."""
+    """The reverse holds too, unless the requests above do not distinguish the conditions."""
     indistinguishable = [({"temperature": {"min": 0.5}}, {"temperature": {"min": 0.25, "max": 0.75}})]
     for one, other in itertools.product(CONDITIONS, CONDITIONS):
         first, second = Condition.model_validate(one), Condition.model_validate(other)

@@ -22,7 +22,7 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.errors import UserError
-from autotune.measuring.profiler import measure_costs
+from autotune.measuring.measurement import measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
 from autotune.modeling.graph_memory import graph_memory

@@ -117,7 +117,7 @@ def test_a_profile_without_a_draft_is_compared_with_arms_without_one(
 
 
 def test_published_configurations_may_have_another_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a profile without a draft, and in place of a profile's draft. Prompt lookup is a retrieval draft."""
+    """For a profile without a draft, and instead of a profile's draft. Prompt lookup is a retrieval draft."""
     with_plain = run_in(world, "plain.json", [PROMPT_LOOKUP, "chain"], monkeypatch, draft="retrieval")
     assert list(with_plain["runs"]) == [AR, PROMPT_LOOKUP, "chain"] and with_plain["unavailable"] == {}
     with_tree = run_in(world, "tree.json", ["chain"], monkeypatch, draft="retrieval")
@@ -241,7 +241,7 @@ def test_assisted_generation_with_another_output_is_left_out(
             for p in prompts.prompts
         )
         reason = reason_against_assisted(runner, Workload("sampled", "evaluate", sampled))
-        assert reason == ("on workload.jsonl:1 its output is not that of generate alone" if is_refused else None)
+        assert reason == ("on workload.jsonl:1 its output differs from generate alone" if is_refused else None)
 
 
 def test_a_draft_that_is_no_model_cannot_assist(pair: Pair, processor: Any, prompts: Workload) -> None:

@@ -183,7 +183,7 @@ def test_a_disturbed_run_is_measured_again(decoder: Decoder, processor: Any, eva
     arms = [StubArm(AR), StubArm("chain", disturb), StubArm("sage", decode_slowly)]
     runner = ArmRunner(decoder, processor, ledger)
     runs = runner.compare(arms, evaluate)
-    assert runner.num_disturbed == 2 and not left
+    assert runner.num_repeated == 2 and not left
     assert all(run.target_prefill_ms == 10.0 for arm_runs in runs.values() for run in arm_runs)
     assert all(run.decode_ms == 1e6 for run in runs["sage"])
     # The last run in the ledger counts.
@@ -202,5 +202,5 @@ def test_a_run_during_which_the_machine_stalled_is_measured_again(runner: ArmRun
         stats.verify_ms = 100.0
 
     runs = runner.compare([StubArm(AR, stall), StubArm("chain", verify_large_trees)], evaluate)
-    assert runner.num_disturbed == 1
+    assert runner.num_repeated == 1
     assert {run.forward_ms for run in runs[AR]} == {10.0} and {run.forward_ms for run in runs["chain"]} == {50.0}

@@ -73,7 +73,7 @@ def write_study(folder: Path, table: CostTable, *traces: Trace) -> Path:
 
 
 def write_pair(folder: Path, *, kind: str = "independent", table: CostTable | None = None, **fields: Any) -> Path:
-    """Write a profile of one point and its study beside it; return the profile's path."""
+    """Write a profile of one point and its study next to it; return the profile's path."""
     trace, table = trace_of(**fields), table or cost_table()
     write_study(folder / ".autotune" / "pair", table, trace)
     profile_of(point_of(trace, table, kind=kind), trace=trace).save(folder / "profile.json")

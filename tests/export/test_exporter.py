@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def export(profile: Path, engine: str, *options: object) -> Result:
-    """Run ``autotune export`` into a folder beside the profile."""
+    """Run ``autotune export`` into a folder next to the profile."""
     output = profile.parent / "out" / engine
     words = [profile, "--to", engine, "-o", output, *options]
     return CliRunner().invoke(main, ["export", *map(str, words)])
@@ -572,7 +572,7 @@ def test_configuration_slower_than_plain_decoding_is_refused(tmp_path: Path) -> 
 
 def test_unwritable_output_is_refused(tmp_path: Path) -> None:
     profile = write_pair(tmp_path)
-    (tmp_path / "out").write_text("a file in place of the folder")
+    (tmp_path / "out").write_text("a file instead of the folder")
     assert_refused(profile, "vllm", messages=("cannot be written",))
 
 

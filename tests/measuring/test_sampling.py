@@ -134,7 +134,7 @@ def test_jumps_are_found() -> None:
 
 
 def test_any_number_of_tokens_may_be_a_step_of_a_quantized_kernel() -> None:
-    """Steps beside the blocks of 8 tokens, which the grid of other targets does not look for."""
+    """Steps next to the blocks of 8 tokens, which the grid of other targets does not look for."""
 
     def odd(n: int, m: int) -> float:
         return straight(n, m) + 4 * (n > 13) + 4 * (n > 21)
@@ -187,7 +187,7 @@ def test_differences_within_the_noise_are_not_refined() -> None:
 
 
 def test_errors_of_latencies_far_below_a_plain_step_are_not_refined() -> None:
-    """The same errors, of a lookup in place of a forward pass: 1 % of a plain step."""
+    """The same errors, of a lookup instead of a forward pass: 1 % of a plain step."""
 
     def off(n: int, m: int) -> float:
         return 1.05 if n == 65 else 1.0
@@ -440,7 +440,7 @@ def bursts(seconds: float) -> float:
 
 
 def test_bursts_bias_unscaled_samples_only() -> None:
-    """Many of the few samples of a size may lie in bursts: scaled by the plain steps beside them, they agree. A plain step takes
+    """Many of the few samples of a size may lie in bursts: scaled by the plain steps before and after them, they agree. A plain step takes
     3 to 4 ms.
     """
     sampler = measured(Bench(speed=lambda seconds: 0.3 * bursts(seconds)), time_limit_s=4.0)

@@ -12,7 +12,7 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
-from autotune.measuring.profiler import kv_lengths_for
+from autotune.measuring.measurement import kv_lengths_for
 from autotune.prediction import evaluator as evaluator_module
 from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.prediction.prices import SMALLEST, Constraints, largest_round_ms

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autotune.acceptance.trace import RecordedPrompt, join
-from autotune.prediction.sequoia import plan, rank_acceptance, sequoia_trees
+from autotune.prediction.sequoia import rank_acceptance, sequoia_trees, solve
 from autotune.trees.static import StaticPolicy
 from tests.sample_documents import forest_of, header, random_trace
 
@@ -84,7 +84,7 @@ def test_expected_tokens_by_hand() -> None:
     Two levels: (0), then (0,0) at 0.36 rather than (1) at 0.3, then (1), then (0,1) or (1,0) at 0.18, both, and (1,1) at
     0.09.
     """
-    expected, _ = plan(np.array([0.6, 0.3]), 6, 2)
+    expected, _ = solve(np.array([0.6, 0.3]), 6, 2)
     assert expected[0, 1:] == pytest.approx([1.0] * 7), "no level: only the target's own token"
     assert expected[1, 1:] == pytest.approx([1.0, 1.6, 1.9, 1.9, 1.9, 1.9, 1.9])
     assert expected[2, 1:] == pytest.approx([1.0, 1.6, 1.96, 2.26, 2.44, 2.62, 2.71])
@@ -116,7 +116,7 @@ def test_plan_is_the_maximum_over_all_small_trees() -> None:
     _, size, depth = counted_trees()
     for acceptance in random_acceptances():
         tokens = tokens_of_all_trees(acceptance)
-        expected, _ = plan(acceptance, LARGEST, LARGEST)
+        expected, _ = solve(acceptance, LARGEST, LARGEST)
         for most_nodes, most_levels in itertools.product(range(LARGEST + 1), range(LARGEST + 1)):
             best = tokens[(size <= most_nodes) & (depth <= most_levels)].max()
             assert expected[most_levels, most_nodes + 1] == pytest.approx(best, abs=1e-12)
@@ -161,14 +161,14 @@ def test_draft_that_is_never_accepted_gets_no_tree() -> None:
 
 def test_expected_tokens_increase_with_nodes_and_levels() -> None:
     for acceptance in random_acceptances():
-        expected, _ = plan(acceptance, 40, 8)
+        expected, _ = solve(acceptance, 40, 8)
         assert (np.diff(expected[:, 1:], axis=1) >= 0).all()
         assert (np.diff(expected[:, 1:], axis=0) >= 0).all()
 
 
 def test_large_trees_reach_the_plan() -> None:
     acceptance = np.array([0.62, 0.14, 0.06, 0.03, 0.02, 0.01, 0.01, 0.005])
-    expected, _ = plan(acceptance, 128, 24)
+    expected, _ = solve(acceptance, 128, 24)
     for budget, depth in itertools.product((1, 5, 17, 64, 128), (1, 3, 8, 24)):
         tree = best_tree(acceptance, budget, depth)
         assert tree.max_nodes <= budget and tree.max_depth <= depth

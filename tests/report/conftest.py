@@ -80,7 +80,7 @@ class MadeStudy:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
-    """A profile of two points, and its study beside it."""
+    """A profile of two points, and its study next to it."""
     home = tmp_path_factory.mktemp("home")
     folder = home / ".autotune" / "tests-target-0123"
     prompts = [

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.acceptance.reference_replay import Round, rounds
-from autotune.report.examples import Example, answer_parts, data_uri, examples, round_to_draw
+from autotune.acceptance.reference_replay import ReplayedRound, rounds
+from autotune.report.examples import DecodedExample, answer_parts, data_uri, examples, round_to_draw
 from autotune.report.prompts import find_prompts
 from autotune.report.sources import Sources
-from autotune.report.tree_drawing import draw_tree, rows_of, visible
+from autotune.report.tree_drawing import draw_tree, node_rows, visible
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import new_tree
 from tests.report.conftest import QUESTION
@@ -24,7 +24,7 @@ TREE = {"policy": "eagle2", "depth": 4, "k": 3, "budget": 12}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Round]:
+def found() -> list[ReplayedRound]:
     return list(rounds(random_trace(11, num_tokens=60), 0, parse_policy(TREE)))
 
 
@@ -41,17 +41,17 @@ def classes(svg: str) -> list[str]:
     return [group.get("class", "") for group in ET.fromstring(svg).iter(f"{SVG}g")]
 
 
-def test_nodes_do_not_overlap(found: list[Round]) -> None:
+def test_nodes_do_not_overlap(found: list[ReplayedRound]) -> None:
     for one in found:
         assert one.tree is not None
         size = int(one.tree.size[0])
-        row = rows_of(one.tree.parent[:size], one.tree.rank[:size])
+        row = node_rows(one.tree.parent[:size], one.tree.rank[:size])
         assert len({(int(one.tree.depth[node]), row[node]) for node in range(size)}) == size
         for node in range(1, size):
-            assert row[node] >= row[one.tree.parent[node]], "a child is beside or below its parent"
+            assert row[node] >= row[one.tree.parent[node]], "a child is next to or below its parent"
 
 
-def test_every_node_is_drawn_and_accepted_nodes_are_marked(found: list[Round]) -> None:
+def test_every_node_is_drawn_and_accepted_nodes_are_marked(found: list[ReplayedRound]) -> None:
     for one in found:
         assert one.tree is not None
         size = int(one.tree.size[0])
@@ -62,7 +62,7 @@ def test_every_node_is_drawn_and_accepted_nodes_are_marked(found: list[Round]) -
         assert kinds.count("node root") == kinds.count("node own") == 1
 
 
-def test_last_round_has_no_token_of_the_target(found: list[Round]) -> None:
+def test_last_round_has_no_token_of_the_target(found: list[ReplayedRound]) -> None:
     one = found[-1]
     assert one.tree is not None
     texts = ["x"] * int(one.tree.size[0])
@@ -75,19 +75,19 @@ def test_root_alone_is_drawn() -> None:
     assert classes(draw_tree(tree, [], ["a"], "b", "")) == ["node root", "node own"]
 
 
-def test_drawn_round_accepts_most_branches(found: list[Round]) -> None:
+def test_drawn_round_accepts_most_branches(found: list[ReplayedRound]) -> None:
     drawn = found[round_to_draw(found)]
 
-    def branched(one: Round) -> int:
+    def branched(one: ReplayedRound) -> int:
         assert one.tree is not None
         return int((one.tree.rank[one.path] > 0).sum())
 
     assert branched(drawn) == max(map(branched, found)) > 0
-    plain = Round(0, 0, None, np.zeros(0, np.int64), widths=(), num_missing=0)
+    plain = ReplayedRound(0, 0, None, np.zeros(0, np.int64), widths=(), num_missing=0)
     assert round_to_draw([plain, *found]) == round_to_draw(found) + 1 and round_to_draw([plain]) == 0
 
 
-def test_answer_parts_add_up_to_the_answer(found: list[Round]) -> None:
+def test_answer_parts_add_up_to_the_answer(found: list[ReplayedRound]) -> None:
     trace = random_trace(11, num_tokens=60)
     texts = [f"{token} " for token in trace.forest.answer[: trace.answer_start[1]]]
     parts = answer_parts(found, texts, 2)
@@ -102,7 +102,7 @@ def test_white_space_is_visible() -> None:
 # ----------------------------------------------------------------------------------------------------------------- examples
 
 
-def examples_of(sources: Sources, **options: Any) -> list[Example]:
+def examples_of(sources: Sources, **options: Any) -> list[DecodedExample]:
     return examples(sources, options.get("prompts", find_prompts(sources, None)), NumberTokens())  # type: ignore[arg-type]
 
 

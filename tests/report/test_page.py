@@ -219,7 +219,7 @@ def test_page_of_a_profile_alone_says_what_is_missing(made: MadeStudy, tmp_path:
     made.profile.save(tmp_path / "p.json")
     page = Page(render(Content(find_sources(tmp_path / "p.json"))))
     assert {*SECTIONS} <= {*page.ids}
-    assert page.text.count("No study was found beside the profile") == 7 and "autotune report" in page.text
+    assert page.text.count("No study was found next to the profile") == 7 and "autotune report" in page.text
     assert [row[0].split(":")[0] for row in page.table("arm")[1:]] == ["ar", "chain", "eagle2", "tuned"]
 
 

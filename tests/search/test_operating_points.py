@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autotune.documents.condition import Condition, first_match
 from autotune.search.operating_points import (
     WORKLOAD_ADVANTAGE,
-    Point,
+    Proposal,
     by_image,
     by_prompt_tokens,
     by_temperature,
@@ -32,7 +32,7 @@ def times(best: list[int], *, advantage: float = 0.8, noise: float = 0.03, seed:
     return ms
 
 
-def chosen(ms: NDArray[np.float64], groupings: list[Any], common: int | None = None, **options: Any) -> list[Point]:
+def chosen(ms: NDArray[np.float64], groupings: list[Any], common: int | None = None, **options: Any) -> list[Proposal]:
     """Points with the best single configuration as the common one, unless ``common`` is given."""
     return choose_points(ms, groupings, int(ms.sum(1).argmin()) if common is None else common, **options)
 

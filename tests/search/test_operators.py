@@ -119,7 +119,7 @@ def test_subnets_of_one_operator_share_a_network(model_pool: ModelPool) -> None:
 
 
 def test_traces_record_the_operator(model_pool: ModelPool, tmp_path: Path) -> None:
-    """And their draft's KV length is that of the operator's rows."""
+    """Their draft's KV length is the number of the operator's rows."""
     specvlm = next(iter(model_pool.references))
     lines = [
         {"split": "tune", "max_new_tokens": 12, "prompt": "And 2?", "images": [write_image(tmp_path / "0.png", 0)]}

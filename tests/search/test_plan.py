@@ -1,4 +1,4 @@
-"""Plans for a budget, with given speeds in place of measured ones."""
+"""Plans for a budget, with given speeds instead of measured ones."""
 
 from __future__ import annotations
 

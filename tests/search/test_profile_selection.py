@@ -1,4 +1,4 @@
-"""Finalists, operating points and the measured profile, with given times in place of the clock."""
+"""Finalists, operating points and the measured profile, with given times instead of the clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Race
 from autotune.evaluation.runner import ArmRunner
 from autotune.prediction.evaluator import Candidate, Evaluator
-from autotune.search.finalists import estimate, published_defaults, winner_of
+from autotune.search.finalists import estimated_speedup, published_defaults, winner_of
 from autotune.search.held_out import Evaluation
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
@@ -167,7 +167,7 @@ NOISY, NOISY_TOO = [4.0, 6.0, 5.0, 5.2], [6.0, 4.0, 5.3, 5.0]
 
 
 def test_finalists_that_measure_alike_are_told_apart_by_their_estimates() -> None:
-    """Which correct predictions for all prompts by what was measured; of estimates that are alike, the smaller tree wins."""
+    """Estimates correct predictions for all prompts by the measurements; of nearly equal estimates, the smaller tree wins."""
     alike = race_of({"A": NOISY, "B": NOISY_TOO}, {"A": 5, "B": 20})
     assert winner_of(alike, {"A": 2.0, "B": 2.1}) == "B"
     assert winner_of(alike, {"A": 2.1, "B": 2.0}) == "A"
@@ -211,7 +211,7 @@ def test_the_estimate_is_of_all_tuning_prompts(selection: ProfileSelection, cloc
             evaluator.ar_ms.sum() / evaluator.replay(finalist.configuration).decode_ms.sum()
             for evaluator in (selection.evaluator, selection.prompts.confirming)
         )
-        assert estimate(finalist, selection.evaluator) == pytest.approx(2.0 * there / here)
+        assert estimated_speedup(finalist, selection.evaluator) == pytest.approx(2.0 * there / here)
 
 
 def test_little_time_measures_fewer_arms(

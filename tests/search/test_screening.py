@@ -29,7 +29,7 @@ from autotune.search.model_pool import _run_task as run_worker
 from autotune.search.screening import (
     DEPTHS,
     ScreeningWork,
-    measure,
+    measure_screened,
     print_screened,
     screen,
     screen_in_worker,
@@ -284,11 +284,11 @@ def test_every_subnet_can_be_measured(
     variants = [(independent, Subnet()), (independent, Subnet(visual_keep=0.5)), (star, Subnet(injection_layer=4))]
     ledger = Ledger(tmp_path / "ledger.sqlite")
     screened = screen(model_pool, variants, table, workload, tmp_path, ledger, Console())
-    found = measure(model_pool, screened, None, workload, ledger, Console())
+    found = measure_screened(model_pool, screened, None, workload, ledger, Console())
     assert {one.variant for one in found} == set(variants)
     assert all(one.measured_speedup and one.measured_speedup > 0 for one in found)
     monkeypatch.setattr(ArmRunner, "compare", lambda *args, **options: pytest.fail("measured twice"))
-    assert measure(model_pool, screened, None, workload, ledger, Console()) == found
+    assert measure_screened(model_pool, screened, None, workload, ledger, Console()) == found
     assert [one.measured_speedup for one in found] == sorted((one.measured_speedup for one in found), reverse=True)  # type: ignore[type-var]
 
 

@@ -27,7 +27,7 @@ CHANGED = PLAIN.model_copy(
         "space": "full",
         "temperature": 0.7,
         "budget_s": 90.5,
-        "wait_until_quiet_s": 30.0,
+        "wait_until_idle_s": 30.0,
         "num_trials": 7,
         "study": "x",
         "seed": 3,

@@ -1,4 +1,4 @@
-"""Which operating point decodes which of the tuning prompts."""
+"""The operating point that decodes each tuning prompt."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
-from autotune.training.examples import JsonlExamples, Line, read_lines, split_file
+from autotune.training.examples import JsonlExamples, Line, read_examples, split_file
 from autotune.training.teacher import Teacher
 from autotune.training.trainer import train
 from autotune.workloads.prompt import load_prompt
@@ -48,7 +48,7 @@ def recorder(pair: Pair, processor: Any, tmp_path: Path) -> Recorder:
 def read(path: Path, recorder: Recorder, **options: Any) -> tuple[list[Line], list[Line]]:
     """Training lines and held-out lines."""
     training, held_out = split_file(path, **{"batch_size": 1, **options})
-    lines = read_lines(path, [*training, *held_out], recorder, Accelerator())
+    lines = read_examples(path, [*training, *held_out], recorder, Accelerator())
     return lines[: len(training)], lines[len(training) :]
 
 

@@ -19,7 +19,7 @@ from autotune.drafters.star import StarNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.trainable import LossSettings
 from autotune.errors import UserError
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.training import memory
 from autotune.training.curve import distilled_layers, draw_curve, logged
@@ -42,7 +42,9 @@ def new_target(**sizes: Any) -> Target:
 
 
 def new_teacher_batch(target: Target, *, num_rows: int, length: int, num_loss_tokens: int) -> TeacherBatch:
-    prompts = [Prompt(torch.arange(length) % 200 + 5, torch.zeros(length, dtype=torch.bool)) for _ in range(num_rows)]
+    prompts = [
+        EncodedPrompt(torch.arange(length) % 200 + 5, torch.zeros(length, dtype=torch.bool)) for _ in range(num_rows)
+    ]
     return Teacher(target).read([Example(prompt, length - num_loss_tokens) for prompt in prompts], layers=(1, 2, 3, 4))
 
 

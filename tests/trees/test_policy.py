@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.acceptance.trace import pack
+from autotune.acceptance.trace import pack_trace
 from autotune.errors import UserError
 from autotune.trees import policy as policies
 from autotune.trees.policy import KINDS, POLICIES, STATE_SIZE, STEPS, TreeGrower, kind_number, parse_policy
@@ -203,7 +203,7 @@ def test_replay_and_the_runtime_grow_the_same_tree(name: str) -> None:
     """Replay knows all proposals beforehand; the runtime's arrive level by level."""
     four_children = {"sage": {"k": 4}, "eagle2": {"k": 4}, "wetap": {"top_k": 4}}  # as many as the trace has
     policy = parse_policy({"policy": name, **four_children.get(name, {})})
-    packed = pack(random_trace(3, num_prompts=2))
+    packed = pack_trace(random_trace(3, num_prompts=2))
     proposals = packed.proposals
     tree = new_tree(policy.max_grown)
     work = new_workspace(policy.max_grown)

@@ -76,7 +76,7 @@ def by_hand(pair: Pair, processor: Any, chats: Workload) -> list[tuple[list[int]
 def test_recorded_turns_are_those_of_a_chat_by_hand(
     pair: Pair, processor: Any, chats: Workload, by_hand: list[tuple[list[int], list[int]]], tmp_path: Path
 ) -> None:
-    """And replay of their trace predicts the rounds of the runtime."""
+    """Replay of their trace predicts the rounds of the runtime."""
     target, draft = Target(pair.target), IndependentDraft(pair.draft)
     recorder = Recorder(target, reference(str(pair.target_folder)), processor, tmp_path)
     assert [prompt.is_answered for prompt in chats.prompts] == [True, False, False, True, False, True]

@@ -139,7 +139,7 @@ def test_spec_bench_reports_mt_bench_as_one_task(tmp_path: Path) -> None:
 
 
 def test_mmspec(tmp_path: Path) -> None:
-    """Images lie in a folder beside the file; a conversation keeps the image of its first turn."""
+    """Images lie in a folder next to the file; a conversation keeps the image of its first turn."""
     for row in MMSPEC:
         (tmp_path / "images" / row["image"]).parent.mkdir(parents=True)
         write_image(tmp_path / "images" / row["image"], len(row["turns"]))

@@ -88,7 +88,7 @@ def test_chat_uses_the_template_of_the_processor(tmp_path: Path, processor: Any)
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is this?"},
         {"role": "assistant", "content": "A seven."},
-        {"role": "user", "content": "And beside it?"},
+        {"role": "user", "content": "And next to it?"},
     ]
     rendered = text({"messages": chat})
     positions = [rendered.index(message["content"]) for message in chat if message["role"] != "system"]
@@ -96,7 +96,7 @@ def test_chat_uses_the_template_of_the_processor(tmp_path: Path, processor: Any)
         positions == sorted(positions) and rendered.index("<image>") < positions[0] and rendered.count("<image>") == 1
     )
     (prompt,) = load_workload(str(write_workload(tmp_path, [{**image, "messages": chat}])), "tune").prompts
-    assert prompt.settings.text == "And beside it?"
+    assert prompt.settings.text == "And next to it?"
     assert prompt.inputs(processor)["input_ids"].shape[1] > NUM_VISUAL_TOKENS
     assert Prompt.model_validate(prompt.settings.model_dump()) == prompt.settings, (
         "a document with all defaults is valid"

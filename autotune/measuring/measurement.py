@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autotune.contention import ContentionMonitor
+from autotune.contention_monitor import ContentionMonitor
 from autotune.cost.draft_costs import DraftCosts
 from autotune.cost.request_costs import Overhead, PrefillCost, fit_overhead, fit_prefill
 from autotune.cost.table import CostTable
@@ -40,7 +40,7 @@ Report = Callable[[int, int], None]
 """Called as report(done, total)."""
 DEFAULT_SETTINGS = CostSettings()
 ACCEPTED_EXCESS = 0.1  # of the time limit, before it is mentioned
-# Shares of the time limit; the rest is for the steps. Their order is that of the measurements, so that the steps, most of
+# Shares of the time limit; the rest is for the steps. Their order is the order of the measurements, so that the steps, most of
 # the time, use exactly what the others have left.
 THREADS_SHARE, PREFILL_SHARE, OVERHEAD_SHARE = 0.08, 0.12, 0.2
 
@@ -162,7 +162,7 @@ def _draft_costs(
 def _choose_threads(
     benches: list[StepBench], limit_s: float, log: BlockLog | None, clock: Callable[[], float]
 ) -> int | None:
-    """The number of CPU threads: that of the samples in the log, or else the best one."""
+    """The number of CPU threads: the number of the samples in the log, or else the best one."""
     if log is not None and log.header is not None:
         return log.header.threads
     threads = choose_threads(benches, until=clock() + THREADS_SHARE * limit_s, clock=clock)

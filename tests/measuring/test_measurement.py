@@ -1,4 +1,4 @@
-"""Profiling measures all parts of a table, and does not change the models."""
+"""A measurement covers all parts of a table, and does not change the models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autotune.drafters.retrieval import RetrievalDraft
 from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
 from autotune.measuring import request_timing
-from autotune.measuring.profiler import kv_lengths_for, measure_costs
+from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.request_timing import choose_prefill_threads, overhead_runs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.loading import RETRIEVAL, load_processor, reference
@@ -40,7 +40,7 @@ SETTINGS = CostSettings(kv_lengths=(32, 64, 128), held_out_kv_length=48, min_sam
 
 @pytest.fixture(scope="module")
 def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
-    folder = tmp_path_factory.mktemp("profiled")
+    folder = tmp_path_factory.mktemp("measured")
     images = [write_image(folder / "0.png", 0)]
     lines = [
         {"prompt": text, "images": images[: number % 2], "split": "tune", "max_new_tokens": 8}
@@ -53,7 +53,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
 
 @pytest.fixture(scope="module")
 def decoders(pair: Pair) -> tuple[Decoder, Decoder]:
-    """Decoders that are made before profiling: SAGE, and plain decoding."""
+    """Decoders that are made before the measurement: SAGE, and plain decoding."""
     target = Target(pair.target)
     return Decoder(target, IndependentDraft(pair.draft), tree={"policy": "sage"}, visual_keep=0.5), Decoder(target)
 
@@ -171,7 +171,7 @@ def test_table_names_device_precision_and_models(table: CostTable, pair: Pair) -
 def test_models_decode_as_before(
     table: CostTable, decoders: tuple[Decoder, Decoder], before: list[list[int]], workload: Workload, processor: Any
 ) -> None:
-    """Profiling leaves arbitrary numbers in the KV caches."""
+    """Measuring leaves arbitrary numbers in the KV caches."""
     for decoder in decoders:
         assert tokens_of(decoder, workload, processor) == before
 
@@ -242,10 +242,10 @@ def test_overhead_of_a_single_prompt(pair: Pair, processor: Any, workload: Workl
     target, draft = Target(pair.target), IndependentDraft(pair.draft)
     runs = overhead_runs(target, draft, processor, single, lambda: 2.0, SETTINGS)
     assert all(rounds <= levels <= nodes and ms > 0 for rounds, levels, nodes, _, ms in runs)
-    assert [run[3] / run[0] for run in runs] == [0, 0, 0, 1], "the last tree has a second source"
+    assert [run[3] / run[0] for run in runs] == [0, 0, 0, 1], "the last tree has retrieval"
     counts = np.array([run[:4] for run in runs], float) / [[run[0]] for run in runs]
     assert np.linalg.cond(counts / np.linalg.norm(counts, axis=0)) < 8, (
-        "costs of rounds, levels, nodes and a second source can be separated"
+        "costs of rounds, levels, nodes and retrieval can be separated"
     )
 
 
@@ -265,7 +265,7 @@ def test_forwards_have_capture_sizes_only(
     sizes: set[int] = set()
     forward = decoder.target.forward
     monkeypatch.setattr(decoder.target, "forward", lambda step: (sizes.add(len(step.tokens)), forward(step))[1])
-    monkeypatch.setattr("autotune.measuring.profiler.overhead_runs", lambda *_, **__: [])
+    monkeypatch.setattr("autotune.measuring.measurement.overhead_runs", lambda *_, **__: [])
     settings = replace(SETTINGS, capture_sizes=(4, 9))
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
     table = measure_costs(decoder.target, ids[0], [(decoder.draft, ids[1])], processor, workload, settings=settings)

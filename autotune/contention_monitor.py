@@ -1,4 +1,4 @@
-"""Measures contention while something is timed, and waits until a machine is quiet.
+"""Measures contention while something is timed, and waits until a machine is idle.
 
 Every source may be missing, as in containers and on systems other than Linux; its figure is then None.
 """
@@ -23,7 +23,7 @@ SYS = Path("/sys")
 BUSY = ("user", "nice", "system", "irq", "softirq")  # of psutil.cpu_times; guests are part of user
 # Bits of NVML's clock event reasons that mean a slower clock than the GPU was set to.
 THROTTLE_REASONS = {0x4: "power", 0x8: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "power"}
-QUIET_SECONDS = 3  # in a row
+IDLE_SECONDS = 3  # in a row
 POLL_S = 1.0
 
 
@@ -95,7 +95,7 @@ class ContentionMonitor:
         )
 
 
-def wait_until_quiet(
+def wait_until_idle(
     limit_s: float,
     device: str,
     console: Console,
@@ -103,24 +103,24 @@ def wait_until_quiet(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> float:
-    """Wait until others have used little of the machine for ``QUIET_SECONDS`` in a row, at most ``limit_s`` seconds.
+    """Wait until others have used little of the machine for ``IDLE_SECONDS`` in a row, at most ``limit_s`` seconds.
 
     Returns:
-        The seconds waited. Whether the machine became quiet is printed.
+        The seconds waited. Whether the machine became idle is printed.
     """
     started = clock()
     whole = ContentionMonitor(device, clock=clock)
-    num_quiet = 0
-    while num_quiet < QUIET_SECONDS and clock() - started < limit_s:
+    num_idle = 0
+    while num_idle < IDLE_SECONDS and clock() - started < limit_s:
         with ContentionMonitor(device, clock=clock) as monitor:
             sleep(min(POLL_S, max(0.0, limit_s - (clock() - started))))
-        num_quiet = num_quiet + 1 if monitor.contention.is_quiet else 0
+        num_idle = 0 if monitor.contention.is_busy else num_idle + 1
     waited_s = clock() - started
-    if num_quiet >= QUIET_SECONDS:
-        console.say(f"the machine is quiet after {waited_s:.0f} s")
+    if num_idle >= IDLE_SECONDS:
+        console.say(f"the machine is idle after {waited_s:.0f} s")
     else:
         seen = whole.contention.describe("meanwhile")
-        console.say(f"the machine did not become quiet within {waited_s:.0f} s, and the work begins now: {seen}")
+        console.say(f"the machine did not become idle within {waited_s:.0f} s, and the work begins now: {seen}")
     return waited_s
 
 
@@ -147,7 +147,7 @@ def _read_counters(wall_s: float) -> _Counters:
 
 
 def _proc() -> Path:
-    """The folder of process information; psutil lets containers mount that of their host elsewhere."""
+    """The folder of process information; psutil lets containers mount the folder of their host elsewhere."""
     return Path(getattr(psutil, "PROCFS_PATH", "/proc"))
 
 

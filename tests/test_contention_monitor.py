@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
-from autotune import contention
+from autotune import contention_monitor
 from autotune.console import Console
-from autotune.contention import ContentionMonitor, wait_until_quiet
+from autotune.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.documents.contention import Contention
 from autotune.documents.provenance import Provenance, stamp
 
@@ -36,8 +36,8 @@ class FakeMachine:
             path.mkdir(parents=True)
         monkeypatch.setattr(psutil, "PROCFS_PATH", str(self.proc))
         monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
-        monkeypatch.setattr(contention, "SYS", self.sys)
-        monkeypatch.setattr(contention, "_own_cpu_s", lambda: self.own_s)
+        monkeypatch.setattr(contention_monitor, "SYS", self.sys)
+        monkeypatch.setattr(contention_monitor, "_own_cpu_s", lambda: self.own_s)
         self.write()
 
     def write(self) -> None:
@@ -79,7 +79,7 @@ def test_cores_are_told_apart(machine: FakeMachine) -> None:
     assert found.own_cores == pytest.approx(0.9) and found.other_cores == pytest.approx(0.6)
     assert found.stolen_cores == pytest.approx(0.2) and found.cpu_pressure == pytest.approx(0.31)
     assert found.throttled == pytest.approx(0.05) and found.thermal_throttles == 2
-    assert not found.is_quiet
+    assert found.is_busy
     assert found.describe("while steps were timed") == (
         "other processes used 0.6 of 2 cores while steps were timed; other virtual machines took 0.2 cores; "
         "CPU pressure 31 %; stopped by the CPU limit for 5 % of the time; cores slowed down by heat 2 times"
@@ -93,7 +93,7 @@ def test_own_work_is_no_contention(machine: FakeMachine) -> None:
         machine.pressure_us = 5_000_000
         machine.pass_time(10, own=2.0)
 
-    assert measured(machine, change).is_quiet
+    assert not measured(machine, change).is_busy
 
 
 @pytest.mark.parametrize("missing", ["stat", "pressure/cpu", "self/cgroup"])
@@ -125,23 +125,23 @@ def test_control_groups_of_version_2(machine: FakeMachine) -> None:
 
 def test_pressure_decides_where_cores_are_unknown() -> None:
     unknown = Contention(seconds=1, num_cores=2, own_cores=1)
-    assert unknown.is_quiet
-    assert not unknown.model_copy(update={"cpu_pressure": 0.2}).is_quiet
-    assert unknown.model_copy(update={"cpu_pressure": 0.2, "other_cores": 0.0}).is_quiet
-    assert Contention(seconds=1, num_cores=64, own_cores=1, other_cores=3.0).is_quiet
-    assert not Contention(seconds=1, num_cores=2, own_cores=1, other_cores=0.2).is_quiet
+    assert not unknown.is_busy
+    assert unknown.model_copy(update={"cpu_pressure": 0.2}).is_busy
+    assert not unknown.model_copy(update={"cpu_pressure": 0.2, "other_cores": 0.0}).is_busy
+    assert not Contention(seconds=1, num_cores=64, own_cores=1, other_cores=3.0).is_busy
+    assert Contention(seconds=1, num_cores=2, own_cores=1, other_cores=0.2).is_busy
 
 
 def test_children_are_this_process_too() -> None:
     """The CPU time of a child counts as our own while it runs and after it has ended."""
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
-    before = contention._own_cpu_s()
+    before = contention_monitor._own_cpu_s()
     with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert contention._own_cpu_s() - before >= 0.25
+        assert contention_monitor._own_cpu_s() - before >= 0.25
         child.communicate(b"\n")
-    assert contention._own_cpu_s() - before >= 0.25
+    assert contention_monitor._own_cpu_s() - before >= 0.25
 
 
 def test_other_processes_and_heat_of_a_gpu_are_described() -> None:
@@ -166,7 +166,7 @@ def test_other_processes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     found = ContentionMonitor("cuda:0").contention
-    assert found.gpu_processes == 1 and found.gpu_throttle_reasons == ("heat",) and not found.is_quiet
+    assert found.gpu_processes == 1 and found.gpu_throttle_reasons == ("heat",) and found.is_busy
 
     def fail(*_: object) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -191,18 +191,18 @@ def waited(machine: FakeMachine, others: Callable[[float], float], limit_s: floa
     def sleep(seconds: float) -> None:
         machine.pass_time(seconds, others=others(machine.seconds))
 
-    return wait_until_quiet(limit_s, "cpu", Console(), clock=lambda: machine.seconds, sleep=sleep)
+    return wait_until_idle(limit_s, "cpu", Console(), clock=lambda: machine.seconds, sleep=sleep)
 
 
-def test_waiting_ends_when_the_machine_is_quiet(machine: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_ends_when_the_machine_is_idle(machine: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
     """Two quiet seconds between bursts are not enough; from the ninth second on nothing else runs."""
     assert waited(machine, lambda now: 1.0 if now < 9 and now % 3 == 0 else 0.0, 60.0) == 10.0
-    assert capsys.readouterr().err == "the machine is quiet after 10 s\n"
+    assert capsys.readouterr().err == "the machine is idle after 10 s\n"
 
 
 def test_waiting_ends_at_the_limit(machine: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
     assert waited(machine, lambda now: 0.8, 7.5) == 7.5
     assert capsys.readouterr().err == (
-        "the machine did not become quiet within 8 s, and the work begins now: "
+        "the machine did not become idle within 8 s, and the work begins now: "
         "other processes used 0.8 of 2 cores meanwhile; CPU pressure 0 %\n"
     )
