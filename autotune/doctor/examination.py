@@ -55,7 +55,7 @@ def examine(
             prompts = loaded_prompts.first_turns().readable_by(processor).prompts
             inputs = [prompt.inputs(processor, loaded.device) for prompt in prompts[:NUM_PROMPTS]]
             found = examine_target(loaded, reference(target), inputs, num_tokens=num_tokens)
-    contention = monitor.contention
+    contention = monitor.contention()
     diagnosis = Diagnosis(
         provenance=stamp(contention),
         devices=find_devices(),

@@ -85,11 +85,6 @@ class GraphRunner:
     def __len__(self) -> int:
         return sum(not forward.is_dropped for forward in self._captured.values())
 
-    @property
-    def memory_bytes(self) -> int:
-        """Memory of the input buffers."""
-        return sum(forward.memory_bytes for forward in self._captured.values())
-
     def reset(self) -> None:
         """Drop all captures, because the memory that they refer to is reallocated."""
         for forward in self._captured.values():
