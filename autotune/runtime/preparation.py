@@ -50,7 +50,9 @@ def prepare(target: Target, points: Sequence[LoadedPoint], rounds: Round, capaci
     memory, started = graph_memory(target.device), time.perf_counter()
     before = memory.num_kept
     models: list[CachedModel] = [target]
-    models += [draft for draft in {point.draft for point in points} if isinstance(draft, CachedModel)]
+    for draft in {point.draft for point in points}:
+        if isinstance(draft, CachedModel):
+            models.append(draft)
     for model in models:
         close_session(model)
     with ExitStack() as cleanup:
