@@ -79,7 +79,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     assert header.workload_sha256 == load_workload(workload[1], "tune").sampled(0.0).cut(4, 5).sha256
     assert header.visual_input == "placeholders"
 
-    small = ["--space", "small.yaml", "--trials", "8", "--budget", "30s"]
+    small = ["--space", "small.yaml", "--trials", "8", "--budget", "12s"]
     profile = stage("search", *models, *workload, *small, "-o", "profile.json", "--table", "trials.csv")
     assert {"speedup", "policy", "d_max"} <= set(pd.read_csv(tmp_path / "trials.csv").columns)
     assert profile == json.loads((tmp_path / "profile.json").read_text())
@@ -145,7 +145,7 @@ def progress(study: Path) -> int:
 def test_kill_9_loses_no_finished_work(pair: Pair, tmp_path: Path) -> None:
     """A search is killed after random amounts of work and then finishes: nothing that was on disk is made again."""
     models = ["--target", pair.target_folder, "--draft", pair.draft_folder]
-    small = ["--space", "small.yaml", "--trials", "8", "--budget", "30s", "--study", "study", "-o", "profile.json"]
+    small = ["--space", "small.yaml", "--trials", "8", "--budget", "12s", "--study", "study", "-o", "profile.json"]
     command = ["search", *models, *write_small_job(tmp_path), *small]
     study = tmp_path / ".autotune" / "study"
     kept: dict[Path, int] = {}

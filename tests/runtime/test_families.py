@@ -38,6 +38,7 @@ from tests.families import (
     encode,
     load,
     load_processor,
+    params_of,
     random_inputs,
     random_prompts,
     save,
@@ -99,7 +100,7 @@ class Member:
         return [Example(sight, inputs, greedy(self.target, inputs)) for sight, inputs in prompts]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=params_of(FAMILIES))
 def member(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Member:
     return new_member(FAMILIES[request.param], tmp_path_factory.mktemp(request.param))
 

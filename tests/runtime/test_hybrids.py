@@ -35,7 +35,7 @@ from autotune.search.cost_tables import table_for_gpu
 from autotune.search.model_pool import ModelPool
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
-from tests.families import FAMILIES, encode, load, random_prompts, save
+from tests.families import FAMILIES, encode, load, params_of, random_prompts, save
 from tests.hybrids import HYBRIDS
 from tests.obvious import assert_same_logits
 from tests.runtime.test_families import (
@@ -61,7 +61,7 @@ CHAINS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(scope="module", params=params_of(HYBRIDS))
 def member(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Member:
     return new_member(HYBRIDS[request.param], tmp_path_factory.mktemp(request.param))
 
