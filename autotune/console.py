@@ -16,9 +16,9 @@ Update = Callable[[int, int, str], None]
 """Called as update(done, total, note)."""
 
 
-def percent(value: float | None) -> str:
+def percent(value: float | None, digits: int = 1) -> str:
     """A share in per cent; a dash for None."""
-    return "-" if value is None else f"{100 * value:.1f} %"
+    return "-" if value is None else f"{100 * value:.{digits}f} %"
 
 
 class Console:

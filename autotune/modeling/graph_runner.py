@@ -63,15 +63,7 @@ class EagerNotice(UserWarning):
 
 class GraphRunner:
     """The prepared forward passes of one function, each prepared on first use. It holds no reference to the function, so
-    that models and their memory are freed as soon as they are dropped.
-
-    Args:
-        mode: any but ``eager``.
-        device: where the buffers are allocated.
-        description: what is run, for messages.
-
-    Raises:
-        UserError: a mode that is unknown or not available on this device.
+    that models and their memory are freed as soon as they are dropped. ``mode`` is any but ``eager``.
     """
 
     def __init__(self, mode: str, device: torch.device, *, description: str) -> None:

@@ -34,7 +34,7 @@ class Evaluation:
     runs: Mapping[str, Sequence[Run]]
     """By arm name, the profile last."""
     configurations: Mapping[str, Configuration | None]
-    """Of every arm; None for arms without one. That of the profile is its last operating point's."""
+    """By arm name; None for arms without one. The profile has that of its last operating point."""
     predicted: Mapping[str, float]
     """Speedups of the arms that can be replayed. A profile of several operating points has none."""
     best_default: str | None
