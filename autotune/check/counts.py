@@ -37,10 +37,20 @@ class Counts:
     @classmethod
     def of(cls, name: str, source: PromptEvidence | Decoded) -> Counts:
         """The counts of a profile's evidence or of a worker's answer."""
-        names = ("tokens_sha256", "target_forwards", "draft_forwards", "plain_steps", "verified_nodes")
-        lengths = tuple(source.accepted_lengths)
-        counts = {name: getattr(source, name) for name in names}
-        return cls(name, **counts, accepted_tokens=sum(lengths), accepted_lengths=lengths)
+        if isinstance(source, PromptEvidence):
+            forwards, accepted = source.rounds, source.accepted_tokens
+        else:
+            forwards, accepted = source.target_forwards, sum(source.accepted_lengths)
+        return cls(
+            name,
+            source.tokens_sha256,
+            forwards,
+            source.draft_forwards,
+            accepted,
+            source.plain_steps,
+            source.verified_nodes,
+            tuple(source.accepted_lengths),
+        )
 
 
 def cost_in_steps(counts: Counts, price: RoundPrice) -> float:

@@ -55,9 +55,9 @@ class ScreeningWork:
     folder: Path
     """Keeps the target's answers."""
     storage: str | Path
-    """Of the ledger."""
+    """Where the ledger is kept."""
     deadline: float | None
-    """Of ``time.monotonic``."""
+    """In seconds of ``time.monotonic``."""
 
 
 def screen(

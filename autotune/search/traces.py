@@ -32,7 +32,7 @@ class RecordingWork:
     bounds: ForestBounds
     num_processes: int = 1
     deadline: float = math.inf
-    """Of ``time.monotonic``."""
+    """In seconds of ``time.monotonic``."""
     visual_input: VisualInput = "features"
 
 

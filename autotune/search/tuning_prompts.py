@@ -37,7 +37,7 @@ class TuningPrompts:
 
     workload: Workload
     full: Evaluator
-    """Of all prompts."""
+    """Evaluator of all prompts."""
     choosing: Evaluator
     confirming: Evaluator
     confirming_workload: Workload
