@@ -133,10 +133,12 @@ def _measure(
     device = str(runner.decoder.target.device)
     if settings.wait_until_idle_s is not None:
         wait_until_idle(settings.wait_until_idle_s, device, console)
-    with console.stage("bench") as update, ContentionMonitor(device) as monitor:
+    monitor = ContentionMonitor(device)
+    with console.stage("bench") as update:
         runs = runner.compare(arms, prompts, seed=settings.seed, report=lambda done, of: update(done, of, ""))
-    console.say(monitor.contention.describe("while runs were timed"))
-    return runs, monitor.contention
+    contention = monitor.contention()
+    console.say(contention.describe("while runs were timed"))
+    return runs, contention
 
 
 class BenchResults:

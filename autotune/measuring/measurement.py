@@ -117,7 +117,7 @@ def measure_costs(
             f"samples of every size of the coarse grid and {LEAST_PREFILLS} prefills, takes that long here"
         )
     return CostTable(
-        provenance=stamp(monitor.contention),
+        provenance=stamp(monitor.contention()),
         device=fingerprint(str(target.device)),
         precision=target.text.precision,
         mode=settings.mode,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,7 +27,14 @@ class LoadedPoint:
     Everything is created here, so that switching between points is free. Points may share a draft.
 
     Args:
-        when: the requests that this point decodes; all of them by default. The other arguments are those of ``Decoder``.
+        tree: a tree policy, ``{"policy": "sage", "d_max": 8, ...}``; the paper's defaults fill in what is left out.
+        visual_keep: share of visual tokens that the draft reads, in (0, 1].
+        visual_ranking: how these tokens are chosen, one of ``VISUAL_RANKINGS``.
+        verification: how draft tokens are accepted. Lossless by default; ``{"kind": "wetap", "threshold": 0.9}`` is lossy.
+        fallback: the cost of a round in plain steps. With it, a request falls back to plain steps while rounds do not pay.
+        coupled: above temperature 0, rank draft tokens with the noise that the target's tokens are drawn with. More of them
+            are accepted and the output is the same; False is for comparison. Lossy verification is never coupled.
+        when: the requests that this point decodes; all of them by default.
 
     Raises:
         UserError: an unknown tree policy, hyperparameter or verification, or ranking, or ``visual_keep`` out of range.
@@ -66,16 +74,10 @@ class LoadedPoint:
 
     def uncoupled(self) -> LoadedPoint:
         """The same point without coupled sampling and without memory of earlier requests."""
-        return LoadedPoint(
-            self.draft,
-            tree=self.policy,
-            visual_keep=self.visual_keep,
-            visual_ranking=self.visual_ranking,
-            verification=self.verification,
-            fallback=self.fallback.price,
-            when=self.when,
-            coupled=False,
-        )
+        point = copy.copy(self)
+        point.grower, point.fallback = TreeGrower(self.policy), Fallback(self.fallback.price)
+        point._is_coupled = False
+        return point
 
 
 def check_paths(points: Iterable[LoadedPoint], target: Target) -> None:

@@ -69,7 +69,7 @@ def test_configs_are_profiled_and_examined(pair: Pair, star: Path, tmp_path: Pat
     table, runner = tmp_path / "pair.cost.json", CliRunner()
     drafts = ["--draft", str(tmp_path / "text"), "--draft", str(star), "--draft", "retrieval"]
     arguments = ["--target", str(tmp_path / "text"), "--random-weights", "--device", "cpu"]
-    done = runner.invoke(main, ["measure", *arguments, *drafts, "--budget", "2s", "-o", str(table)])
+    done = runner.invoke(main, ["measure", *arguments, *drafts, "--budget", "1s", "-o", str(table)])
     assert done.exit_code == 0, done.output
     found = CostTable.load(table)
     assert found.target_shape is not None and found.target_shape.num_layers == text["num_hidden_layers"]
