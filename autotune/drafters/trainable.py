@@ -108,8 +108,9 @@ class TrainableNetwork(DraftNetwork):
 
     def saved_tensors(self) -> dict[str, Tensor]:
         """The weights in bfloat16, and tensors of integers."""
-        tensors = ((name, tensor.contiguous()) for name, tensor in self.state_dict().items())
-        return {name: one.to(torch.bfloat16) if one.is_floating_point() else one for name, one in tensors}
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        floats = {name: t.to(torch.bfloat16) for name, t in tensors.items() if t.is_floating_point()}
+        return tensors | floats
 
     def save(self, folder: Path) -> None:
         """Write config and weights in bfloat16, which are loaded in the target's precision."""
