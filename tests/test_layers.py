@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
+from autotune.documents.draft_kinds import KINDS
 from tests.imports import MODULES, heavy_import, imported_names, own_imports
 
 # From the bottom to the top, one row for a floor. A module may import modules of its own entry and of lower rows, at module
@@ -127,3 +130,31 @@ def test_the_package_itself_imports_nothing() -> None:
     """``import autotune`` is instant: its names are looked up when they are asked for."""
     for path in (path for path in MODULES.values() if path.name == "__init__.py"):
         assert {name.partition(".")[0] for name in imported_names(path, deferred=False)} <= {"__future__", "typing"}
+
+
+def draft_tests(source: str) -> list[str]:
+    """Where code asks which kind a draft is: ``isinstance`` with a class of ``drafters/``, or a kind compared with a name."""
+    classes = {
+        node.name
+        for name, path in PACKAGE.items()
+        if name.startswith("drafters.")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    asked = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
+            named = {child.id for child in ast.walk(node.args[1]) if isinstance(child, ast.Name)}
+            asked += [ast.unparse(node)] if named & classes else []
+        elif isinstance(node, ast.Compare):
+            words = {child.value for child in ast.walk(node) if isinstance(child, ast.Constant)}
+            asked += [ast.unparse(node)] if "kind" in ast.unparse(node) and words & KINDS.keys() else []
+    return asked
+
+
+def test_only_the_drafters_ask_which_kind_a_draft_is() -> None:
+    assert draft_tests("if isinstance(draft, FeatureDraft | BlockDraft) or draft.kind != 'star': pass") != []
+    assert draft_tests("kind in ('eagle3', 'mtp')") != []
+    for module, path in PACKAGE.items():
+        if not is_within(module, "drafters"):
+            assert draft_tests(path.read_text()) == [], f"{module}: let the class in drafters/ answer"
