@@ -772,9 +772,7 @@ def random_prompts(
 ) -> list[Prompt]:
     """Random text with random images ("image": up to three), a "video", or neither (None) at random positions."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    num_frames = int(
-        rng.integers(*NUM_FRAMES, endpoint=True)
-    )  # equal for all videos, because LLaVA-OneVision stacks them
+    num_frames = int(rng.integers(*NUM_FRAMES, endpoint=True))  # of all videos, because LLaVA-OneVision stacks them
     prompts = []
     for sight in sights:
         images = [_random_image(rng) for _ in range(_num_images(family, rng))] if sight == "image" else []
