@@ -661,14 +661,12 @@ LAYER_OUTPUTS = (
     *("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj"),
     *("output_linear.weight", "w2.weight"),  # of Granite and LFM2
 )  # suffixes of the weights that produce what a layer adds
+# Suffixes of the weights that produce the visual features.
 PROJECTIONS = (
-    "multi_modal_projector.linear_2.weight",
-    "multi_modal_projector.mm_input_projection_weight",
-    "modality_projection.proj.weight",
-    "merger.mlp.2.weight",
-    "merger.linear_fc2.weight",
+    *("multi_modal_projector.linear_2.weight", "multi_modal_projector.mm_input_projection_weight"),
+    *("modality_projection.proj.weight", "merger.mlp.2.weight", "merger.linear_fc2.weight"),
     "embed_vision.embedding_projection.weight",
-)  # suffixes of the weights that produce the visual features
+)
 
 
 @torch.no_grad()
