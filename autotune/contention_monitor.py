@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
@@ -41,11 +40,7 @@ class _Counters:
 
 
 class ContentionMonitor:
-    """Measures the contention of the time from its creation to ``contention``, or to the end of its ``with`` block::
-
-        with ContentionMonitor("cuda:0") as monitor:
-            ...  # what is timed
-        print(monitor.contention.describe("while runs were timed"))
+    """Measures the contention of the time from its creation to the call of ``contention``.
 
     Args:
         device: ``cpu`` or ``cuda:N``, on which is timed.
@@ -56,21 +51,9 @@ class ContentionMonitor:
         self._device, self._clock = device, clock
         self._reasons = _gpu_state(device)[1]
         self._started = _read_counters(clock())
-        self._ended: Contention | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._ended = self.contention
-
-    @property
     def contention(self) -> Contention:
-        """The contention until now, or until the ``with`` block ended."""
-        if self._ended is not None:
-            return self._ended
+        """The contention until now."""
         first, last = self._started, _read_counters(self._clock())
         seconds = last.wall_s - first.wall_s
 
@@ -112,14 +95,14 @@ def wait_until_idle(
     whole = ContentionMonitor(device, clock=clock)
     num_idle = 0
     while num_idle < IDLE_SECONDS and clock() - started < limit_s:
-        with ContentionMonitor(device, clock=clock) as monitor:
-            sleep(min(POLL_S, max(0.0, limit_s - (clock() - started))))
-        num_idle = 0 if monitor.contention.is_busy else num_idle + 1
+        monitor = ContentionMonitor(device, clock=clock)
+        sleep(min(POLL_S, max(0.0, limit_s - (clock() - started))))
+        num_idle = 0 if monitor.contention().is_busy else num_idle + 1
     waited_s = clock() - started
     if num_idle >= IDLE_SECONDS:
         console.say(f"the machine is idle after {waited_s:.0f} s")
     else:
-        seen = whole.contention.describe("meanwhile")
+        seen = whole.contention().describe("meanwhile")
         console.say(f"the machine did not become idle within {waited_s:.0f} s, and the work begins now: {seen}")
     return waited_s
 

@@ -30,6 +30,7 @@ from autotune.documents.subnet import VISUAL_RANKINGS, Operator, Subnet, VisualR
 from autotune.drafters.checkpoint import load_draft, load_network
 from autotune.drafters.compression import SELECTED
 from autotune.drafters.specvlm import SpecVlmNetwork
+from autotune.drafters.trainable import LossSettings
 from autotune.files import append_line, read_json, read_yaml, sha256_of
 from autotune.modeling.loading import (
     BUNDLED_TARGET,
@@ -43,9 +44,7 @@ from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
 from autotune.training.curve import distilled_layers, draw_curve, logged
-from autotune.training.draft_task import EVALUATION
 from autotune.training.examples import JsonlExamples, read_examples
-from autotune.training.losses import operator_losses
 from autotune.training.teacher import Teacher
 from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt
@@ -200,7 +199,7 @@ def operators(draft: Path) -> None:
         losses, agreement, chosen = [], [], []
         for number in range(batches.num_batches):
             batch = teacher.read(batches[number], layers=())
-            found = operator_losses(network, batch, EVALUATION, Subnet(), torch.Generator().manual_seed(number))
+            found = network.operator_losses(batch, LossSettings(), torch.Generator().manual_seed(number))
             questions = batch.hidden[layer][torch.arange(8), batch.loss_start]
             chosen.append(network.compressor.scores(network.target_features({layer: questions})).argmax(-1))
             losses.append(found.losses)

@@ -96,7 +96,8 @@ def main(draft: str, prompts: int, tokens: int, repeats: int, folder: Path) -> N
         decode(decoder, one.cut(2))
     measured: dict[float, list[list[DecodingStats]]] = {temperature: [] for temperature in workloads}
     parts: dict[float, dict[str, float]] = {}
-    with ContentionMonitor() as monitor, patch.object(time, "perf_counter", time.thread_time):
+    monitor = ContentionMonitor()
+    with patch.object(time, "perf_counter", time.thread_time):
         for _ in range(repeats):
             for temperature, one in workloads.items():
                 measured[temperature].append(decode(decoder, one))
@@ -104,6 +105,7 @@ def main(draft: str, prompts: int, tokens: int, repeats: int, folder: Path) -> N
             with timed_parts() as timers:
                 num_rounds = sum(stats.rounds for stats in decode(decoder, one))
             parts[temperature] = {part: 1e3 * timers.ms[part] / num_rounds for part in PARTS}
+    contention = monitor.contention()
     rows = []
     for temperature, found in measured.items():
         whole, outside = round_us(found)
@@ -111,7 +113,7 @@ def main(draft: str, prompts: int, tokens: int, repeats: int, folder: Path) -> N
         rows.append([f"{temperature:g}", *figures, *(f"{us:.0f}" for us in parts[temperature].values())])
     columns = ["T", "round, us", "outside, us", "share of a round", *(f"{part}, us" for part in PARTS)]
     console.table(f"{draft} and retrieval, {prompts} prompts, {repeats} repeats", columns, rows)
-    console.say(monitor.contention.describe("while rounds were timed"))
+    console.say(contention.describe("while rounds were timed"))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Question(BaseModel):
 def create_app(profile: Path) -> FastAPI:
     decoder = autotune.load(profile)
     processor, registry = decoder.processor, CollectorRegistry()
-    autotune.PrometheusMetrics(decoder, registry)
+    decoder.observers.append(autotune.PrometheusMetrics(decoder.points, registry))
     one_request = threading.Lock()  # the caches of target and draft hold one request
     app = FastAPI()
 

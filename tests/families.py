@@ -14,13 +14,14 @@ import math
 import string
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers as hf
 from PIL import Image
@@ -651,6 +652,16 @@ _ALL = (
     ),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
+NIGHTLY = {
+    *("llama_rope_scaled", "mistral", "qwen2", "gemma4_text_large", "llava_pixtral", "llava_next_mistral"),
+    *("qwen3_vl_moe", "smolvlm", "gemma4_large", "qwen3_5", "qwen3_5_moe"),
+}
+"""Families whose layers and processors are those of others, in another combination: every change tests those."""
+
+
+def params_of(families: Iterable[str]) -> list[Any]:
+    """Parameters of a fixture, a name each."""
+    return [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in families]
 
 
 # -------------------------------------------------------------------------------------------------------------- weights

@@ -15,7 +15,6 @@ from autotune.cost.roofline import estimate_table
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.independent import IndependentDraft
-from autotune.measuring.measurement import shape_of
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
@@ -152,9 +151,9 @@ def test_sage_is_faster_than_a_chain_where_nodes_are_nearly_free(pair, tmp_path,
     table = estimate_table(
         "h100",
         target=reference(pair.target_id),
-        target_shape=shape_of(target),
+        target_shape=target.shape,
         draft=reference(pair.draft_id),
-        draft_shape=shape_of(draft),
+        draft_shape=draft.shape,
         precision="float32",
     )
     prices = table.prices(reference(pair.draft_id), max_tokens=65, max_kv_length=1024)

@@ -63,10 +63,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
 
 
 def measured(machine: FakeMachine, change: Callable[[], None]) -> Contention:
-    with ContentionMonitor(clock=lambda: machine.seconds) as monitor:
-        change()
-    machine.pass_time(100, others=2)  # after the end: not counted
-    return monitor.contention
+    monitor = ContentionMonitor(clock=lambda: machine.seconds)
+    change()
+    return monitor.contention()
 
 
 def test_cores_are_told_apart(machine: FakeMachine) -> None:
@@ -165,19 +164,19 @@ def test_other_processes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pynvml, name, fake)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    found = ContentionMonitor("cuda:0").contention
+    found = ContentionMonitor("cuda:0").contention()
     assert found.gpu_processes == 1 and found.gpu_throttle_reasons == ("heat",) and found.is_busy
 
     def fail(*_: object) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", fail)
-    assert ContentionMonitor("cuda:0").contention.gpu_processes is None
+    assert ContentionMonitor("cuda:0").contention().gpu_processes is None
 
 
 def test_provenance_keeps_contention() -> None:
     """Documents of what was not timed have none."""
-    found = ContentionMonitor().contention
+    found = ContentionMonitor().contention()
     written = stamp(found).model_dump(mode="json")
     assert Provenance.model_validate_json(stamp(found).model_dump_json()).contention == found
     del written["contention"]

@@ -11,7 +11,7 @@ from autotune.training.recipe import load_recipe
 
 torch = pytest.importorskip("torch", exc_type=ImportError)
 
-from autotune.drafters.checkpoint import CONFIGS, load_network, save_draft  # noqa: E402
+from autotune.drafters.checkpoint import CONFIGS, load_network  # noqa: E402
 from autotune.drafters.dream import DreamConfig, DreamNetwork  # noqa: E402
 from benchmarks.draft_cards import ablation_section, layer_section  # noqa: E402
 
@@ -36,7 +36,7 @@ def test_ablations_of_dream_differ_from_their_baseline_in_one_setting(tmp_path: 
         )
         assert isinstance(config, DreamConfig)
         network = DreamNetwork(config)
-        save_draft(network, tmp_path)
+        network.save(tmp_path)
         assert load_network(tmp_path).config == config
         found[name] = [block.crosses for block in network.blocks], stage.distillation
     full = [False, True, False]

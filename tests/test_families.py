@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers as hf
 
 from tests import families
-from tests.families import FAMILIES, Family, Inputs, Prompt, encode, random_batch, random_prompts
+from tests.families import FAMILIES, Family, Inputs, Prompt, encode, random_prompts
 
 NUM_PROMPTS = 6  # of each kind
 MAX_NEW_TOKENS = 24
@@ -125,77 +124,3 @@ def test_other_pictures_give_other_outputs(made: Made) -> None:
             assert (result.logits[0][0] - one.logits[0]).std() > families.LOGITS / 8
             num_same += result.sequences[0, inputs["input_ids"].shape[1] :].tolist() == one.tokens
         assert num_same <= 1  # a short output may be the same by chance
-
-
-@torch.no_grad()
-def test_visual_features_are_as_large_as_embeddings(made: Made) -> None:
-    for one in made.generated.get("image", []):
-        features = families.visual_features(made.target, one.inputs)
-        assert 0.5 < features.std() / families.EMBEDDING < 2
-
-
-def test_padded_rows_generate_as_alone(made: Made) -> None:
-    """Otherwise a padded batch would be no reference."""
-    for rows in zip(*made.generated.values(), strict=True):  # one of each kind
-        batch = encode(made.processor, [row.prompt for row in (*rows, made.generated[None][0])])
-        outputs = generate(made.target, batch)[:, batch["input_ids"].shape[1] :].tolist()
-        for row, output in zip(rows, outputs, strict=False):
-            assert output[: len(row.tokens)] == row.tokens
-
-
-def test_padding_side(made: Made) -> None:
-    left, right = (
-        random_batch(
-            made.family,
-            made.processor,
-            np.random.default_rng(3),
-            sights=[None, None, *made.family.sees],
-            padding_side=side,
-        )
-        for side in ("left", "right")
-    )
-    assert left["attention_mask"][:, -1].all() and right["attention_mask"][:, 0].all()
-    assert not left["attention_mask"].all()
-    assert torch.equal(left["attention_mask"].sum(1), right["attention_mask"].sum(1))
-
-
-def test_list_covers_the_variants() -> None:
-    configs = {name: family.model(2).config for name, family in FAMILIES.items()}
-    texts = {name: config.get_text_config() for name, config in configs.items()}
-    layers = [text.per_layer_config[1] for text in texts.values()]
-    grouped = [layer.num_key_value_heads < layer.num_attention_heads for layer in layers]
-    assert sum(grouped) > len(grouped) / 2 and not all(grouped)
-    for models in (set(FAMILIES) - set(_seeing()), _seeing()):
-        assert {configs[name].tie_word_embeddings for name in models} == {True, False}
-    types = {name: set(getattr(text, "layer_types", None) or ()) for name, text in texts.items()}
-    both = {"full_attention", "sliding_attention"}
-    assert {name for name, kinds in types.items() if kinds == both} == {
-        "qwen2_window",
-        *(name for name in FAMILIES if name.startswith("gemma")),
-    }
-    assert texts["mistral_window"].sliding_window == families.WINDOW and texts["mistral"].sliding_window is None
-
-
-def _seeing() -> list[str]:
-    return [name for name, family in FAMILIES.items() if family.sees]
-
-
-@pytest.mark.parametrize("name", [name for name in _seeing() if "video" in FAMILIES[name].sees])
-def test_frames_are_those_of_the_real_video_processor(name: str) -> None:
-    """``VideoFrames`` replaces a class that needs torchvision."""
-    pytest.importorskip("torchvision")
-    processor = FAMILIES[name].processor()
-    images, metadata = processor.image_processor, {"total_num_frames": 3, "fps": 2.0, "frames_indices": [0, 1, 2]}
-    normal = {"image_mean": images.image_mean, "image_std": images.image_std}
-    real: Any
-    if name == "llava_onevision":
-        real = hf.LlavaOnevisionVideoProcessor(size={"height": families.SIDE, "width": families.SIDE}, **normal)
-    else:
-        size = {"shortest_edge": 1, "longest_edge": 10**6}
-        kind = hf.Qwen3VLVideoProcessor if name.startswith("qwen3") else hf.Qwen2VLVideoProcessor
-        real = kind(size=size, patch_size=images.patch_size, do_sample_frames=False, **normal)
-    video = np.random.default_rng(0).integers(0, 256, (3, families.SIDE, families.SIDE, 3), np.uint8)
-    expected = real([video], video_metadata=[metadata], return_tensors="pt")
-    made = processor.video_processor([video], video_metadata=[metadata])
-    for key, value in expected.items():
-        torch.testing.assert_close(torch.as_tensor(made[key]), value)

@@ -25,7 +25,6 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        self.began_s = time.perf_counter()
         self.put_s: list[float] = []
         self.ended_s = 0.0
 
@@ -36,17 +35,9 @@ class Stopwatch:
         self.ended_s = time.perf_counter()
 
     @property
-    def first_token_ms(self) -> float:
-        return 1e3 * (self._first_s - self.began_s)
-
-    @property
     def decode_ms(self) -> float:
         """From the first token to the last."""
-        return 1e3 * (self.ended_s - self._first_s)
-
-    @property
-    def _first_s(self) -> float:
-        return self.put_s[1]  # the first call passes the prompt
+        return 1e3 * (self.ended_s - self.put_s[1])  # the first call passes the prompt
 
 
 class SideDecoder:
@@ -74,7 +65,6 @@ class SideDecoder:
         stats = output.stats
         tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         return {
-            "first_token_ms": watch.first_token_ms,
             "decode_ms": watch.decode_ms,
             "new_tokens": len(tokens),
             "tokens_sha256": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],

@@ -22,7 +22,6 @@ WORKER = Path(__file__).with_name("worker.py")
 class Decoded(Document):
     """A worker's answer for one prompt."""
 
-    first_token_ms: float
     decode_ms: float
     """From the first token to the last, by the worker's own clock."""
     new_tokens: int

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import numpy as np
+import torch
+
 from autotune.console import Console
 from autotune.contention_monitor import ContentionMonitor
-from autotune.device import choose_device
-from autotune.doctor.diagnosis import Diagnosis
+from autotune.cost.roofline import find_limits
+from autotune.device import choose_device, fingerprint, free_memory, local_devices
+from autotune.doctor.diagnosis import DeviceFound, Diagnosis
 from autotune.doctor.findings import defects, notes
-from autotune.doctor.machine import copy_gb_per_second, find_devices
 from autotune.doctor.target import examine_target
 from autotune.documents.provenance import stamp
+from autotune.modeling.clock import now_ms
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.workloads.formats import Format
 from autotune.workloads.workload import load_workload
 
 NUM_PROMPTS = 4
+COPY_BYTES = 1 << 29  # more than the caches of processors hold
+MEMORY_SHARE = 1 / 8  # of the free memory that source and destination of the copy may take each
+COPIES = 7
 
 
 def examine(
@@ -55,7 +62,7 @@ def examine(
             prompts = loaded_prompts.first_turns().readable_by(processor).prompts
             inputs = [prompt.inputs(processor, loaded.device) for prompt in prompts[:NUM_PROMPTS]]
             found_target = examine_target(loaded, reference(target), inputs, num_tokens=num_tokens)
-    contention = monitor.contention
+    contention = monitor.contention()
     diagnosis = Diagnosis(
         provenance=stamp(contention),
         devices=find_devices(),
@@ -66,3 +73,33 @@ def examine(
     )
     sentences = {"defects": tuple(defects(diagnosis)), "notes": tuple(notes(diagnosis))}
     return diagnosis.model_copy(update=sentences)
+
+
+def find_devices() -> tuple[DeviceFound, ...]:
+    """All devices of this machine, the CPU first."""
+    found = []
+    for device in local_devices():
+        here = fingerprint(device)
+        limits = find_limits(here.name)
+        found.append(
+            DeviceFound(
+                device=device,
+                fingerprint=here,
+                free_bytes=free_memory(device),
+                datasheet_gb_per_second=None if limits is None else limits.memory_gb_per_second,
+            )
+        )
+    return tuple(found)
+
+
+def copy_gb_per_second(device: str) -> float:
+    """Rate of a copy in a device's memory, median; every byte counts as one read and one written."""
+    size = max(1, min(COPY_BYTES, int(free_memory(device) * MEMORY_SHARE)))
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    destination = torch.zeros_like(source)  # written, so that its pages exist before the first copy
+    times = []
+    for _ in range(COPIES):
+        started = now_ms(source.device)
+        destination.copy_(source)
+        times.append(now_ms(source.device) - started)
+    return 2 * size / (float(np.median(times)) * 1e6)

@@ -17,7 +17,6 @@ from autotune.evaluation.divergence import flips, largest_difference
 from autotune.evaluation.perplexity import answer_logits
 from autotune.execution import EAGER, capture_sizes_for
 from autotune.measuring.jobs import plain_steps_ms
-from autotune.measuring.measurement import shape_of
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
 from autotune.modeling.clock import now_ms
@@ -47,7 +46,7 @@ def examine_target(
     difference, noise = compare_tree_decoding(target)
     allowed = allowed_difference(target, noise)
     (prompt,) = target.encode(inputs[0]).prompts
-    shape = shape_of(target)
+    shape = target.shape
     return TargetFound(
         model=reference,
         model_type=target.text.config.model_type,

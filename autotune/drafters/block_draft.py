@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from autotune.acceptance.trace import Forest
 from autotune.drafters.blocks import AttentionContext
 from autotune.drafters.cached_draft import pad_rows
 from autotune.drafters.dflash import DFlashNetwork, block_embeddings
 from autotune.drafters.draft import Coupling, Proposals, kept_tokens
 from autotune.drafters.feature_draft import FeatureDraft
+from autotune.drafters.forests import AnswerToRecord, ForestGrower
 from autotune.execution import round_up
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, KVSlots
@@ -68,6 +70,11 @@ class BlockDraft(FeatureDraft):
         self.network.add_context(self.network.target_features(hidden)[None], self._factors[kept][None], context)
         self.cache.length = len(kept)
         self._num_condensed = len(prompt) - 1 - len(kept)
+
+    @torch.inference_mode()
+    def forest(self, answer: AnswerToRecord) -> Forest:
+        """See ``Draft``."""
+        return BlockForestGrower(self, answer).grow_all()
 
     def read_pending(self) -> Tensor:
         """Evaluate a block after the pending tokens, and commit these; returns its logits, [block size - 1, vocabulary]."""
@@ -156,3 +163,37 @@ class BlockDraft(FeatureDraft):
         context = AttentionContext(mask, self.cache.blocks, KVSlots(slots, length))
         factors = self._factors[slots + num_condensed]
         return (self._logits_of(root, features, factors, context, window_mask),)
+
+    def blocks_along(self, answer: AnswerToRecord) -> Iterator[Tensor]:
+        """The logits of the block after each token of an answer but the last, as decoding evaluates them."""
+        for root, token in enumerate(answer.tokens[:-1]):
+            self._target.hidden = {layer: rows[root : root + 1] for layer, rows in answer.hidden.items()}
+            self.append(int(token))
+            yield self.read_pending()
+
+
+class BlockForestGrower(ForestGrower):
+    """Evaluates one block for every root, as decoding does: the nodes of one level of a root's forest have the same children."""
+
+    def __init__(self, draft: BlockDraft, answer: AnswerToRecord) -> None:
+        super().__init__(answer)
+        bounds = self.bounds
+        shape = self.num_roots, bounds.depth, bounds.num_proposals
+        tokens_at, logprobs_at = np.full(shape, -1, np.int64), np.full(shape, -np.inf, np.float32)
+        for root, block in enumerate(draft.blocks_along(answer)):
+            logits = block[: bounds.depth]
+            proposed = draft.best(logits, bounds.num_proposals, answer.coupling(root + 1 + np.arange(len(logits))))
+            tokens_at[root, : len(logits)], logprobs_at[root, : len(logits)] = proposed
+        # The roots' children first, then those of the other levels, root by root.
+        for levels in (slice(1), slice(1, None)):
+            tokens = tokens_at[:, levels].reshape(-1, bounds.num_proposals)
+            logprobs = logprobs_at[:, levels].reshape(-1, bounds.num_proposals)
+            self.evaluated.add(tokens, logprobs, np.zeros(len(tokens), np.int64), np.zeros((len(tokens), 0), np.int64))
+
+    def _evaluate_children(self, parents: Ints, ranks: Ints, num_before: int) -> Ints:
+        """See ``ForestGrower``. The children of a level are where those of its first node are."""
+        num_others = self.bounds.depth - 1
+        root, level = np.divmod(parents - self.num_roots, max(1, num_others))
+        is_root = parents < self.num_roots
+        first = self.num_roots + np.where(is_root, parents, root) * num_others
+        return np.where(is_root, first, first + level + 1)

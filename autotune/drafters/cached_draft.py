@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from autotune.acceptance.trace import Forest
 from autotune.documents.subnet import Subnet
-from autotune.drafters.draft import Coupling, Proposals, top_proposals
+from autotune.drafters.draft import Coupling, Dimensions, Draft, FeatureSource, Proposals, top_proposals
+from autotune.drafters.forests import AnswerToRecord, ModelForestGrower
 from autotune.execution import round_up
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.step import Step
 from autotune.modeling.transfer import rows_to_host, to_device
 from autotune.trees.limits import MAX_LEVEL_STEP, MAX_STEP
 from autotune.trees.tree import ROOT, Ints, Tree, write_frontier_mask
-
-FeatureSource = Ints | Mapping[int, Tensor]
-"""Where a draft that reads features takes those of a step's tokens from. Tree nodes: KV slots of their parents among the
-uncommitted tokens, [n]; -1 is the last token of the prefix. Committed tokens: outputs of each of ``aux_layers`` for the
-token before, [n, hidden].
-"""
 
 
 class CachedDraft(CachedModel):
@@ -36,6 +33,8 @@ class CachedDraft(CachedModel):
 
     visual_keep: float = 1.0
     sees_images: bool = True
+    reads_placeholders: bool | None = None
+    corpus_tokens: int = 0
     aux_layers: tuple[int, ...] = ()
     capture_sizes: tuple[int, ...] = ()
     reads_target_cache: bool = False
@@ -67,9 +66,19 @@ class CachedDraft(CachedModel):
         return Subnet(visual_keep=self.visual_keep)
 
     @property
-    def num_block_tokens(self) -> int:
-        """Slots of the KV cache that a round's first forward pass takes after the pending tokens."""
-        return 0
+    def dimensions(self) -> Dimensions:
+        """See ``Draft``."""
+        return Dimensions()
+
+    @property
+    def standalone_model(self) -> Any | None:
+        """See ``Draft``."""
+        return None
+
+    @torch.inference_mode()
+    def forest(self, answer: AnswerToRecord) -> Forest:
+        """See ``Draft``."""
+        return ModelForestGrower(self, answer).grow_all()
 
     @property
     @abstractmethod
@@ -189,3 +198,8 @@ def table_rows(table: Tensor, indices: Ints) -> Tensor:
     if len(indices) == 1:
         return table.narrow(0, int(indices[0]), 1)
     return table[to_device(indices, table.device)]
+
+
+def as_cached(draft: Draft | None) -> CachedDraft | None:
+    """The draft, if it runs forward passes over a KV cache."""
+    return draft if isinstance(draft, CachedDraft) else None

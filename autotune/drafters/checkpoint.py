@@ -2,83 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers.utils import cached_file
 
+from autotune.documents.draft_kinds import KINDS, TOKEN_DRAFTS
 from autotune.documents.subnet import Subnet
 from autotune.drafters.block_draft import BlockDraft
 from autotune.drafters.dflash import DFlashNetwork
 from autotune.drafters.dflash_checkpoint import is_dflash, load_dflash
-from autotune.drafters.dream import DreamConfig, DreamNetwork
-from autotune.drafters.eagle3 import is_eagle3, load_eagle3
+from autotune.drafters.dream import DreamNetwork
+from autotune.drafters.eagle3 import Eagle3Network, is_eagle3, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.gemma4_checkpoint import load_assistant
 from autotune.drafters.independent import IndependentDraft
-from autotune.drafters.mtp import MtpConfig, load_mtp
+from autotune.drafters.losses import FREQUENCIES, TrainableBlocks
+from autotune.drafters.mtp import MtpNetwork, load_mtp
 from autotune.drafters.mtp_checkpoint import load_own_mtp
-from autotune.drafters.network import BlocksNetwork, DraftNetwork, NetworkConfig
-from autotune.drafters.retrieval import RetrievalDraft
-from autotune.drafters.specvlm import SpecVlmConfig, SpecVlmNetwork
-from autotune.drafters.star import StarConfig, StarNetwork
+from autotune.drafters.network import BlocksConfig, BlocksNetwork, DraftNetwork, NetworkConfig
+from autotune.drafters.specvlm import SpecVlmNetwork
+from autotune.drafters.star import StarNetwork
+from autotune.drafters.token_draft import TokenDraft
+from autotune.drafters.trainable import CONFIG, WEIGHTS, TrainableNetwork
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
-from autotune.modeling.loading import (
-    GEMMA4_ASSISTANT,
-    MTP_SUFFIX,
-    RETRIEVAL,
-    is_assistant,
-    load_model,
-    load_tokenizer,
-    resolve,
-)
+from autotune.modeling.loading import GEMMA4_ASSISTANT, MTP_SUFFIX, is_assistant, load_model, load_tokenizer, resolve
 from autotune.modeling.target import Target
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-FREQUENCIES = "token_frequencies"  # tensor of a draft's weights
-CONFIGS: dict[str, type[NetworkConfig]] = {
-    "dream": DreamConfig,
-    "star": StarConfig,
-    "specvlm": SpecVlmConfig,
-    "mtp": MtpConfig,
+NETWORKS: dict[str, type[TrainableNetwork]] = {
+    network.kind: network for network in (StarNetwork, DreamNetwork, SpecVlmNetwork, Eagle3Network, MtpNetwork)
 }
-NETWORKS: dict[str, Callable[[Any], BlocksNetwork]] = {
-    "dream": DreamNetwork,
-    "star": StarNetwork,
-    "specvlm": SpecVlmNetwork,
-}
+"""Networks that can be trained, by kind."""
+CONFIGS = {kind: network.config_type for kind, network in NETWORKS.items() if network.config_type is not None}
+"""Networks whose files have the schema of this project."""
 
 ModelDraft = IndependentDraft | FeatureDraft | Gemma4AssistantDraft
 """Drafts that run a model."""
-LoadedDraft = ModelDraft | RetrievalDraft
+LoadedDraft = ModelDraft | TokenDraft
 """Result of ``load_draft``."""
-
-
-def new_network(kind: str, sizes: dict[str, Any], target: Target, *, source: str) -> BlocksNetwork:
-    """Make a network with random weights for a target.
-
-    Raises:
-        UserError: unknown or invalid sizes.
-    """
-    text = target.text.config
-    of_target = {"hidden_size": text.hidden_size, "num_target_layers": text.num_hidden_layers}
-    config = parse_kind({**of_target, **sizes, "kind": kind}, CONFIGS, key="kind", what="kind of draft", source=source)
-    return NETWORKS[kind](config)
-
-
-def save_draft(network: BlocksNetwork, folder: Path) -> None:
-    """Save a network with weights in bfloat16. They are loaded in the target's precision."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in network.state_dict().items()}
-    if network.token_frequencies is not None:
-        tensors[FREQUENCIES] = network.token_frequencies.float().contiguous()
-    save_file(tensors, folder / WEIGHTS)
-    network.config.save(folder / CONFIG)
 
 
 def read_config(name: str) -> tuple[Path, dict[str, Any]] | None:
@@ -109,7 +75,7 @@ def _is_published(content: Mapping[str, Any]) -> bool:
 
 
 def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork:
-    """Load the network of a draft that ``save_draft`` saved, or make one of its config with random weights.
+    """Load the network of a draft that ``TrainableNetwork.save`` wrote, or make one of its config with random weights.
 
     Raises:
         UserError: a draft of an unknown kind.
@@ -117,7 +83,9 @@ def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork
     path = folder / CONFIG
     content = NetworkConfig.without_schema(read_json(path), source=path)
     config = parse_kind(content, CONFIGS, key="kind", what="kind of draft", source=str(path))
-    network = NETWORKS[config.kind](config)
+    network_type = NETWORKS[config.kind]
+    assert issubclass(network_type, TrainableBlocks) and isinstance(config, BlocksConfig)
+    network = network_type(config)
     if random_weights:
         return network.eval().requires_grad_(False)
     tensors = load_file(folder / WEIGHTS)
@@ -127,7 +95,7 @@ def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork
 
 
 def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, random_weights: bool = False) -> LoadedDraft:
-    """Load a draft by name: a folder from ``save_draft``, an EAGLE-3 head, a DFlash draft, an assistant of Gemma 4, any other
+    """Load a draft by name: a folder from ``TrainableNetwork.save``, an EAGLE-3 head, a DFlash draft, an assistant of Gemma 4, any other
     Hugging Face model, which drafts independently, a model followed by ``:mtp`` for the multi-token prediction head of its
     checkpoint, or ``retrieval``.
 
@@ -142,19 +110,19 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     """
     subnet = subnet or Subnet()
     is_own_mtp = name.endswith(MTP_SUFFIX)
-    found = None if name == RETRIEVAL or is_own_mtp else read_config(name)
+    found = None if name in TOKEN_DRAFTS or is_own_mtp else read_config(name)
     folder = found[0] if found is not None and reads_features(found[1]) else None
     if folder is None and not is_own_mtp:
         is_of_target = found is not None and is_assistant(found[1].get("model_type"))
         if subnet.network != Subnet().network:
-            kind = "a retrieval" if name == RETRIEVAL else f"a {GEMMA4_ASSISTANT}" if is_of_target else "an independent"
+            kind = (
+                f"a {name}" if name in TOKEN_DRAFTS else f"a {GEMMA4_ASSISTANT}" if is_of_target else "an independent"
+            )
             raise UserError(
                 f"{name}: {kind} draft has no subnets; leave heads, injection_layer, operator and vocabulary out"
             )
-        if name == RETRIEVAL:
-            retrieval = RetrievalDraft()
-            retrieval.attach(target)
-            return retrieval
+        if name in TOKEN_DRAFTS:
+            return _token_draft(name, target)
         if is_of_target:
             return load_assistant(name, target, random_weights=random_weights)
         model = load_model(name, device=str(target.device), random_weights=random_weights)
@@ -175,6 +143,14 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
         operator_ratio=subnet.operator_ratio,
         vocabulary=subnet.vocabulary,
     )
+    draft.attach(target)
+    return draft
+
+
+def _token_draft(name: str, target: Target) -> TokenDraft:
+    """The draft without files of a kind."""
+    module, _, class_name = (KINDS[name].token_draft or "").partition(":")
+    draft: TokenDraft = getattr(importlib.import_module(module), class_name)()
     draft.attach(target)
     return draft
 

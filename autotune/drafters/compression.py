@@ -5,7 +5,7 @@ Its operators are ``prune`` (keep some tokens), ``pool`` (mean of neighbours), `
 selects one of them or weighs those with one ratio; or their outputs are concatenated.
 
 The rows of a selected operator do not depend on the gate's scores, so they have no gradient for it. ``expected_cost`` trains
-it instead (``training/losses.py``).
+it instead (``drafters/specvlm.py``).
 """
 
 from __future__ import annotations

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from autotune.acceptance.trace import Forest
+from autotune.cost.draft_costs import ModelShape
+from autotune.documents.subnet import Operator, Subnet
 from autotune.errors import UserError
 from autotune.trees.tree import Ints, Tree
 
 if TYPE_CHECKING:
+    from autotune.drafters.forests import AnswerToRecord
     from autotune.modeling.prompt import EncodedPrompt
     from autotune.modeling.target import Target
 
@@ -24,6 +29,24 @@ Coupling = Callable[[Tensor], Tensor]
 [n, target's vocabulary]. The scores are the logits, processed as the request asks, plus the noise with which the target's
 token at the children's position is drawn (``TokenSampler.proposal_scores``).
 """
+
+
+FeatureSource = Ints | Mapping[int, Tensor]
+"""Where a draft that reads features takes those of a step's tokens from. Tree nodes: KV slots of their parents among the
+uncommitted tokens, [n]; -1 is the last token of the prefix. Committed tokens: outputs of each of ``aux_layers`` for the
+token before, [n, hidden].
+"""
+
+
+class Dimensions(NamedTuple):
+    """What a search may choose of a draft, its visual tokens apart."""
+
+    injection_layers: tuple[int, ...] = ()
+    """Layers of the target that a supernet can read; empty for drafts that are no supernet."""
+    operators: tuple[Operator, ...] = ()
+    """Operators that compress visual tokens."""
+    has_vocabularies: bool = False
+    """Whether the vocabulary can be cut by token frequencies."""
 
 
 class Draft(Protocol):
@@ -43,6 +66,48 @@ class Draft(Protocol):
     """Whether the draft attends to the target's keys and values."""
     capture_sizes: tuple[int, ...]
     """Token counts that forward passes are padded to; empty: no padding."""
+    sees_images: bool
+    """Whether the draft has visual tokens, of which a search may choose a share."""
+    reads_placeholders: bool | None
+    """Whether the draft reads the placeholders of images as text (``subnet.VisualInput``); None where it cannot."""
+    corpus_tokens: int
+    """Limit on the tokens of earlier answers that are searched; without effect on drafts that search none."""
+    device: torch.device
+
+    @property
+    def description(self) -> str:
+        """The draft, for messages."""
+
+    @property
+    def subnet(self) -> Subnet:
+        """The part of a supernet that this draft is."""
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """What a search may choose."""
+
+    @property
+    def has_states(self) -> bool:
+        """Whether it keeps recurrent or convolution states, which follow one path, so that it drafts chains only."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes, for estimates of latency."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the draft's own weights."""
+
+    @property
+    def standalone_model(self) -> Any | None:
+        """The Hugging Face model, of a draft that is one by itself."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the request that were read."""
+
+    def forest(self, answer: AnswerToRecord) -> Forest:
+        """The proposals along an answer, after ``prefill`` of its prompt."""
 
     @property
     def mode(self) -> str:

@@ -11,7 +11,8 @@ from typing import Literal
 from pydantic import Field
 
 from autotune.drafters.blocks import DraftBlock
-from autotune.drafters.network import BlocksConfig, BlocksNetwork
+from autotune.drafters.losses import TrainableBlocks
+from autotune.drafters.network import BlocksConfig
 
 BlockName = Literal["initial", "crossing", "second_crossing", "final"]
 SELF_CROSS_SELF: tuple[BlockName, ...] = ("initial", "crossing", "final")
@@ -26,9 +27,12 @@ class DreamConfig(BlocksConfig):
     visual_keep: float = Field(default=0.75, gt=0, le=1)
 
 
-class DreamNetwork(BlocksNetwork):
+class DreamNetwork(TrainableBlocks):
     """Three blocks, of which the second attends to the target's features of all tokens of the prompt."""
 
+    kind = "dream"
+    config_type = DreamConfig
+    loss_weights = (1.0, 0.2)  # DREAM, section 4
     config: DreamConfig
 
     def __init__(self, config: DreamConfig) -> None:

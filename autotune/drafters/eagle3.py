@@ -8,9 +8,10 @@ is a subset of the target's: its token i is the target's token ``i + d2t[i]``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from pydantic import Field, ValidationError
@@ -25,12 +26,13 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing
-from autotune.drafters.network import DraftNetwork, NetworkConfig, require_layers, rotary_factors
+from autotune.drafters.network import NetworkConfig, require_layers, rotary_factors
+from autotune.drafters.trainable import CONFIG, WEIGHTS
+from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
 from autotune.files import Document, describe, write_bytes
 from autotune.modeling.target import Target
 
-WEIGHTS = "model.safetensors"
 LAYER_FIELDS = (
     *(
         "hidden_size",
@@ -62,9 +64,11 @@ class Eagle3Config(NetworkConfig):
         return self.state_size
 
 
-class Eagle3Network(DraftNetwork):
+class Eagle3Network(UnrolledNetwork):
     """The head, with the parameter names of its checkpoint except ``layer``."""
 
+    kind = "eagle3"
+    config_type = None
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, layer: LlamaConfig, *, has_embedding: bool, fc_bias: bool) -> None:
@@ -95,6 +99,61 @@ class Eagle3Network(DraftNetwork):
                 f"an eagle3 head reads the layers {', '.join(map(str, self.config.layers))} together; "
                 f"got injection_layer {injection_layer}; leave it out"
             )
+        return self.config.layers
+
+    @classmethod
+    def new(cls, sizes: Mapping[str, Any], target: Target, *, source: str) -> Self:
+        """A head over the target's whole vocabulary, with a copy of its output head, which must not be quantized."""
+        try:
+            given = Eagle3Sizes.model_validate_json(json.dumps(sizes))
+        except ValidationError as error:
+            raise UserError(f"{source}: draft: {describe(error, Eagle3Sizes)}") from None
+        text, num_layers = target.text.config, len(target.text.layers)
+        layers = given.layers or published_layers(num_layers)
+        require_layers(layers, num_layers, source=source)
+        if not target.text.has_plain_head:
+            kind = target.text.quantization or f"of type {type(target.text.head).__name__}"
+            raise UserError(
+                f"{source}: an eagle3 head begins with a copy of the target's output head, which here is quantized with {kind}; "
+                "train on the target without quantization"
+            )
+        layer = LlamaConfig(
+            hidden_size=text.hidden_size,
+            intermediate_size=given.mlp_size,
+            num_attention_heads=given.num_heads,
+            num_key_value_heads=given.num_kv_heads or given.num_heads,
+            head_dim=given.head_size,
+            num_hidden_layers=1,
+            vocab_size=target.vocab_size,
+            max_position_embeddings=text.max_position_embeddings,
+        )
+        config = Eagle3Config(
+            hidden_size=text.hidden_size,
+            num_target_layers=num_layers,
+            state_size=text.hidden_size,
+            layers=layers,
+            draft_vocabulary_size=target.vocab_size,
+        )
+        network = cls(config, layer, has_embedding=False, fc_bias=False)
+        with torch.no_grad():
+            network.lm_head.weight.copy_(target.model.get_output_embeddings().weight[: target.vocab_size])
+        return network
+
+    def save(self, folder: Path) -> None:
+        """Write the head in EAGLE's format, with weights in bfloat16."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = self.saved_tensors().items()
+        save_file({re.sub(r"^layer\.", "midlayer.", name): tensor for name, tensor in tensors}, folder / WEIGHTS)
+        content = {
+            "model_type": "llama",
+            **{name: getattr(self.layer_config, name) for name in LAYER_FIELDS},
+            "draft_vocab_size": self.config.draft_vocabulary_size,
+            "eagle_aux_hidden_state_layer_ids": list(self.config.layers),
+        }
+        write_bytes(folder / CONFIG, (json.dumps(content, indent=2) + "\n").encode())
+
+    @property
+    def layers_in_training(self) -> tuple[int, ...]:
         return self.config.layers
 
     def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
@@ -163,68 +222,6 @@ class Eagle3Sizes(Document):
     mlp_size: int = Field(ge=1)
     layers: tuple[int, ...] = ()
     """Layers of the target that are read, counted as in ``Eagle3Config``; empty: the published choice."""
-
-
-def new_eagle3(sizes: Mapping[str, Any], target: Target, *, source: str) -> Eagle3Network:
-    """Make a head with random weights for a target, over the target's whole vocabulary and with a copy of its output head.
-
-    Raises:
-        UserError: unknown or invalid sizes, layers that the target does not have, or a quantized output head.
-    """
-    try:
-        given = Eagle3Sizes.model_validate_json(json.dumps(sizes))
-    except ValidationError as error:
-        raise UserError(f"{source}: draft: {describe(error, Eagle3Sizes)}") from None
-    text, num_layers = target.text.config, len(target.text.layers)
-    layers = given.layers or published_layers(num_layers)
-    require_layers(layers, num_layers, source=source)
-    if not target.text.has_plain_head:
-        kind = target.text.quantization or f"of type {type(target.text.head).__name__}"
-        raise UserError(
-            f"{source}: an eagle3 head begins with a copy of the target's output head, which here is quantized with {kind}; "
-            "train on the target without quantization"
-        )
-    layer = LlamaConfig(
-        hidden_size=text.hidden_size,
-        intermediate_size=given.mlp_size,
-        num_attention_heads=given.num_heads,
-        num_key_value_heads=given.num_kv_heads or given.num_heads,
-        head_dim=given.head_size,
-        num_hidden_layers=1,
-        vocab_size=target.vocab_size,
-        max_position_embeddings=text.max_position_embeddings,
-    )
-    config = Eagle3Config(
-        hidden_size=text.hidden_size,
-        num_target_layers=num_layers,
-        state_size=text.hidden_size,
-        layers=layers,
-        draft_vocabulary_size=target.vocab_size,
-    )
-    network = Eagle3Network(config, layer, has_embedding=False, fc_bias=False)
-    with torch.no_grad():
-        network.lm_head.weight.copy_(target.model.get_output_embeddings().weight[: target.vocab_size])
-    return network
-
-
-def save_eagle3(network: Eagle3Network, folder: Path) -> None:
-    """Save a head in EAGLE's format, with weights in bfloat16."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name.replace("layer.", "midlayer.", 1) if name.startswith("layer.") else name: tensor.contiguous()
-        for name, tensor in network.state_dict().items()
-    }
-    floats = {
-        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
-    }
-    save_file(floats, folder / WEIGHTS)
-    content = {
-        "model_type": "llama",
-        **{name: getattr(network.layer_config, name) for name in LAYER_FIELDS},
-        "draft_vocab_size": network.config.draft_vocabulary_size,
-        "eagle_aux_hidden_state_layer_ids": list(network.config.layers),
-    }
-    write_bytes(folder / "config.json", (json.dumps(content, indent=2) + "\n").encode())
 
 
 def published_layers(num_layers: int) -> tuple[int, int, int]:

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autotune.cost.draft_costs import ModelShape
 from autotune.documents.subnet import Operator, Subnet
 from autotune.drafters.blocks import AttentionContext, Crossing
-from autotune.drafters.cached_draft import CachedDraft, FeatureSource, pad_rows, table_rows
-from autotune.drafters.draft import kept_tokens
+from autotune.drafters.cached_draft import CachedDraft, pad_rows, table_rows
+from autotune.drafters.draft import Dimensions, FeatureSource, kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
 from autotune.modeling.cached_model import CachedModel
@@ -21,6 +22,7 @@ from autotune.modeling.graph_runner import GraphKey, KVSlots
 from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.packed_step import PackedStep
 from autotune.modeling.prompt import EncodedPrompt
+from autotune.modeling.quantization import weight_bytes
 from autotune.modeling.step import Step
 from autotune.modeling.transfer import select, to_device
 from autotune.modeling.tree_model import DEFAULT_CAPACITY
@@ -121,6 +123,33 @@ class FeatureDraft(CachedDraft, CachedModel):
     def num_parameters(self) -> int:
         own = sum(parameter.numel() for parameter in self.network.parameters())
         return own + (self.head_parameters if self.vocabulary is not None else 0)
+
+    @property
+    def weight_bytes(self) -> int:
+        return weight_bytes(self.network)
+
+    @property
+    def shape(self) -> ModelShape:
+        """See ``Draft``. The output head is the target's, unless the vocabulary is cut."""
+        return ModelShape(
+            num_layers=len(self.cache.blocks),
+            hidden_size=self.network.config.hidden_size,
+            text_parameters=self.num_parameters + (self.head_parameters if self.vocabulary is None else 0),
+            vision_parameters=0,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            bytes_per_parameter=self.dtype.itemsize,
+            crossing_share=self.network.crossing_share,
+            block_tokens=self.num_block_tokens,
+        )
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """See ``Draft``. A supernet without a block that crosses reads no features, so that all layers would make one draft: the
+        last one stands for them.
+        """
+        network = self.network
+        layers = network.config.injection_layers if network.is_supernet else ()
+        return Dimensions(layers if network.crosses else layers[-1:], network.operators, network.has_frequencies)
 
     @property
     def head_parameters(self) -> int:

@@ -17,16 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autotune.cost.draft_costs import ModelShape
 from autotune.device import check_room
 from autotune.drafters.borrowed_cache import BorrowedCache, shared_layer
-from autotune.drafters.cached_draft import CachedDraft, FeatureSource, pad_rows, table_rows
-from autotune.drafters.draft import check_vocabulary
+from autotune.drafters.cached_draft import CachedDraft, pad_rows, table_rows
+from autotune.drafters.draft import FeatureSource, check_vocabulary
 from autotune.errors import UserError
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, rounded_capacity
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.loading import GEMMA4_ASSISTANT
 from autotune.modeling.prompt import EncodedPrompt
+from autotune.modeling.quantization import weight_bytes
 from autotune.modeling.step import Step
 from autotune.modeling.text_model import MASKED_ATTENTION
 from autotune.modeling.transfer import to_device
@@ -66,6 +68,26 @@ class Gemma4AssistantDraft(CachedDraft):
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        return weight_bytes(self.model)
+
+    @property
+    def standalone_model(self) -> Any:
+        return self.model
+
+    @property
+    def shape(self) -> ModelShape:
+        """See ``Draft``. Keys and values are read from the target's cache."""
+        return ModelShape(
+            num_layers=self.config.num_hidden_layers,
+            hidden_size=self.config.hidden_size,
+            text_parameters=self.step_parameters,
+            vision_parameters=0,
+            kv_bytes_per_token=self.kv_bytes_read_per_token,
+            bytes_per_parameter=self.dtype.itemsize,
+        )
 
     @property
     def step_parameters(self) -> int:

@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.drafters.cached_draft import CachedDraft, FeatureSource
-from autotune.drafters.draft import check_vocabulary, kept_tokens
+from autotune.acceptance.trace import Forest
+from autotune.drafters.cached_draft import CachedDraft
+from autotune.drafters.draft import FeatureSource, check_vocabulary, kept_tokens
+from autotune.drafters.forests import AnswerToRecord
+from autotune.drafters.path_forest import PathForestGrower
 from autotune.errors import UserError
 from autotune.modeling.prompt import EncodedPrompt, placeholders_of, token_rows
-from autotune.modeling.quantization import num_parameters
+from autotune.modeling.quantization import num_parameters, weight_bytes
 from autotune.modeling.self_check import check_tree_decoding
 from autotune.modeling.step import Step
 from autotune.modeling.tree_model import TreeModel
@@ -45,7 +48,7 @@ class IndependentDraft(CachedDraft, TreeModel):
         self.tokenizer = tokenizer
         self.visual_keep = visual_keep
         self.sees_images = True  # whether the model type is the target's
-        self.reads_placeholders = False  # records what a serving engine shows a draft; see ``subnet.VisualInput``
+        self.reads_placeholders: bool | None = False  # True to record what a serving engine shows a draft
         self._placeholders = placeholders_of(model.config)
         self._num_common = self.target_vocab_size = self.vocab_size  # vocabulary shared with the target
         check_tree_decoding(self)
@@ -53,6 +56,18 @@ class IndependentDraft(CachedDraft, TreeModel):
     @property
     def num_parameters(self) -> int:
         return num_parameters(self.model)
+
+    @property
+    def weight_bytes(self) -> int:
+        return weight_bytes(self.model)
+
+    @property
+    def standalone_model(self) -> Any:
+        return self.model
+
+    def forest(self, answer: AnswerToRecord) -> Forest:
+        """See ``Draft``."""
+        return PathForestGrower(self, answer).grow_all() if self.has_states else super().forest(answer)
 
     def attach(self, target: Target) -> None:
         check_vocabulary(target, self.vocab_size, self.tokenizer)

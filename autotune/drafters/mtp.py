@@ -8,25 +8,25 @@ several heads the first is used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing, KeysValues
-from autotune.drafters.network import DraftNetwork, NetworkConfig, rotary_factors
+from autotune.drafters.network import NetworkConfig, rotary_factors
+from autotune.drafters.trainable import CONFIG, WEIGHTS, LossSettings
+from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.target import Target
-
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 class MtpConfig(NetworkConfig):
@@ -35,7 +35,7 @@ class MtpConfig(NetworkConfig):
     kind: str = "mtp"
 
 
-class MtpNetwork(DraftNetwork):
+class MtpNetwork(UnrolledNetwork):
     """One head.
 
     Args:
@@ -45,6 +45,8 @@ class MtpNetwork(DraftNetwork):
         UserError: a target whose layers have no norm, or whose cache is not of keys and values.
     """
 
+    kind = "mtp"
+    config_type = MtpConfig
     config: MtpConfig
 
     def __init__(self, config: MtpConfig, target: Target) -> None:
@@ -65,6 +67,29 @@ class MtpNetwork(DraftNetwork):
         self.layer = type(last)(self.layer_config, 0)
         # The target's own rotary embedding, which is no part of the head.
         self._rotary = (getattr(text.module, "rotary_emb", None),)
+
+    @classmethod
+    def contradictions(cls, sizes: Mapping[str, Any], stages: Sequence[LossSettings]) -> Iterator[str]:
+        yield from super().contradictions(sizes, stages)
+        if sizes:
+            yield f"an mtp head has the sizes of its target's layers; got draft {sizes}; remove it"
+
+    @classmethod
+    def new(cls, sizes: Mapping[str, Any], target: Target, *, source: str) -> Self:
+        """A head whose layer and norm begin as the target's last ones, where it has the same."""
+        config = MtpConfig(hidden_size=target.text.config.hidden_size, num_target_layers=len(target.text.layers))
+        network = cls(config, target)
+        nn.init.normal_(network.eh_proj.weight, std=network.eh_proj.in_features**-0.5)
+        last = target.text.layers[-1].state_dict()
+        own = network.layer.state_dict()
+        if target.text.quantization is None and {name: t.shape for name, t in last.items()} == {
+            name: t.shape for name, t in own.items()
+        }:
+            network.layer.load_state_dict(last)
+            final = getattr(target.text.module, "norm", None)
+            if type(final) is type(network.norm):
+                network.norm.load_state_dict(final.state_dict())
+        return network
 
     def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
         num_heads, *sizes = self._cache_sizes
@@ -161,33 +186,8 @@ def _layer_config(config: Any) -> Any:
     return own
 
 
-def new_mtp(target: Target) -> MtpNetwork:
-    """Make a head for a target. Its layer and norm begin as the target's last ones, where it has the same."""
-    config = MtpConfig(hidden_size=target.text.config.hidden_size, num_target_layers=len(target.text.layers))
-    network = MtpNetwork(config, target)
-    nn.init.normal_(network.eh_proj.weight, std=network.eh_proj.in_features**-0.5)
-    last = target.text.layers[-1].state_dict()
-    own = network.layer.state_dict()
-    if target.text.quantization is None and {name: t.shape for name, t in last.items()} == {
-        name: t.shape for name, t in own.items()
-    }:
-        network.layer.load_state_dict(last)
-        final = getattr(target.text.module, "norm", None)
-        if type(final) is type(network.norm):
-            network.norm.load_state_dict(final.state_dict())
-    return network
-
-
-def save_mtp(network: MtpNetwork, folder: Path) -> None:
-    """Save a head with weights in bfloat16. They are loaded in the target's precision."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in network.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS)
-    network.config.save(folder / CONFIG)
-
-
 def load_mtp(folder: Path, target: Target, *, random_weights: bool = False) -> MtpNetwork:
-    """Load a head that ``save_mtp`` saved.
+    """Load a head that ``MtpNetwork.save`` wrote.
 
     Raises:
         UserError: a head for another target.

@@ -56,6 +56,13 @@ class DraftNetwork(nn.Module, ABC):
     embedding: nn.Embedding | None  # token embedding; None: the target's
     first_feature: Tensor | None  # features before the first token, [features]; None: the first token is left out
     token_ids: Tensor | None  # the target's id of each token of a smaller vocabulary; None: the same ids
+    is_supernet = False
+    """Whether heads and the injection layer can be chosen."""
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """Operators that compress visual tokens, of which one can be chosen."""
+        return ()
 
     def layers_read(self, injection_layer: int | None) -> tuple[int, ...]:
         """Layers of the target that the network reads: the injection layer, or by default the last one.

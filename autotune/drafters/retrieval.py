@@ -6,18 +6,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from autotune.documents.subnet import Subnet
 from autotune.drafters.draft import Coupling, Proposals
 from autotune.drafters.suffix_index import SEPARATOR, Bools, Float32s, Int32s, SuffixIndex
+from autotune.drafters.token_draft import TokenDraft
 from autotune.errors import UserError
-from autotune.execution import EAGER
-from autotune.modeling.prompt import EncodedPrompt, placeholders_of, token_rows
+from autotune.modeling.prompt import placeholders_of
 from autotune.trees.tree import ROOT, Ints, Retrieved, Tree
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ MAX_MATCH = 16  # tokens
 TIMED_PERIOD = 48  # tokens after which the text repeats whose lookups are timed
 
 
-class RetrievalDraft:
+class RetrievalDraft(TokenDraft):
     """Proposes the followers of the longest match of the context's last tokens in the tokens before.
 
     A follower's probability is its share of the occurrences of that match; ties go to the most recent one. Placeholders of
@@ -50,20 +48,10 @@ class RetrievalDraft:
             raise UserError(f"min_match must be from 1 to max_match, {max_match}; got {min_match}; fix that value")
         if corpus_tokens < 0:
             raise UserError(f"corpus_tokens must be at least 0; got {corpus_tokens}; 0 searches no earlier answers")
+        super().__init__()
         self.min_match, self.max_match, self.corpus_tokens = min_match, max_match, corpus_tokens
         self.match_length = 0
         """Length of the match of the root's context in the latest round, in tokens; 0: none."""
-        self.vocab_size = 0  # the target's, after ``attach``
-        self.sees_images = False
-        self.visual_keep = 1.0  # no effect
-        self.aux_layers: tuple[int, ...] = ()
-        self.reads_target_cache = False
-        self.mode = EAGER
-        self.capture_sizes: tuple[int, ...] = ()  # no effect
-        self.device = torch.device("cpu")
-        self.graph_runner = None  # nothing is captured
-        self.num_parameters = 0
-        self.kv_bytes_per_token = 0
         self._target: Target | None = None
         self._answers: deque[Int32s] = deque()  # of earlier requests; the index holds them before the request
         self._request_start = self._answer_start = 0  # of the request and of its output in the index
@@ -80,27 +68,17 @@ class RetrievalDraft:
         self._request_start = self._answer_start = 0
 
     @property
-    def subnet(self) -> Subnet:
-        return Subnet(visual_keep=self.visual_keep)
-
-    @property
     def length(self) -> int:
         """Tokens of the request that are indexed."""
         return self._index.length - self._request_start
 
-    def use_mode(self, name: str) -> None:
-        """No effect: there are no forward passes."""
-
-    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt] = ()) -> list[Int32s]:
-        return [row.cpu().numpy().astype(np.int32) for row in token_rows(inputs)]
-
-    def prefill(self, prompt: Int32s, visual_scores: Tensor | None, *, capacity: int) -> None:
+    def prefill(self, prompt: Ints, visual_scores: Tensor | None, *, capacity: int) -> None:
         """Index a prompt. The output of the request before enters the corpus, if there is one."""
         answer = self._index.tokens[self._answer_start :].copy()
         self._index.truncate(self._request_start)
         if self.corpus_tokens > 0 and len(answer) > 0:
             self._add_answer(answer[-self.corpus_tokens :])
-        self._index.append(prompt)
+        self._index.append(prompt.astype(np.int32))
         self._answer_start = self._index.length
 
     def add_answers(self, answers: Iterable[Sequence[int]]) -> None:
@@ -133,11 +111,7 @@ class RetrievalDraft:
             self._index.append(np.append(one, np.int32(SEPARATOR)))
         self._request_start = self._index.length
 
-    def append(self, token: int) -> None:
-        self.extend([token])
-
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add committed tokens."""
         self._index.append(np.array(tokens, np.int32))
 
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
@@ -153,13 +127,6 @@ class RetrievalDraft:
         return self._index.continuation()
 
     def propose_at(self, token: Ints, parent: Ints, nodes: Ints, num_visible: Ints, num_proposals: int) -> Proposals:
-        """Proposals for nodes of several trees, as in the rounds that begin at different tokens of the request.
-
-        Args:
-            token, parent: of the nodes of all trees, [tree nodes]; roots have parent -1.
-            nodes: the nodes asked for, [nodes].
-            num_visible: tokens of the request up to the root of each, [nodes].
-        """
         return self._followers(token, parent, nodes, num_visible, num_proposals)[:2]
 
     def _followers(
@@ -167,17 +134,10 @@ class RetrievalDraft:
     ) -> tuple[Int32s, Float32s, Int32s]:
         return self._index.followers(token, parent, nodes, self._request_start + num_visible, num_proposals)
 
-    def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
-        self._index.append(np.append(tree.token[path], next_token).astype(np.int32))
-
     def reserve(self, num_tokens: int) -> None:
         """Remove the request's tokens. The index grows when it must."""
         self._index.truncate(self._request_start)
         self._answer_start = self._index.length
-
-    def num_pending_after(self, num_committed: int) -> int:
-        """See ``CachedDraft``. It has no effect on the time of a lookup."""
-        return num_committed
 
     def prepare_step(self, kv_length: int, *, num_pending: int = 0) -> None:
         """Index a text of ``kv_length`` tokens that repeats itself, so that a timed lookup finds matches. No token is pending."""

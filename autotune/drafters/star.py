@@ -7,17 +7,22 @@ A subnet is a copy with smaller matrices for the heads that it keeps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from autotune.documents.subnet import Subnet
 from autotune.drafters.dream import SELF_CROSS_SELF, DreamConfig, DreamNetwork
+from autotune.drafters.trainable import LossSettings
 from autotune.errors import UserError
 
 HEAD_SHARES = (0.25, 0.5, 0.75, 1.0)
 VISUAL_KEEPS = tuple(tenths / 10 for tenths in range(1, 11))
 NUM_INJECTION_LAYERS = 5
+MEMORY = 0.98  # of the importance of heads, for one step
+T = TypeVar("T")
 
 
 class StarConfig(DreamConfig):
@@ -49,12 +54,17 @@ class StarConfig(DreamConfig):
 class StarNetwork(DreamNetwork):
     """The supernet, or a subnet sliced from it."""
 
+    kind = "star"
+    config_type = StarConfig
+    loss_weights = (1.0, 0.2)  # STAR, eq. 3
     config: StarConfig
+    is_supernet = True
 
     def __init__(self, config: StarConfig) -> None:
         super().__init__(config)
         # Running mean of eq. 1 over the training steps in which a head was not masked; subnets keep the highest.
         self.head_importance = torch.nn.Buffer(torch.zeros(len(config.blocks), config.num_heads))
+        self._trained_heads: list[Tensor] | None = None  # masks of the step whose gradients are computed
 
     def own_shares(self, shares: Sequence[float]) -> tuple[float, ...]:
         """The shares of heads of this network's blocks, of those of the paper's three."""
@@ -87,11 +97,34 @@ class StarNetwork(DreamNetwork):
             mask[kept] = 1.0
         return list(masks)
 
-    def observe_importance(self, head_masks: Sequence[Tensor], *, memory: float = 0.98) -> None:
+    def drawn_subnet(self, settings: LossSettings, generator: torch.Generator) -> tuple[Subnet, list[Tensor] | None]:
+        if not self.training:
+            return super().drawn_subnet(settings, generator)
+        subnet = settings.subnet or Subnet()
+        is_full = settings.whole_share > 0 and float(torch.rand((), generator=generator)) < settings.whole_share
+        if settings.subnets == "random" and not is_full:
+            subnet = self.random_subnet(generator)
+        self._trained_heads = self.head_masks(subnet.head_shares)
+        return subnet, self._trained_heads
+
+    def random_subnet(self, generator: torch.Generator) -> Subnet:
+        """A random subnet; the heads of each block are drawn independently (STAR, algorithm 1)."""
+
+        def choice(values: Sequence[T]) -> T:
+            return values[int(torch.randint(len(values), (), generator=generator))]
+
+        return Subnet(
+            heads=(choice(HEAD_SHARES), choice(HEAD_SHARES), choice(HEAD_SHARES)),
+            visual_keep=choice(VISUAL_KEEPS),
+            injection_layer=choice(self.config.injection_layers),
+        )
+
+    def after_backward(self) -> None:
         """Update the importance of heads that are not masked from the gradients of this step (eq. 1)."""
-        for running, mask, block in zip(self.head_importance, head_masks, self.blocks, strict=True):
+        assert self._trained_heads is not None
+        for running, mask, block in zip(self.head_importance, self._trained_heads, self.blocks, strict=True):
             current = block.head_importance()
-            updated = torch.where(running == 0, current, memory * running + (1 - memory) * current)
+            updated = torch.where(running == 0, current, MEMORY * running + (1 - MEMORY) * current)
             running.copy_(torch.where(mask > 0, updated, running))
 
     def sliced(self, shares: Sequence[float]) -> StarNetwork:

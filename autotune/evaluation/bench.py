@@ -18,8 +18,6 @@ from autotune.documents.provenance import stamp
 from autotune.documents.published_defaults import HF_ASSISTED, NAMED, PROMPT_LOOKUP
 from autotune.documents.run import Run, time_shares
 from autotune.drafters.checkpoint import load_draft
-from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
-from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
 from autotune.evaluation.bench_settings import BenchSettings
@@ -135,10 +133,12 @@ def _measure(
     device = str(runner.decoder.target.device)
     if settings.wait_until_idle_s is not None:
         wait_until_idle(settings.wait_until_idle_s, device, console)
-    with console.stage("bench") as update, ContentionMonitor(device) as monitor:
+    monitor = ContentionMonitor(device)
+    with console.stage("bench") as update:
         runs = runner.compare(arms, prompts, seed=settings.seed, report=lambda done, of: update(done, of, ""))
-    console.say(monitor.contention.describe("while runs were timed"))
-    return runs, monitor.contention
+    contention = monitor.contention()
+    console.say(contention.describe("while runs were timed"))
+    return runs, contention
 
 
 class BenchResults:
@@ -255,4 +255,4 @@ def try_assisted(runner: ArmRunner, prompts: Workload) -> tuple[str | None, str 
 def assistant_of(runner: ArmRunner) -> Any | None:
     """The draft as an ``assistant_model`` of Hugging Face's generate; None if the draft is not a whole model."""
     draft = runner.decoder.draft
-    return draft.model if isinstance(draft, IndependentDraft | Gemma4AssistantDraft) else None
+    return None if draft is None else draft.standalone_model

@@ -27,7 +27,6 @@ from autotune.errors import errors_about
 from autotune.evaluation.arms import UNCOUPLED, Arm, DecoderArm
 from autotune.evaluation.perplexity import Quality, quality
 from autotune.files import append_line, content_key, read_lines
-from autotune.modeling.cached_model import CachedModel
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.token_sampler import TokenSampler
@@ -89,9 +88,8 @@ class ArmRunner:
     @property
     def has_states(self) -> bool:
         """Whether the target or the decoder's draft keeps recurrent or convolution states, so that only chains are decoded."""
-        return any(
-            model.has_states for model in (self.decoder.target, self.decoder.draft) if isinstance(model, CachedModel)
-        )
+        draft = self.decoder.draft
+        return self.decoder.target.has_states or (draft is not None and draft.has_states)
 
     # ------------------------------------------------------------------------------------------------------------ arms
 

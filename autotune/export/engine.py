@@ -7,11 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import BaseModel
 
 from autotune.documents.decoding_profile import Predicted
+from autotune.documents.draft_kinds import KINDS, Served, served_by
 from autotune.export.document import BatchPrediction
 from autotune.export.engine_replay import EngineReplay, EngineTree
 from autotune.export.model_files import Conversion, ModelFiles
@@ -24,12 +25,6 @@ SAMPLING = (
     "differ from autotune's, whose noise is keyed by seed and position"
 )
 """How a lossless engine's tokens compare with this project's; part of each engine's ``lossless``."""
-
-Vision = Literal["features", "placeholders", "text"]
-"""The form in which an engine shows an image to a draft, as far as it is known: as this project's runtime does, or as the
-ids of the placeholders, read as text. ``text``: it shows something else, or nobody has checked; the draft is exported for
-prompts without images.
-"""
 
 
 @dataclass(frozen=True)
@@ -44,6 +39,11 @@ class Pair:
     draft_files: ModelFiles | None = None
     precision: str | None = None
     """Data type of the profile's target, and how its weights are quantized; None: the engine's own choice."""
+
+    @property
+    def is_complete_model(self) -> bool:
+        """Whether the draft is a Hugging Face model by itself."""
+        return KINDS[self.draft_kind].is_complete_model
 
     @property
     def dtype(self) -> str | None:
@@ -71,19 +71,24 @@ class Engine(ABC):
     name: ClassVar[str]
     version: ClassVar[str]
     """The version whose rules these settings were checked against."""
-    methods: ClassVar[Mapping[str, str]]
-    """The engine's speculation method for each draft kind that it serves."""
     settings_type: ClassVar[type[Document]]
     settings_file: ClassVar[str] = "{variant}.json"
     """Name of the settings file; the variant is the name of a candidate."""
-    vision: ClassVar[Mapping[str, Vision]]
-    """The form in which the engine shows an image to a draft, by draft kind."""
     lossless: ClassVar[str]
     """Settings that keep the output lossless."""
     notes: ClassVar[Sequence[str]]
     """Limitations of the engine that the user should know."""
     floor_note: ClassVar[str | None] = "the engine has no such setting"
     """Why a chain's ``p_min`` and ``n_min`` are not exported; None if they are."""
+
+    @property
+    def served(self) -> dict[str, Served]:
+        """The kinds of drafts that the engine serves."""
+        return served_by(self.name)
+
+    def method(self, pair: Pair) -> str:
+        """The engine's speculation method for a pair."""
+        return self.served[pair.draft_kind].method
 
     def refusal(self, pair: Pair) -> str | None:
         """Why the engine would refuse the pair, by the files of the two models, as far as they are on this machine; or None."""
@@ -147,7 +152,7 @@ def unequal_vocabularies(pair: Pair, *, with_tokens: bool = False) -> str | None
     tokens. None if they do not, or are not known.
     """
     target, draft = pair.target_files, pair.draft_files
-    if target is None or draft is None or pair.draft_kind != "independent":
+    if target is None or draft is None or not pair.is_complete_model:
         return None
     if None not in (target.vocab_size, draft.vocab_size) and target.vocab_size != draft.vocab_size:
         return (

@@ -246,7 +246,7 @@ def _image_notes(selected: Selection, engine: Engine) -> Iterator[str]:
     """The note on prompts with images that are not replayed."""
     trace = selected.trace
     num_images = int((trace.num_visual_tokens > 0).sum())
-    if engine.vision[selected.kind] == "text" and num_images:
+    if engine.served[selected.kind].images == "text" and num_images:
         yield (
             f"{num_images} of {trace.num_prompts} tuning prompts have an image and are left out, from the speed of the profile's point too"
         )

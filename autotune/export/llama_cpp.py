@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 from pydantic import Field, model_validator
 
@@ -70,9 +69,7 @@ class LlamaCpp(Engine):
 
     name = "llama.cpp"
     version = "llama-cpp-python-0.3.36"
-    methods: ClassVar = {"independent": "draft-simple", "eagle3": "draft-eagle3"}
     settings_type = LlamaCppSettings
-    vision: ClassVar = {"independent": "text", "eagle3": "text"}
     floor_note = None
     lossless = (
         "llama-server accepts a draft token if it equals the token that it samples from the target, which preserves the target's "
@@ -91,7 +88,7 @@ class LlamaCpp(Engine):
     def refusal(self, pair: Pair) -> str | None:
         """Vocabularies nearly equal in size, with equal tokens (``common_speculative_are_compatible``)."""
         target, draft = pair.target_files, pair.draft_files
-        if target is None or draft is None or pair.draft_kind != "independent":
+        if target is None or draft is None or not pair.is_complete_model:
             return None
         sizes = target.vocab_size, draft.vocab_size
         if sizes[0] is not None and sizes[1] is not None and abs(sizes[0] - sizes[1]) > MAX_VOCABULARY_DIFFERENCE:
@@ -134,7 +131,7 @@ class LlamaCpp(Engine):
             (name, ["--remote"]) if files is None else (str(files.folder), [])
             for name, files in ((pair.target, pair.target_files), (pair.draft, pair.draft_files))
         )
-        of_target = ["--target-model-dir", target[0]] if pair.draft_kind == "eagle3" else []
+        of_target = [] if pair.is_complete_model else ["--target-model-dir", target[0]]
         script = ["python", "convert_hf_to_gguf.py"]
         return (
             shlex.join([*script, target[0], *target[1], "--outfile", str(folder / "target.gguf")]),
@@ -166,7 +163,7 @@ class LlamaCpp(Engine):
             types.append(MOD)
             fields |= {f"spec_ngram_mod_{name}": value for name, value in dataclasses.asdict(ngram).items()}
         if model is not None:
-            types.append(self.methods[pair.draft_kind])
+            types.append(self.method(pair))
             fields |= {f"spec_draft_{name}": value for name, value in dataclasses.asdict(model).items()}
             fields["spec_draft_model"] = "draft.gguf"
         return LlamaCppSettings.model_validate({"model": "target.gguf", "spec_type": ",".join(types), **fields})

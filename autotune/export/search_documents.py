@@ -13,9 +13,9 @@ from autotune.acceptance.trace import Trace, TraceHeader, load_trace
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint, Predicted
+from autotune.documents.draft_kinds import ImageInput
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
-from autotune.export.engine import Vision
 from autotune.files import WORKSPACE
 from autotune.prediction.evaluator import Evaluator
 from autotune.study.folder import find_studies, find_study, points_of_prompts
@@ -38,7 +38,7 @@ class SearchDocuments:
         """Kind of every recorded draft by its id, empty for kinds that no trace records."""
         return {header.draft.id: header.draft_kind for header in self.headers.values()}
 
-    def engine_trace(self, draft: str, vision: Vision) -> Trace | None:
+    def engine_trace(self, draft: str, vision: ImageInput) -> Trace | None:
         """The trace of a draft as an engine runs it, with every head; None if it was not recorded.
 
         A trace of prompts without images serves every engine, and one in which the draft sees some of the visual tokens serves

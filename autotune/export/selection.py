@@ -10,14 +10,11 @@ from numpy.typing import NDArray
 
 from autotune.acceptance.trace import Trace
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint, Predicted
+from autotune.documents.draft_kinds import KINDS
 from autotune.errors import UserError
 from autotune.export.engine import Engine
 from autotune.export.search_documents import SearchDocuments, find_search_documents
-from autotune.modeling.loading import GEMMA4_ASSISTANT
 from autotune.study.folder import points_of_prompts
-
-UNCHECKED = (GEMMA4_ASSISTANT,)
-"""Draft kinds that some engines serve, with settings of which none were checked."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: E
     Raises:
         UserError: the draft was not recorded, or the engine does not serve its kind.
     """
-    methods, recorded = engine.methods, documents.draft_kinds
+    methods, recorded = engine.served, documents.draft_kinds
     kinds = recorded | {point.draft.id: point.draft.kind for point in profile.points if point.draft is not None}
     if served := [name for name in recorded if kinds[name] in methods]:
         advice = f"export a recorded one: --draft {' or '.join(served)}"
@@ -89,7 +86,7 @@ def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: E
         advice = f"search again with a kind that it serves: {' or '.join(methods)}"
     if draft not in kinds:
         raise UserError(f"--draft {draft}: {documents.folder} has traces of {', '.join(recorded)}; {advice}")
-    if kinds[draft] in UNCHECKED:
+    if not KINDS[kinds[draft]].is_checked:
         raise UserError(
             f"{draft} is a draft of kind {kinds[draft]}, and no settings of {engine.name} for this kind have been checked, so that none "
             f"are exported; {advice}"
@@ -105,7 +102,7 @@ def _engine_trace(engine: Engine, documents: SearchDocuments, profile: DecodingP
     Raises:
         UserError: it was not recorded.
     """
-    vision = engine.vision[kind]
+    vision = engine.served[kind].images
     if (trace := documents.engine_trace(draft, vision)) is not None:
         return trace
     shown, option = "with every visual token", ""
@@ -134,7 +131,7 @@ def _prompts(engine: Engine, profile: DecodingProfile, trace: Trace, kind: str, 
             raise UserError(
                 f"--point {point}: no tuning prompt meets its condition, {profile.points[point].when.label}; leave --point out"
             )
-    if engine.vision[kind] == "text":
+    if engine.served[kind].images == "text":
         prompts &= trace.num_visual_tokens == 0
         if not prompts.any():
             raise UserError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field, NonNegativeInt, RootModel, model_validator
 
@@ -68,9 +68,7 @@ class Sglang(Engine):
 
     name = "sglang"
     version = "0.5.23"
-    methods: ClassVar = {"independent": "STANDALONE", "eagle3": "EAGLE3"}
     settings_type = SglangSettings
-    vision: ClassVar = {"independent": "text", "eagle3": "features"}
     lossless = (
         "on CUDA, speculative_accept_threshold_single and speculative_accept_threshold_acc at their default, 1.0, preserve the "
         f"target's distribution at any temperature (lower values are lossy); {SAMPLING}; on CPUs, on XPUs, and on ROCm without "
@@ -85,7 +83,7 @@ class Sglang(Engine):
         return unequal_vocabularies(pair, with_tokens=True)
 
     def caveats(self, pair: Pair) -> Sequence[str]:
-        if pair.draft_kind != "independent":
+        if not pair.is_complete_model:
             return (
                 f"{ADAPTIVE_FILE} chooses the steps of the chain by batch size; SGLang switches it off, and runs num_steps, with "
                 "attention data parallelism, two-batch overlap or PD multiplexing",
@@ -101,7 +99,7 @@ class Sglang(Engine):
 
     def supports_schedule(self, pair: Pair) -> bool:
         """The worker of STANDALONE has no adaptive steps."""
-        return pair.draft_kind != "independent"
+        return not pair.is_complete_model
 
     def companions(self, candidate: EngineCandidate) -> Mapping[str, BaseModel]:
         if not candidate.by_batch:
@@ -115,7 +113,7 @@ class Sglang(Engine):
     def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> SglangSettings:
         return SglangSettings.model_validate(
             {
-                "speculative_algorithm": self.methods[pair.draft_kind],
+                "speculative_algorithm": self.method(pair),
                 "speculative_draft_model_path": pair.draft,
                 "speculative_num_steps": tree.max_depth,
                 "speculative_eagle_topk": tree.max_width,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -31,8 +31,6 @@ class Transformers(Engine):
 
     name = "transformers"
     version = "5.23.0"
-    methods: ClassVar = {"independent": "assistant_model"}
-    vision: ClassVar = {"independent": "placeholders"}
     settings_type = TransformersSettings
     settings_file = "generation_config.json"
     floor_note = "assistant_confidence_threshold also verifies the first token below it and adapts to acceptance"

@@ -7,7 +7,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -52,10 +52,8 @@ class Vllm(Engine):
 
     name = "vllm"
     version = "0.32.0"
-    methods: ClassVar = {"independent": "draft_model", "eagle3": "eagle3"}
     settings_type = VllmSettings
     settings_file = "speculative-config.json"
-    vision: ClassVar = {"independent": "placeholders", "eagle3": "features"}
     lossless = (
         "rejection_sample_method standard, as exported, preserves the target's distribution at any temperature (block does too, "
         f"synthetic does not); {SAMPLING}"
@@ -68,12 +66,12 @@ class Vllm(Engine):
     )
 
     def refusal(self, pair: Pair) -> str | None:
-        if pair.draft_kind == "independent" and pair.draft_files is not None and pair.draft_files.has_mrope:
+        if pair.is_complete_model and pair.draft_files is not None and pair.draft_files.has_mrope:
             return "the draft has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
         return unequal_vocabularies(pair)
 
     def caveats(self, pair: Pair) -> Sequence[str]:
-        if pair.draft_kind != "independent":
+        if not pair.is_complete_model:
             return ()
         notes = [
             "vLLM shows a draft_model no image: it reads the placeholders as text, and predictions replay a trace recorded so; a draft "
@@ -95,7 +93,7 @@ class Vllm(Engine):
         if pair.target_files is not None and has_short_vision_names(pair.target_files):
             conversions.append(with_long_vision_names(pair.target_files, folder / "target"))
             target = str(folder / "target")
-        if pair.draft_kind == "independent" and pair.draft_files is not None and pair.draft_files.sees_images:
+        if pair.is_complete_model and pair.draft_files is not None and pair.draft_files.sees_images:
             conversions.append(text_part(pair.draft_files, folder / "draft", pair.draft))
             draft = str(folder / "draft")
         return dataclasses.replace(pair, target=target, draft=draft), conversions
@@ -107,7 +105,7 @@ class Vllm(Engine):
             ranges[-1:] = [(start, MAX_BATCH, 0)] if draft_tokens == 0 else [ranges[-1], (end + 1, MAX_BATCH, 0)]
         return VllmSettings.model_validate(
             {
-                "method": self.methods[pair.draft_kind],
+                "method": self.method(pair),
                 "model": pair.draft,
                 "num_speculative_tokens": tree.max_depth,
                 "num_speculative_tokens_per_batch_size": ranges or None,

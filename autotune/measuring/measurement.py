@@ -12,15 +12,12 @@ from typing import Any
 import torch
 
 from autotune.contention_monitor import ContentionMonitor
-from autotune.cost.draft_costs import DraftCosts, ModelShape
+from autotune.cost.draft_costs import DraftCosts
 from autotune.cost.request_costs import Overhead, PrefillCost, fit_overhead, fit_prefill
 from autotune.cost.table import CostTable
 from autotune.device import fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.drafters.checkpoint import LoadedDraft
-from autotune.drafters.feature_draft import FeatureDraft
-from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
-from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.measuring.block_log import BlockLog, LogHeader
 from autotune.measuring.request_timing import (
@@ -35,12 +32,8 @@ from autotune.measuring.sampling import Sampler
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench, choose_threads
 from autotune.modeling.attention import choose_attention
-from autotune.modeling.quantization import unquantized, weight_bytes
 from autotune.modeling.target import Target
-from autotune.modeling.text_model import text_model_of
 from autotune.modeling.threads import limited_threads
-from autotune.modeling.tree_model import TreeModel
-from autotune.modeling.vision_timing import vision_parts
 from autotune.workloads.workload import Workload
 
 Report = Callable[[int, int], None]
@@ -124,7 +117,7 @@ def measure_costs(
             f"samples of every size of the coarse grid and {LEAST_PREFILLS} prefills, takes that long here"
         )
     return CostTable(
-        provenance=stamp(monitor.contention),
+        provenance=stamp(monitor.contention()),
         device=fingerprint(str(target.device)),
         precision=target.text.precision,
         mode=settings.mode,
@@ -134,7 +127,7 @@ def measure_costs(
         prefill_threads=prefill_threads,
         disturbed_samples=sampler.disturbed_samples,
         target=target_reference,
-        target_shape=shape_of(target),
+        target_shape=target.shape,
         decode=sampler.surface(sampler.decode),
         verify=sampler.surface(sampler.verify),
         prefill=_prefill_cost(prefills.target_samples, sampler.plain_ms),
@@ -155,7 +148,7 @@ def _draft_costs(
             vocabulary=draft.subnet.vocabulary,
             num_parameters=draft.num_parameters,
             kv_bytes_per_token=draft.kv_bytes_per_token,
-            shape=shape_of(draft),
+            shape=draft.shape,
             draft_first=sampler.surface(sampler.draft_firsts[number]),
             draft_level=sampler.surface(sampler.draft_levels[number]),
             prefill=_prefill_cost(prefills.draft_samples[number], sampler.plain_ms),
@@ -184,55 +177,3 @@ def _overhead(runs: OverheadRuns, unit_ms: float) -> Overhead:
 
 def _prefill_cost(samples: PrefillSamples, unit_ms: float) -> PrefillCost:
     return fit_prefill([(num_tokens, num_images, unit_ms * duration) for num_tokens, num_images, duration in samples])
-
-
-def shape_of(model: TreeModel | FeatureDraft | Gemma4AssistantDraft | RetrievalDraft) -> ModelShape:
-    """The shape of a loaded model, for roofline estimates. A draft that reads features shares its target's head; an assistant
-    reads keys and values of its target; retrieval has no forward passes.
-    """
-    if isinstance(model, RetrievalDraft):
-        return ModelShape(
-            num_layers=0,
-            hidden_size=0,
-            text_parameters=0,
-            vision_parameters=0,
-            kv_bytes_per_token=0,
-            bytes_per_parameter=0,
-        )
-    if isinstance(model, FeatureDraft):
-        hidden_size = model.network.config.hidden_size
-        return ModelShape(
-            num_layers=len(model.cache.blocks),
-            hidden_size=hidden_size,
-            text_parameters=model.num_parameters + (model.head_parameters if model.vocabulary is None else 0),
-            vision_parameters=0,
-            kv_bytes_per_token=model.kv_bytes_per_token,
-            bytes_per_parameter=model.dtype.itemsize,
-            crossing_share=model.network.crossing_share,
-            block_tokens=model.num_block_tokens,
-        )
-    if isinstance(model, Gemma4AssistantDraft):
-        return ModelShape(
-            num_layers=model.config.num_hidden_layers,
-            hidden_size=model.config.hidden_size,
-            text_parameters=model.step_parameters,
-            vision_parameters=0,
-            kv_bytes_per_token=model.kv_bytes_read_per_token,
-            bytes_per_parameter=model.dtype.itemsize,
-        )
-    text, config = model.text, model.text.config
-    full = unquantized(model.model)
-    layers = sum(parameter.numel() for layer in text_model_of(full).layers for parameter in layer.parameters())
-    vision = sum(parameter.numel() for part in vision_parts(full) for parameter in part.parameters())
-    text_parameters = layers + config.hidden_size * config.vocab_size
-    num_bytes: int | float = model.dtype.itemsize
-    if text.quantization is not None:
-        num_bytes = sum(map(weight_bytes, (*text.layers, text.head))) / text_parameters
-    return ModelShape(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        text_parameters=text_parameters,
-        vision_parameters=vision,
-        kv_bytes_per_token=text.kv_bytes_per_token,
-        bytes_per_parameter=num_bytes,
-    )

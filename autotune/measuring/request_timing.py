@@ -15,7 +15,6 @@ import torch
 
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.measuring.settings import CostSettings
-from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.clock import now_ms
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
@@ -184,7 +183,7 @@ def overhead_runs(
     tokens and answers have ``FEW_OVERHEAD_TOKENS``: overhead does not depend on the prompt.
     """
     started = clock()
-    has_states = target.has_states or (isinstance(draft, CachedModel) and draft.has_states)
+    has_states = target.has_states or draft.has_states
     decoders = [
         Decoder(target, draft, tree=tree, capture_sizes=settings.capture_sizes, mode=settings.mode, threads=threads)
         for tree in TREES

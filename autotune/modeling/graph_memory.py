@@ -40,21 +40,17 @@ class CapturedForward:
     def __init__(self, run: Run, inputs: Mapping[str, Tensor]) -> None:
         self.inputs = inputs
         self._run: Run | None = run
-        self._last_used = next(_clock)
+        self.last_used = next(_clock)
 
     def __call__(self) -> Outputs:
         """Run on what the buffers hold."""
         assert self._run is not None, "it was dropped"
-        self._last_used = next(_clock)
+        self.last_used = next(_clock)
         return self._run()
 
     @property
     def is_dropped(self) -> bool:
         return self._run is None
-
-    @property
-    def last_used(self) -> int:
-        return self._last_used
 
     @property
     def memory_bytes(self) -> int:

@@ -63,15 +63,7 @@ class EagerNotice(UserWarning):
 
 class GraphRunner:
     """The prepared forward passes of one function, each prepared on first use. It holds no reference to the function, so
-    that models and their memory are freed as soon as they are dropped.
-
-    Args:
-        mode: any but ``eager``.
-        device: where the buffers are allocated.
-        description: what is run, for messages.
-
-    Raises:
-        UserError: a mode that is unknown or not available on this device.
+    that models and their memory are freed as soon as they are dropped. ``mode`` is any but ``eager``.
     """
 
     def __init__(self, mode: str, device: torch.device, *, description: str) -> None:
@@ -84,11 +76,6 @@ class GraphRunner:
 
     def __len__(self) -> int:
         return sum(not forward.is_dropped for forward in self._captured.values())
-
-    @property
-    def memory_bytes(self) -> int:
-        """Memory of the input buffers."""
-        return sum(forward.memory_bytes for forward in self._captured.values())
 
     def reset(self) -> None:
         """Drop all captures, because the memory that they refer to is reallocated."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.device import check_room
+from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
 from autotune.files import data_root, sha256_of
@@ -90,7 +91,7 @@ def is_assistant(model_type: str | None) -> bool:
 
 def reference(name: str) -> ModelReference:
     """The model's name and the hash of its weights and config; without a hash if the model is not on disk, or there is none."""
-    if name == RETRIEVAL:
+    if name in TOKEN_DRAFTS:
         return ModelReference(id=name, sha256="")
     path = Path(resolve(name.removesuffix(MTP_SUFFIX)))
     if not path.is_dir():

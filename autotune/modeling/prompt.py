@@ -57,17 +57,6 @@ class EncodedPrompt:
         return int(self.is_visual.sum())
 
     @property
-    def visual_embeddings(self) -> Tensor:
-        """Projected features of the visual tokens, [visual tokens, hidden].
-
-        Raises:
-            ValueError: a prompt of a text model.
-        """
-        if self.embeddings is None:
-            raise ValueError("the prompt of a text model has no visual embeddings")
-        return self.embeddings[0, self.is_visual]
-
-    @property
     def rope_delta(self) -> NDArray[np.int64]:
         """Position minus index in the sequence, for tokens after the prompt: [1], or [3] (time, height, width). As in
         ``generate``, positions continue after those of the prompt's last token on every axis.

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autotune.cost.draft_costs import ModelShape
 from autotune.modeling.attention import choose_attention
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import Outputs
@@ -21,9 +22,11 @@ from autotune.modeling.hybrid_cache import new_cache
 from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.packed_step import PackedStep
 from autotune.modeling.prompt import Encoded, EncodedPrompt, encode
+from autotune.modeling.quantization import unquantized, weight_bytes
 from autotune.modeling.step import Step
 from autotune.modeling.text_model import text_model_of
 from autotune.modeling.transfer import to_device
+from autotune.modeling.vision_timing import vision_parts
 
 DEFAULT_CAPACITY = 1024  # tokens; the cache grows when a request needs more
 PREFILL_CHUNK = 1024  # tokens of a prompt that are read at once
@@ -64,6 +67,24 @@ class TreeModel(CachedModel):
     @property
     def num_devices(self) -> int:
         return self.text.num_devices
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes, for estimates of latency."""
+        text, config, full = self.text, self.text.config, unquantized(self.model)
+        layers = sum(parameter.numel() for layer in text_model_of(full).layers for parameter in layer.parameters())
+        text_parameters = layers + config.hidden_size * config.vocab_size
+        num_bytes: int | float = self.dtype.itemsize
+        if text.quantization is not None:
+            num_bytes = sum(map(weight_bytes, (*text.layers, text.head))) / text_parameters
+        return ModelShape(
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            text_parameters=text_parameters,
+            vision_parameters=sum(p.numel() for part in vision_parts(full) for p in part.parameters()),
+            kv_bytes_per_token=text.kv_bytes_per_token,
+            bytes_per_parameter=num_bytes,
+        )
 
     @property
     def has_states(self) -> bool:

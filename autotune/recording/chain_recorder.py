@@ -22,7 +22,6 @@ from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.draft import kept_tokens
-from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.star import StarNetwork
 from autotune.modeling import transfer
 from autotune.modeling.graph_runner import KVSlots
@@ -99,7 +98,7 @@ class _Level(NamedTuple):
 
 def chain_traces(
     recorder: Recorder,
-    draft: FeatureDraft,
+    draft: Any,
     draft_reference: ModelReference,
     workload: Workload,
     subnets: Sequence[Subnet],
@@ -125,7 +124,7 @@ def chain_traces(
 
 def record_chains(
     target: Target,
-    draft: FeatureDraft,
+    draft: Any,
     subnets: Sequence[Subnet],
     answer: Answer,
     reading: Reading,
@@ -153,15 +152,15 @@ def record_chains(
 @torch.inference_mode()
 def _record(
     target: Target,
-    draft: FeatureDraft,
+    draft: Any,
     subnets: Sequence[Subnet],
     answer: Answer,
     reading: Reading,
     depth: int,
     sampler: TokenSampler | None,
 ) -> list[RecordedPrompt]:
-    network, device, batch = draft.network, draft.device, len(subnets)
-    assert isinstance(network, StarNetwork)
+    network: StarNetwork = draft.network
+    device, batch = draft.device, len(subnets)
     config = network.config
     (prompt,) = reading.prompts
     layer = subnets[0].injection_layer or draft.aux_layers[0]
@@ -240,7 +239,7 @@ def _record(
 
 
 def _best(
-    target: Target, draft: FeatureDraft, states: Tensor, sampler: TokenSampler | None, positions: Tensor
+    target: Target, draft: Any, states: Tensor, sampler: TokenSampler | None, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The most probable token after each state and its log-probability, [batch, n] each; ``positions`` [batch, n] are those
     of these tokens.

@@ -21,9 +21,9 @@ from torch import Tensor
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet, VisualInput, VisualRanking
-from autotune.drafters.block_draft import BlockDraft
 from autotune.drafters.checkpoint import LoadedDraft
-from autotune.drafters.independent import IndependentDraft
+from autotune.drafters.draft import Draft
+from autotune.drafters.forests import AnswerToRecord
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.execution import EAGER
@@ -33,18 +33,12 @@ from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.recording.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer
 from autotune.recording.answers import Answer as Answer
-from autotune.recording.block_forest import BlockForestGrower
-from autotune.recording.forest_grower import ModelForestGrower, largest_forest
-from autotune.recording.path_forest import PathForestGrower
-from autotune.recording.retrieval_forest import RetrievalForestGrower
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import MAX_STEP
 from autotune.workloads.conversations import Conversations
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
-ROOTS_AT_ONCE = 24  # limit on the positions whose forests grow together,
-NODES_AT_ONCE = 800  # and on their nodes: every node's mask has a column for each of the others
 MAX_READING_BYTES = 2 << 30  # of the readings kept in memory
 Report = Callable[[int, int], None]
 """Called as report(done, of)."""
@@ -234,7 +228,7 @@ def check_visual_input(draft: LoadedDraft, name: str, visual_keep: float, visual
     Raises:
         UserError: placeholders read as text, for a draft that is not an independent model with all visual tokens.
     """
-    if visual_input == "placeholders" and (visual_keep < 1.0 or not isinstance(draft, IndependentDraft)):
+    if visual_input == "placeholders" and (visual_keep < 1.0 or draft.reads_placeholders is None):
         raise UserError(
             f"{name}: placeholders are read as text by independent drafts with all visual tokens; this draft is of kind "
             f"{draft.kind} with {visual_keep:g} of them; leave --visual-input out, or choose a draft with --draft"
@@ -244,7 +238,7 @@ def check_visual_input(draft: LoadedDraft, name: str, visual_keep: float, visual
 @contextmanager
 def _showing(draft: LoadedDraft, visual_input: VisualInput) -> Iterator[None]:
     """Show an independent draft the placeholders of images as text for a while."""
-    if visual_input == "features" or not isinstance(draft, IndependentDraft):
+    if visual_input == "features":
         yield
         return
     draft.reads_placeholders = True
@@ -303,7 +297,7 @@ def read_target(target: Target, inputs: dict[str, Any], answer: Answer, layers: 
 @torch.inference_mode()
 def record_forest(
     target: Target,
-    draft: LoadedDraft,
+    draft: Draft,
     inputs: dict[str, Any],
     answer: Answer,
     bounds: ForestBounds,
@@ -320,63 +314,22 @@ def record_forest(
         sampler: that of a sampled answer, to which the proposals of a draft with a model are coupled.
         shares_tokens: see ``ModelForestGrower``.
     """
-    if isinstance(draft, RetrievalDraft):
-        return _record_retrieval(draft, inputs, answer, bounds)
-    tokens = np.array(answer.tokens, np.int64)
-    num_roots = max(0, len(tokens) - 1)  # nothing follows the last token
-    largest = largest_forest(bounds)
-    shares_tokens = shares_tokens and not draft.aux_layers
-    num_roots_at_once = ROOTS_AT_ONCE * (1 + shares_tokens)  # about half of the nodes are evaluated
-    most_at_once = min(MAX_STEP, max(num_roots_at_once, NODES_AT_ONCE // max(1, largest)))
-    capacity = answer.prompt_length + len(tokens) + most_at_once * largest + MAX_STEP
     draft.use_mode(EAGER)
-    scores = answer.visual_scores.get(visual_ranking)
     if reading is None and draft.aux_layers:
         reading = read_target(target, inputs, answer, draft.aux_layers)
     if reading is not None:
         target.hidden = reading.prompt_hidden
-    (prompt,) = draft.prompts(inputs, () if reading is None else reading.prompts)
-    draft.prefill(prompt, None if scores is None else torch.tensor(scores, device=draft.device), capacity=capacity)
-    draft_length = draft.length
-    if isinstance(draft, IndependentDraft) and draft.has_states:
-        paths = PathForestGrower(
-            draft,
-            tokens,
-            depth=bounds.depth,
-            num_proposals=bounds.num_proposals,
-            first_position=answer.prompt_length,
-            sampler=sampler,
-        )
-        return RecordedPrompt(paths.forest(), answer.prompt_length, draft_length, answer.num_visual_tokens)
-    if isinstance(draft, BlockDraft):
-        assert reading is not None
-        blocks = BlockForestGrower(
-            target, draft, tokens, bounds, reading.answer_hidden, first_position=answer.prompt_length, sampler=sampler
-        )
-        blocks.grow(0, num_roots)
-        return RecordedPrompt(blocks.forest(), answer.prompt_length, draft_length, answer.num_visual_tokens)
-    grower = ModelForestGrower(
-        draft,
-        tokens,
+    recorded = AnswerToRecord(
+        np.array(answer.tokens, np.int64),
+        answer.prompt_length,
         bounds,
         {} if reading is None else reading.answer_hidden,
-        first_position=answer.prompt_length,
-        sampler=sampler,
-        shares_tokens=shares_tokens,
+        sampler,
+        shares_tokens and not draft.aux_layers,
     )
-    first, num_together = 0, most_at_once
-    while first < num_roots:
-        end = min(first + num_together, num_roots)
-        nodes_per_root = grower.grow(first, end) / (end - first)
-        first, num_together = end, max(1, min(most_at_once, int(NODES_AT_ONCE / max(nodes_per_root, 1))))
-    return RecordedPrompt(grower.forest(), answer.prompt_length, draft_length, answer.num_visual_tokens)
-
-
-def _record_retrieval(
-    draft: RetrievalDraft, inputs: dict[str, Any], answer: Answer, bounds: ForestBounds
-) -> RecordedPrompt:
-    (prompt,) = draft.prompts(inputs)
-    draft.prefill(prompt, None, capacity=0)
-    grower = RetrievalForestGrower(draft, np.array(answer.tokens, np.int64), bounds)
-    grower.grow(0, grower.num_roots)
-    return RecordedPrompt(grower.forest(), answer.prompt_length, grower.prompt_length, answer.num_visual_tokens)
+    scores = answer.visual_scores.get(visual_ranking)
+    (prompt,) = draft.prompts(inputs, () if reading is None else reading.prompts)
+    capacity = answer.prompt_length + recorded.num_slots
+    draft.prefill(prompt, None if scores is None else torch.tensor(scores, device=draft.device), capacity=capacity)
+    draft_length = draft.length
+    return RecordedPrompt(draft.forest(recorded), answer.prompt_length, draft_length, answer.num_visual_tokens)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from autotune.documents.subnet import VisualRanking
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
 from autotune.execution import AUTO, CUDA_GRAPH, capture_sizes_for
@@ -26,15 +25,14 @@ from autotune.runtime.generate_args import (
     new_request,
     prepare_call,
     prepared_call,
+    takes_vision_inputs,
 )
-from autotune.runtime.metrics import Observer, log_request
 from autotune.runtime.points import LoadedPoint, check_paths, decoding_mode
-from autotune.runtime.preparation import Preparation, Preparer, Report
+from autotune.runtime.preparation import Preparation, Report, prepare
 from autotune.runtime.rounds import Round
 from autotune.runtime.session import Session
-from autotune.runtime.stats import DecodingOutput, DecodingStats
+from autotune.runtime.stats import DecodingOutput, DecodingStats, Observer, log_request
 from autotune.runtime.token_sampler import TokenSampler
-from autotune.trees.fallback import RoundPrice
 
 if TYPE_CHECKING:
     from autotune.documents.decoding_profile import DecodingProfile
@@ -49,15 +47,8 @@ class Decoder:
         target: a Hugging Face model, as ``from_pretrained`` returns it.
         draft: a smaller model with the same vocabulary, or None for plain autoregressive (AR) decoding through the same
             code.
-        tree: a tree policy, ``{"policy": "sage", "d_max": 8, ...}``; the paper's defaults fill in what is left out.
-        visual_keep: share of visual tokens that the draft reads, in (0, 1].
-        visual_ranking: how these tokens are chosen, one of ``VISUAL_RANKINGS``.
-        verification: how draft tokens are accepted. Lossless by default; ``{"kind": "wetap", "threshold": 0.9}`` is lossy.
-        fallback: the cost of a round in plain steps. With it, a request falls back to plain steps while rounds do not pay.
-        coupled: above temperature 0, rank draft tokens with the noise that the target's tokens are drawn with. More of them
-            are accepted and the output is the same; False is for comparison. Lossy verification is never coupled.
-        points: operating points with their conditions, in place of the seven arguments above. A request is decoded by the
-            first point whose condition it meets; every request must meet the last one's.
+        points: operating points with their conditions, in place of ``draft`` and ``point``. A request is decoded by the first
+            point whose condition it meets; every request must meet the last one's.
         capture_sizes: numbers of tokens that forward passes are padded to. Without them, ``eager`` pads nothing and
             ``cuda-graph`` uses ``DEFAULT_CAPTURE_SIZES``.
         mode: how forward passes after the prefill run: ``eager``, or ``cuda-graph``, which captures them as CUDA graphs. ``auto``:
@@ -68,6 +59,7 @@ class Decoder:
         profile: the decoding profile that the points are from.
         corpus_tokens: limit, in tokens, on the earlier answers of this decoder in which trees with ``retrieval`` look too. 0:
             they look in the request's own prompt and output, as a search does.
+        point: tree policy and other arguments of ``LoadedPoint``, of the only operating point.
 
     Raises:
         UserError: different vocabularies, an unknown tree policy or hyperparameter, a value out of range, or a tree that
@@ -79,12 +71,6 @@ class Decoder:
         target: Any,
         draft: Any | None = None,
         *,
-        tree: Any = None,
-        visual_keep: float = 1.0,
-        visual_ranking: VisualRanking = "text_after_image",
-        verification: Any = None,
-        fallback: RoundPrice | None = None,
-        coupled: bool = True,
         points: Sequence[LoadedPoint] = (),
         capture_sizes: Sequence[int] = (),
         mode: str = AUTO,
@@ -93,28 +79,19 @@ class Decoder:
         processor: Any | None = None,
         profile: DecodingProfile | None = None,
         corpus_tokens: int = 0,
+        **point: Any,
     ) -> None:
         self.target = target if isinstance(target, Target) else Target(target)
         self.processor: Any = processor
         self.profile = profile
         if processor is not None:
             self.target.tokenizer = getattr(processor, "tokenizer", processor)
-        self.points = tuple(points) or (
-            LoadedPoint(
-                draft,
-                tree=tree,
-                visual_keep=visual_keep,
-                visual_ranking=visual_ranking,
-                verification=verification,
-                fallback=fallback,
-                coupled=coupled,
-            ),
-        )
+        self.points = tuple(points) or (LoadedPoint(draft, **point),)
         self.point = self.points[-1]
         """The operating point of the latest request."""
-        for point in self.points:
-            if point.draft is not None:
-                point.draft.attach(self.target)
+        for loaded in self.points:
+            if loaded.draft is not None:
+                loaded.draft.attach(self.target)
         check_paths(self.points, self.target)
         self.mode = decoding_mode(mode, self.points, self.target)
         self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
@@ -125,9 +102,9 @@ class Decoder:
         """Called with the statistics of every request, once it is finished, abandoned or has failed."""
         self.rounds = Round(self.target, self.mode, self.capture_sizes, corpus_tokens)
 
-    def configure(self, tree: Any, **options: Any) -> None:
-        """Decode all further requests with the same draft and another tree; ``options`` are those of ``LoadedPoint``."""
-        self.point = LoadedPoint(self.draft, tree=tree, **options)
+    def configure(self, tree: Any, **point: Any) -> None:
+        """Decode all further requests with the same draft and another tree; ``point`` is as in the constructor."""
+        self.point = LoadedPoint(self.draft, tree=tree, **point)
         check_paths([self.point], self.target)
         self.points = (self.point,)
 
@@ -147,7 +124,7 @@ class Decoder:
         if self.mode != CUDA_GRAPH:
             return Preparation(0, 0, 0.0)
         capacity = min(context_tokens, self.target.max_context) + self._largest_tree
-        return Preparer(self.target, self.points, self.rounds, capacity).run(report)
+        return prepare(self.target, self.points, self.rounds, capacity, report)
 
     @property
     def _largest_tree(self) -> int:
@@ -223,6 +200,7 @@ class Decoder:
         """The sampler with which ``generate`` decodes the first prompt. Takes the arguments of ``generate``."""
         return self._prepare(inputs, seed, None).sampler(0, self.target.device)
 
+    @takes_vision_inputs
     def __call__(
         self,
         model: Any,
@@ -234,22 +212,7 @@ class Decoder:
         seed: int | None = None,
         workload: str | None = None,
         prepare_only: bool = False,
-        # The inputs of image encoders are named so that generate passes them on unencoded: the target's visual features are
-        # of no use to the draft, and positions are computed from the grids.
-        pixel_values: Any = None,
-        pixel_values_videos: Any = None,
-        pixel_attention_mask: Any = None,
-        image_sizes: Any = None,
-        image_grid_thw: Any = None,
-        video_grid_thw: Any = None,
-        image_position_ids: Any = None,
-        video_position_ids: Any = None,
-        num_frames_per_video: Any = None,
-        batch_num_images: Any = None,
-        vision_aspect_ratio: Any = None,
-        vision_feature_layer: Any = None,
-        vision_feature_select_strategy: Any = None,
-        **model_kwargs: Any,
+        **inputs: Any,
     ) -> Any:
         """Implement Hugging Face's hook: ``model.generate(**inputs, custom_generate=decoder)``.
 
@@ -263,25 +226,13 @@ class Decoder:
         """
         if model is not self.target.model:
             raise UserError("custom_generate must be called on the decoder's own target; load it with target=model")
-        inputs = {
-            "input_ids": input_ids,
-            "pixel_values": pixel_values,
-            "pixel_values_videos": pixel_values_videos,
-            "pixel_attention_mask": pixel_attention_mask,
-            "image_sizes": image_sizes,
-            "image_grid_thw": image_grid_thw,
-            "video_grid_thw": video_grid_thw,
-            "image_position_ids": image_position_ids,
-            "video_position_ids": video_position_ids,
-            "num_frames_per_video": num_frames_per_video,
-            "batch_num_images": batch_num_images,
-            "vision_aspect_ratio": vision_aspect_ratio,
-            "vision_feature_layer": vision_feature_layer,
-            "vision_feature_select_strategy": vision_feature_select_strategy,
-            **model_kwargs,
-        }
         call = prepared_call(
-            generation_config, inputs, logits_processor or (), stopping_criteria or (), seed=seed, workload=workload
+            generation_config,
+            {"input_ids": input_ids, **inputs},
+            logits_processor or (),
+            stopping_criteria or (),
+            seed=seed,
+            workload=workload,
         )
         if prepare_only:
             return call

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from autotune.runtime.points import LoadedPoint
 from autotune.runtime.stats import DecodingStats
 from autotune.runtime.token_sampler import PREFIX_FREE, TokenSampler, check_sampling
 
+P = ParamSpec("P")
+T = TypeVar("T")
 DEFAULT_MAX_NEW_TOKENS = 256
 
 # Prepared by generate for its own loop; the decoding loop has its own.
@@ -38,6 +40,11 @@ _ROWWISE_PROCESSORS = {
     "SuppressTokensAtBeginLogitsProcessor",
 }
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_VISION_INPUTS = (
+    *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_sizes", "image_grid_thw", "video_grid_thw"),
+    *("image_position_ids", "video_position_ids", "num_frames_per_video", "batch_num_images", "vision_aspect_ratio"),
+    *("vision_feature_layer", "vision_feature_select_strategy"),
+)
 _ARGUMENTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 
 
@@ -145,6 +152,17 @@ def new_request(call: Call, prompt: EncodedPrompt, row: int, target: Target, poi
             "drop them, or verify losslessly"
         )
     return request
+
+
+def takes_vision_inputs(method: Callable[P, T]) -> Callable[P, T]:
+    """Name the inputs of image encoders in the signature of a custom decoding method, so that generate passes them on unencoded:
+    the target's visual features are of no use to the draft, and positions are computed from the grids.
+    """
+    signature = inspect.signature(method)
+    *first, rest = signature.parameters.values()
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in _VISION_INPUTS]
+    method.__signature__ = signature.replace(parameters=[*first, *named, rest])  # type: ignore[attr-defined]
+    return method
 
 
 def check_names(model: Any, names: Iterable[str]) -> None:

@@ -13,7 +13,6 @@ from autotune.device import choose_device, fingerprint, gib
 from autotune.documents.decoding_profile import DecodingProfile, DraftChoice
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
-from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import NotComparable, UserError
 from autotune.execution import CUDA_GRAPH, EAGER
 from autotune.modeling.loading import load_model, load_processor, reference
@@ -77,9 +76,9 @@ def load(
         else as_draft(draft)
         for network, choice in choices.items()
     }
-    for retrieval in drafts.values():
-        if isinstance(retrieval, RetrievalDraft) and draft is None:
-            retrieval.corpus_tokens = corpus_tokens
+    for loaded_draft in drafts.values():
+        if draft is None and loaded_draft is not None:
+            loaded_draft.corpus_tokens = corpus_tokens
     processor = None
     if target is None or Path(getattr(target.config, "_name_or_path", "") or "?").exists():
         processor = load_processor(document.target.id if target is None else target.config._name_or_path)

@@ -1,25 +1,16 @@
-"""Metrics of a decoder in a service: a log line and Prometheus metrics for every request.
-
-``Decoder.observers`` are called once for each row of a request: when it is finished, abandoned or has failed.
-"""
+"""Prometheus metrics of a decoder in a service."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from autotune.errors import UserError
-from autotune.runtime.stats import DecodingStats
+from autotune.runtime.points import LoadedPoint
+from autotune.runtime.stats import FINISHED, STOPPED, DecodingStats
 
-if TYPE_CHECKING:
-    from autotune.runtime.decoder import Decoder
-
-logger = logging.getLogger("autotune.requests")
-"""Logs a line for every request at the level INFO. Python shows none unless the service sets logging up."""
-FINISHED, STOPPED = "finished", "stopped"
 PHASES: dict[str, Callable[[DecodingStats], float]] = {
     "vision": lambda stats: stats.vision_ms,
     "prefill": lambda stats: stats.target_prefill_ms - stats.vision_ms,
@@ -33,45 +24,20 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
-class Observer(Protocol):
-    """Is told about every request of a decoder."""
-
-    def __call__(self, stats: DecodingStats, *, is_finished: bool) -> None: ...
-
-
-def log_request(stats: DecodingStats, *, is_finished: bool) -> None:
-    """Log a request; the record's attribute ``stats`` is ``DecodingStats.to_json()``."""
-    if not logger.isEnabledFor(logging.INFO):
-        return
-    logger.info(
-        "%s: %d prompt tokens, %d new tokens, %d rounds of which %d plain, %d of %d draft tokens accepted, point %d, "
-        "first token after %.0f ms, decoding %.0f ms",
-        FINISHED if is_finished else STOPPED,
-        stats.prompt_tokens,
-        stats.new_tokens,
-        stats.rounds,
-        stats.plain_steps,
-        sum(stats.accepted_lengths),
-        sum(stats.verified_nodes),
-        stats.point,
-        stats.target_prefill_ms,
-        stats.decode_ms,
-        extra={"stats": stats.to_json()},
-    )
-
-
 class PrometheusMetrics:
-    """Counts the requests of a decoder from now on, as Prometheus metrics whose names begin with ``autotune_``.
+    """An observer that counts requests, as Prometheus metrics whose names begin with ``autotune_``::
+
+        decoder.observers.append(PrometheusMetrics(decoder.points))
 
     Args:
-        decoder: whose requests are counted.
+        points: of the decoder.
         registry: a ``prometheus_client.CollectorRegistry``; None: the process's own. One registry takes one decoder.
 
     Raises:
         UserError: prometheus-client is not installed, or the registry has another decoder.
     """
 
-    def __init__(self, decoder: Decoder, registry: Any = None) -> None:
+    def __init__(self, points: Sequence[LoadedPoint], registry: Any = None) -> None:
         try:
             from prometheus_client import REGISTRY, Counter, Gauge, Histogram
         except ImportError:
@@ -104,12 +70,11 @@ class PrometheusMetrics:
             )
         except ValueError:  # the registry's answer to a name that it knows
             raise UserError("the registry counts another decoder; give each decoder a registry of its own") from None
-        self._has_draft = [point.draft is not None for point in decoder.points]
-        for number, point in enumerate(decoder.points):
+        self._has_draft = [point.draft is not None for point in points]
+        for number, point in enumerate(points):
             tree = "plain" if point.draft is None else point.policy.policy
             info.labels(number, point.when.label, tree).set(1)
             self._rounds.labels(number)  # shown as 0 until a request comes
-        decoder.observers.append(self)
 
     def __call__(self, stats: DecodingStats, *, is_finished: bool) -> None:
         self._requests.labels(stats.point, FINISHED if is_finished else STOPPED).inc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from autotune.drafters.draft import Draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
-from autotune.modeling.cached_model import CachedModel
+from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.loading import is_assistant
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import TokenSampler
@@ -26,7 +27,14 @@ class LoadedPoint:
     Everything is created here, so that switching between points is free. Points may share a draft.
 
     Args:
-        when: the requests that this point decodes; all of them by default. The other arguments are those of ``Decoder``.
+        tree: a tree policy, ``{"policy": "sage", "d_max": 8, ...}``; the paper's defaults fill in what is left out.
+        visual_keep: share of visual tokens that the draft reads, in (0, 1].
+        visual_ranking: how these tokens are chosen, one of ``VISUAL_RANKINGS``.
+        verification: how draft tokens are accepted. Lossless by default; ``{"kind": "wetap", "threshold": 0.9}`` is lossy.
+        fallback: the cost of a round in plain steps. With it, a request falls back to plain steps while rounds do not pay.
+        coupled: above temperature 0, rank draft tokens with the noise that the target's tokens are drawn with. More of them
+            are accepted and the output is the same; False is for comparison. Lossy verification is never coupled.
+        when: the requests that this point decodes; all of them by default.
 
     Raises:
         UserError: an unknown tree policy, hyperparameter or verification, or ranking, or ``visual_keep`` out of range.
@@ -66,16 +74,10 @@ class LoadedPoint:
 
     def uncoupled(self) -> LoadedPoint:
         """The same point without coupled sampling and without memory of earlier requests."""
-        return LoadedPoint(
-            self.draft,
-            tree=self.policy,
-            visual_keep=self.visual_keep,
-            visual_ranking=self.visual_ranking,
-            verification=self.verification,
-            fallback=self.fallback.price,
-            when=self.when,
-            coupled=False,
-        )
+        point = copy.copy(self)
+        point.grower, point.fallback = TreeGrower(self.policy), Fallback(self.fallback.price)
+        point._is_coupled = False
+        return point
 
 
 def check_paths(points: Iterable[LoadedPoint], target: Target) -> None:
@@ -88,7 +90,7 @@ def check_paths(points: Iterable[LoadedPoint], target: Target) -> None:
         if point.draft is None or point.policy.is_chain:
             continue
         for model in (target, point.draft):
-            if isinstance(model, CachedModel) and model.has_states:
+            if model.has_states:
                 raise UserError(
                     f"{model.description} keeps recurrent or convolution states, which follow one path: it decodes chains, not "
                     f"trees; got {point.policy.label}; choose the policy chain"
@@ -101,11 +103,8 @@ def decoding_mode(mode: str, points: Iterable[LoadedPoint], target: Target) -> s
     Raises:
         UserError: a mode that is unknown or not available for these models.
     """
-    model: CachedModel = target
-    for point in points:
-        if isinstance(point.draft, CachedModel) and point.draft.has_states:
-            model = point.draft
-    return model.check_mode(mode)
+    has_states = target.has_states or any(point.draft is not None and point.draft.has_states for point in points)
+    return check_mode(mode, target.device, target.num_devices, has_states=has_states)
 
 
 def as_draft(draft: Any | None) -> Draft | None:

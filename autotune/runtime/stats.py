@@ -1,14 +1,19 @@
-"""Output and statistics of decoding."""
+"""Output and statistics of decoding, and the log of requests."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from autotune.errors import UserError
 from autotune.trees.acceptance_counts import AcceptanceCounts
+
+logger = logging.getLogger("autotune.requests")
+"""Logs a line for every request at the level INFO. Python shows none unless the service sets logging up."""
+FINISHED, STOPPED = "finished", "stopped"
 
 
 @dataclass
@@ -84,3 +89,30 @@ class DecodingOutput:
         if len(self.row_stats) != 1:
             raise UserError(f"stats are those of one prompt; this batch has {len(self.row_stats)}; read row_stats")
         return self.row_stats[0]
+
+
+class Observer(Protocol):
+    """Is told about every request of a decoder."""
+
+    def __call__(self, stats: DecodingStats, *, is_finished: bool) -> None: ...
+
+
+def log_request(stats: DecodingStats, *, is_finished: bool) -> None:
+    """Log a request; the record's attribute ``stats`` is ``DecodingStats.to_json()``."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    logger.info(
+        "%s: %d prompt tokens, %d new tokens, %d rounds of which %d plain, %d of %d draft tokens accepted, point %d, "
+        "first token after %.0f ms, decoding %.0f ms",
+        FINISHED if is_finished else STOPPED,
+        stats.prompt_tokens,
+        stats.new_tokens,
+        stats.rounds,
+        stats.plain_steps,
+        sum(stats.accepted_lengths),
+        sum(stats.verified_nodes),
+        stats.point,
+        stats.target_prefill_ms,
+        stats.decode_ms,
+        extra={"stats": stats.to_json()},
+    )

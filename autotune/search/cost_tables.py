@@ -17,7 +17,7 @@ from autotune.errors import UserError
 from autotune.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
 from autotune.files import content_key
 from autotune.measuring.block_log import BlockLog
-from autotune.measuring.measurement import kv_lengths_for, measure_costs, shape_of
+from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import check_mode
@@ -57,9 +57,9 @@ def table_for_gpu(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
         estimate_table(
             gpu,
             target=target,
-            target_shape=shape_of(model_pool.target),
+            target_shape=model_pool.target.shape,
             draft=model_pool.references[draft],
-            draft_shape=shape_of(model_pool.draft(draft, subnet)),
+            draft_shape=model_pool.draft(draft, subnet).shape,
             precision=model_pool.precision,
             subnet=subnet,
             mode=mode,

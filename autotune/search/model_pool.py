@@ -13,16 +13,12 @@ from autotune.cost.table import CostTable
 from autotune.device import fingerprint, free_memory
 from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.provenance import ModelReference, version_of
-from autotune.documents.subnet import Operator, Subnet
+from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
-from autotune.drafters.feature_draft import FeatureDraft
-from autotune.drafters.retrieval import RetrievalDraft
-from autotune.drafters.specvlm import SpecVlmConfig
 from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
 from autotune.execution import EAGER, capture_sizes_for
 from autotune.files import content_key
-from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
@@ -61,13 +57,6 @@ def _run_task(
     model_pool = ModelPool(*arguments[:-1])
     torch.set_num_threads(num_threads)
     task(model_pool, rank, *task_arguments)
-
-
-def _weight_bytes(draft: LoadedDraft) -> int:
-    """Bytes of a draft's own weights."""
-    if isinstance(draft, RetrievalDraft):
-        return 0
-    return weight_bytes(draft.network if isinstance(draft, FeatureDraft) else draft.model)
 
 
 class ModelPool:
@@ -131,7 +120,7 @@ class ModelPool:
         jobs = jobs or cores
         if self.target.device.type != "cpu":
             return 0, cores
-        own_bytes = weight_bytes(self.target.model) + sum(map(_weight_bytes, self._full_drafts.values()))
+        own_bytes = weight_bytes(self.target.model) + sum(draft.weight_bytes for draft in self._full_drafts.values())
         free = free_memory(self.target.device)
         if free is not None:
             jobs = min(jobs, 1 + int(MEMORY_SHARE * free / (own_bytes + PROCESS_BYTES)))
@@ -192,21 +181,13 @@ class ModelPool:
             UserError: the space has operators only and no draft has a compressor, or cut vocabularies only and no draft has
                 token frequencies.
         """
-        compressors: dict[str, tuple[Operator, ...]] = {
-            id: draft.network.config.compression.operators
-            for id, draft in self._full_drafts.items()
-            if isinstance(draft, FeatureDraft) and isinstance(draft.network.config, SpecVlmConfig)
-        }
-        if not any(compressors.values()) and "gate" not in space.operators:
+        dimensions = {id: draft.dimensions for id, draft in self._full_drafts.items()}
+        if not any(known.operators for known in dimensions.values()) and "gate" not in space.operators:
             raise UserError(
                 f"only a specvlm draft with a compressor has operators to choose; got {', '.join(self._full_drafts)}; "
                 "leave operators out"
             )
-        cut = {
-            id: isinstance(draft, FeatureDraft) and draft.network.has_frequencies
-            for id, draft in self._full_drafts.items()
-        }
-        if not any(cut.values()) and 1.0 not in space.vocabularies:
+        if not any(known.has_vocabularies for known in dimensions.values()) and 1.0 not in space.vocabularies:
             raise UserError(
                 f"only drafts with token frequencies, which autotune train counts, have vocabularies to choose; got "
                 f"{', '.join(self._full_drafts)}; leave vocabularies out"
@@ -215,7 +196,7 @@ class ModelPool:
             (id, subnet)
             for id, draft in self._full_drafts.items()
             for subnet in (space if draft.sees_images else space.without_images()).subnets(
-                id, draft.subnet, self.supernet_layers(id), compressors.get(id, ()), has_vocabularies=cut[id]
+                id, draft.subnet, *dimensions[id]
             )
         ]
 
@@ -223,17 +204,11 @@ class ModelPool:
     def has_states(self) -> bool:
         """Whether the target or a draft keeps recurrent or convolution states, so that only chains are decoded."""
         drafts = self._full_drafts.values()
-        return self.target.has_states or any(isinstance(d, CachedModel) and d.has_states for d in drafts)
+        return self.target.has_states or any(draft.has_states for draft in drafts)
 
     def supernet_layers(self, draft: str) -> tuple[int, ...]:
-        """The layers of the target that a supernet can read; empty for other drafts. Without a block that crosses it reads no
-        features, so that all layers would make one draft: the last one stands for them.
-        """
-        full = self._full_drafts[draft]
-        if full.kind != "star" or not isinstance(full, FeatureDraft):
-            return ()
-        layers = full.network.config.injection_layers
-        return layers if full.network.crosses else layers[-1:]
+        """The layers of the target that a supernet can read; empty for other drafts."""
+        return self._full_drafts[draft].dimensions.injection_layers
 
     def check_has_supernet(self) -> None:
         """Check that heads and layers can be chosen.

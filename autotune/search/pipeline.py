@@ -20,7 +20,6 @@ from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.execution import EAGER
 from autotune.files import content_key, write_table
-from autotune.measuring.measurement import shape_of
 from autotune.measuring.settings import CostSettings
 from autotune.prediction.evaluator import Evaluator
 from autotune.prediction.prices import Constraints
@@ -183,9 +182,9 @@ class _SearchRun:
             provenance=stamp(),
             command=settings.command,
             target=self.model_pool.target_reference,
-            target_shape=shape_of(self.model_pool.target),
+            target_shape=self.model_pool.target.shape,
             drafts=[
-                StudyDraft(kind=draft.kind, reference=reference, shape=shape_of(draft))
+                StudyDraft(kind=draft.kind, reference=reference, shape=draft.shape)
                 for id, reference in self.model_pool.references.items()
                 for draft in [self.model_pool.draft(id)]
             ],

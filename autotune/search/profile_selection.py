@@ -73,8 +73,9 @@ class ProfileSelection:
             *proposed, _ = self.points(self.evaluator.evaluate(finalists.winner))
             points = [*self.confirmation(finalists).confirmed(proposed), *points]
         profile = self.evaluated(self.documents.predicted(self.model_pool.device, points), finalists)
-        self.console.say(monitor.contention.describe("while configurations were run"))
-        return profile.model_copy(update={"provenance": stamp(monitor.contention)})
+        contention = monitor.contention()
+        self.console.say(contention.describe("while configurations were run"))
+        return profile.model_copy(update={"provenance": stamp(contention)})
 
     def candidates(self, count: int) -> list[Candidate]:
         """The configurations that are measured, ranked on confirming prompts."""

@@ -20,7 +20,6 @@ from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.decoding_profile import AR
 from autotune.documents.provenance import version_of
 from autotune.documents.subnet import Subnet
-from autotune.drafters.feature_draft import FeatureDraft
 from autotune.evaluation.summary import summarize
 from autotune.files import content_key
 from autotune.prediction.evaluator import Evaluator
@@ -116,7 +115,6 @@ def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[Units,
         else:
             supernet = model_pool.draft(draft, Subnet(vocabulary=subnets[0].vocabulary))
             reference = model_pool.references[draft]
-            assert isinstance(supernet, FeatureDraft)
             traces = chain_traces(recorder, supernet, reference, prompts, subnets, BOUNDS)
         evaluator = Evaluator(traces, work.table, jobs=1)
         return [_best_chain(evaluator, draft, subnet) for subnet in subnets]

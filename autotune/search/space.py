@@ -146,7 +146,6 @@ class SearchSpace(Document, kind="search-space"):
         full: Subnet,
         readable: Sequence[int],
         operators: Sequence[Operator] = (),
-        *,
         has_vocabularies: bool = False,
     ) -> list[Subnet]:
         """All subnets of a draft.

@@ -49,7 +49,7 @@ def load_export(source: Path, engine: str, folder: Path | None) -> Export:
     profile, folder = DecodingProfile.load(source), folder or Path("exports") / engine
     path = folder / EXPORT
     if not path.exists():
-        methods = ENGINES[engine].methods
+        methods = ENGINES[engine].served
         drafts = {point.draft.id: point.draft.kind for point in profile.points if point.draft is not None}
         if not any(kind in methods for kind in drafts.values()):
             recorded = " and ".join(f"{name}, of kind {kind}" for name, kind in drafts.items()) or "no draft"
@@ -84,7 +84,7 @@ def predict(
     for wanted in (export.target, export.draft):
         if not (current := reference(wanted.id)).is_same(wanted):
             raise UserError(f"{current.id}: its weights have changed since the export; run autotune export again")
-    vision = ENGINES[export.engine].vision[export.kind]
+    vision = ENGINES[export.engine].served[export.kind].images
     processor = load_processor(export.target.id)
     prompts = workload.readable_by(processor)
     if vision == "text":

@@ -76,11 +76,6 @@ def split_file(
         UserError: missing file, invalid line, or too few lines.
     """
     lines = read_jsonl(path, AnsweredPrompt)
-    if len(lines) <= batch_size:
-        raise UserError(
-            f"{path}: training needs more lines than a batch, because some are held out; got {len(lines)} for a "
-            f"batch_size of {batch_size}; add lines, or lower batch_size"
-        )
     held_out = [line for line in lines if line[1].split == "evaluate"]
     training = [line for line in lines if line[1].split == "train"]
     training = training or [line for line in lines if line[1].split != "evaluate"]

@@ -53,10 +53,6 @@ class MemoryEstimate:
     """Size of the teacher batches that will be cached."""
     shape: BatchShape
 
-    @property
-    def memory_bytes(self) -> int:
-        return sum(self.parts.values())
-
 
 def teacher_batch_bytes(shape: BatchShape, hidden_size: int, num_layers_kept: int, num_bytes: int = 2) -> int:
     """Size of a stored teacher batch: embeddings and ``num_layers_kept`` layers, in half precision on disk."""
@@ -111,7 +107,7 @@ def estimate_memory(
         }
         return MemoryEstimate(parts, target_bytes + draft_bytes // 4, disk_bytes, shape)
 
-    return max(map(needs, shapes), key=lambda estimate: estimate.memory_bytes)
+    return max(map(needs, shapes), key=lambda estimate: sum(estimate.parts.values()))
 
 
 def check_memory(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import safetensors.torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
 from autotune.files import write_bytes
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
@@ -23,81 +23,6 @@ from autotune.modeling.visual_attention import LayerAttention, attention_entropy
 from autotune.training.examples import Example, JsonlExamples
 
 ENTROPY_QUERIES = 64  # tokens of one example of a batch whose attention entropy is measured
-
-
-DistillationRule = Literal["none", "entropy", "entropy-and-change"]
-
-
-@dataclass(frozen=True)
-class TeacherBatch:
-    """A batch of right-padded examples with the target's outputs on them."""
-
-    embeddings: Tensor
-    """Input of the target's first layer, [batch, n, hidden]."""
-    is_visual: Tensor
-    """[batch, n]"""
-    lengths: Tensor
-    """Number of tokens of each example, [batch]."""
-    loss_start: Tensor
-    """Index of the first token that is followed by a token of the answer, [batch]."""
-    hidden: dict[int, Tensor]
-    """Outputs of the requested layers, [batch, n, hidden] each; the last layer's after the final norm."""
-    visual_scores: dict[int, Tensor]
-    """Scores of the visual tokens by row, for pruning (STAR, eq. 2)."""
-    entropies: Tensor | None
-    """Mean attention entropy of each layer (AE) [layers], if requested."""
-    head: Callable[[Tensor], Tensor]
-    """The target's output head: logits of hidden states."""
-
-    @property
-    def loss_mask(self) -> Tensor:
-        """Tokens that are followed by a token of the answer, [batch, n]. False in the padding."""
-        columns = torch.arange(self.embeddings.shape[1], device=self.lengths.device)
-        return (columns >= self.loss_start[:, None]) & (columns < self.lengths[:, None])
-
-    def select(self, rows: Sequence[int]) -> TeacherBatch:
-        """These rows as a batch of their own; a row may be repeated."""
-        index = torch.tensor(rows, device=self.lengths.device)
-        longest = int(self.lengths[index].max())
-        return replace(
-            self,
-            embeddings=self.embeddings[index, :longest],
-            is_visual=self.is_visual[index, :longest],
-            lengths=self.lengths[index],
-            loss_start=self.loss_start[index],
-            hidden={layer: states[index, :longest] for layer, states in self.hidden.items()},
-            visual_scores={new: self.visual_scores[row] for new, row in enumerate(rows) if row in self.visual_scores},
-        )
-
-    def distilled_layer(self, rule: DistillationRule) -> int:
-        """The layer (from 1) whose output the first block imitates.
-
-        The layer of least AE (DREAM, section 3.2), or of least AE + |AE(l) - AE(l - 1)| (STAR, section 3.2). The last layer is
-        excluded: its output is the target of the feature loss.
-        """
-        assert self.entropies is not None
-        entropies = self.entropies[:-1]
-        if rule == "entropy-and-change" and len(entropies) > 1:
-            change = (entropies[1:] - entropies[:-1]).abs()
-            return 2 + int((entropies[1:] + change).argmin())
-        return 1 + int(entropies.argmin())
-
-    def serves(self, layers: Collection[int], rule: DistillationRule) -> bool:
-        """Whether the batch holds these layers and the layer that the rule chooses."""
-        if rule == "none":
-            return self.hidden.keys() >= set(layers)
-        return self.entropies is not None and self.hidden.keys() >= {*layers, self.distilled_layer(rule)}
-
-    def save(self, path: Path) -> None:
-        """Write the batch, in half precision where its values fit."""
-        tensors = {"embeddings": self.embeddings, **{f"hidden.{layer}": h for layer, h in self.hidden.items()}}
-        tensors = {name: _to_half(tensor) for name, tensor in tensors.items()}
-        tensors |= {"is_visual": self.is_visual, "lengths": self.lengths, "loss_start": self.loss_start}
-        tensors |= {f"visual_scores.{row}": scores for row, scores in self.visual_scores.items()}
-        if self.entropies is not None:
-            tensors["entropies"] = self.entropies
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        write_bytes(path, safetensors.torch.save(contiguous))
 
 
 class Teacher:
@@ -199,6 +124,18 @@ class Teacher:
         return tuple(out.hidden_states)
 
 
+def save(batch: TeacherBatch, path: Path) -> None:
+    """Write a batch, in half precision where its values fit; see ``Teacher.load``."""
+    tensors = {"embeddings": batch.embeddings, **{f"hidden.{layer}": h for layer, h in batch.hidden.items()}}
+    tensors = {name: _to_half(tensor) for name, tensor in tensors.items()}
+    tensors |= {"is_visual": batch.is_visual, "lengths": batch.lengths, "loss_start": batch.loss_start}
+    tensors |= {f"visual_scores.{row}": scores for row, scores in batch.visual_scores.items()}
+    if batch.entropies is not None:
+        tensors["entropies"] = batch.entropies
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_bytes(path, safetensors.torch.save(contiguous))
+
+
 def _to_half(states: Tensor) -> Tensor:
     """Convert to float16, or to bfloat16 if a value exceeds float16."""
     half = states.half()
@@ -237,5 +174,5 @@ class TeacherBatches:
             layers |= cached.hidden.keys()  # another draft needs these
             if cached.entropies is not None and rule == "none":
                 rule = "entropy"
-        self.teacher.read(self.examples[number], layers=layers, rule=rule, seed=number).save(path)
+        save(self.teacher.read(self.examples[number], layers=layers, rule=rule, seed=number), path)
         return self.teacher.load(path)  # rounded to half precision like every later read

@@ -158,7 +158,7 @@ class Trainer:
 
     def _run_stage(self, number: int, first_step: int) -> None:
         stage, module = self.recipe.stages[number], self.task.module
-        self.task.begin(stage, number)
+        self.task.begin(number)
         parameters = list(module.parameters())
         optimizers = make_optimizers(module, parameters, stage)
         if first_step > 0:
@@ -199,10 +199,10 @@ class Trainer:
             group["lr"] = learning_rate(stage, step)
         dtype = self.autocast_dtype
         with torch.autocast(self.accelerator.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-            loss, metrics = self.task.loss(stage, step)
+            loss, metrics = self.task.loss(step)
         loss.backward()
         average_gradients(parameters, self.accelerator)
-        self.task.after_backward()
+        self.task.module.after_backward()
         nn.utils.clip_grad_norm_(parameters, stage.gradient_clip)
         for optimizer in optimizers:
             optimizer.step()

@@ -179,10 +179,14 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------- public formats
 
 
-class _Row(BaseModel, ABC):
-    """A row of a public format. Keys that are not read are ignored, because benchmarks add them freely."""
+class _Part(BaseModel):
+    """A part of a row. Keys that are not read are ignored, because benchmarks add them freely."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class _Row(_Part, ABC):
+    """A row of a public format."""
 
     @abstractmethod
     def prompt(self, format: Format) -> Prompt | None:
@@ -212,9 +216,7 @@ class _Mmspec(_Row):
         return _conversation(self.turns, task=self.topic, images=[f"images/{self.image}"])
 
 
-class _UserMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
+class _UserMessage(_Part):
     role: Literal["user"]
     content: Text
 
@@ -236,16 +238,12 @@ class _SpeedBench(_Row):
         return _conversation(turns, task=self.category)
 
 
-class _ImagePart(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
+class _ImagePart(_Part):
     type: Literal["image"]
     image: Text
 
 
-class _TextPart(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
+class _TextPart(_Part):
     type: Literal["text"]
     text: str
 
@@ -270,9 +268,7 @@ class _Vllm(_Row):
         return Prompt(messages=[message], images=images, max_new_tokens=self.output_tokens)
 
 
-class _ShareGptMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
+class _ShareGptMessage(_Part):
     speaker: str = Field(alias="from")
     value: str
 

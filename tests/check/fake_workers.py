@@ -19,7 +19,6 @@ def requests(count: int = 3) -> list[WorkerRequest]:
 
 def decoded(decode_ms: float = 100.0, **fields: object) -> Decoded:
     known = {
-        "first_token_ms": 1.0,
         "decode_ms": decode_ms,
         "new_tokens": 11,
         "tokens_sha256": "same",

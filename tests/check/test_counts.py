@@ -87,7 +87,6 @@ def test_without_prices_only_target_forwards_are_compared() -> None:
 
 def test_counts_of_workers_and_of_evidence_agree() -> None:
     decoded = Decoded(
-        first_token_ms=1.0,
         decode_ms=2.0,
         new_tokens=41,
         tokens_sha256="same",

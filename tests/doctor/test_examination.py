@@ -17,7 +17,7 @@ from autotune.device import local_devices
 from autotune.doctor import target as examination
 from autotune.doctor.attention import attention_uses
 from autotune.doctor.diagnosis import Diagnosis
-from autotune.doctor.machine import copy_gb_per_second, find_devices
+from autotune.doctor.examination import copy_gb_per_second, find_devices
 from autotune.doctor.target import audit_near_ties, time_steps
 from autotune.evaluation.divergence import flips, largest_difference
 from autotune.modeling.self_check import allowed_difference, compare_tree_decoding
@@ -31,7 +31,7 @@ NUM_TOKENS = 12
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "REPEATS", 1)
-    monkeypatch.setattr("autotune.doctor.machine.COPY_BYTES", 1 << 16)
+    monkeypatch.setattr("autotune.doctor.examination.COPY_BYTES", 1 << 16)
 
 
 def test_devices_and_the_rate_of_a_copy() -> None:

@@ -140,19 +140,6 @@ def test_missing_model_is_refused(path: Path, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-def test_missing_profile_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.json: no such file; check the path"):
-        load(tmp_path / "nowhere.json")
-
-
-def test_truncated_profile_is_refused(path: Path) -> None:
-    original = path.read_text()
-    for share in (0.0, 0.3, 0.99):
-        path.write_text(original[: int(share * len(original))])
-        with pytest.raises(UserError, match=r"not a complete JSON document .*; restore the file, or make it again"):
-            DecodingProfile.load(path)
-
-
 POINT = ("points", 0)
 TREE = (*POINT, "tree")
 

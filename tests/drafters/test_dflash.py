@@ -20,7 +20,6 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.block_draft import BlockDraft
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
-from autotune.measuring.measurement import shape_of
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
 from autotune.modeling.graph_memory import graph_memory
@@ -385,7 +384,7 @@ def test_a_level_is_timed_as_a_lookup(pair: Pair, tmp_path: Path, monkeypatch: p
     """The cost of a round's first level is that of the block; the others run no forward pass."""
     target = Target(pair.target)
     draft = load_draft(str(write_draft(tmp_path, "authors")), target)
-    assert isinstance(draft, BlockDraft) and shape_of(draft).block_tokens == BLOCK
+    assert isinstance(draft, BlockDraft) and draft.shape.block_tokens == BLOCK
     bench = StepBench(target, draft, CostSettings(kv_lengths=(16, 32, 48)))
     num_tokens = []
     forward = draft.network.forward

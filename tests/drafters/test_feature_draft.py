@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, join
-from autotune.drafters.checkpoint import load_draft, load_network, new_network, save_draft
+from autotune.drafters.checkpoint import NETWORKS, load_draft, load_network
 from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.network import PromptRows
@@ -47,7 +47,7 @@ def new_draft(
 ) -> FeatureDraft:
     """A draft with random weights. All its norms differ, so that a mistaken norm shows."""
     torch.manual_seed(5)
-    network = new_network(kind, {**SIZES, **sizes}, target, source="test")
+    network = NETWORKS[kind].new({**SIZES, **sizes}, target, source="test")
     for parameter in network.parameters():
         if parameter.dim() == 1 or parameter is network.feature_norms:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -420,7 +420,7 @@ def test_head_importance_is_gradient_times_weight(pair: Pair) -> None:
 def test_a_saved_draft_is_loaded_unchanged(pair: Pair, tmp_path: Any) -> None:
     target = Target(pair.target)
     network = new_draft("star", target).network
-    save_draft(network, tmp_path)
+    network.save(tmp_path)
     loaded = load_network(tmp_path)
     assert loaded.config == network.config and isinstance(loaded, StarNetwork)
     for name, tensor in loaded.state_dict().items():
@@ -430,7 +430,7 @@ def test_a_saved_draft_is_loaded_unchanged(pair: Pair, tmp_path: Any) -> None:
 def test_a_draft_of_another_target_is_refused(pair: Pair, tmp_path: Any) -> None:
     target = Target(pair.target)
     network = new_draft("dream", target).network
-    save_draft(DreamNetwork(network.config.model_copy(update={"hidden_size": 64})), tmp_path)
+    DreamNetwork(network.config.model_copy(update={"hidden_size": 64})).save(tmp_path)
     with pytest.raises(UserError, match="made for a target with hidden_size 64; this one has 32"):
         load_draft(str(tmp_path), target)
 

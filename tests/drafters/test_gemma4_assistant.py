@@ -22,7 +22,7 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.errors import UserError
-from autotune.measuring.measurement import measure_costs, shape_of
+from autotune.measuring.measurement import measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
 from autotune.modeling.graph_memory import graph_memory
@@ -289,7 +289,7 @@ def test_costs_are_of_the_root_and_of_levels(text: Member) -> None:
     )
     assert bench.draft_first_ms(4, 64) > 0 and bench.draft_level_ms(4, 64) > 0
     assert sizes == [1, 4]
-    shape = shape_of(draft)
+    shape = draft.shape
     assert draft.kv_bytes_per_token == 0 and shape.num_layers == 2
     assert shape.kv_bytes_per_token == 2 * 4 * (2 * 8 + 2 * 16), (
         "read of the target: two KV heads of 8 and of 16 numbers"

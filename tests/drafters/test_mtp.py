@@ -19,7 +19,7 @@ from transformers.modeling_layers import MtpLayer
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
-from autotune.drafters.mtp import MtpNetwork, new_mtp, save_mtp
+from autotune.drafters.mtp import MtpNetwork
 from autotune.drafters.mtp_checkpoint import own_name
 from autotune.errors import UserError
 from autotune.modeling.loading import reference
@@ -210,7 +210,7 @@ def test_keys_and_values_may_differ_in_size() -> None:
     for family in FAMILIES:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            network = new_mtp(Target(new_model(family)))
+            network = MtpNetwork.new({}, Target(new_model(family)), source="test")
         sizes[family] = network._cache_sizes
     assert sizes["glm4_moe"] == sizes["qwen3_5"] == (2, 8, 8)
     assert sizes["deepseek_v3"][1] != sizes["deepseek_v3"][2]
@@ -218,7 +218,7 @@ def test_keys_and_values_may_differ_in_size() -> None:
 
 def random_head(target: Target) -> MtpNetwork:
     torch.manual_seed(5)
-    network = new_mtp(target)
+    network = MtpNetwork.new({}, target, source="test")
     for parameter in network.parameters():
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -236,7 +236,7 @@ def test_a_saved_head_decodes_losslessly_and_is_replayed(
 ) -> None:
     """On a VLM, with captured and eager forward passes, greedy and sampled."""
     target = Target(pair.target)
-    save_mtp(random_head(target), tmp_path)
+    random_head(target).save(tmp_path)
     draft = load_draft(str(tmp_path), target)
     assert isinstance(draft, FeatureDraft) and draft.network.config.kind == "mtp"
     assert_lossless_and_replayed(target, draft, prompts)
@@ -247,7 +247,7 @@ def test_a_saved_head_decodes_losslessly_and_is_replayed(
 
 
 def test_a_new_head_begins_as_the_targets_last_layer(pair: Pair) -> None:
-    network, layer = new_mtp(Target(pair.target)), pair.target.model.language_model.layers[-1]
+    network, layer = MtpNetwork.new({}, Target(pair.target), source="test"), pair.target.model.language_model.layers[-1]
     for name, tensor in network.layer.state_dict().items():
         assert torch.equal(tensor, layer.state_dict()[name])
         assert tensor is not layer.state_dict()[name], "a copy"
@@ -292,7 +292,7 @@ def test_heads_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
     ) as caught:
         load_draft(f"{folder}:mtp", promising)
     assert "\n" not in str(caught.value)
-    save_mtp(random_head(target), tmp_path / "saved")
+    random_head(target).save(tmp_path / "saved")
     with pytest.raises(UserError, match=r"saved.*: not the tensors of an mtp head for this target"):
         load_draft(str(tmp_path / "saved"), promising)
     with pytest.raises(UserError, match="only a star draft has heads to choose"):

@@ -12,7 +12,7 @@ from pandas import DataFrame
 
 from autotune.console import Console
 from autotune.device import fingerprint
-from autotune.documents.condition import Condition, Range
+from autotune.documents.condition import Condition
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.published_defaults import ARM_NAMES, COMPARED_DEFAULTS, HF_ASSISTED, LOSSY_SWEEP, PROMPT_LOOKUP
 from autotune.drafters.retrieval import RetrievalDraft
@@ -25,7 +25,6 @@ from autotune.evaluation.bench_tables import (
     benchmark_results,
     gain_by_length,
     geomeans,
-    points_used,
     print_arms,
     print_benchmark,
     print_lengths,
@@ -152,14 +151,6 @@ def test_every_prompt_is_decoded_by_its_point(
     rounds = [run["accepted_lengths"] for run in found["runs"][TUNED]]
     by_tree = [run["accepted_lengths"] for run in alone[TUNED]]
     assert rounds == [[0] * found["runs"][AR][0]["rounds"], *by_tree[1:]] and rounds[0] != by_tree[0]
-
-
-def test_prompts_are_counted_by_their_points() -> None:
-    point = decoding_profile().point
-    points = [point.model_copy(update={"when": Condition(prompt_tokens=Range(max=99))}), point]
-    profile = decoding_profile().model_copy(update={"points": points})
-    runs = [run(5.0, point=number) for number in (0, 1, 0)]
-    assert points_used(profile, runs) == "2 by point 0 (prompt tokens up to 99), 1 by point 1 (any request)"
 
 
 def test_trees_are_compared_where_only_some_points_have_a_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

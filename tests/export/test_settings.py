@@ -56,7 +56,7 @@ def test_settings_files_hold_the_settings_without_fields_that_are_none(tmp_path:
     """SGLang grows trees of any draft; the other engines run chains only."""
     trees = set()
     for name, engine in ENGINES.items():
-        for kind in engine.methods:
+        for kind in engine.served:
             pair = Pair("some/target", "some/draft", kind)
             for tree in TREES:
                 if isinstance(tree, Eagle2Policy):

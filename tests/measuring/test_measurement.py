@@ -18,12 +18,13 @@ from autotune.cost.surface import Surface
 from autotune.cost.table import EVERY_ROW, TOKENS, CostTable
 from autotune.device import fingerprint
 from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import load_draft, new_network, save_draft
+from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.retrieval import RetrievalDraft
+from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
 from autotune.measuring import request_timing
-from autotune.measuring.measurement import kv_lengths_for, measure_costs, shape_of
+from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.request_timing import choose_prefill_threads, overhead_runs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.loading import RETRIEVAL, load_processor, reference
@@ -289,7 +290,7 @@ def test_a_draft_without_a_model_is_timed_like_others(pair: Pair, workload: Work
     estimated = estimate_table(
         "h100",
         target=table.target,
-        target_shape=shape_of(target),
+        target_shape=target.shape,
         draft=named,
         draft_shape=costs.shape,
         precision="float32",
@@ -315,7 +316,7 @@ def test_a_timed_lookup_finds_matches(pair: Pair) -> None:
 def test_subnets_have_costs_of_their_own(pair: Pair, workload: Workload, processor: Any, tmp_path: Path) -> None:
     """Half of the heads: fewer parameters and half of the KV cache. A tenth of the visual tokens: a shorter KV cache."""
     target = Target(pair.target)
-    save_draft(new_network("star", {"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test"), tmp_path)
+    StarNetwork.new({"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test").save(tmp_path)
     whole, half = (load_draft(str(tmp_path), target, Subnet(heads=heads)) for heads in (None, 0.5))
     references = reference(str(pair.target_folder)), reference(str(tmp_path))
     drafts = [(draft, references[1]) for draft in (whole, half)]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from autotune.errors import UserError
 from autotune.modeling.kv_cache import SlabCache
-from autotune.modeling.step import Step
 from autotune.modeling.target import Target
-from autotune.trees.tree import ROOT, write_tree_mask
-from tests.obvious import ancestors_of, assert_same_logits, leaves_of, logits_after, random_tree, tokens_to
-from tests.tiny_models import Inputs, Pair
+from tests.tiny_models import Pair
 
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 3, 2, 4
 CPU = torch.device("cpu")
@@ -103,37 +99,6 @@ def test_layers_of_different_shapes_are_refused() -> None:
         match=r"all layers must cache keys and values of one shape; layer 1 has \(1, 4, 1, 4\).*cannot be compacted; use another",
     ):
         cache.layers[1].update(torch.zeros(1, 4, 1, 4), torch.zeros(1, 4, 1, 4))
-
-
-@pytest.mark.parametrize("prompt", ["text", "image"])
-@torch.inference_mode()
-def test_a_tree_in_one_forward_pass_equals_each_branch_alone(
-    pair: Pair, prompts: dict[str, Inputs], prompt: str
-) -> None:
-    """Mask, positions and cache together: no node sees another branch. Three rounds share one cache, so that nodes dropped
-    by ``keep`` must leave no trace.
-    """
-    rng, inputs = np.random.default_rng(3), prompts[prompt]
-    target = Target(pair.target)
-    target.prefill_prompt(target.encode(inputs).prompts[0])
-    committed: list[int] = []
-    for num_nodes in (30, 12, 0):
-        tree = random_tree(
-            rng, num_nodes, num_tokens=target.vocab_size, root_token=int(rng.integers(target.vocab_size))
-        )
-        size = num_nodes + 1
-        block = np.empty((size, size), np.float32)
-        write_tree_mask(tree, block, target.mask_value)
-        logits = target.forward(Step(tree.token[:size], tree.depth[:size], block))
-        for leaf in leaves_of(tree):
-            branch = ancestors_of(tree, leaf)
-            alone = logits_after(pair.target, inputs, committed + tokens_to(tree, leaf))[-len(branch) :]
-            assert_same_logits(logits[branch], alone)
-        accepted = ancestors_of(tree, int(rng.integers(size)))
-        target.cache.keep(accepted)
-        committed += [int(tree.token[node]) for node in accepted]
-        assert accepted[0] == ROOT and target.length == inputs["input_ids"].shape[1] + len(committed)
-    assert_same_logits(target.step(5), logits_after(pair.target, inputs, [*committed, 5])[-1])
 
 
 @torch.inference_mode()

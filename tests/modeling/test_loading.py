@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from autotune.cli.main import main
 from autotune.cost.table import CostTable
 from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import CONFIG, load_draft, save_draft
+from autotune.drafters.checkpoint import load_draft
+from autotune.drafters.trainable import CONFIG
 from autotune.errors import UserError
 from autotune.modeling.loading import load_model, load_processor
 from autotune.modeling.target import Target
@@ -34,7 +35,7 @@ def star(pair: Pair, tmp_path: Path) -> Path:
     """The config of a star draft for the tiny target."""
     whole = tmp_path / "star"
     with torch.inference_mode():
-        save_draft(agreeing_draft("star", Target(pair.target), injection_layer=4).network, whole)  # type: ignore[arg-type]
+        agreeing_draft("star", Target(pair.target), injection_layer=4).network.save(whole)  # type: ignore[operator]
     return config_alone(whole, tmp_path / "star-config")
 
 
@@ -68,7 +69,7 @@ def test_configs_are_profiled_and_examined(pair: Pair, star: Path, tmp_path: Pat
     table, runner = tmp_path / "pair.cost.json", CliRunner()
     drafts = ["--draft", str(tmp_path / "text"), "--draft", str(star), "--draft", "retrieval"]
     arguments = ["--target", str(tmp_path / "text"), "--random-weights", "--device", "cpu"]
-    done = runner.invoke(main, ["measure", *arguments, *drafts, "--budget", "2s", "-o", str(table)])
+    done = runner.invoke(main, ["measure", *arguments, *drafts, "--budget", "1s", "-o", str(table)])
     assert done.exit_code == 0, done.output
     found = CostTable.load(table)
     assert found.target_shape is not None and found.target_shape.num_layers == text["num_hidden_layers"]

@@ -17,11 +17,10 @@ from safetensors.torch import load_file, save_file
 from autotune.documents.provenance import version_of
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.draft import Draft
-from autotune.drafters.eagle3 import new_eagle3
+from autotune.drafters.eagle3 import Eagle3Network
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.divergence import first_divergence
-from autotune.measuring.measurement import shape_of
 from autotune.modeling import loading, quantization
 from autotune.modeling.loading import load_model, load_processor, resolve
 from autotune.modeling.quantization import (
@@ -179,7 +178,7 @@ def test_the_sizes_of_a_quantized_model_are_those_of_its_memory(
 ) -> None:
     plain, target = Target(pair.target), Target(load_model(str(quantized[kind])))
     assert num_parameters(target.model) == num_parameters(plain.model) == plain.model.num_parameters()
-    shape, whole = shape_of(target), shape_of(plain)
+    shape, whole = target.shape, plain.shape
     assert whole.bytes_per_parameter == 4 and 1 < shape.bytes_per_parameter < 4
     changes = {"bytes_per_parameter": shape.bytes_per_parameter}
     assert shape == whole.model_copy(update=changes), "only the weights are smaller"
@@ -199,11 +198,11 @@ def test_bytes_per_parameter_are_those_of_decoding(
 ) -> None:
     """They include the head, which is not quantized. compressed-tensors decompresses its weights before the first step."""
     target = Target(load_model(str(quantized[kind])))
-    bytes_per_parameter = shape_of(target).bytes_per_parameter
+    bytes_per_parameter = target.shape.bytes_per_parameter
     assert least < bytes_per_parameter < most
     with torch.inference_mode():
         target.model(input_ids=torch.tensor([[1, 2]]))
-    assert shape_of(target).bytes_per_parameter == bytes_per_parameter
+    assert target.shape.bytes_per_parameter == bytes_per_parameter
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -243,7 +242,7 @@ def test_4_bit_weights_of_bitsandbytes(tmp_path: Path) -> None:
     length = inputs["input_ids"].shape[1]
     divergence = first_divergence(target, inputs, found[0, length:].tolist(), expected[0, length:].tolist())
     assert divergence is None or divergence.is_near_tie, divergence
-    assert shape_of(target).bytes_per_parameter < 2.5, "embedding and head have 4 bytes"
+    assert target.shape.bytes_per_parameter < 2.5, "embedding and head have 4 bytes"
 
 
 @torch.inference_mode()
@@ -294,7 +293,7 @@ def test_checkpoints_of_packages_that_are_no_requirements(
     monkeypatch.setattr(loading, "check_room", lambda device, needs, **kwargs: planned.append(needs["weights"]))
     target = Target(load_model(str(folder)))
     assert quantization_of(target.model.config) == f"{method} 4-bit" and f", {method} 4-bit" in target.text.precision
-    assert shape_of(target).bytes_per_parameter < 1
+    assert target.shape.bytes_per_parameter < 1
     assert num_parameters(target.model) == model.num_parameters()
     with torch.inference_mode():
         target.model(input_ids=torch.tensor([[5, 6, 7]]))
@@ -366,4 +365,4 @@ def test_a_quantized_head_is_neither_cut_nor_copied(quantized: dict[str, Path]) 
         target.text.with_vocabulary(torch.arange(8))
     sizes = {"num_heads": 2, "head_size": 8, "mlp_size": 16, "layers": [1, 2, 3]}
     with pytest.raises(UserError, match=r"recipe: an eagle3 head begins with a copy of .* quantized with torchao"):
-        new_eagle3(sizes, target, source="recipe")
+        Eagle3Network.new(sizes, target, source="recipe")

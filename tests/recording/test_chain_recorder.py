@@ -13,7 +13,6 @@ import torch
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import Trace, bounds_for
 from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import save_draft
 from autotune.modeling.target import Target
 from autotune.recording import chain_recorder
 from autotune.recording.chain_recorder import chain_traces
@@ -39,7 +38,7 @@ def pool_of_supernet(pair: Pair, folder: Path, **sizes: Any) -> ModelPool:
         network.head_importance.copy_(
             torch.rand(network.head_importance.shape, generator=torch.Generator().manual_seed(0))
         )
-        save_draft(network, folder)
+        network.save(folder)
     return ModelPool(str(pair.target_folder), [str(folder)], "cpu")
 
 

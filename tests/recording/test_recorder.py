@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from autotune.acceptance.trace import Forest, ForestBounds, Trace, bounds_for
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
+from autotune.drafters.forests import ROOTS_AT_ONCE, choose_expanded
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.modeling.prompt import visual_tokens
 from autotune.modeling.target import Target
 from autotune.recording.answers import AnswerRecorder
-from autotune.recording.expansion import choose_expanded
-from autotune.recording.recorder import ROOTS_AT_ONCE, Answer, Recorder, record_forest
+from autotune.recording.recorder import Answer, Recorder, record_forest
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.greedy_batch import GreedyBatch
 from autotune.trees.policy import parse_policy

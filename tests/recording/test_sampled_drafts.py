@@ -20,7 +20,7 @@ from autotune.workloads.workload import Workload, load_workload
 from tests.acceptance.test_replay import BEAMS, EVERYTHING, KEEPS, assert_rounds_are_the_decoders, random_configurations
 from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import agreeing_draft
-from tests.drafters.test_mtp import random_head, save_mtp
+from tests.drafters.test_mtp import random_head
 from tests.sample_documents import free_prices, write_image, write_workload
 from tests.tiny_models import Pair
 
@@ -54,7 +54,7 @@ def draft_of(kind: str, pair: Pair, target: Target, folder: Path) -> LoadedDraft
     if kind == "eagle3":
         return load_draft(str(write_head(folder / "head", "eagle3")), target)
     if kind == "mtp":
-        save_mtp(random_head(target), folder)
+        random_head(target).save(folder)
         return load_draft(str(folder), target)
     return agreeing_draft(kind, target, injection_layer=4)
 

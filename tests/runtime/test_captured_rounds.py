@@ -13,8 +13,9 @@ import torch
 
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.checkpoint import load_draft
+from autotune.execution import DEFAULT_CAPTURE_SIZES
 from autotune.modeling.graph_memory import graph_memory
-from autotune.modeling.graph_runner import KV_LENGTH_STEP
+from autotune.modeling.graph_runner import KV_LENGTH_STEP, padded_length
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import as_draft
@@ -102,6 +103,9 @@ def test_an_answer_grows_past_padded_lengths_and_capacities(text_pair: Pair) -> 
     for length, num_tokens in ((10, 4), (KV_LENGTH_STEP - 6, 24), (1010, 40)):
         assert_same(eager, fixed, {"input_ids": torch.arange(length)[None] % 40 + 5}, max_new_tokens=num_tokens)
         capacities.add(target.cache.capacity)
+        keys: Any = target._graph_runners["fixed"]._captured
+        assert max(key.kv_lengths[0] for key in keys) >= padded_length(length + num_tokens, target.cache.capacity)
+        assert {key.num_tokens for key in keys} <= set(DEFAULT_CAPTURE_SIZES)
     assert len(capacities) > 1
 
 

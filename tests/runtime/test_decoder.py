@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaNextConfig,
-    LlavaNextForConditionalGeneration,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from autotune.drafters.independent import IndependentDraft
@@ -35,7 +28,7 @@ from autotune.trees.tree import MAX_STEP, ROOT, Ints
 from autotune.trees.verification import accept_path
 from tests.obvious import chi_square_p_value
 from tests.runtime.conftest import NEW_TOKENS, SAMPLED, TREES, Greedy, new_tokens
-from tests.tiny_models import NUM_VISUAL_TOKENS, VOCABULARY_SIZE, Inputs, Pair, copy_common_weights, new_llama, sharpen
+from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair, copy_common_weights, new_llama, sharpen
 
 PROMPTS = ("text", "image", "long")
 KEEPS = (1.0, 0.3)
@@ -128,17 +121,6 @@ def test_seeds_and_temperatures_give_different_texts(
     """Otherwise the test above would compare the greedy output with itself."""
     texts = [greedy("image"), *(sampled_plainly("image", setting) for setting in range(len(SAMPLED)))]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(texts, 2))
-
-
-def test_text_models_decode_the_same_way(text_pair: Pair, prompts: dict[str, Inputs]) -> None:
-    inputs, plain = prompts["text"], Decoder(text_pair.target)
-    settings = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "seed": 8}
-    greedy = text_pair.target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-    sampled = plain.generate(**inputs, **settings).sequences
-    for tree in TREES.values():
-        decoder = Decoder(text_pair.target, text_pair.draft, tree=tree)
-        assert torch.equal(decoder.generate(**inputs, max_new_tokens=NEW_TOKENS).sequences, greedy)
-        assert torch.equal(decoder.generate(**inputs, **settings).sequences, sampled)
 
 
 def test_a_draft_that_is_never_right_changes_no_token(pair: Pair, prompts: dict[str, Inputs], greedy: Greedy) -> None:
@@ -311,14 +293,6 @@ def test_custom_generate_equals_generate_with_logits_processors(
         assert torch.equal(pair.target.generate(**settings, custom_generate=Decoder(pair.target)), expected)
 
 
-def test_custom_generate_of_a_text_model(text_pair: Pair, prompts: dict[str, Inputs]) -> None:
-    decoder = Decoder(text_pair.target, text_pair.draft, tree=TREES["sage"])
-    settings = {**prompts["text"], "max_new_tokens": NEW_TOKENS, "do_sample": False, "repetition_penalty": 1.2}
-    assert torch.equal(
-        text_pair.target.generate(**settings, custom_generate=decoder), text_pair.target.generate(**settings)
-    )
-
-
 def test_custom_generate_samples_repeatably_and_the_draft_changes_nothing(
     pair: Pair, prompts: dict[str, Inputs], decoder: Decoder
 ) -> None:
@@ -441,44 +415,6 @@ def test_custom_generate_shows_the_draft_the_image_itself(
     assert len(seen) == 1 and torch.equal(seen[0], prompts["image"]["pixel_values"])
 
 
-def test_custom_generate_of_a_model_whose_images_come_with_more_than_pixels() -> None:
-    """LLaVA-NeXT cuts an image into tiles and needs its size, which ``generate`` passes to a custom method that names it."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-    vision = CLIPVisionConfig(num_hidden_layers=1, image_size=32, patch_size=8, **sizes)
-    text = LlamaConfig(vocab_size=VOCABULARY_SIZE, num_hidden_layers=2, eos_token_id=None, **sizes)
-    config = LlavaNextConfig(
-        vision_config=vision,
-        text_config=text,
-        image_token_id=3,
-        image_grid_pinpoints=[[32, 32]],
-        vision_feature_layer=-1,
-    )
-    target = LlavaNextForConditionalGeneration(config).eval()
-    # The whole image and its one tile are 4 x 4 patches each; each of the tile's four rows ends with a newline feature.
-    inputs = {
-        "input_ids": torch.tensor([[1, *[3] * (16 + 16 + 4), 7, 8, 9]]),
-        "pixel_values": torch.randn(1, 2, 3, 32, 32),
-        "image_sizes": torch.tensor([[32, 32]]),
-    }
-    expected = target.generate(**inputs, max_new_tokens=8, do_sample=False)
-    decoder = Decoder(target, target)
-    assert torch.equal(decoder.generate(**inputs, max_new_tokens=8).sequences, expected)
-    assert torch.equal(target.generate(**inputs, max_new_tokens=8, do_sample=False, custom_generate=decoder), expected)
-
-
-# ------------------------------------------------------------------------------------------------ drafts without sight
-
-
-def test_a_draft_without_sight_keeps_the_output(pair: Pair, prompts: dict[str, Inputs], greedy: Greedy) -> None:
-    """It reads the prompt without the image, whatever ``visual_keep`` is."""
-    draft = new_llama(2)
-    copy_common_weights(pair.draft.model.language_model, draft.model)
-    for keep in (1.0, 0.3):
-        decoder = Decoder(pair.target, draft, tree=TREES["sage"], visual_keep=keep)
-        assert torch.equal(decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS).sequences, greedy("image"))
-
-
 # ------------------------------------------------------------------------------------------------------------ mistakes
 
 
@@ -535,22 +471,6 @@ def test_vocabularies_that_are_padded_to_different_sizes(draft_size: int) -> Non
             Decoder(target, other, processor=tokenizer)
     with pytest.raises(UserError, match="must share one vocabulary; their tokenizers differ"):
         Decoder(target, IndependentDraft(draft, tokenizer=WordLevel(300, "other ")), processor=tokenizer)
-
-
-def test_image_tokens_without_an_image(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
-    with pytest.raises(UserError) as caught:
-        decoder.generate(input_ids=prompts["image"]["input_ids"])
-    expect(
-        caught,
-        f"the prompt has {NUM_VISUAL_TOKENS} image tokens but no pixel_values",
-        "pass the image to the processor",
-    )
-
-
-def test_an_image_without_image_tokens(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
-    with pytest.raises(UserError) as caught:
-        decoder.generate(**prompts["text"], pixel_values=prompts["image"]["pixel_values"])
-    expect(caught, "pixel_values came without image tokens", "let the processor make both")
 
 
 def test_more_than_the_context_holds(decoder: Decoder, prompts: dict[str, Inputs]) -> None:

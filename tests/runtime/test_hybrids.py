@@ -15,11 +15,11 @@ from torch import Tensor
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import bounds_for, join
 from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import new_network
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.mtp import MtpConfig, MtpNetwork
 from autotune.drafters.retrieval import RetrievalDraft
+from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
 from autotune.evaluation.bench import choose_arms
 from autotune.evaluation.divergence import first_divergence
@@ -35,13 +35,13 @@ from autotune.search.cost_tables import table_for_gpu
 from autotune.search.model_pool import ModelPool
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
-from tests.families import FAMILIES, encode, load, random_prompts, save
+from tests.families import FAMILIES, load, params_of, save
 from tests.hybrids import HYBRIDS
 from tests.obvious import assert_same_logits
 from tests.runtime.test_families import (
     NEW_TOKENS,
-    NUM_NIGHTLY_PROMPTS,
     NUM_SPECIAL_TOKENS,
+    DecodingContract,
     Inputs,
     Member,
     answer,
@@ -61,43 +61,18 @@ CHAINS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(scope="module", params=params_of(HYBRIDS))
 def member(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Member:
     return new_member(HYBRIDS[request.param], tmp_path_factory.mktemp(request.param))
 
 
-class TestEveryHybrid:
+class TestEveryHybrid(DecodingContract):
     """Every family in ``HYBRIDS`` must pass all of this."""
 
-    def check_prompts(self, member: Member, num_prompts: int, seed: int) -> None:
-        """Random prompts with every sight in turn, decoded with random chains: greedy output equals that of
-        ``model.generate``, sampled output that of plain decoding with the same seed.
-        """
-        rng = np.random.default_rng(seed)
-        plain, num_accepted, num_rounds = Decoder(member.target), 0, 0
-        for number in range(num_prompts):
-            inputs = member.inputs(rng, member.sights[number % len(member.sights)])
-            tree = CHAINS[int(rng.integers(len(CHAINS)))]
-            options = {
-                "visual_keep": float(rng.choice([1.0, 0.5, 0.1])),
-                "capture_sizes": [(), (), (4, 9, 33)][int(rng.integers(3))],  # the padding enters the states too
-            }
-            decoder = Decoder(member.target, member.draft, tree=tree, **options)
-            out = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS)
-            assert torch.equal(out.sequences, greedy(member.target, inputs)), (number, tree, options)
-            sampled = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "seed": int(rng.integers(1000))}
-            with_draft, alone = decoder.generate(**inputs, **sampled), plain.generate(**inputs, **sampled)
-            assert torch.equal(with_draft.sequences, alone.sequences), (number, tree, options, sampled)
-            for stats in (out.stats, with_draft.stats):
-                num_accepted, num_rounds = num_accepted + sum(stats.accepted_lengths), num_rounds + stats.rounds
-        assert num_accepted > 0.5 * num_rounds, "a draft that is seldom right proves little"
-
-    def test_decoding_changes_no_token(self, member: Member) -> None:
-        self.check_prompts(member, max(3, len(member.sights)), seed=0)
-
-    @pytest.mark.nightly
-    def test_decoding_changes_no_token_of_many_prompts(self, member: Member) -> None:
-        self.check_prompts(member, NUM_NIGHTLY_PROMPTS, seed=1)
+    trees = CHAINS
+    least_prompts = 3
+    least_accepted = 0.5
+    batch_tree = CHAINS[1]
 
     @torch.inference_mode()
     def test_rejected_tokens_leave_no_trace(self, member: Member) -> None:
@@ -131,7 +106,7 @@ class TestEveryHybrid:
         """Retrieval, a text model of another family, and networks that read the target's features: Qwen's have mtp heads."""
         example, target = member.examples[-1], Target(member.target)
         torch.manual_seed(0)
-        network = new_network("star", {"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test")
+        network = StarNetwork.new({"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test")
         drafts = [RetrievalDraft(), IndependentDraft(text_draft), FeatureDraft(network.eval())]
         if "qwen" in member.family.name:
             sizes = MtpConfig(hidden_size=target.text.config.hidden_size, num_target_layers=len(target.text.layers))
@@ -140,21 +115,6 @@ class TestEveryHybrid:
             out = Decoder(target, draft, tree=CHAINS[1]).generate(**example.inputs, max_new_tokens=NEW_TOKENS)
             assert torch.equal(out.sequences, example.sequences)
             assert out.stats.draft_forwards > 0
-
-    def test_rows_of_a_batch_are_decoded_as_if_alone(self, member: Member) -> None:
-        """On whichever side the batch is padded: no state reads padding."""
-        rng = np.random.default_rng(7)
-        sights = [member.sights[number % len(member.sights)] for number in (1, 0)]
-        prompts = random_prompts(member.family, member.processor, rng, sights)
-        singles = [encode(member.processor, [prompt]) for prompt in prompts]
-        expected = [answer(greedy(member.target, single), single) for single in singles]
-        decoder = Decoder(member.target, member.draft, tree=CHAINS[1], visual_keep=0.5)
-        for side in ("left", "right"):
-            batch = encode(member.processor, prompts, padding_side=side)
-            out = decoder.generate(**batch, max_new_tokens=NEW_TOKENS)
-            length = batch["input_ids"].shape[1]
-            for row, tokens in enumerate(expected):
-                assert out.sequences[row, length : length + len(tokens)].tolist() == tokens
 
     def test_in_bfloat16_every_divergence_is_a_near_tie(self, member: Member) -> None:
         """Plain decoding updates a state token by token, a verification in one pass, which rounds otherwise."""

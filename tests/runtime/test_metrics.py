@@ -52,7 +52,7 @@ def test_requests_are_logged(decoder: Decoder, prompts: dict[str, Inputs], caplo
 def test_prometheus_metrics_add_up_to_the_statistics(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
     prometheus = pytest.importorskip("prometheus_client")
     registry = prometheus.CollectorRegistry()
-    PrometheusMetrics(decoder, registry)
+    decoder.observers.append(PrometheusMetrics(decoder.points, registry))
 
     def value(name: str, **labels: Any) -> float:
         found = registry.get_sample_value(f"autotune_{name}", {key: str(label) for key, label in labels.items()})
@@ -87,10 +87,10 @@ def test_prometheus_metrics_add_up_to_the_statistics(decoder: Decoder, prompts: 
     assert sum(value("seconds_total", phase=phase) for phase in phases) >= spent * 0.999
     assert value("first_token_seconds_count") == 6 and value("token_seconds_count") == 5
     with pytest.raises(UserError, match="the registry counts another decoder; give each decoder a registry of its own"):
-        PrometheusMetrics(decoder, registry)
+        decoder.observers.append(PrometheusMetrics(decoder.points, registry))
 
 
 def test_without_the_package_metrics_are_refused_in_one_line(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(UserError, match=r'need prometheus-client; pip install "autotune\[metrics\]"'):
-        PrometheusMetrics(decoder)
+        PrometheusMetrics(decoder.points)

@@ -16,7 +16,7 @@ from autotune.documents.condition import Condition
 from autotune.documents.decoding_profile import DecodingProfile, DraftChoice, OperatingPoint
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import load_draft, save_draft
+from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
 from autotune.modeling.cached_model import CachedModel
@@ -54,7 +54,7 @@ REQUESTS: list[tuple[str | None, float, str, int]] = [
 @pytest.fixture(scope="module")
 def star(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> ModelReference:
     folder = tmp_path_factory.mktemp("star")
-    save_draft(agreeing_draft("star", Target(pair.target), injection_layer=4).network, folder)  # type: ignore[arg-type]
+    agreeing_draft("star", Target(pair.target), injection_layer=4).network.save(folder)  # type: ignore[operator]
     return reference(str(folder))
 
 

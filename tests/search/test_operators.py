@@ -10,7 +10,7 @@ import torch
 from autotune.acceptance.trace import bounds_for
 from autotune.documents.decoding_profile import DraftChoice
 from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import load_draft, save_draft
+from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -39,7 +39,7 @@ SPACE = {
 def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("specvlm")
     with torch.inference_mode():
-        save_draft(agreeing_draft("specvlm", Target(pair.target), injection_layer=4).network, folder)  # type: ignore[arg-type]
+        agreeing_draft("specvlm", Target(pair.target), injection_layer=4).network.save(folder)  # type: ignore[operator]
     return folder
 
 
@@ -78,7 +78,7 @@ def test_a_fixed_operator_compresses_every_prompt(
 def test_drafts_without_the_operator_are_refused(pair: Pair, folder: Path, tmp_path: Path) -> None:
     target = Target(pair.target)
     with torch.inference_mode():
-        save_draft(agreeing_draft("dream", target, injection_layer=4).network, tmp_path)  # type: ignore[arg-type]
+        agreeing_draft("dream", target, injection_layer=4).network.save(tmp_path)  # type: ignore[operator]
     with pytest.raises(UserError, match="only a specvlm draft compresses visual tokens; got operator pool for dream"):
         load_draft(str(tmp_path), target, Subnet(operator="pool"))
     with pytest.raises(

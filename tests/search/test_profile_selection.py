@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from autotune.console import Console
 from autotune.documents.condition import Condition
-from autotune.documents.configuration import Configuration, configuration_of
+from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import AR, OperatingPoint
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.documents.run import Run
@@ -244,39 +243,6 @@ def test_operating_point_must_be_faster_in_real_runs(
     assert "workload read: " in printed and max(map(len, printed.splitlines())) <= 120
     assert [when.workload for when, _ in kept] == ["read"]
     assert kept[0][1].tree == other.configuration.tree
-
-
-@pytest.fixture
-def predictions(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the predicted time of configurations: 1 where they are ``fast`` [prompts], else 2."""
-
-    def set_times(fast: dict[str, np.ndarray]) -> None:
-        def prompt_ms(evaluator: Evaluator, configurations: Sequence[Configuration]) -> np.ndarray:
-            return np.array([np.where(fast.get(one.key, np.zeros(16, bool)), 1.0, 2.0) for one in configurations])
-
-        monkeypatch.setattr(Evaluator, "prompt_ms", prompt_ms)
-
-    return set_times
-
-
-def test_points_that_would_begin_late_are_not_kept(
-    selection: ProfileSelection, clock: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    winner, other = finalists_of(selection)[:2]
-    late = replace(selection, clock=StageClock(time.monotonic() - 1))
-    clock(lambda arm, prompt: {"point": 4.0}.get(arm.name, 6.0))
-    measured = replace(late.measure_finalists([winner]), winner=winner.configuration)
-    assert late.confirmation(measured).confirmed([(Condition(workload="read"), other)]) == []
-    assert "1 operating points were not confirmed" in capsys.readouterr().err
-
-
-def test_temperature_may_get_an_operating_point(selection: ProfileSelection, predictions: Callable[..., None]) -> None:
-    """The winner takes twice as long whenever tokens are sampled."""
-    winner, other = finalists_of(selection)[0], selection.trees.fastest[1]
-    sampled = np.array([prompt.settings.temperature == 1.0 for prompt in selection.prompts.workload.prompts])
-    predictions({winner.key: ~sampled, other.key: sampled})
-    points = selection.points(winner)
-    assert [when.label for when, _ in points] == ["temperature from 0.5", "any request"]
 
 
 def test_points_are_measured_on_the_prompts_that_they_decode() -> None:

@@ -16,7 +16,6 @@ from autotune.acceptance.trace import ForestBounds
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import save_draft
 from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
 from autotune.modeling.target import Target
@@ -61,7 +60,7 @@ def model_pool(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> ModelPoo
     """A pool with a supernet and an independent draft."""
     folder = tmp_path_factory.mktemp("star")
     with torch.inference_mode():
-        save_draft(agreeing_draft("star", Target(pair.target), injection_layer=4).network, folder)  # type: ignore[arg-type]
+        agreeing_draft("star", Target(pair.target), injection_layer=4).network.save(folder)  # type: ignore[operator]
     return ModelPool(str(pair.target_folder), [str(folder), str(pair.draft_folder)], "cpu")
 
 

@@ -11,10 +11,9 @@ import torch
 
 from autotune.acceptance.trace import ForestBounds
 from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import load_draft, load_network, save_draft
+from autotune.drafters.checkpoint import load_draft, load_network
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
-from autotune.measuring.measurement import shape_of
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.search.cost_tables import priced_variants
@@ -48,7 +47,7 @@ def folders(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
         with torch.inference_mode():
             network: Any = agreeing_draft(kind, Target(pair.target), injection_layer=4).network
             network.token_frequencies = torch.arange(VOCABULARY_SIZE) % 2 + 1.0
-            save_draft(network, found[kind])
+            network.save(found[kind])
     return found
 
 
@@ -76,7 +75,7 @@ def test_proposals_are_those_of_the_whole_vocabulary_among_frequent_tokens(
     np.testing.assert_allclose(logprobs, expected.values, rtol=1e-5)
     cut_head = cut.head_parameters
     assert whole.num_parameters + cut_head == cut.num_parameters
-    assert shape_of(whole).text_parameters - shape_of(cut).text_parameters == whole.head_parameters - cut_head > 0
+    assert whole.shape.text_parameters - cut.shape.text_parameters == whole.head_parameters - cut_head > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,7 +140,7 @@ def test_a_cost_table_prices_vocabularies_apart() -> None:
 def test_drafts_without_frequencies_are_refused(pair: Pair, tmp_path: Path) -> None:
     target = Target(pair.target)
     with torch.inference_mode():
-        save_draft(agreeing_draft("dream", target, injection_layer=4).network, tmp_path)  # type: ignore[arg-type]
+        agreeing_draft("dream", target, injection_layer=4).network.save(tmp_path)  # type: ignore[operator]
     assert not load_network(tmp_path).has_frequencies
     with pytest.raises(UserError, match=r"dream draft has no token frequencies.* got vocabulary 0\.5; leave it out"):
         load_draft(str(tmp_path), target, Subnet(vocabulary=SHARE))

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
-from typing import get_args
+from typing import Any
 
 import pytest
 import torch
 
-from autotune.documents.subnet import Operator, Subnet
-from autotune.drafters.checkpoint import new_network
+from autotune.documents.subnet import Operator
 from autotune.drafters.specvlm import SpecVlmNetwork
+from autotune.drafters.teacher_batch import TeacherBatch
+from autotune.drafters.trainable import LossSettings
+from autotune.drafters.two_readings import TwoReadings, rows_of
+from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.training.examples import Example
-from autotune.training.losses import TwoReadings, drafting_loss, gate_loss, operator_losses, rows_of, token_losses
-from autotune.training.recipe import Recipe, Stage
-from autotune.training.teacher import Teacher, TeacherBatch
-from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs
+from autotune.training.teacher import Teacher
+from tests.tiny_models import NUM_VISUAL_TOKENS
+from tests.training.conftest import SIZES
 
 LAST = 4
-STAGE = Stage(steps=1, batch_size=1, learning_rate=1.0, gate_cost=0.0)
+SETTINGS = LossSettings(gate_cost=0.0)
 OPERATORS: tuple[Operator, ...] = ("prune", "pool", "convolve", "resample", "text_only")
 
 
 @pytest.fixture(scope="module")
-def batch(target: Target, prompts: dict[str, Inputs]) -> TeacherBatch:
+def batch(target: Target, encoded: list[Prompt]) -> TeacherBatch:
     """The two prompts with images, with answers of 6 and 8 tokens."""
-    with torch.no_grad():
-        encoded = [target.encode(inputs).prompts[0] for inputs in prompts.values()]
     with_image = [prompt for prompt in encoded if prompt.num_visual_tokens]
     return Teacher(target).read([Example(p, len(p) - 6 - 2 * n) for n, p in enumerate(with_image[:2])], layers=())
 
@@ -36,9 +37,8 @@ def batch(target: Target, prompts: dict[str, Inputs]) -> TeacherBatch:
 def new_specvlm(target: Target, *, std: float | None = None) -> SpecVlmNetwork:
     """A draft with random weights; ``std``: of larger ones, with which the visual rows matter."""
     torch.manual_seed(3)
-    sizes = {"num_heads": 4, "head_size": 8, "mlp_size": 32, "compression": {"prune_ratio": 5, "pool_ratio": 4}}
-    network = new_network("specvlm", sizes, target, source="test")
-    assert isinstance(network, SpecVlmNetwork)
+    sizes = {**SIZES, "compression": {"prune_ratio": 5, "pool_ratio": 4}}
+    network = SpecVlmNetwork.new(sizes, target, source="test")
     if std is not None:
         for name, parameter in network.named_parameters():
             if parameter.dim() > 1 and name != "feature_norms":
@@ -49,12 +49,12 @@ def new_specvlm(target: Target, *, std: float | None = None) -> SpecVlmNetwork:
 def test_the_gate_has_a_gradient_through_the_whole_draft(target: Target, batch: TeacherBatch) -> None:
     """At initialization, at least a thousandth of the median parameter's; the gate's loss reaches the gate alone."""
     network = new_specvlm(target).train()
-    loss, figures = drafting_loss(network, batch, STAGE, Subnet(), None, torch.Generator().manual_seed(0))
+    loss, figures = network.loss(batch, SETTINGS, torch.Generator().manual_seed(0))
     loss.backward()
     norms = {n: float(p.grad.norm()) for n, p in network.named_parameters() if p.grad is not None}
     assert norms["compressor.gate.weight"] > 1e-3 * statistics.median(norms.values())
     assert "gate_regret" in figures and figures["loss"] < float(loss.detach()), "the logged loss is the draft's own"
-    found = gate_loss(network, batch, STAGE, Subnet(), torch.Generator().manual_seed(0))
+    found = network.gate_loss(batch, SETTINGS, torch.Generator().manual_seed(0))
     assert found is not None
     network.zero_grad(set_to_none=True)
     found[0].backward()
@@ -66,12 +66,12 @@ def test_the_gate_has_a_gradient_through_the_whole_draft(target: Target, batch: 
 
 def test_evaluation_follows_the_gate_and_does_not_train_it(target: Target, batch: TeacherBatch) -> None:
     network = new_specvlm(target, std=1.5).eval()
-    losses = operator_losses(network, batch, STAGE, Subnet(), torch.Generator().manual_seed(0)).losses
+    losses = network.operator_losses(batch, SETTINGS, torch.Generator().manual_seed(0)).losses
     torch.nn.init.zeros_(network.compressor.gate.weight)  # type: ignore[union-attr]
     for number, name in enumerate(OPERATORS):
         with torch.no_grad():
             network.compressor.gate.bias.copy_(torch.eye(5)[number])  # type: ignore[union-attr]
-            loss, figures = drafting_loss(network, batch, STAGE, Subnet(), None, torch.Generator().manual_seed(0))
+            loss, figures = network.loss(batch, SETTINGS, torch.Generator().manual_seed(0))
         tokens = batch.loss_mask.sum(1)
         expected = (losses[:, number] * tokens).sum() / tokens.sum()
         torch.testing.assert_close(loss, expected, msg=name)
@@ -80,7 +80,7 @@ def test_evaluation_follows_the_gate_and_does_not_train_it(target: Target, batch
 
 def test_operator_losses_are_those_of_each_example_alone(target: Target, batch: TeacherBatch) -> None:
     network = new_specvlm(target, std=1.5)
-    measured = operator_losses(network, batch, STAGE, Subnet(), torch.Generator().manual_seed(0))
+    measured = network.operator_losses(batch, SETTINGS, torch.Generator().manual_seed(0))
     losses = measured.losses
     n = NUM_VISUAL_TOKENS
     expected = torch.tensor([-(-n // 5) / n, -(-n // 4) / n, -(-n // 3) / n, 2 / n, 0.0])
@@ -95,7 +95,7 @@ def test_operator_losses_are_those_of_each_example_alone(target: Target, batch: 
                 follows[:, 1:] &= rows.loss_mask[:, :-1]
                 follows[:, 0] = False
                 is_own = follows & ((rows.positions + offsets[row]) % 6 != 0)
-                found = token_losses(network, alone, rows, STAGE, None, is_own)
+                found = network.token_losses(alone, rows, SETTINGS, None, is_own)
             torch.testing.assert_close(found.losses.mean(), losses[row, number])
             torch.testing.assert_close(found.agrees[0].mean(), measured.agreement[row, number])
     assert float((losses.max(1).values / losses.min(1).values).min()) > 1.01, "the operators differ"
@@ -117,62 +117,47 @@ def taught_by(network: SpecVlmNetwork, batch: TeacherBatch, operators: list[Oper
     return made
 
 
+def choices_after(
+    network: SpecVlmNetwork, batch: TeacherBatch, num_steps: int, loss_of: Callable[[torch.Generator], Any]
+) -> list[Operator]:
+    """The operators that the gate chooses for the examples of a batch after some steps of its training."""
+    assert network.compressor.gate is not None
+    optimizer = torch.optim.AdamW(network.compressor.gate.parameters(), lr=0.05, weight_decay=0.0)
+    network.train()
+    for step in range(num_steps):
+        loss, _ = loss_of(torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    questions = network.target_features({LAST: batch.hidden[LAST][torch.arange(2), batch.loss_start]})
+    return [network.compressor.choice(question) for question in questions]
+
+
 @pytest.mark.parametrize("best", [["convolve", "text_only"], ["resample", "prune"]])
 def test_training_teaches_the_gate_the_best_operator_of_each_question(
     target: Target, batch: TeacherBatch, best: list[Operator]
 ) -> None:
     network = new_specvlm(target, std=1.5)
     made = taught_by(network, batch, best)
-    losses = operator_losses(network, made, STAGE, Subnet(), torch.Generator().manual_seed(0)).losses
+    losses = network.operator_losses(made, SETTINGS, torch.Generator().manual_seed(0)).losses
     assert [OPERATORS[int(row.argmin())] for row in losses] == best and float(losses.min()) < 1e-4
     torch.nn.init.normal_(network.compressor.gate.weight, std=0.01)  # type: ignore[union-attr]
-    assert network.compressor.gate is not None
-    optimizer = torch.optim.AdamW(network.compressor.gate.parameters(), lr=0.05, weight_decay=0.0)
-    network.train()
-    for step in range(40):
-        loss, _ = drafting_loss(network, made, STAGE, Subnet(), None, torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    network.eval()
-    questions = made.hidden[LAST][torch.arange(2), made.loss_start]
-    chosen = [network.compressor.choice(network.target_features({LAST: question})) for question in questions]
-    assert chosen == best
+    assert choices_after(network, made, 40, lambda generator: network.loss(made, SETTINGS, generator)) == best
 
 
 def test_a_cost_for_visual_rows_decides_between_equal_operators(target: Target, batch: TeacherBatch) -> None:
     """Without a visual part of the stream all operators have nearly the same loss; the gate then drops all rows."""
     network = new_specvlm(target)  # the block's first output is small
-    stage = STAGE.model_copy(update={"gate_cost": 100.0})
-    assert network.compressor.gate is not None
-    optimizer = torch.optim.AdamW(network.compressor.gate.parameters(), lr=0.05, weight_decay=0.0)
-    network.train()
-    for step in range(30):
-        found = gate_loss(network, batch, stage, Subnet(), torch.Generator().manual_seed(step))
-        assert found is not None
-        optimizer.zero_grad()
-        found[0].backward()
-        optimizer.step()
-    questions = network.target_features({LAST: batch.hidden[LAST][torch.arange(2), batch.loss_start]})
-    assert [network.compressor.choice(question) for question in questions] == ["text_only", "text_only"]
+    settings = LossSettings(gate_cost=100.0)
+    chosen = choices_after(network, batch, 30, lambda generator: network.gate_loss(batch, settings, generator))
+    assert chosen == ["text_only", "text_only"]
 
 
-def test_texts_without_images_do_not_train_the_gate(target: Target, prompts: dict[str, Inputs]) -> None:
-    with torch.no_grad():
-        encoded = [target.encode(inputs).prompts[0] for inputs in prompts.values()]
+def test_texts_without_images_do_not_train_the_gate(target: Target, encoded: list[Prompt]) -> None:
     texts = [prompt for prompt in encoded if not prompt.num_visual_tokens]
     batch = Teacher(target).read([Example(prompt, len(prompt) - 6) for prompt in texts], layers=())
     network = new_specvlm(target).train()
-    loss, figures = drafting_loss(network, batch, STAGE, Subnet(), None, torch.Generator().manual_seed(0))
+    loss, figures = network.loss(batch, SETTINGS, torch.Generator().manual_seed(0))
     loss.backward()
     assert network.compressor.gate is not None and network.compressor.gate.weight.grad is None
     assert "gate_regret" not in figures
-
-
-def test_loss_weights_are_those_of_the_paper_of_each_draft() -> None:
-    for model in get_args(Recipe.model_fields["model"].annotation):
-        assert sum(STAGE.loss_weights(model)) > 0
-    assert STAGE.loss_weights("specvlm") == (0.1, 1.0)
-    assert STAGE.loss_weights("star") == STAGE.loss_weights("dream") == (1.0, 0.2)
-    assert STAGE.model_copy(update={"logit_weight": 0.0}).loss_weights("specvlm") == (0.0, 1.0)
-    assert STAGE.model_copy(update={"feature_weight": 0.5}).loss_weights("star") == (1.0, 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,20 +15,20 @@ import torch
 from PIL import Image
 
 from autotune import console, device
-from autotune.drafters.checkpoint import new_network
+from autotune.drafters.star import StarNetwork
+from autotune.drafters.teacher_batch import TeacherBatch
+from autotune.drafters.trainable import LossSettings
 from autotune.errors import UserError
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.training import memory
 from autotune.training.curve import distilled_layers, draw_curve, logged
-from autotune.training.divergence import make_divergence
-from autotune.training.draft_task import EVALUATION, DraftTask
 from autotune.training.examples import Example
 from autotune.training.memory import BatchShape, MemoryEstimate, check_memory, estimate_memory, free_disk
-from autotune.training.teacher import Teacher, TeacherBatch
+from autotune.training.teacher import Teacher
 from autotune.training.trainer import train, train_with_progress
-from tests.tiny_models import Pair, new_llama
-from tests.training.test_training import write_examples, write_recipe
+from tests.tiny_models import new_llama
+from tests.training.conftest import SIZES, STAGE
 
 GIB = 2**30
 
@@ -53,7 +54,7 @@ def status_bytes(name: str) -> int:
 @pytest.mark.parametrize(
     ("vocabulary_size", "shape", "sizes"),
     [
-        (128_000, BatchShape(2, 128, 2 * 64), {"num_heads": 4, "head_size": 8, "mlp_size": 32}),
+        (128_000, BatchShape(2, 128, 2 * 64), SIZES),
         (300, BatchShape(4, 1024, 4 * 8), {"num_heads": 8, "head_size": 32, "mlp_size": 512}),
     ],
 )
@@ -67,37 +68,23 @@ def test_step_uses_the_estimated_memory(vocabulary_size: int, shape: BatchShape,
     except OSError:
         pytest.skip("the peak memory of a process is not available")
     target = new_target(vocabulary_size=vocabulary_size, hidden_size=128, intermediate_size=256)
-    network = new_network("star", sizes, target, source="test")
+    network = StarNetwork.new(sizes, target, source="test")
     needs = estimate_memory(target, network, [shape], num_layers_kept=4)
     before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     batch = new_teacher_batch(
         target, num_rows=shape.num_rows, length=shape.length, num_loss_tokens=shape.num_loss_tokens // shape.num_rows
     )
-    drafting_step(network, batch)
+    network.loss(batch, LossSettings(), torch.Generator())[0].backward()
     measured = status_bytes("VmHWM") - before
     estimated = sum(needs.parts[name] for name in ("teacher batches", "activations", "logits"))
     assert estimated > 200 * 2**20, "far more than memory that can be reused"
     assert 0.6 < estimated / measured < 1.5
 
 
-def drafting_step(network: Any, batch: TeacherBatch) -> None:
-    """Loss and gradients of one teacher batch."""
-    task = SimpleNamespace(
-        module=network,
-        recipe=SimpleNamespace(seed=0),
-        _stage_number=0,
-        _teacher_batches=[batch],
-        _compare=make_divergence(compiled=False),
-    )
-    task._subnet = lambda stage, generator: DraftTask._subnet(task, stage, generator)  # type: ignore[arg-type]
-    loss, _ = DraftTask.loss(task, EVALUATION, 0)  # type: ignore[arg-type]
-    loss.backward()
-
-
 def test_estimate_counts_every_part_of_the_largest_batch() -> None:
     target = new_target()
-    network = new_network("star", {"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test")
+    network = StarNetwork.new(SIZES, target, source="test")
     shapes = [BatchShape(2, 50, 10), BatchShape(2, 500, 10), BatchShape(2, 60, 20)]
     needs = estimate_memory(target, network, shapes, num_layers_kept=4, num_held_out=3, disk_bytes=7)
     assert needs.shape == shapes[1] and needs.disk_bytes == 7
@@ -165,11 +152,11 @@ def test_free_disk_of_a_missing_folder(tmp_path: Path) -> None:
     assert 0 <= free_disk(tmp_path / "not" / "there") < 2**60
 
 
-def test_cached_batches_use_the_estimated_disk(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_batches_use_the_estimated_disk(
+    recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The estimate ignores the masks of visual tokens. Batches that are already cached are not counted."""
-    monkeypatch.chdir(tmp_path)
-    write_examples(tmp_path / "examples.jsonl")
-    path = write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder))
+    path = recipe()
     disk_bytes: list[int] = []
 
     def check(needs: MemoryEstimate, *_: Any, **__: Any) -> str:
@@ -246,11 +233,8 @@ def test_plain_lines_show_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys:
     assert len(lines) > 30 and not any("400/400" in line for line in lines)
 
 
-def test_progress_shows_loss_and_agreement(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_examples(tmp_path / "examples.jsonl")
-    stage = {"batch_size": 2, "learning_rate": 1e-3, "steps": 4, "subnets": "random"}
-    path = write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder), stages=[stage, stage])
+def test_progress_shows_loss_and_agreement(recipe: Callable[..., Path], tmp_path: Path) -> None:
+    path = recipe(stages=[{**STAGE, "steps": 4, "subnets": "random"}] * 2)
     messages: list[str] = []
     plain = SimpleNamespace(_rich=None, say=messages.append, stage=console.Console.stage)
     plain.stage = lambda name: console.Console.stage(plain, name)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,36 +17,35 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
-from PIL import Image
 from safetensors.torch import load_file, save
 from transformers import AutoModelForImageTextToText
 
-from autotune.drafters.checkpoint import load_draft, new_network
+from autotune.drafters.checkpoint import load_draft
+from autotune.drafters.dream import DreamNetwork
+from autotune.drafters.star import StarNetwork
+from autotune.drafters.teacher_batch import TeacherBatch
+from autotune.drafters.two_readings import own_feature_mask, rows_of
 from autotune.errors import UserError
 from autotune.files import read_lines
+from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.training import trainer
 from autotune.training.draft_task import DraftTask
 from autotune.training.examples import Example
-from autotune.training.losses import drafting_loss, own_feature_mask, rows_of
-from autotune.training.memory import BatchShape
 from autotune.training.recipe import Stage, load_recipe
-from autotune.training.teacher import Teacher, TeacherBatch, TeacherBatches
+from autotune.training.teacher import Teacher, TeacherBatches
 from autotune.training.trainer import make_optimizers, train
 from tests.tiny_models import TARGET_LAYERS, Inputs, Pair
+from tests.training.conftest import SIZES, STAGE, write_examples, write_recipe
 
-SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 32}
 LAST = TARGET_LAYERS
 ALL_LAYERS = range(LAST + 1)  # layer 0 is the input of the first layer
 
 
 @pytest.fixture(scope="module")
-def examples(target: Target, prompts: dict[str, Inputs]) -> list[Example]:
+def examples(encoded: list[Prompt]) -> list[Example]:
     """Three examples of different lengths; the last five tokens of each are its answer."""
-    with torch.no_grad():
-        encoded = [target.encode(inputs).prompts[0] for inputs in prompts.values()]
     return [Example(prompt, len(prompt) - 6) for prompt in encoded]
 
 
@@ -87,11 +87,10 @@ def test_visual_scores_depend_on_the_prompt_only(
 
 
 def test_attention_entropies_equal_those_of_an_eager_model(
-    pair: Pair, target: Target, prompts: dict[str, Inputs]
+    pair: Pair, target: Target, encoded: list[Prompt], prompts: dict[str, Inputs]
 ) -> None:
     """Mean attention entropy (AE) of every layer, over the sampled query tokens."""
-    with torch.no_grad():
-        (prompt,) = target.encode(prompts["image"]).prompts
+    prompt = encoded[list(prompts).index("image")]
     batch = Teacher(target).read([Example(prompt, len(prompt) - 4)], layers=(), rule="entropy", seed=3)
     eager = AutoModelForImageTextToText.from_pretrained(pair.target_folder, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -116,7 +115,7 @@ def test_distilled_layer_of_worked_examples() -> None:
 
 def test_rows_drop_only_the_visual_tokens_of_lowest_score(target: Target, examples: list[Example]) -> None:
     batch = Teacher(target).read(examples, layers=(2,))
-    network = new_network("star", SIZES, target, source="test")
+    network = StarNetwork.new(SIZES, target, source="test")
     rows = rows_of(network, batch, visual_keep=0.25, injection_layer=2)
     for row, example in enumerate(examples):
         length = len(example.prompt)
@@ -138,7 +137,7 @@ def test_rows_drop_only_the_visual_tokens_of_lowest_score(target: Target, exampl
 
 def test_own_feature_runs_begin_with_a_target_feature(target: Target, examples: list[Example]) -> None:
     batch = Teacher(target).read(examples, layers=())
-    network = new_network("dream", SIZES, target, source="test")
+    network = DreamNetwork.new(SIZES, target, source="test")
     rows = rows_of(network, batch, visual_keep=1.0, injection_layer=4)
     masks = [own_feature_mask(rows, torch.Generator().manual_seed(seed)) for seed in range(40)]
     for is_own in masks:
@@ -159,10 +158,6 @@ class CountedExamples:
     examples: list[Example]
     num_batches: int = 3
     requests: Counter[int] = field(default_factory=Counter)
-
-    @property
-    def shapes(self) -> list[BatchShape]:
-        return [BatchShape(2, max(len(example.prompt) for example in self.examples), 12)] * 3
 
     def __getitem__(self, number: int) -> list[Example]:
         self.requests[number] += 1
@@ -252,35 +247,6 @@ def test_damaged_cache_files_are_replaced(target: Target, batches: CountedExampl
 # ----------------------------------------------------------------------------------------------------------------- runs
 
 
-@pytest.fixture
-def recipe_path(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Seven steps of a star draft for the tiny target. Answers and teacher batches are cached in its folder."""
-    monkeypatch.chdir(tmp_path)
-    write_examples(tmp_path / "examples.jsonl")
-    return write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder))
-
-
-def write_recipe(path: Path, teacher: str | None, **changes: Any) -> Path:
-    stage = {"batch_size": 2, "learning_rate": 1e-3, "warmup_steps": 2}
-    recipe = {
-        "schema": "autotune.recipe/1",
-        "name": "tests/star",
-        "description": "a small draft",
-        "model": "star",
-        "teacher": teacher,
-        "draft": SIZES,
-        "data": {"file": "examples.jsonl"},
-        "seed": 1,
-        "stages": [
-            {**stage, "steps": 3, "distillation": "entropy-and-change"},
-            {**stage, "steps": 4, "subnets": "random", "optimizer": "muon"},
-        ],
-        **changes,
-    }
-    path.write_text(yaml.safe_dump({key: value for key, value in recipe.items() if value is not None}))
-    return path
-
-
 class _Killed(Exception):
     pass
 
@@ -315,49 +281,42 @@ def test_run_killed_at_any_step_ends_with_the_same_weights(
 
 
 def test_log_counts_the_distilled_layer_of_every_step(
-    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines after steps 2 and 3 of the first stage; the second stage does not distil."""
     monkeypatch.setattr(trainer, "LOG_EVERY", 2)
     distilled: list[str] = []
+    loss_of = StarNetwork.loss
 
     def observed(*arguments: Any) -> tuple[torch.Tensor, dict[str, float]]:
-        loss, figures = drafting_loss(*arguments)
-        if "distilled_layer" in figures:
-            distilled.append(str(int(figures["distilled_layer"])))
-        return loss, figures
+        loss, metrics = loss_of(*arguments)
+        if "distilled_layer" in metrics:
+            distilled.append(str(int(metrics["distilled_layer"])))
+        return loss, metrics
 
-    monkeypatch.setattr("autotune.training.draft_task.drafting_loss", observed)
-    lines = read_lines(train(recipe_path, output=tmp_path / "out") / "training.jsonl")
+    monkeypatch.setattr(StarNetwork, "loss", observed)
+    lines = read_lines(train(recipe()) / "training.jsonl")
     assert len(distilled) == 3
     found = [(line["step"], line.get("distilled_layers")) for line in lines]
     assert found == [(2, Counter(distilled[:2])), (3, Counter(distilled[2:])), (2, None), (4, None)]
 
 
-def test_fixed_layer_is_distilled_in_every_step(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fixed_layer_is_distilled_in_every_step(recipe: Callable[..., Path], tmp_path: Path) -> None:
     """A draft that reads the last layer imitates layer 2, which its teacher batches keep without measuring entropy."""
-    monkeypatch.chdir(tmp_path)  # where teacher batches are cached
-    path = write_fixed_layer(tmp_path, pair, 2)
-    lines = read_lines(train(path, output=tmp_path / "out") / "training.jsonl")
+    path = recipe(model="dream", stages=[{**STAGE, "steps": 3, "distillation": 2}])
+    lines = read_lines(train(path) / "training.jsonl")
     assert [line.get("distilled_layers") for line in lines] == [{"2": 3}]
     cached = [load_file(file) for file in tmp_path.glob(".autotune/teacher-batches/*/*.safetensors")]
     assert cached and all("hidden.2" in tensors and "entropies" not in tensors for tensors in cached)
 
 
-def test_layer_that_the_target_does_not_have_is_refused(pair: Pair, tmp_path: Path) -> None:
-    path = write_fixed_layer(tmp_path, pair, LAST + 1)
+def test_layer_that_the_target_does_not_have_is_refused(recipe: Callable[..., Path]) -> None:
+    path = recipe(model="dream", stages=[{**STAGE, "distillation": LAST + 1}])
     with pytest.raises(UserError) as refused:
-        train(path, output=tmp_path / "out")
+        train(path)
     assert str(refused.value) == (
         f"{path}: distillation names a layer of the target, 1 to {LAST}; got {LAST + 1}; name one of them"
     )
-
-
-def write_fixed_layer(folder: Path, pair: Pair, layer: int) -> Path:
-    """A recipe of three steps on a file, for a draft whose first block imitates one layer."""
-    write_examples(folder / "examples.jsonl")
-    stage = {"steps": 3, "batch_size": 2, "learning_rate": 1e-3, "distillation": layer}
-    return write_recipe(folder / "recipe.yaml", str(pair.target_folder), model="dream", stages=[stage])
 
 
 def train_killed(recipe_path: Path, output: Path, killed_after: int) -> None:
@@ -384,38 +343,22 @@ def assert_same_weights(first: Path, second: Path) -> None:
         assert torch.equal(tensor, actual[name]), name
 
 
-def write_examples(path: Path) -> None:
-    """Seven examples, with and without images and answers."""
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)).save(path.parent / "image.png")
-    lines = []
-    for number in range(7):
-        line: dict[str, Any] = {"prompt": "Count to " + "ten, then to " * number + "two.", "max_new_tokens": 9}
-        if number % 2:
-            line["images"] = ["image.png"]
-        if number % 3 == 0:
-            line["answer"] = " Row 1 reads 3, 1, 4." * (1 + number)
-        lines.append(json.dumps(line))
-    path.write_text("\n".join(lines))
-
-
-def test_training_lowers_the_loss_and_scores_heads(recipe_path: Path, tmp_path: Path) -> None:
+def test_training_lowers_the_loss_and_scores_heads(recipe: Callable[..., Path], tmp_path: Path) -> None:
     losses: list[float] = []
 
-    def observed(stage: str, step: int, steps: int, figures: dict[str, float]) -> None:
-        if "loss" in figures:  # not while answers are generated
-            losses.append(figures["loss"])
+    def observed(stage: str, step: int, steps: int, metrics: dict[str, float]) -> None:
+        if "loss" in metrics:  # not while answers are generated
+            losses.append(metrics["loss"])
 
-    stage = {"batch_size": 2, "learning_rate": 3e-3, "warmup_steps": 2, "steps": 16}
-    path = write_recipe(tmp_path / "longer.yaml", load_recipe(recipe_path).teacher or "", stages=[stage])
-    train(path, output=tmp_path / "out", progress=observed)
+    path = recipe(stages=[{**STAGE, "steps": 16, "learning_rate": 3e-3, "warmup_steps": 2}])
+    tensors = load_file(train(path, progress=observed) / "model.safetensors")
     assert np.mean(losses[-4:]) < 0.8 * np.mean(losses[:4])
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert (tensors["head_importance"] > 0).all()
 
 
 def test_muon_trains_the_matrices_of_a_drafts_blocks(target: Target) -> None:
     """The norms of the features are a matrix in shape only."""
-    network = new_network("star", SIZES, target, source="test")
+    network = StarNetwork.new(SIZES, target, source="test")
     stage = Stage(steps=1, batch_size=1, learning_rate=1.0, optimizer="muon")
     adamw, muon = make_optimizers(network, list(network.parameters()), stage)
     matrices = {one for block in network.blocks for one in block.parameters() if one.dim() == 2}
@@ -448,8 +391,8 @@ def test_drafts_of_a_text_target(
     (tmp_path / "examples.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{n} and", "max_new_tokens": 9}) + "\n" for n in range(5))
     )
-    stage = {"steps": 2, "batch_size": 2, "learning_rate": 1e-3, **stage}
-    path = write_recipe(tmp_path / "recipe.yaml", "target", model=kind, draft={**SIZES, **sizes}, stages=[stage])
+    stages = [{**STAGE, **stage}]
+    path = write_recipe(tmp_path / "recipe.yaml", "target", model=kind, draft={**SIZES, **sizes}, stages=stages)
     target = Target(text_pair.target)
     decoder = Decoder(target, load_draft(str(train(path)), target), tree={"policy": "chain", "depth": 3})
     inputs = dict(processor.tokenizer("Count to ten", return_tensors="pt"))
@@ -457,28 +400,22 @@ def test_drafts_of_a_text_target(
     assert torch.equal(drafted, plain)
 
 
-def test_a_draft_continues_from_the_stored_one(recipe_path: Path, tmp_path: Path) -> None:
+def test_a_draft_continues_from_the_stored_one(recipe: Callable[..., Path]) -> None:
     """The second stage moves the weights of the first a little; a recipe for another kind of draft is refused."""
-    teacher = load_recipe(recipe_path).teacher
-    stage = {"steps": 2, "batch_size": 2, "learning_rate": 1e-3}
-    later = {**stage, "learning_rate": 1e-5}
+    later = {**STAGE, "learning_rate": 1e-5}
     for kind, draft in (("mtp", {}), ("star", SIZES)):
-        path = tmp_path / kind / "recipe.yaml"
-        path.parent.mkdir()
-        values = {"model": kind, "draft": draft, "data": {"file": "../examples.jsonl"}}
-        folder = train(write_recipe(path, teacher, stages=[stage], **values))
+        folder = train(recipe(model=kind, draft=draft, stages=[STAGE]))
         first = load_file(folder / "model.safetensors")
-        for stages, begin in (([stage, later], {"trained_stages": 1}), ([later], {"initial_weights": "stored"})):
+        for stages, begin in (([STAGE, later], {"trained_stages": 1}), ([later], {"initial_weights": "stored"})):
             (folder / ".checkpoint" / "state.safetensors").unlink()
-            train(write_recipe(path, teacher, stages=stages, **begin, **values))
+            train(recipe(model=kind, draft=draft, stages=stages, **begin))
             second = load_file(folder / "model.safetensors")
             for name, value in first.items():
                 if name not in ("token_frequencies", "head_importance"):
                     torch.testing.assert_close(second[name], value, atol=2e-4, rtol=0.01)
-    (folder / ".checkpoint" / "state.safetensors").unlink()
-    other = write_recipe(path, teacher, stages=[stage] * 2, trained_stages=1, **{**values, "model": "mtp", "draft": {}})
+        (folder / ".checkpoint" / "state.safetensors").unlink()
     with pytest.raises(UserError, match="which is of kind star; got model mtp; set trained_stages to 0 and"):
-        train(other)
+        train(recipe(model="mtp", draft={}, stages=[STAGE] * 2, trained_stages=1))
 
 
 @pytest.mark.nightly
@@ -509,38 +446,27 @@ def test_two_processes_share_a_batch(pair: Pair, tmp_path: Path) -> None:
     assert len([*(tmp_path / ".autotune" / "answers").iterdir()]) == 4
 
 
-def test_more_processes_than_examples_in_a_batch(recipe_path: Path) -> None:
-    accelerator = SimpleNamespace(process_index=0, num_processes=4)
+def test_more_processes_than_examples_in_a_batch(recipe: Callable[..., Path]) -> None:
+    accelerator, path = SimpleNamespace(process_index=0, num_processes=4), recipe()
     with pytest.raises(UserError, match=r"got batch_size 2 for 4 processes; raise batch_size, or start fewer"):
-        DraftTask(load_recipe(recipe_path), recipe_path, accelerator)  # type: ignore[arg-type]
+        DraftTask(load_recipe(path), path, accelerator)  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------------------------------------------- invalid input
 
 
-def test_draft_recipe_without_a_teacher(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "recipe.yaml", None)
-    with pytest.raises(UserError, match=r"key 'teacher' is required and missing"):
-        load_recipe(path)
-
-
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("changes", "message"),
     [
+        ({"teacher": None}, r"key 'teacher' is required and missing"),
+        ({"model": "stra"}, "model: .*'star'.*'mtp'; got 'stra'"),
+        ({"data": {"fiel": "a.jsonl"}}, r"unknown key 'data\.fiel'; did you mean 'file'"),
+        ({"draft": {**SIZES, "num_head": 4}}, "unknown key 'num_head'; did you mean 'num_heads'"),
         ({"trained_stages": 2}, "trained_stages must leave a stage to train; got 2 of 2; add a stage"),
         ({"trained_stages": 1}, "trained_stages needs the draft of these stages in .*; set it to 0"),
         ({"initial_weights": "stored"}, "initial_weights: stored needs a draft in .*; set it to new"),
     ],
 )
-def test_weights_to_begin_with_that_do_not_exist(
-    recipe_path: Path, tmp_path: Path, values: dict[str, Any], message: str
-) -> None:
+def test_recipe_that_cannot_be_trained(recipe: Callable[..., Path], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        train(write_recipe(recipe_path, load_recipe(recipe_path).teacher, **values))
-
-
-def test_misspelt_draft_size(recipe_path: Path, tmp_path: Path) -> None:
-    teacher = load_recipe(recipe_path).teacher or ""
-    path = write_recipe(tmp_path / "recipe.yaml", teacher, draft={**SIZES, "num_head": 4})
-    with pytest.raises(UserError, match="unknown key 'num_head'; did you mean 'num_heads'"):
-        train(path, output=tmp_path)
+        train(recipe(**changes))

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from autotune.drafters.checkpoint import load_draft
-from autotune.drafters.eagle3 import Eagle3Network, new_eagle3, save_eagle3
+from autotune.drafters.checkpoint import NETWORKS, load_draft
+from autotune.drafters.eagle3 import Eagle3Network
 from autotune.drafters.feature_draft import FeatureDraft
-from autotune.drafters.mtp import new_mtp
+from autotune.drafters.trainable import LossSettings
+from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
+from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.training.examples import Example
 from autotune.training.recipe import load_recipe
 from autotune.training.teacher import Teacher
-from autotune.training.unrolled import UnrolledNetwork, unrolled_loss, unrolled_states
-from tests.tiny_models import Inputs
+from tests.training.conftest import SIZES as BLOCK_SIZES
+from tests.training.conftest import STAGE, write_recipe
 
-SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "mlp_size": 32, "layers": [1, 2, 3]}
+SIZES = {**BLOCK_SIZES, "num_kv_heads": 2, "layers": [1, 2, 3]}
 STEPS = 4
+SETTINGS = LossSettings(unrolled_steps=STEPS)
 
 
 def new_head(kind: str, target: Target) -> UnrolledNetwork:
     torch.manual_seed(0)
-    head: UnrolledNetwork = new_mtp(target) if kind == "mtp" else new_eagle3(SIZES, target, source="test")
+    head = NETWORKS[kind].new(SIZES if kind == "eagle3" else {}, target, source="test")
+    assert isinstance(head, UnrolledNetwork)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=1.0 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5)
     return head
@@ -46,7 +51,7 @@ def test_every_step_is_what_drafting_token_by_token_would_read(target: Target, k
     head = new_head(kind, target)
     num_rows, width = 9, head.config.width
     stream, features = torch.randn(2, num_rows, width), torch.randn(2, num_rows, width)
-    unrolled = list(unrolled_states(head, stream, features, STEPS))
+    unrolled = list(head.unrolled_states(stream, features, STEPS))
     for step, found in enumerate(unrolled):
         for row in range(step, num_rows):
             read = features[:, : row - step + 1]
@@ -57,31 +62,27 @@ def test_every_step_is_what_drafting_token_by_token_would_read(target: Target, k
             whole = head(head.fuse(stream[:, : row + 1], read), read, head.factors(torch.arange(row + 1))[None])
             torch.testing.assert_close(found[:, row], whole[:, -1], atol=1e-5, rtol=1e-4)
     first = 3
-    for step, found in enumerate(unrolled_states(head, stream, features, STEPS, first=first)):
+    for step, found in enumerate(head.unrolled_states(stream, features, STEPS, first=first)):
         assert found.shape[1] == (num_rows if step == 0 else num_rows - first)
         expected = unrolled[step][:, first + step :]
         torch.testing.assert_close(found[:, -expected.shape[1] :], expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_the_loss_ignores_padding_and_reaches_every_weight(
-    target: Target, prompts: dict[str, Inputs], kind: str
-) -> None:
-    head = new_head(kind, target)
-    layers = head.layers_read(None)
-    with torch.no_grad():
-        encoded = [target.encode(inputs).prompts[0] for inputs in prompts.values()]
+def test_the_loss_ignores_padding_and_reaches_every_weight(target: Target, encoded: list[Prompt], kind: str) -> None:
+    head, generator = new_head(kind, target), torch.Generator()
+    layers = head.layers_in_training
     examples = [Example(prompt, len(prompt) - 9) for prompt in encoded]
     teacher = Teacher(target)
-    together = unrolled_loss(head, teacher.read(examples, layers=layers), num_steps=STEPS)[0]
-    alone = [unrolled_loss(head, teacher.read([one], layers=layers), num_steps=STEPS)[0] for one in examples]
+    together = head.loss(teacher.read(examples, layers=layers), SETTINGS, generator)[0]
+    alone = [head.loss(teacher.read([one], layers=layers), SETTINGS, generator)[0] for one in examples]
     torch.testing.assert_close(together, torch.stack(alone).mean(), atol=1e-4, rtol=1e-4)
     together.backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
 
 
 def test_a_saved_head_loads_as_a_published_one(target: Target, head: Eagle3Network, tmp_path: Path) -> None:
-    save_eagle3(head, tmp_path)
+    head.save(tmp_path)
     names = load_file(tmp_path / "model.safetensors")
     assert {"fc.weight", "lm_head.weight", "norm.weight", "d2t", "midlayer.self_attn.q_proj.weight"} <= names.keys()
     draft = load_draft(str(tmp_path), target)
@@ -92,20 +93,9 @@ def test_a_saved_head_loads_as_a_published_one(target: Target, head: Eagle3Netwo
 
 
 def test_a_new_head_has_the_targets_output_head(target: Target) -> None:
-    head = new_eagle3(SIZES, target, source="test")
+    head = Eagle3Network.new(SIZES, target, source="test")
     states = torch.randn(3, head.config.state_size)
     torch.testing.assert_close(head.lm_head(states), target.text.logits(states))
-
-
-def test_an_mtp_head_has_no_sizes_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        "schema: autotune.recipe/1\nname: a\ndescription: b\nmodel: mtp\nteacher: ../target\ndraft: {mlp_size: 64}\n"
-        "data: {file: a.jsonl}\nstages:\n"
-        "  - {steps: 1, batch_size: 1, learning_rate: 1.0}\n"
-    )
-    with pytest.raises(UserError, match=r"an mtp head has the sizes of its target's layers; got draft .*; remove it"):
-        load_recipe(path)
 
 
 @pytest.mark.parametrize(
@@ -120,15 +110,22 @@ def test_an_mtp_head_has_no_sizes_of_its_own(tmp_path: Path) -> None:
 )
 def test_sizes_that_cannot_be(target: Target, sizes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        new_eagle3(sizes, target, source="recipe.yaml")
+        Eagle3Network.new(sizes, target, source="recipe.yaml")
 
 
-def test_a_head_imitates_no_features(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        "schema: autotune.recipe/1\nname: a\ndescription: b\nmodel: eagle3\nteacher: ../target\n"
-        "data: {file: a.jsonl}\nstages:\n"
-        "  - {steps: 1, batch_size: 1, learning_rate: 1.0, distillation: entropy}\n"
-    )
-    with pytest.raises(UserError, match="an eagle3 head has no subnets and imitates no features; remove distillation"):
-        load_recipe(path)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": "eagle3", "stages": [{**STAGE, "distillation": "entropy"}]},
+            "an eagle3 head has no subnets and imitates no features; remove distillation",
+        ),
+        (
+            {"model": "mtp", "draft": {"mlp_size": 64}, "stages": [STAGE]},
+            r"an mtp head has the sizes of its target's layers; got draft .*; remove it",
+        ),
+    ],
+)
+def test_settings_that_a_head_does_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_recipe(write_recipe(tmp_path / "recipe.yaml", "../target", **changes))

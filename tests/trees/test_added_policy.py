@@ -28,6 +28,7 @@ def block(language: str) -> str:
     return str(found)
 
 
+@pytest.mark.nightly
 def test_the_policy_of_the_page_decodes_replays_and_is_searched(tmp_path: Path) -> None:
     package = tmp_path / "autotune"
     shutil.copytree(Path(autotune.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "_data"))

@@ -1,25 +1,80 @@
-"""Grows the forests of several positions of one answer together, level by level."""
+"""Forests: what a draft proposes from every position of an answer, grown for several positions together, level by level."""
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.acceptance.trace import Forest, ForestBounds
-from autotune.drafters.cached_draft import FeatureSource
-from autotune.drafters.checkpoint import ModelDraft
+from autotune.drafters.draft import Coupling, FeatureSource
 from autotune.modeling.step import Step
-from autotune.recording.expansion import choose_expanded, open_columns
-from autotune.runtime.token_sampler import TokenSampler
-from autotune.trees.limits import MAX_STEP, Ints
+from autotune.trees.limits import MAX_STEP, Floats, Ints
 
+ROOTS_AT_ONCE = 24  # limit on the positions whose forests grow together,
+NODES_AT_ONCE = 800  # and on their nodes: every node's mask has a column for each of the others
 NOT_EVALUATED = -1
+
+
+class ProposalSampler(Protocol):
+    """The sampler of an answer, as far as coupled proposals need it (``runtime.token_sampler.TokenSampler``)."""
+
+    def proposal_scores(self, logits: Tensor, positions: Ints) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class AnswerToRecord:
+    """An answer of the target, along which a draft's forest is grown."""
+
+    tokens: Ints
+    first_position: int
+    """Position of the first token in the target's sequence."""
+    bounds: ForestBounds
+    hidden: Mapping[int, Tensor]
+    """The target's outputs before each token, by layer, [tokens, hidden]; empty for a draft that reads none."""
+    sampler: ProposalSampler | None = None
+    """Couples the draft's proposals to the answer's noise; None for greedy answers."""
+    shares_tokens: bool = True
+    """False evaluates every node of every forest, as a draft that reads features must."""
+
+    def coupling(self, offsets: Ints) -> Coupling | None:
+        """The coupling of proposals for the tokens ``offsets`` [n] after the first one."""
+        if self.sampler is None:
+            return None
+        return functools.partial(self.sampler.proposal_scores, positions=self.first_position + offsets)
+
+    @property
+    def most_roots(self) -> int:
+        """Limit on the roots whose forests grow together."""
+        num_roots = ROOTS_AT_ONCE * (1 + self.shares_tokens)  # about half of the nodes are evaluated
+        return min(MAX_STEP, max(num_roots, NODES_AT_ONCE // max(1, largest_forest(self.bounds))))
+
+    @property
+    def num_slots(self) -> int:
+        """KV slots that the answer and the forests after it take."""
+        return len(self.tokens) + self.most_roots * largest_forest(self.bounds) + MAX_STEP
+
+
+class StepDraft(Protocol):
+    """A draft whose forward passes take any mask over the uncommitted tokens."""
+
+    aux_layers: tuple[int, ...]
+    device: torch.device
+
+    @property
+    def mask_value(self) -> float: ...
+
+    def forward(self, step: Step, source: FeatureSource) -> Tensor: ...
+
+    def best(self, logits: Tensor, num_proposals: int, coupling: Coupling | None) -> Any: ...
 
 
 class _Evaluated:
@@ -72,15 +127,13 @@ class ForestGrower(ABC):
     """Grows the forests of several roots at a time, level by level.
 
     Args:
-        tokens: the answer.
         num_levels: levels of drafted tokens of which ``_Evaluated`` keeps the ancestors.
     """
 
-    def __init__(self, tokens: Ints, bounds: ForestBounds, *, num_levels: int) -> None:
-        self.tokens = tokens
-        self.bounds = bounds
-        self.num_roots = max(0, len(tokens) - 1)
-        self.evaluated = _Evaluated(bounds.num_proposals, num_levels)
+    def __init__(self, answer: AnswerToRecord, *, num_levels: int = 0) -> None:
+        self.answer, self.tokens, self.bounds = answer, answer.tokens, answer.bounds
+        self.num_roots = max(0, len(answer.tokens) - 1)  # nothing follows the last token
+        self.evaluated = _Evaluated(answer.bounds.num_proposals, num_levels)
         self._nodes = [np.arange(self.num_roots)]  # where every node of the forest is evaluated
         self._links: list[tuple[Ints, Ints, int]] = []  # parents, ranks, first child node
         self._num_nodes = self.num_roots
@@ -96,6 +149,11 @@ class ForestGrower(ABC):
     def _forget_block(self) -> None:
         """Begin a block of roots: no child is evaluated."""
         self.evaluated.child[: self.evaluated.size] = NOT_EVALUATED
+
+    def grow_all(self) -> Forest:
+        """Grow the forests of all roots."""
+        self.grow(0, self.num_roots)
+        return self.forest()
 
     def grow(self, first: int, end: int) -> int:
         """Grow the forests of the roots ``first`` to ``end - 1``, level by level; returns the number of tokens evaluated."""
@@ -156,37 +214,25 @@ class ModelForestGrower(ForestGrower):
 
     Args:
         draft: has evaluated the prompt.
-        tokens: the answer.
-        answer_hidden: the target's outputs before each token of the answer, by layer; empty for a draft without features.
-        first_position: position of the answer's first token in the target's sequence.
-        sampler: couples the draft's proposals to the answer's noise; None for greedy answers.
-        shares_tokens: False evaluates every node of every forest, as a draft with features must.
     """
 
-    def __init__(
-        self,
-        draft: ModelDraft,
-        tokens: Ints,
-        bounds: ForestBounds,
-        answer_hidden: Mapping[int, Tensor],
-        *,
-        first_position: int,
-        sampler: TokenSampler | None,
-        shares_tokens: bool,
-    ) -> None:
-        super().__init__(tokens, bounds, num_levels=bounds.depth)
+    def __init__(self, draft: StepDraft, answer: AnswerToRecord) -> None:
+        super().__init__(answer, num_levels=answer.bounds.depth)
         self.draft = draft
-        self.answer_hidden = answer_hidden
-        self.first_position = first_position
-        self.sampler = sampler
-        self.shares_tokens = shares_tokens
         self._read_answer()
 
+    def grow_all(self) -> Forest:
+        """Grow the forests of all roots, at first of ``most_roots`` together, then of as many as have ``NODES_AT_ONCE`` nodes."""
+        first, num_together = 0, self.answer.most_roots
+        while first < self.num_roots:
+            end = min(first + num_together, self.num_roots)
+            nodes_per_root = self.grow(first, end) / (end - first)
+            num_together = max(1, min(self.answer.most_roots, int(NODES_AT_ONCE / max(nodes_per_root, 1))))
+            first = end
+        return self.forest()
+
     def _propose(self, step: Step, source: FeatureSource) -> tuple[Ints, NDArray[np.float32]]:
-        coupling = None
-        if self.sampler is not None:
-            positions = self.first_position + step.offsets + 1  # of the children
-            coupling = functools.partial(self.sampler.proposal_scores, positions=positions)
+        coupling = self.answer.coupling(step.offsets + 1)  # of the children
         tokens, logprobs = self.draft.best(self.draft.forward(step, source), self.bounds.num_proposals, coupling)
         return tokens.astype(np.int64), logprobs
 
@@ -196,7 +242,7 @@ class ModelForestGrower(ForestGrower):
             rows = np.arange(first, min(first + MAX_STEP, self.num_roots))
             tree_mask = np.where(np.arange(rows[-1] + 1) > rows[:, None], self.draft.mask_value, 0.0)
             at = torch.from_numpy(rows).to(self.draft.device)
-            source = {layer: self.answer_hidden[layer][at] for layer in self.draft.aux_layers}
+            source = {layer: self.answer.hidden[layer][at] for layer in self.draft.aux_layers}
             proposed = self._propose(Step(self.tokens[rows], rows, tree_mask.astype(np.float32)), source)
             self.evaluated.add(*proposed, rows, np.full((len(rows), self.bounds.depth), -1))
 
@@ -204,7 +250,7 @@ class ModelForestGrower(ForestGrower):
         """Begin a block of roots, whose tokens take the place of those of the block before in the KV cache."""
         super()._forget_block()
         evaluated = self.evaluated
-        if self.shares_tokens:
+        if self.answer.shares_tokens:
             before = np.arange(self.num_roots - 1)
             continues = evaluated.child_token[before] == self.tokens[before + 1][:, None]
             token, rank = continues.nonzero()
@@ -229,3 +275,54 @@ class ModelForestGrower(ForestGrower):
             evaluated.child[part, part_ranks] = evaluated.size + rows
             evaluated.add(*self._propose(step, sources), last_answer, ancestors)
         return evaluated.child[parents, ranks]
+
+
+@njit(cache=True)
+def choose_expanded(
+    root: Ints,
+    logprob: Floats,
+    is_pinned: NDArray[np.bool_],
+    in_nucleus: NDArray[np.bool_],
+    log_floor: float,
+    width: int,
+    beam: int,
+    nucleus_width: int,
+) -> tuple[Ints, Ints]:
+    """The children that ``ForestBounds`` expands at this level, as (frontier row, rank).
+
+    ``logprob`` [rows, proposals] is cumulative. The rows of a root are contiguous. What has no probability is not expanded.
+    """
+    num_rows, k = logprob.shape
+    rows = np.empty(num_rows * k, np.int64)
+    ranks = np.empty(num_rows * k, np.int64)
+    count = 0
+    begin = 0
+    while begin < num_rows:
+        end = begin
+        while end < num_rows and root[end] == root[begin]:
+            end += 1
+        order = np.argsort(-logprob[begin:end].copy().reshape(-1), kind="mergesort")
+        num_nucleus = 0
+        for i in range(len(order)):
+            row, rank = begin + order[i] // k, order[i] % k
+            if logprob[row, rank] == -np.inf:
+                break
+            is_chosen = i < beam or (i < width and logprob[row, rank] > log_floor)
+            if in_nucleus[row, rank] and num_nucleus < nucleus_width:
+                num_nucleus += 1
+                is_chosen = True
+            if is_chosen or is_pinned[row, rank]:
+                rows[count], ranks[count] = row, rank
+                count += 1
+        begin = end
+    return rows[:count], ranks[:count]
+
+
+@njit(cache=True)
+def open_columns(tree_mask: NDArray[np.float32], last_answer: Ints, ancestors: Ints, num_roots: int) -> None:
+    """Unmask for each token the answer up to ``last_answer``, its ancestors and itself (``ancestors``; -1: none)."""
+    for row in range(len(last_answer)):
+        tree_mask[row, : last_answer[row] + 1] = 0.0
+        for offset in ancestors[row]:
+            if offset >= 0:
+                tree_mask[row, num_roots + offset] = 0.0

@@ -1,31 +1,23 @@
-"""Losses of drafts that read the target's features.
+"""The two readings of a batch in the training of drafts that read the target's features.
 
 Inside a tree a draft reads its own states in place of the target's features. Each batch is therefore read twice: with the
 target's features, and with runs of the draft's own states in their place.
-
-The gate of SpecVLM's compressor learns from the losses of all operators on a few examples of each batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from autotune.documents.subnet import Operator, Subnet
+from autotune.documents.subnet import Operator
 from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import BlocksNetwork, PromptRows
-from autotune.drafters.specvlm import SpecVlmNetwork
-from autotune.drafters.star import HEAD_SHARES, VISUAL_KEEPS, StarNetwork
+from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.modeling.graph_runner import KVSlots
-from autotune.training.divergence import Divergence, divergence
-from autotune.training.recipe import Stage
-from autotune.training.teacher import TeacherBatch
 
 OWN_FEATURE_RUN = 6  # tokens: one feature of the target, then the draft's own states
 
@@ -199,159 +191,3 @@ def own_feature_mask(rows: DraftRows, generator: torch.Generator, *, copies: int
     follows = torch.zeros_like(rows.loss_mask)
     follows[:, 1:] = rows.loss_mask[:, :-1] & rows.loss_mask[:, 1:]
     return follows & ((rows.positions + offset) % OWN_FEATURE_RUN != 0)
-
-
-def sample_subnet(network: StarNetwork, generator: torch.Generator) -> Subnet:
-    """A random subnet; the heads of each block are drawn independently (STAR, algorithm 1)."""
-
-    def choice(values: Sequence[float]) -> Any:
-        return values[int(torch.randint(len(values), (), generator=generator))]
-
-    return Subnet(
-        heads=(choice(HEAD_SHARES), choice(HEAD_SHARES), choice(HEAD_SHARES)),
-        visual_keep=choice(VISUAL_KEEPS),
-        injection_layer=choice(network.config.injection_layers),
-    )
-
-
-@dataclass(frozen=True)
-class TokenLosses:
-    """Loss and agreement of every loss token of a batch, in both readings."""
-
-    losses: Tensor
-    """[2, tokens]"""
-    agrees: Tensor
-    """Whether the draft's most probable token is the target's, [2, tokens]."""
-    is_own: Tensor
-    """Tokens that read the draft's own state in the second reading, [tokens]."""
-    example: Tensor
-    """The example of each token, [tokens]."""
-    early: Tensor
-    """The stream after the first block in the first reading, [tokens, hidden]."""
-
-
-def token_losses(
-    network: BlocksNetwork,
-    batch: TeacherBatch,
-    rows: DraftRows,
-    stage: Stage,
-    head_masks: list[Tensor] | None,
-    is_own: Tensor,
-    compare: Divergence = divergence,
-) -> TokenLosses:
-    """Read the rows of a batch twice, and compare the draft with the target: the weighted sum of the KL divergence from the
-    target's distribution and of the SmoothL1 loss of the last features.
-    """
-    logit_weight, feature_weight = stage.loss_weights(network.config.kind)
-    target_states = batch.hidden[network.config.num_target_layers][batch.loss_mask]
-    teacher_logprobs = batch.head(target_states).float().log_softmax(-1)
-    early: list[Tensor] = []
-    readings = TwoReadings(network, rows, head_masks)
-    states = readings.with_target_features(early)
-    own_states = readings.with_own_features(states, is_own)
-    losses, agrees = [], []
-    for draft_states in (states[rows.loss_mask], own_states[readings.is_again]):
-        logit_loss, agreement = compare(batch.head(draft_states), teacher_logprobs)
-        distance = functional.smooth_l1_loss(draft_states.float(), target_states.float(), reduction="none").mean(-1)
-        losses.append(logit_weight * logit_loss + feature_weight * distance)
-        agrees.append(agreement)
-    return TokenLosses(
-        torch.stack(losses),
-        torch.stack(agrees),
-        is_own[rows.loss_mask],
-        rows.loss_mask.nonzero()[:, 0],
-        early[0][rows.loss_mask],
-    )
-
-
-@dataclass(frozen=True)
-class OperatorLosses:
-    """Every example with each operator of the compressor, as in decoding: [examples, operators]."""
-
-    losses: Tensor
-    """Mean over the loss tokens and both readings."""
-    agreement: Tensor
-    """Share of the loss tokens on which draft and target agree, in the first reading."""
-    shares: Tensor
-    """Rows that the operator leaves, as a share of the visual tokens."""
-
-
-@torch.no_grad()
-def operator_losses(
-    network: SpecVlmNetwork, batch: TeacherBatch, stage: Stage, subnet: Subnet, generator: torch.Generator
-) -> OperatorLosses:
-    """Read every example of a batch with each operator of the compressor."""
-    operators = network.config.compression.operators
-    count, copies = len(batch.lengths), len(operators)
-    repeated = batch.select([row for row in range(count) for _ in operators])
-    layer = network.config.num_target_layers
-    rows = rows_of(
-        network, repeated, visual_keep=subnet.visual_keep, injection_layer=layer, operators=[*operators] * count
-    )
-    is_own = own_feature_mask(rows, generator, copies=copies)
-    found = token_losses(network, repeated, rows, stage, None, is_own)
-    num_tokens, num_visual = repeated.loss_mask.sum(1), repeated.is_visual.sum(1)
-
-    def mean(values: Tensor) -> Tensor:
-        return (values.new_zeros(count * copies).index_add(0, found.example, values) / num_tokens).view(count, copies)
-
-    shares = (rows.num_rows - (repeated.lengths - num_visual)) / num_visual.clamp(min=1)
-    return OperatorLosses(mean(found.losses.mean(0)), mean(found.agrees[0]), shares.view(count, copies))
-
-
-def gate_loss(
-    network: SpecVlmNetwork, batch: TeacherBatch, stage: Stage, subnet: Subnet, generator: torch.Generator
-) -> tuple[Tensor, dict[str, float]] | None:
-    """The loss of the compressor's gate on a few examples with images, and figures to display; None without such examples.
-
-    The cost of an operator is its loss, relative to the mean over all operators and examples, plus ``gate_cost`` times the
-    share of visual rows that it leaves.
-    """
-    with_image = batch.is_visual.any(1).nonzero()[:, 0].cpu()
-    drawn = with_image[torch.randperm(len(with_image), generator=generator)][: stage.gate_examples].tolist()
-    if not drawn:
-        return None
-    examples, layer = batch.select(drawn), network.config.num_target_layers
-    found = operator_losses(network, examples, stage, subnet, generator)
-    costs = found.losses / found.losses.mean() + stage.gate_cost * found.shares
-    states = examples.hidden[layer][torch.arange(len(drawn)), examples.loss_start]
-    questions = network.target_features({layer: states}).detach()
-    chosen = network.compressor.scores(questions).argmax(-1, keepdim=True)
-    regret = (costs.gather(1, chosen)[:, 0] - costs.min(1).values).mean()
-    return network.compressor.expected_cost(questions, costs), {"gate_regret": regret.item()}
-
-
-def drafting_loss(
-    network: BlocksNetwork,
-    batch: TeacherBatch,
-    stage: Stage,
-    subnet: Subnet,
-    head_masks: list[Tensor] | None,
-    generator: torch.Generator,
-    compare: Divergence = divergence,
-) -> tuple[Tensor, dict[str, float]]:
-    """The loss of one teacher batch for one subnet, and figures to display.
-
-    ``agreement`` is the share of tokens on which the draft's most probable token is the target's, given the target's
-    features; ``own_agreement`` the same given the draft's own states. In training, the loss of a network with a selecting
-    gate includes the gate's, which has gradients for the gate alone.
-    """
-    layer = subnet.injection_layer or network.config.num_target_layers
-    noise = generator if network.training else None
-    rows = rows_of(network, batch, visual_keep=subnet.visual_keep, injection_layer=layer, generator=noise)
-    found = token_losses(network, batch, rows, stage, head_masks, own_feature_mask(rows, generator), compare)
-    loss = found.losses.mean()
-    figures = {"agreement": found.agrees[0].mean().item(), "own_agreement": found.agrees[1][found.is_own].mean().item()}
-    rule = stage.distillation
-    if rule != "none":
-        source = rule if isinstance(rule, int) else batch.distilled_layer(rule)
-        imitated = batch.hidden[source][batch.loss_mask].float()
-        loss = loss + stage.distillation_weight * functional.smooth_l1_loss(found.early.float(), imitated)
-        figures["distilled_layer"] = float(source)
-    figures = {"loss": loss.item(), **figures}
-    if network.training and isinstance(network, SpecVlmNetwork) and network.config.compression.gate == "select":
-        learned = gate_loss(network, batch, stage, subnet, generator)
-        if learned is not None:
-            loss = loss + learned[0]
-            figures |= learned[1]
-    return loss, figures

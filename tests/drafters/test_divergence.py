@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from autotune.training.divergence import DivergenceName, divergence, lk_divergence, make_divergence
+from autotune.drafters.divergence import DivergenceName, divergence, lk_divergence, make_divergence
 
 
 def test_divergence_is_that_of_the_distributions() -> None:

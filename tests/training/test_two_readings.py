@@ -7,23 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autotune.drafters.checkpoint import new_network
+from autotune.drafters.checkpoint import NETWORKS
+from autotune.drafters.dream import DreamNetwork
+from autotune.drafters.trainable import LossSettings
+from autotune.drafters.two_readings import TwoReadings, own_feature_mask, rows_of
+from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.training.examples import Example
-from autotune.training.losses import TwoReadings, own_feature_mask, rows_of
 from autotune.training.teacher import Teacher
 from tests.obvious import read_whole_text
-from tests.tiny_models import Inputs
+from tests.training.conftest import SIZES
 
-SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 32}
 LAST = 4
 
 
 @pytest.fixture(scope="module")
-def examples(target: Target, prompts: dict[str, Inputs]) -> list[Example]:
-    """Three examples of different lengths; one is text only, and the answers have 5, 7 and 9 tokens."""
-    with torch.no_grad():
-        encoded = [target.encode(inputs).prompts[0] for inputs in prompts.values()]
+def examples(encoded: list[Prompt]) -> list[Example]:
+    """Three examples of different lengths; the answers have 5, 7 and 9 tokens."""
     return [Example(prompt, len(prompt) - 6 - 2 * number) for number, prompt in enumerate(encoded)]
 
 
@@ -31,7 +31,7 @@ def examples(target: Target, prompts: dict[str, Inputs]) -> list[Example]:
 def test_masks_of_the_crossing_are_made_only_where_blocks_cross_to_pruned_tokens(
     target: Target, examples: list[Example], kind: str, visual_keep: float
 ) -> None:
-    network = new_network(kind, SIZES, target, source="test")
+    network = NETWORKS[kind].new(SIZES, target, source="test")
     crossings: list[bool] = []
     network.register_forward_pre_hook(
         lambda _, inputs, options: crossings.append(options["crossing"] is not None), with_kwargs=True
@@ -50,7 +50,7 @@ def test_pruned_and_padded_readings_equal_readings_of_whole_texts(
 ) -> None:
     torch.manual_seed(3)
     sizes = {"compression": {"gate": "none"}} if kind == "specvlm" else {}
-    network = new_network(kind, {**SIZES, **sizes}, target, source="test")
+    network = NETWORKS[kind].new({**SIZES, **sizes}, target, source="test")
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=1.0 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5)
     batch = Teacher(target).read(examples, layers=())
@@ -78,7 +78,7 @@ def test_pruned_and_padded_readings_equal_readings_of_whole_texts(
 
 def test_a_crossing_block_reads_features_of_pruned_tokens(target: Target, examples: list[Example]) -> None:
     """DREAM, section 3.1; STAR, section 3.1: only the draft's own stream is pruned."""
-    network = new_network("dream", SIZES, target, source="test")
+    network = DreamNetwork.new(SIZES, target, source="test")
     batch = Teacher(target).read(examples, layers=())
     rows = rows_of(network, batch, visual_keep=0.25, injection_layer=LAST)
     features = rows.all_features.detach().requires_grad_()
@@ -87,3 +87,18 @@ def test_a_crossing_block_reads_features_of_pruned_tokens(target: Target, exampl
     assert features.grad is not None
     is_read = features.grad.abs().sum(-1) > 0
     assert rows.is_pruned and is_read[batch.is_visual].all(), "every visual token, pruned or not, reaches the answer"
+
+
+def test_loss_weights_are_those_of_the_paper_of_each_draft(target: Target, examples: list[Example]) -> None:
+    """The loss is linear in the weights, and its default is that of the paper's weights."""
+    papers = {"specvlm": (0.1, 1.0), "star": (1.0, 0.2), "dream": (1.0, 0.2)}
+    batch = Teacher(target).read(examples, layers=NETWORKS["star"].new(SIZES, target, source="test").layers_in_training)
+    for kind, (logits, features) in papers.items():
+        network = NETWORKS[kind].new(SIZES, target, source="test").eval()
+
+        def loss(**weights: float) -> torch.Tensor:
+            return network.loss(batch, LossSettings(**weights), torch.Generator().manual_seed(0))[0]  # noqa: B023
+
+        parts = loss(logit_weight=1.0, feature_weight=0.0), loss(logit_weight=0.0, feature_weight=1.0)
+        torch.testing.assert_close(loss(), logits * parts[0] + features * parts[1])
+        torch.testing.assert_close(loss(feature_weight=0.5), logits * parts[0] + 0.5 * parts[1])

@@ -4,17 +4,15 @@ they are recorded one position at a time, in the forward passes of decoding.
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from autotune.acceptance.trace import Forest
-from autotune.drafters.independent import IndependentDraft
+from autotune.drafters.forests import AnswerToRecord
 from autotune.modeling.step import Step
-from autotune.runtime.token_sampler import TokenSampler
-from autotune.trees.limits import Ints
 
 
 class PathForestGrower:
@@ -22,28 +20,14 @@ class PathForestGrower:
 
     Args:
         draft: has evaluated the prompt.
-        tokens: the answer.
-        depth: levels of the chains.
-        num_proposals: children of a node that are recorded; the first one is expanded.
-        first_position: position of the answer's first token in the target's sequence.
-        sampler: couples the draft's proposals to the answer's noise; None for greedy answers.
     """
 
-    def __init__(
-        self,
-        draft: IndependentDraft,
-        tokens: Ints,
-        *,
-        depth: int,
-        num_proposals: int,
-        first_position: int,
-        sampler: TokenSampler | None,
-    ) -> None:
-        self.draft, self.tokens, self.depth, self.num_proposals = draft, tokens, depth, num_proposals
-        self.first_position, self.sampler = first_position, sampler
+    def __init__(self, draft: Any, answer: AnswerToRecord) -> None:
+        self.draft, self.answer, self.tokens = draft, answer, answer.tokens
+        self.depth, self.num_proposals = answer.bounds.depth, answer.bounds.num_proposals
 
     @torch.inference_mode()
-    def forest(self) -> Forest:
+    def grow_all(self) -> Forest:
         """All nodes; the first ones are the answer's own tokens, without the last one, which nothing follows."""
         num_roots = max(0, len(self.tokens) - 1)
         of_roots: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
@@ -79,9 +63,6 @@ class PathForestGrower:
         """
         num_before = max(0, level - 1)  # the root itself is committed
         step = Step(np.array([token]), np.array([num_before]), np.zeros((1, num_before + 1), np.float32))
-        coupling = None
-        if self.sampler is not None:
-            position = np.array([self.first_position + root + level + 1])  # of the children
-            coupling = functools.partial(self.sampler.proposal_scores, positions=position)
+        coupling = self.answer.coupling(np.array([root + level + 1]))  # of the children
         tokens, logprobs = self.draft.best(self.draft.forward(step), self.num_proposals, coupling)
         return tokens[0], logprobs[0]

@@ -1,0 +1,185 @@
+"""Drafts without a model: what they propose depends on the tokens of the request alone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autotune.acceptance.trace import Forest
+from autotune.cost.draft_costs import ModelShape
+from autotune.documents.subnet import Subnet
+from autotune.drafters.draft import Coupling, Dimensions, Proposals
+from autotune.drafters.forests import AnswerToRecord, ForestGrower
+from autotune.execution import EAGER
+from autotune.modeling.prompt import EncodedPrompt, token_rows
+from autotune.trees.tree import Ints, Tree
+
+if TYPE_CHECKING:
+    from autotune.modeling.target import Target
+
+
+class TokenDraft(ABC):
+    """A draft without forward passes (see ``Draft``)."""
+
+    kind: str
+    sees_images = False
+    reads_placeholders: bool | None = None
+    reads_target_cache = False
+    has_states = False
+    mode = EAGER
+    graph_runner = None
+    weight_bytes = num_parameters = kv_bytes_per_token = 0
+    standalone_model: Any | None = None
+    dimensions = Dimensions()
+    shape = ModelShape(
+        num_layers=0, hidden_size=0, text_parameters=0, vision_parameters=0, kv_bytes_per_token=0, bytes_per_parameter=0
+    )
+
+    def __init__(self) -> None:
+        self.vocab_size = 0  # the target's, after ``attach``
+        self.visual_keep = 1.0  # no effect
+        self.aux_layers: tuple[int, ...] = ()
+        self.capture_sizes: tuple[int, ...] = ()  # no effect
+        self.corpus_tokens = 0
+        self.device = torch.device("cpu")
+
+    @property
+    def description(self) -> str:
+        return f"a {self.kind} draft"
+
+    @property
+    def subnet(self) -> Subnet:
+        return Subnet(visual_keep=self.visual_keep)
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Tokens of the request."""
+
+    def attach(self, target: Target) -> None:
+        """See ``Draft``. Any vocabulary will do."""
+        self.vocab_size = target.vocab_size
+
+    def use_mode(self, name: str) -> None:
+        """Nothing changes: there are no forward passes."""
+        del name
+
+    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt] = ()) -> list[Ints]:
+        return [row.cpu().numpy().astype(np.int64) for row in token_rows(inputs)]
+
+    @abstractmethod
+    def prefill(self, prompt: Any, visual_scores: Tensor | None, *, capacity: int) -> None:
+        """Begin a request with one of ``prompts``."""
+
+    def append(self, token: int) -> None:
+        self.extend([token])
+
+    @abstractmethod
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add committed tokens."""
+
+    @abstractmethod
+    def propose_at(self, token: Ints, parent: Ints, nodes: Ints, num_visible: Ints, num_proposals: int) -> Proposals:
+        """Proposals for nodes of several trees, as in the rounds that begin at different tokens of the request.
+
+        Args:
+            token, parent: of the nodes of all trees, [tree nodes]; roots have parent -1.
+            nodes: the nodes asked for, [nodes].
+            num_visible: tokens of the request up to the root of each, [nodes].
+        """
+
+    def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
+        """See ``Draft``. Proposals are not coupled to the target's sampling."""
+        return self.propose_at(tree.token, tree.parent, frontier, np.full(len(frontier), self.length), num_proposals)
+
+    def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
+        self.extend([*tree.token[path].tolist(), next_token])
+
+    @abstractmethod
+    def reserve(self, num_tokens: int) -> None:
+        """Remove the request's tokens."""
+
+    def forest(self, answer: AnswerToRecord) -> Forest:
+        """See ``Draft``."""
+        return TokenForestGrower(self, answer).grow_all()
+
+    def num_pending_after(self, num_committed: int) -> int:
+        """See ``CachedDraft``. It has no effect on the time of a proposal."""
+        return num_committed
+
+    def prepare_step(self, kv_length: int, *, num_pending: int = 0) -> None:
+        """Begin a request of ``kv_length`` tokens, so that a proposal can be timed. No token is pending."""
+        if self.length != kv_length:
+            self.reserve(kv_length)
+            self.extend([0] * kv_length)
+
+
+class ContextDraft(TokenDraft):
+    """A draft that maps the tokens so far to the tokens that may follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tokens: list[int] = []
+
+    @abstractmethod
+    def followers(self, context: Sequence[int], num_proposals: int) -> Sequence[tuple[int, float]]:
+        """Tokens that may follow, each with its probability, at most ``num_proposals``, most probable first."""
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    def prefill(self, prompt: Ints, visual_scores: Tensor | None, *, capacity: int) -> None:
+        self._tokens = prompt.tolist()
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+
+    def reserve(self, num_tokens: int) -> None:
+        self._tokens = []
+
+    def propose_at(self, token: Ints, parent: Ints, nodes: Ints, num_visible: Ints, num_proposals: int) -> Proposals:
+        """See ``TokenDraft``. Where fewer tokens follow, the others are absent: token -1 with probability 0."""
+        tokens = np.full((len(nodes), num_proposals), -1, np.int32)
+        logprobs = np.full((len(nodes), num_proposals), -np.inf, np.float32)
+        for row, (node, end) in enumerate(zip(nodes.tolist(), num_visible.tolist(), strict=True)):
+            path: list[int] = []
+            while parent[node] >= 0:
+                path.insert(0, int(token[node]))
+                node = int(parent[node])
+            for rank, (follower, probability) in enumerate(self.followers([*self._tokens[:end], *path], num_proposals)):
+                tokens[row, rank], logprobs[row, rank] = follower, np.log(probability)
+        return tokens, logprobs
+
+
+class TokenForestGrower(ForestGrower):
+    """Reads the whole answer; a root sees it up to itself. Every node is evaluated: what two roots see differs."""
+
+    def __init__(self, draft: TokenDraft, answer: AnswerToRecord) -> None:
+        super().__init__(answer)
+        self.draft = draft
+        self.prompt_length = draft.length
+        draft.extend(self.tokens.tolist())
+        # Of all evaluated tokens; the first ones are the roots.
+        self._token = self.tokens[: self.num_roots].astype(np.int64)
+        self._parent = np.full(self.num_roots, -1)
+        self._evaluate(np.arange(self.num_roots), last_answer=np.arange(self.num_roots))
+
+    def _evaluate(self, nodes: Ints, last_answer: Ints) -> None:
+        num_visible = self.prompt_length + last_answer + 1
+        proposals = self.draft.propose_at(self._token, self._parent, nodes, num_visible, self.bounds.num_proposals)
+        tokens, logprobs = proposals
+        self.evaluated.add(tokens.astype(np.int64), logprobs, last_answer, np.zeros((len(nodes), 0), np.int64))
+
+    def _evaluate_children(self, parents: Ints, ranks: Ints, num_before: int) -> Ints:
+        evaluated = self.evaluated
+        nodes = evaluated.size + np.arange(len(parents))
+        self._token = np.concatenate([self._token, evaluated.child_token[parents, ranks]])
+        self._parent = np.concatenate([self._parent, parents])
+        self._evaluate(nodes, evaluated.last_answer[parents])
+        return nodes

@@ -1,0 +1,119 @@
+"""Networks that ``autotune train`` makes, trains and saves."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field
+from safetensors.torch import save_file
+from torch import Tensor
+
+from autotune.documents.subnet import Subnet
+from autotune.drafters.divergence import Divergence, DivergenceName, divergence
+from autotune.drafters.network import DraftNetwork, NetworkConfig
+from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
+from autotune.files import Document
+from autotune.modeling.target import Target
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+Metrics = dict[str, float]
+"""Figures to display and log, by name."""
+
+
+class LossSettings(Document):
+    """The loss of a stage of training. Each kind of draft reads the settings that it has."""
+
+    subnets: Literal["full", "random"] = "full"
+    """The full network, or for ``star`` a random subnet at every step (the second phase of its training)."""
+    whole_share: float = Field(default=0.0, ge=0, le=1)
+    """With random subnets: share of the steps that train the full network instead."""
+    subnet: Subnet | None = None
+    """Train only this subnet of ``star``."""
+    logit_weight: float | None = Field(default=None, ge=0)
+    """Weight of the KL divergence from the target's distributions. None: that of the draft's paper."""
+    feature_weight: float | None = Field(default=None, ge=0)
+    """Weight of the SmoothL1 loss between the draft's states and the target's last features. None: that of the draft's paper."""
+    divergence: DivergenceName = "kl"
+    """How the draft's distributions are compared with the target's: ``kl``, or ``lk``, which weighs
+    the acceptance rate more the higher it is (``drafters/divergence.py``).
+    """
+    unrolled_steps: int = Field(default=6, ge=1)
+    """Training of ``eagle3`` and ``mtp``: number of tokens that are drafted at every position, one from the next."""
+    gate_examples: int = Field(default=1, ge=1)
+    """``specvlm`` with a selecting gate: examples of each batch on which the losses of all operators are
+    compared to train the gate.
+    """
+    gate_cost: float = Field(default=0.01, ge=0)
+    """Cost of an operator that leaves all visual rows, as a share of the mean loss of the operators."""
+    distillation: DistillationRule | Annotated[int, Field(ge=1)] = "none"
+    """The target layer that the first block imitates: the one of least attention entropy (DREAM, section 3.2), the
+    one of least entropy plus change of entropy (STAR, section 3.2), or always the layer of this number (from 1).
+    """
+    distillation_weight: float = Field(default=0.2, ge=0)
+
+
+class TrainableNetwork(DraftNetwork):
+    """A draft network with its loss and its files."""
+
+    kind: ClassVar[str]
+    config_type: ClassVar[type[NetworkConfig] | None]
+    """The document that ``save`` writes as ``config.json``; None: the format of another project."""
+
+    @classmethod
+    @abstractmethod
+    def new(cls, sizes: Mapping[str, Any], target: Target, *, source: str) -> Self:
+        """Make a network with new weights for a target.
+
+        Args:
+            sizes: config fields of the draft.
+            source: the recipe, for messages.
+
+        Raises:
+            UserError: unknown or invalid sizes, or a target that cannot have such a draft.
+        """
+
+    @classmethod
+    def contradictions(cls, sizes: Mapping[str, Any], stages: Sequence[LossSettings]) -> Iterator[str]:
+        """The rules that the sizes and stages of a recipe break, with the value and the next step."""
+        yield from ()
+
+    @property
+    def layers_in_training(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs the network reads in some step of its training."""
+        return self.config.injection_layers
+
+    @abstractmethod
+    def loss(
+        self, batch: TeacherBatch, settings: LossSettings, generator: torch.Generator, compare: Divergence = divergence
+    ) -> tuple[Tensor, Metrics]:
+        """The loss of one teacher batch, and metrics of it: of the full network while it is in evaluation mode.
+
+        ``agreement`` is the share of tokens on which the draft's most probable token is the target's, given the target's
+        features; ``own_agreement`` the same given the draft's own states.
+
+        Args:
+            generator: source of everything that is drawn at random.
+            compare: the divergence that ``settings`` names, perhaps compiled.
+        """
+
+    def after_backward(self) -> None:
+        """Called when the gradients of a training step have been computed."""
+
+    def finish(self, batches: Iterable[TeacherBatch]) -> None:
+        """Called after the last step, with teacher batches of the last stage, which are read as they are asked for."""
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """The weights in bfloat16, and tensors of integers."""
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        floats = {name: t.to(torch.bfloat16) for name, t in tensors.items() if t.is_floating_point()}
+        return tensors | floats
+
+    def save(self, folder: Path) -> None:
+        """Write config and weights in bfloat16, which are loaded in the target's precision."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(self.saved_tensors(), folder / WEIGHTS)
+        self.config.save(folder / CONFIG)
