@@ -672,14 +672,12 @@ LAYER_OUTPUTS = (
     *("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj"),
     *("output_linear.weight", "w2.weight"),  # of Granite and LFM2
 )  # suffixes of the weights that produce what a layer adds
+# Suffixes of the weights that produce the visual features.
 PROJECTIONS = (
-    "multi_modal_projector.linear_2.weight",
-    "multi_modal_projector.mm_input_projection_weight",
-    "modality_projection.proj.weight",
-    "merger.mlp.2.weight",
-    "merger.linear_fc2.weight",
+    *("multi_modal_projector.linear_2.weight", "multi_modal_projector.mm_input_projection_weight"),
+    *("modality_projection.proj.weight", "merger.mlp.2.weight", "merger.linear_fc2.weight"),
     "embed_vision.embedding_projection.weight",
-)  # suffixes of the weights that produce the visual features
+)
 
 
 @torch.no_grad()
@@ -783,9 +781,7 @@ def random_prompts(
 ) -> list[Prompt]:
     """Random text with random images ("image": up to three), a "video", or neither (None) at random positions."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    num_frames = int(
-        rng.integers(*NUM_FRAMES, endpoint=True)
-    )  # equal for all videos, because LLaVA-OneVision stacks them
+    num_frames = int(rng.integers(*NUM_FRAMES, endpoint=True))  # of all videos, because LLaVA-OneVision stacks them
     prompts = []
     for sight in sights:
         images = [_random_image(rng) for _ in range(_num_images(family, rng))] if sight == "image" else []

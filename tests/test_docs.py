@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import base64
 import json
 import os
@@ -25,7 +24,6 @@ from autotune.cli.main import main
 from autotune.training.recipe import Recipe
 from autotune.workloads.prompt import Prompt
 from autotune.workloads.workload import bundled_file, load_workload
-from tests.imports import MODULES
 from tests.tiny_models import Pair
 
 ROOT = Path(__file__).parent.parent
@@ -37,9 +35,8 @@ PAGES = {page.name: page.read_text() for page in [*ROOT.glob("*.md"), *(ROOT / "
 
 def blocks(text: str, language: str) -> list[str]:
     """The fenced code blocks of a language."""
-    parts = re.split(r"^```(.*)\n", text, flags=re.M)[
-        1:
-    ]  # fences come in pairs: language, block, "", text between blocks
+    # Fences come in pairs: language, block, "", text between blocks.
+    parts = re.split(r"^```(.*)\n", text, flags=re.M)[1:]
     return [block for opening, block in zip(parts[::4], parts[1::4], strict=True) if opening == language]
 
 
@@ -104,20 +101,6 @@ def strings_of(value: Any) -> Iterator[str]:
         yield from (line.strip() for line in value.splitlines())
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from strings_of(part)
-
-
-def test_summaries_are_phrases_that_a_reader_knows() -> None:
-    """No docstring begins with the relative clauses that an earlier version was written in."""
-    for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Constant)
-                and isinstance(node.value.value, str)
-            ):
-                assert not re.match(r"(Of|What|That|Those|Who|Which|And|But)\b", node.value.value), (
-                    f"{module}:{node.lineno}"
-                )
 
 
 def test_every_command_of_the_quick_start_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,9 +133,8 @@ def write_requests(run: LocalRun, processor: Any, folder: Path) -> list[WorkerRe
         path = folder / f"{number}.safetensors"
         save_file({name: value.contiguous() for name, value in prompt.inputs(processor).items()}, path)
         settings = prompt.settings
-        requests.append(
-            WorkerRequest(prompt.name, prompt.sha256, path, settings.generation, settings.task, decoded.point)
-        )
+        how = settings.generation, settings.task, decoded.point
+        requests.append(WorkerRequest(prompt.name, prompt.sha256, path, *how))
     return requests
 
 

@@ -27,7 +27,7 @@ from autotune.workloads.workload import WARM_UP_TOKENS
 AR_EVERY = 4  # pairs: plain decoding is measured too, for the speedup and as a control
 
 
-class Pair(Document):
+class TimedPair(Document):
     """One prompt decoded by both sides. Times are in milliseconds per token after the first."""
 
     number: int
@@ -108,7 +108,7 @@ class PairRunner:
         turn, position = divmod(number, len(self.requests))
         return random.Random(f"{self.seed}/turn/{turn}").sample(list(self.requests), len(self.requests))[position]
 
-    def _decode_pair(self, number: int, request: WorkerRequest) -> Pair:
+    def _decode_pair(self, number: int, request: WorkerRequest) -> TimedPair:
         rng = random.Random(f"{self.seed}/pair/{number}")
         head_first = rng.random() < 0.5
         base, head = self._decode_both(request, head_first, plain=False)
@@ -122,7 +122,7 @@ class PairRunner:
         if number % AR_EVERY == 0:
             plain = self._decode_both(request, rng.random() < 0.5, plain=True)
             plain_base_ms, plain_head_ms = map(_ms_per_token, plain)
-        return Pair(
+        return TimedPair(
             number=number,
             launch=self.pairs[-1].launch + (self._num_left == PAIRS_PER_LAUNCH) if self.pairs else 0,
             prompt=request.name,
@@ -168,12 +168,12 @@ def _shortened(request: WorkerRequest) -> WorkerRequest:
     return replace(request, settings={**request.settings, "max_new_tokens": longest})
 
 
-def _pairs_in(ledger: Path) -> list[Pair]:
+def _pairs_in(ledger: Path) -> list[TimedPair]:
     """Pairs of an interrupted comparison, up to the first that is missing."""
-    pairs: list[Pair] = []
+    pairs: list[TimedPair] = []
     for record in read_lines(ledger):
         with contextlib.suppress(ValidationError):
-            pair = Pair.model_validate(record)
+            pair = TimedPair.model_validate(record)
             if pair.number == len(pairs):
                 pairs.append(pair)
     return pairs

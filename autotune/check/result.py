@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from autotune.check.pairs import Pair
+from autotune.check.pairs import TimedPair
 from autotune.documents.decoding_profile import PromptEvidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
@@ -54,7 +54,7 @@ class Timing(Document):
     """Slowdown of plain decoding, a control: far from 0, more than the draft's part has changed."""
     speedup: float | None
     """Speedup of the head over its own plain decoding, in the pairs that measured both."""
-    pairs: list[Pair]
+    pairs: list[TimedPair]
 
 
 class WorkloadResult(Document):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.check.pairs import Pair, PairRunner
+from autotune.check.pairs import PairRunner, TimedPair
 from autotune.check.power import replayed, simulate
 from autotune.check.result import TIME, Gate, GateVerdict, Timing
 from autotune.check.sequential import (
@@ -73,11 +73,11 @@ def run_pairs(
     return Outcome(analysis, out_of_time=False)
 
 
-def log_ratios(pairs: Sequence[Pair]) -> Floats:
+def log_ratios(pairs: Sequence[TimedPair]) -> Floats:
     return np.array([pair.log_ratio for pair in pairs])
 
 
-def launches(pairs: Sequence[Pair]) -> np.ndarray:
+def launches(pairs: Sequence[TimedPair]) -> np.ndarray:
     return np.array([pair.launch for pair in pairs])
 
 

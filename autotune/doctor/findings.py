@@ -99,9 +99,9 @@ def _time_notes(diagnosis: Diagnosis, target: TargetFound) -> list[str]:
             texts.append(
                 f"mode {times.mode} prepares {times.num_prepared} forward passes in {times.prepare_s:.1f} s and {gib(times.prepared_bytes)}"
             )
-    free_bytes = diagnosis.examined.free_bytes
-    tokens = int(free_bytes / max(1, target.kv_bytes_per_token))
-    texts.append(f"{gib(free_bytes)} are free next to the weights: keys and values of {tokens:,} tokens")
+    free = diagnosis.examined.free_bytes
+    tokens = int(free / max(1, target.kv_bytes_per_token))
+    texts.append(f"{gib(free)} are free next to the weights: keys and values of {tokens:,} tokens")
     return texts
 
 

@@ -39,7 +39,7 @@ token before, [n, hidden].
 
 
 class Dimensions(NamedTuple):
-    """What a search may choose of a draft, its visual tokens apart."""
+    """The parts of a draft that a search may choose, without its visual tokens."""
 
     injection_layers: tuple[int, ...] = ()
     """Layers of the target that a supernet can read; empty for drafts that are no supernet."""
@@ -84,7 +84,7 @@ class Draft(Protocol):
 
     @property
     def dimensions(self) -> Dimensions:
-        """What a search may choose."""
+        """The dimensions that a search may choose."""
 
     @property
     def has_states(self) -> bool:

@@ -28,7 +28,7 @@ SAMPLING = (
 
 
 @dataclass(frozen=True)
-class Models:
+class Pair:
     """The models to serve, by the names or folders that the engine is given."""
 
     target: str
@@ -86,27 +86,27 @@ class Engine(ABC):
         """The kinds of drafts that the engine serves."""
         return served_by(self.name)
 
-    def method(self, pair: Models) -> str:
+    def method(self, pair: Pair) -> str:
         """The engine's speculation method for a pair."""
         return self.served[pair.draft_kind].method
 
-    def refusal(self, pair: Models) -> str | None:
+    def refusal(self, pair: Pair) -> str | None:
         """Why the engine would refuse the pair, by the files of the two models, as far as they are on this machine; or None."""
         return None
 
-    def caveats(self, pair: Models) -> Sequence[str]:
+    def caveats(self, pair: Pair) -> Sequence[str]:
         """Limitations of the engine with this pair."""
         return ()
 
-    def supports_tree(self, pair: Models, tree: Eagle2Policy) -> bool:
+    def supports_tree(self, pair: Pair, tree: Eagle2Policy) -> bool:
         """Whether the engine can run this tree; every engine runs chains."""
         return False
 
-    def supports_schedule(self, pair: Models) -> bool:
+    def supports_schedule(self, pair: Pair) -> bool:
         """Whether the chain length may depend on the batch size."""
         return False
 
-    def search(self, pair: Models, replay: EngineReplay) -> list[EngineCandidate]:
+    def search(self, pair: Pair, replay: EngineReplay) -> list[EngineCandidate]:
         """The fastest configuration of every kind that the engine can run, in any order."""
         trees = (tree for tree in replay.trees() if self.supports_tree(pair, tree))
         fastest = {"chain": replay.fastest(replay.chains()), "tree": replay.fastest(trees)}
@@ -122,7 +122,7 @@ class Engine(ABC):
             )
         return candidates
 
-    def loadable(self, pair: Models, folder: Path) -> tuple[Models, Sequence[Conversion]]:
+    def loadable(self, pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
         """The pair with models that the engine can load, and the checkpoints in ``folder`` that have to be written for it.
 
         Raises:
@@ -134,20 +134,20 @@ class Engine(ABC):
         """Files that the settings of a candidate name, besides its own."""
         return {}
 
-    def preparation(self, pair: Models, folder: Path) -> Sequence[str]:
+    def preparation(self, pair: Pair, folder: Path) -> Sequence[str]:
         """Commands that make what ``command`` needs."""
         return ()
 
     @abstractmethod
-    def settings(self, pair: Models, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> Document:
+    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> Document:
         """The settings of a tree; ``schedule`` is for chains of engines that have one."""
 
     @abstractmethod
-    def command(self, pair: Models, settings: Document, path: Path) -> str:
+    def command(self, pair: Pair, settings: Document, path: Path) -> str:
         """The command that starts the engine with these settings, which are in ``path``."""
 
 
-def unequal_vocabularies(pair: Models, *, with_tokens: bool = False) -> str | None:
+def unequal_vocabularies(pair: Pair, *, with_tokens: bool = False) -> str | None:
     """How the vocabularies of an independent draft and its target differ: in size, or with ``with_tokens`` in the ids of their
     tokens. None if they do not, or are not known.
     """

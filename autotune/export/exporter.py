@@ -9,7 +9,7 @@ from autotune.console import Console
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import EXPORT, Export, Variant, print_export
-from autotune.export.engine import Engine, EngineCandidate, Models, write_settings
+from autotune.export.engine import Engine, EngineCandidate, Pair, write_settings
 from autotune.export.engine_prices import EnginePrices
 from autotune.export.engine_replay import EngineReplay, MeasuredReplay
 from autotune.export.llama_cpp import LlamaCpp
@@ -97,14 +97,14 @@ def export_profile(
     return result
 
 
-def _pair(engine: Engine, selected: Selection) -> Models:
+def _pair(engine: Engine, selected: Selection) -> Pair:
     """The models as an engine is given them, which does not know the names of bundled models.
 
     Raises:
         UserError: the engine refuses them.
     """
     folders, target, draft = bundled_models(), selected.profile.target.id, selected.draft
-    pair = Models(
+    pair = Pair(
         str(folders.get(target, target)),
         str(folders.get(draft, draft)),
         selected.kind,
@@ -126,7 +126,7 @@ def _replay(engine: Engine, selected: Selection, draft_tokens: int | None, price
     return MeasuredReplay(trace, table, measured, prompts=prompts, draft_tokens=draft_tokens)
 
 
-def _fastest_first(engine: Engine, pair: Models, replay: EngineReplay) -> list[EngineCandidate]:
+def _fastest_first(engine: Engine, pair: Pair, replay: EngineReplay) -> list[EngineCandidate]:
     """The candidates of the engine's space, fastest first.
 
     Raises:
@@ -146,7 +146,7 @@ def _fastest_first(engine: Engine, pair: Models, replay: EngineReplay) -> list[E
     )
 
 
-def _variant(engine: Engine, pair: Models, candidate: EngineCandidate, tuned_ms: float, folder: Path) -> Variant:
+def _variant(engine: Engine, pair: Pair, candidate: EngineCandidate, tuned_ms: float, folder: Path) -> Variant:
     """A candidate as the document describes it; ``tuned_ms`` is the time per token of the profile's point."""
     path = folder / engine.settings_file.format(variant=candidate.name)
     return Variant(

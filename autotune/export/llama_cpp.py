@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import SAMPLING, Engine, EngineCandidate, Models
+from autotune.export.engine import SAMPLING, Engine, EngineCandidate, Pair
 from autotune.export.engine_replay import EngineReplay, EngineTree
 from autotune.export.llama_replay import NUM_CANDIDATES, LlamaReplay, ModelDraft, NgramDraft, NgramMod, Priced
 from autotune.files import Document
@@ -85,7 +85,7 @@ class LlamaCpp(Engine):
         "convert_hf_to_gguf.py is llama.cpp's own, and knows which models it converts; --min-hits has no effect on ngram-simple",
     )
 
-    def refusal(self, pair: Models) -> str | None:
+    def refusal(self, pair: Pair) -> str | None:
         """Vocabularies nearly equal in size, with equal tokens (``common_speculative_are_compatible``)."""
         target, draft = pair.target_files, pair.draft_files
         if target is None or draft is None or not pair.is_complete_model:
@@ -110,22 +110,22 @@ class LlamaCpp(Engine):
             )
         return None
 
-    def caveats(self, pair: Models) -> Sequence[str]:
+    def caveats(self, pair: Pair) -> Sequence[str]:
         return (
             f"--spec-draft-p-min is a share of the {NUM_CANDIDATES} most probable draft tokens, and was replayed so",
         )
 
-    def search(self, pair: Models, replay: EngineReplay) -> list[EngineCandidate]:
+    def search(self, pair: Pair, replay: EngineReplay) -> list[EngineCandidate]:
         """A draft model, n-grams, or both; only what is faster than plain decoding, if anything is."""
         candidates = [self._candidate(pair, priced) for priced in LlamaReplay(replay).fastest()]
         return [candidate for candidate in candidates if candidate.predicted.speedup > 1.0] or candidates
 
-    def settings(self, pair: Models, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> LlamaCppSettings:
+    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> LlamaCppSettings:
         """The draft model alone; the trees are chains."""
         floor = (tree.n_min, tree.p_min) if isinstance(tree, ChainPolicy) else (0, 0.0)
         return self._settings(pair, ModelDraft(tree.max_depth, *floor), None)
 
-    def preparation(self, pair: Models, folder: Path) -> Sequence[str]:
+    def preparation(self, pair: Pair, folder: Path) -> Sequence[str]:
         """Conversion to GGUF by llama.cpp's own script."""
         target, draft = (
             (name, ["--remote"]) if files is None else (str(files.folder), [])
@@ -138,14 +138,14 @@ class LlamaCpp(Engine):
             shlex.join([*script, draft[0], *draft[1], *of_target, "--outfile", str(folder / "draft.gguf")]),
         )
 
-    def command(self, pair: Models, settings: Document, path: Path) -> str:
+    def command(self, pair: Pair, settings: Document, path: Path) -> str:
         words = ["llama-server"]
         for name, value in settings.model_dump(exclude_none=True).items():
             is_file = name in ("model", "spec_draft_model")
             words += [f"--{name.replace('_', '-')}", str(path.parent / value) if is_file else f"{value}"]
         return shlex.join(words)
 
-    def _candidate(self, pair: Models, priced: Priced) -> EngineCandidate:
+    def _candidate(self, pair: Pair, priced: Priced) -> EngineCandidate:
         settings = self._settings(pair, priced.model, priced.ngram)
         labels = [draft.label for draft in (priced.ngram, priced.model) if draft is not None]
         tree = None
@@ -154,9 +154,7 @@ class LlamaCpp(Engine):
         name = "+".join(settings.spec_type.split(","))
         return EngineCandidate(name, f"{settings.spec_type}({', '.join(labels)})", tree, priced.predicted, settings)
 
-    def _settings(
-        self, pair: Models, model: ModelDraft | None, ngram: NgramDraft | NgramMod | None
-    ) -> LlamaCppSettings:
+    def _settings(self, pair: Pair, model: ModelDraft | None, ngram: NgramDraft | NgramMod | None) -> LlamaCppSettings:
         types, fields = [], dict[str, object]()
         if isinstance(ngram, NgramDraft):
             types.append(SIMPLE)

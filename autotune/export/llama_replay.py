@@ -216,11 +216,9 @@ class LlamaReplay:
         best = models[:1]
         if sizes := list(self._sizes()):
             # The n-grams that serve a model best are longer than those that serve alone.
-            with_model = min((self.price(models[0].model, size) for size in sizes), key=lambda priced: priced.rank)
-            both = min(
-                (self.price(best_model.model, with_model.ngram) for best_model in models[:NUM_CHAINED]),
-                key=lambda priced: priced.rank,
-            )
+            longest = min((self.price(models[0].model, size) for size in sizes), key=lambda priced: priced.rank)
+            pairs = (self.price(draft.model, longest.ngram) for draft in models[:NUM_CHAINED])
+            both = min(pairs, key=lambda priced: priced.rank)
             best.append(min((self.price(None, size) for size in sizes), key=lambda priced: priced.rank))
             if all(both.rank < priced.rank for priced in best):
                 best.append(both)

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, Field, NonNegativeInt, RootModel, model_validator
 
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import SAMPLING, Engine, EngineCandidate, Models, unequal_vocabularies
+from autotune.export.engine import SAMPLING, Engine, EngineCandidate, Pair, unequal_vocabularies
 from autotune.export.engine_replay import EngineTree
 from autotune.files import Document
 from autotune.trees.eagle2 import Eagle2Policy
@@ -79,10 +79,10 @@ class Sglang(Engine):
         "a page_size above 1 unless attention_backend is flashinfer, fa3, triton: use the chain there",
     )
 
-    def refusal(self, pair: Models) -> str | None:
+    def refusal(self, pair: Pair) -> str | None:
         return unequal_vocabularies(pair, with_tokens=True)
 
-    def caveats(self, pair: Models) -> Sequence[str]:
+    def caveats(self, pair: Pair) -> Sequence[str]:
         if not pair.is_complete_model:
             return (
                 f"{ADAPTIVE_FILE} chooses the steps of the chain by batch size; SGLang switches it off, and runs num_steps, with "
@@ -94,10 +94,10 @@ class Sglang(Engine):
             "what a STANDALONE draft sees of an image has not been checked: predictions are for prompts without images",
         )
 
-    def supports_tree(self, pair: Models, tree: Eagle2Policy) -> bool:
+    def supports_tree(self, pair: Pair, tree: Eagle2Policy) -> bool:
         return tree.budget <= tree.max_grown
 
-    def supports_schedule(self, pair: Models) -> bool:
+    def supports_schedule(self, pair: Pair) -> bool:
         """The worker of STANDALONE has no adaptive steps."""
         return not pair.is_complete_model
 
@@ -110,7 +110,7 @@ class Sglang(Engine):
             slots[str(last.end + 1)] = AdaptiveSlot(candidate_steps=[0])
         return {ADAPTIVE_FILE: AdaptiveSteps(slots)}
 
-    def settings(self, pair: Models, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> SglangSettings:
+    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> SglangSettings:
         return SglangSettings.model_validate(
             {
                 "speculative_algorithm": self.method(pair),
@@ -123,7 +123,7 @@ class Sglang(Engine):
             }
         )
 
-    def command(self, pair: Models, settings: Document, path: Path) -> str:
+    def command(self, pair: Pair, settings: Document, path: Path) -> str:
         words = ["python", "-m", "sglang.launch_server", "--model-path", pair.target]
         words += [] if pair.dtype is None else ["--dtype", pair.dtype]
         for name, value in settings.model_dump(exclude_none=True).items():

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import SAMPLING, Engine, Models
+from autotune.export.engine import SAMPLING, Engine, Pair
 from autotune.export.engine_replay import EngineTree
 from autotune.files import Document
 
@@ -43,12 +43,10 @@ class Transformers(Engine):
         "with sampling, assisted generation samples its drafts too, so fewer of them are accepted than predicted",
     )
 
-    def settings(
-        self, pair: Models, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()
-    ) -> TransformersSettings:
+    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> TransformersSettings:
         return TransformersSettings(num_assistant_tokens=tree.max_depth)
 
-    def command(self, pair: Models, settings: Document, path: Path) -> str:
+    def command(self, pair: Pair, settings: Document, path: Path) -> str:
         return (
             f'draft.generation_config.update(**json.load(open("{path}"))); target.generate(**inputs, assistant_model=draft)'
             f"  # target: {pair.target}, draft: {pair.draft}"

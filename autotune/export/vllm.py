@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import SAMPLING, Engine, Models, unequal_vocabularies
+from autotune.export.engine import SAMPLING, Engine, Pair, unequal_vocabularies
 from autotune.export.engine_replay import EngineTree
 from autotune.export.model_files import Conversion, has_short_vision_names, text_part, with_long_vision_names
 from autotune.files import Document
@@ -65,12 +65,12 @@ class Vllm(Engine):
         "predicted; 0 draft tokens cost time too (vllm#49548): measure with and without the schedule",
     )
 
-    def refusal(self, pair: Models) -> str | None:
+    def refusal(self, pair: Pair) -> str | None:
         if pair.is_complete_model and pair.draft_files is not None and pair.draft_files.has_mrope:
             return "the draft has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
         return unequal_vocabularies(pair)
 
-    def caveats(self, pair: Models) -> Sequence[str]:
+    def caveats(self, pair: Pair) -> Sequence[str]:
         if not pair.is_complete_model:
             return ()
         notes = [
@@ -84,10 +84,10 @@ class Vllm(Engine):
             )
         return notes
 
-    def supports_schedule(self, pair: Models) -> bool:
+    def supports_schedule(self, pair: Pair) -> bool:
         return True
 
-    def loadable(self, pair: Models, folder: Path) -> tuple[Models, Sequence[Conversion]]:
+    def loadable(self, pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
         """See ``Engine``: the text part of a draft, and a vision tower whose weights have the names that vLLM knows."""
         target, draft, conversions = pair.target, pair.draft, []
         if pair.target_files is not None and has_short_vision_names(pair.target_files):
@@ -98,7 +98,7 @@ class Vllm(Engine):
             draft = str(folder / "draft")
         return dataclasses.replace(pair, target=target, draft=draft), conversions
 
-    def settings(self, pair: Models, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> VllmSettings:
+    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> VllmSettings:
         ranges = [(batch.start, batch.end, batch.draft_tokens) for batch in schedule]
         if ranges and ranges[-1][1] < MAX_BATCH:  # vLLM carries the last length on to larger batches
             start, end, draft_tokens = ranges[-1]
@@ -112,7 +112,7 @@ class Vllm(Engine):
             }
         )
 
-    def command(self, pair: Models, settings: Document, path: Path) -> str:
+    def command(self, pair: Pair, settings: Document, path: Path) -> str:
         config = json.dumps(settings.model_dump(exclude_none=True))
         dtype = [] if pair.dtype is None else ["--dtype", pair.dtype]
         return shlex.join(["vllm", "serve", pair.target, *dtype, "--speculative-config", config])

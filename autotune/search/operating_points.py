@@ -121,10 +121,8 @@ def choose_points(
         seed: of the splits.
     """
     common_point = Proposal(Condition(), common, 0.0)
-    best = {
-        False: ([common_point], 0.0),
-        True: ([common_point], 0.0),
-    }  # points and saved ms, by whether requests need tags
+    # Points and saved ms, by whether requests need tags.
+    best = {needs_tags: ([common_point], 0.0) for needs_tags in (False, True)}
     sizes = [int(group.is_member.sum()) for grouping in groupings for group in grouping]
     num_tried = max(1, sum(size >= min_requests for size in sizes))
     min_deviations = NormalDist().inv_cdf(1 - POINT_RISK / num_tried)

@@ -242,9 +242,7 @@ class _SearchRun:
         ]
         num_prompts = self.shared_decision("num_prompts", documents, lambda: traces[0].num_prompts)
         self.tune = self.tune.cut(num_prompts)
-        if (
-            traces[0].num_prompts != num_prompts
-        ):  # another worker, or an earlier run, recorded more or fewer in its time
+        if traces[0].num_prompts != num_prompts:  # another worker or run had time for more or fewer
             traces = record(self.tune)
         print_agreement(traces, self.console)
         return traces

@@ -73,9 +73,7 @@ def random_tree_policy(name: str, rng: random.Random, sizes: Sizes) -> dict[str,
         "plan": rng.choice(["current", "previous"]),
         "first_paths": rng.choice([None, [[0], [1], [0, 0], [0, 1]]]),
     }
-    if (
-        tree["plan"] == "previous"
-    ):  # otherwise trees leave a recorded trace, whose nodes have high cumulative probabilities
+    if tree["plan"] == "previous":  # other trees leave a trace, whose nodes have high cumulative probabilities
         tree["threshold_on"] = rng.choice(["path", "token"])
     return {"policy": "sage", **tree}
 

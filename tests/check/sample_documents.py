@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.check.pairs import Pair
+from autotune.check.pairs import TimedPair
 from autotune.check.result import CheckResult, Gate, Timing, WorkloadResult
 from autotune.documents.decoding_profile import PromptEvidence
 from tests.sample_documents import DEVICE, PROVENANCE, TARGET
@@ -29,7 +29,7 @@ def prompt_evidence(name: str = "count", **fields: Any) -> PromptEvidence:
     return PromptEvidence(**{**known, **fields})
 
 
-def pair(number: int, slowdown: float = 0.0, **fields: Any) -> Pair:
+def pair(number: int, slowdown: float = 0.0, **fields: Any) -> TimedPair:
     """A pair with a slower head; five pairs per launch."""
     known: dict[str, Any] = {
         "number": number,
@@ -39,7 +39,7 @@ def pair(number: int, slowdown: float = 0.0, **fields: Any) -> Pair:
         "base_ms": 10.0,
         "head_ms": 10.0 * (1 + slowdown),
     }
-    return Pair(**{**known, **fields})
+    return TimedPair(**{**known, **fields})
 
 
 def timing(**fields: Any) -> Timing:

@@ -11,7 +11,7 @@ import pytest
 
 from autotune.check import comparison
 from autotune.check.job import run_check
-from autotune.check.pairs import Pair as TimedPair
+from autotune.check.pairs import TimedPair
 from autotune.check.result import CheckResult, Gate
 from autotune.check.settings import CheckSettings
 from autotune.check.worker import SideDecoder

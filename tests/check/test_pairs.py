@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autotune.check.pairs import Pair, PairRunner
+from autotune.check.pairs import PairRunner, TimedPair
 from autotune.errors import NotComparable
 from autotune.files import read_lines
 from tests.check.fake_workers import BASE, HEAD, World, requests
@@ -20,7 +20,7 @@ def runner(world: World, folder: Path, **options: Any) -> PairRunner:
     return PairRunner(BASE, HEAD, world.launch, requests(), **{**known, **options})
 
 
-def run(world: World, folder: Path, num_pairs: int, **options: Any) -> list[Pair]:
+def run(world: World, folder: Path, num_pairs: int, **options: Any) -> list[TimedPair]:
     with runner(world, folder, **options) as pairs:
         pairs.run_to(num_pairs)
         return pairs.pairs

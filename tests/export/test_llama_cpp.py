@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from autotune.acceptance.trace import Trace
-from autotune.export.engine import Models
+from autotune.export.engine import Pair
 from autotune.export.engine_replay import EngineReplay
 from autotune.export.exporter import ENGINES
 from autotune.export.llama_cpp import LlamaCppSettings
@@ -269,10 +269,10 @@ def test_floors_are_exported(tmp_path: Path) -> None:
     point = point_of(trace, table, tree={"policy": "chain", "depth": 3, "p_min": 0.3})
     profile_of(point, trace=trace).save(tmp_path / "profile.json")
     assert not any("floor" in note for note in exported(tmp_path / "profile.json", "llama.cpp").notes)
-    settings = ENGINES["llama.cpp"].settings(Models("t", "d", "independent"), ChainPolicy(depth=3, p_min=0.3, n_min=2))
+    settings = ENGINES["llama.cpp"].settings(Pair("t", "d", "independent"), ChainPolicy(depth=3, p_min=0.3, n_min=2))
     assert isinstance(settings, LlamaCppSettings)
     assert (settings.spec_draft_n_max, settings.spec_draft_n_min, settings.spec_draft_p_min) == (3, 2, 0.3)
-    assert not ENGINES["llama.cpp"].supports_tree(Models("t", "d", "eagle3"), Eagle2Policy(depth=2, k=2, budget=3))
+    assert not ENGINES["llama.cpp"].supports_tree(Pair("t", "d", "eagle3"), Eagle2Policy(depth=2, k=2, budget=3))
 
 
 def test_eagle3_heads_are_converted_with_their_target(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_eagle3_heads_are_converted_with_their_target(tmp_path: Path) -> None:
 
 def test_models_of_this_machine_are_converted_from_their_folders(tmp_path: Path) -> None:
     target = write_tokenizer(tmp_path / "target", {"a": 0})
-    pair = Models("some/target", "some/draft", "independent", target, None)
+    pair = Pair("some/target", "some/draft", "independent", target, None)
     commands = ENGINES["llama.cpp"].preparation(pair, Path("out"))
     assert commands == (
         f"python convert_hf_to_gguf.py {tmp_path / 'target'} --outfile out/target.gguf",
@@ -357,8 +357,6 @@ def test_vocabularies_may_differ_a_little(tmp_path: Path) -> None:
         ("late", {**words, "w5": 6, "w6": 5}, 8, "token 5 is 'w5' in the target and 'w6' in the draft"),
     ):
         draft = write_tokenizer(tmp_path / name, vocabulary, vocab_size=size)
-        refusal = ENGINES["llama.cpp"].refusal(Models("t", "d", "independent", target, draft))
+        refusal = ENGINES["llama.cpp"].refusal(Pair("t", "d", "independent", target, draft))
         assert (refusal is None) == (message is None) and (message or "") in (refusal or ""), name
-    assert (
-        ENGINES["llama.cpp"].refusal(Models("t", "d", "independent", model(vocab_size=8), model(vocab_size=9))) is None
-    )
+    assert ENGINES["llama.cpp"].refusal(Pair("t", "d", "independent", model(vocab_size=8), model(vocab_size=9))) is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autotune.errors import UserError
-from autotune.export.engine import Models, unequal_vocabularies
+from autotune.export.engine import Pair, unequal_vocabularies
 from autotune.export.exporter import ENGINES
 from autotune.export.model_files import (
     CONFIG,
@@ -149,7 +149,7 @@ def test_vocabularies_that_engines_refuse(tmp_path: Path) -> None:
         "larger": write_tokenizer(tmp_path / "larger", {"a": 0, "b": 1}, vocab_size=3),
     }
     found = {
-        (name, engine): ENGINES[engine].refusal(Models("t", "d", "independent", target, draft))
+        (name, engine): ENGINES[engine].refusal(Pair("t", "d", "independent", target, draft))
         for name, draft in drafts.items()
         for engine in ("vllm", "sglang")
     }
@@ -163,16 +163,16 @@ def test_vocabularies_that_engines_refuse(tmp_path: Path) -> None:
         ("larger", "vllm"): size,
         ("larger", "sglang"): size,
     }
-    assert unequal_vocabularies(Models("t", "d", "eagle3", target, drafts["larger"])) is None, (
+    assert unequal_vocabularies(Pair("t", "d", "eagle3", target, drafts["larger"])) is None, (
         "EAGLE-3 heads have their own"
     )
-    assert unequal_vocabularies(Models("t", "d", "independent", None, drafts["larger"])) is None
+    assert unequal_vocabularies(Pair("t", "d", "independent", None, drafts["larger"])) is None
 
 
 def test_mrope_drafts_are_refused_by_vllm_and_mrope_targets_noted() -> None:
     mrope = model(rope_parameters={"mrope_section": [1, 1, 2]})
-    refused = ENGINES["vllm"].refusal(Models("t", "d", "independent", model(), mrope))
+    refused = ENGINES["vllm"].refusal(Pair("t", "d", "independent", model(), mrope))
     assert refused == "the draft has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
-    assert ENGINES["vllm"].refusal(Models("t", "d", "eagle3", model(), mrope)) is None
-    notes = [ENGINES["vllm"].caveats(Models("t", "d", "independent", target, model())) for target in (model(), mrope)]
+    assert ENGINES["vllm"].refusal(Pair("t", "d", "eagle3", model(), mrope)) is None
+    notes = [ENGINES["vllm"].caveats(Pair("t", "d", "independent", target, model())) for target in (model(), mrope)]
     assert len(notes[1]) == len(notes[0]) + 1 and "first axis" in notes[1][-1]

@@ -16,7 +16,7 @@ from autotune.cli.export import EXPORT_ENGINES
 from autotune.documents.decoding_profile import Predicted
 from autotune.evaluation.hf_generate import hf_generate
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import EngineCandidate, Models, write_settings
+from autotune.export.engine import EngineCandidate, Pair, write_settings
 from autotune.export.engine_replay import EngineTree
 from autotune.export.exporter import ENGINES
 from autotune.export.sglang import SglangSettings
@@ -24,7 +24,7 @@ from autotune.export.vllm import VllmSettings
 from autotune.files import Document
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
-from tests.tiny_models import Pair
+from tests.tiny_models import Pair as ModelPair
 from tests.trees.drafts import Ranks, TreeSession, logprobs_of, random_draft
 
 SCHEDULE = [
@@ -57,7 +57,7 @@ def test_settings_files_hold_the_settings_without_fields_that_are_none(tmp_path:
     trees = set()
     for name, engine in ENGINES.items():
         for kind in engine.served:
-            pair = Models("some/target", "some/draft", kind)
+            pair = Pair("some/target", "some/draft", kind)
             for tree in TREES:
                 if isinstance(tree, Eagle2Policy):
                     if not engine.supports_tree(pair, tree):
@@ -138,7 +138,7 @@ def test_trees_of_engines_equal_ours() -> None:
     """``depth`` counts levels below the root, ``k`` nodes expanded, ``budget`` nodes without the root. SGLang's number of
     draft tokens includes the root.
     """
-    pair = Models("t", "d", "eagle3")
+    pair = Pair("t", "d", "eagle3")
     for seed in range(30):
         depth, k, budget = 2 + seed % 4, 2 + seed % 3, 5 + seed % 9
         budget = min(budget, depth * k)
@@ -158,7 +158,7 @@ def test_chains_of_engines_equal_ours() -> None:
     for depth in (1, 4):
         session = TreeSession("chain", depth=depth)
         assert len(session.grow(random_draft(0, 0.3))) == depth and len(session.expanded) == depth
-        pair, chain = Models("t", "d", "independent"), ChainPolicy(depth=depth)
+        pair, chain = Pair("t", "d", "independent"), ChainPolicy(depth=depth)
         found = {name: engine.settings(pair, chain).model_dump() for name, engine in ENGINES.items()}
         assert found["vllm"]["num_speculative_tokens"] == depth
         assert [found["sglang"][name] for name in SIZES] == [depth, 1, depth + 1]
@@ -166,15 +166,15 @@ def test_chains_of_engines_equal_ours() -> None:
 
 
 def test_vllm_gets_ranges_of_batch_sizes_that_end_with_plain_decoding() -> None:
-    settings = ENGINES["vllm"].settings(Models("t", "d", "independent"), CHAIN, SCHEDULE).model_dump()
+    settings = ENGINES["vllm"].settings(Pair("t", "d", "independent"), CHAIN, SCHEDULE).model_dump()
     assert settings["num_speculative_tokens_per_batch_size"] == [(1, 2, 5), (3, 7, 3), (8, 1024, 0)]
 
 
 def test_sglang_chooses_steps_by_batch_size_for_eagle3_heads() -> None:
     """Keys are the smallest batch sizes; beyond the predictions nothing is drafted. The file holds num_steps."""
     engine = ENGINES["sglang"]
-    assert not engine.supports_schedule(Models("t", "d", "independent"))
-    pair = Models("t", "d", "eagle3")
+    assert not engine.supports_schedule(Pair("t", "d", "independent"))
+    pair = Pair("t", "d", "eagle3")
     for schedule, expected in (
         (SCHEDULE, {"1": 5, "3": 3, "8": 0}),
         (SCHEDULE[:2], {"1": 5, "3": 3, "8": 0}),
@@ -196,11 +196,11 @@ def test_sglang_chooses_steps_by_batch_size_for_eagle3_heads() -> None:
         ]
 
 
-def test_assisted_generation_drafts_the_exported_number_of_tokens(text_pair: Pair, tmp_path: Path) -> None:
+def test_assisted_generation_drafts_the_exported_number_of_tokens(text_pair: ModelPair, tmp_path: Path) -> None:
     """A target that assists itself accepts every draft. The same settings in the target's config have no effect."""
     import torch
 
-    patch = ENGINES["transformers"].settings(Models("t", "d", "independent"), ChainPolicy(depth=3))
+    patch = ENGINES["transformers"].settings(Pair("t", "d", "independent"), ChainPolicy(depth=3))
     write_settings(tmp_path / "generation_config.json", patch)
     inputs = {"input_ids": torch.arange(5, 25)[None]}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])

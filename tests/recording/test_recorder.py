@@ -352,9 +352,7 @@ def test_records_are_reused(
     num_forwards.update(target=0, draft=0)
     assert_same_trace(record(fresh, draft, draft_reference, workload), first)
     assert num_forwards == {"target": 0, "draft": 0}
-    record(
-        fresh, draft, draft_reference, workload, visual_keep=0.5
-    )  # another subnet has the same answers, other forests
+    record(fresh, draft, draft_reference, workload, visual_keep=0.5)  # the same answers, other forests
     assert num_forwards["target"] == 0 < num_forwards["draft"]
 
 

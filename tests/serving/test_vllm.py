@@ -16,7 +16,7 @@ from click.testing import CliRunner
 pytest.importorskip("torch", exc_type=ImportError)
 
 from autotune.cli.main import main
-from autotune.export.engine import Models
+from autotune.export.engine import Pair
 from autotune.export.model_files import find_model
 from autotune.export.vllm import Vllm
 from autotune.modeling.loading import bundled_models, reference
@@ -84,7 +84,7 @@ def test_vllm_makes_the_predicted_rounds(vllm: str, workload: str, num_prompts: 
     names = f"{workload}/target", f"{workload}/independent"
     engine = Vllm()
     folders = [str(bundled_models()[name]) for name in names]
-    pair = Models(folders[0], folders[1], "independent", *map(find_model, names), precision="float32")
+    pair = Pair(folders[0], folders[1], "independent", *map(find_model, names), precision="float32")
     pair, conversions = engine.loadable(pair, tmp_path)
     for conversion in conversions:
         conversion.write(conversion.folder)

@@ -42,9 +42,7 @@ def new_target(**sizes: Any) -> Target:
 
 
 def new_teacher_batch(target: Target, *, num_rows: int, length: int, num_loss_tokens: int) -> TeacherBatch:
-    prompts = [
-        EncodedPrompt(torch.arange(length) % 200 + 5, torch.zeros(length, dtype=torch.bool)) for _ in range(num_rows)
-    ]
+    prompts = [EncodedPrompt(torch.arange(length) % 200 + 5, torch.zeros(length).bool()) for _ in range(num_rows)]
     return Teacher(target).read([Example(prompt, length - num_loss_tokens) for prompt in prompts], layers=(1, 2, 3, 4))
 
 

@@ -126,9 +126,8 @@ def test_rows_drop_only_the_visual_tokens_of_lowest_score(target: Target, exampl
         if row:
             best = batch.is_visual[row].nonzero()[:, 0][batch.visual_scores[row].topk(4).indices]
             assert visual == sorted(best.tolist())
-        for column, position in enumerate(
-            kept.tolist()
-        ):  # a token's embedding is beside the feature of the token before
+        # A token's embedding is next to the feature of the token before.
+        for column, position in enumerate(kept.tolist()):
             assert torch.equal(rows.embeddings[row, column], batch.embeddings[row, position])
             if position > 0:
                 before = network.target_features({2: batch.hidden[2][row, position - 1]})
