@@ -1,6 +1,6 @@
 """Serve a decoding profile over HTTP, with Prometheus metrics: one request at a time, answered whole or as a stream.
 
-Usage: pip install "autotune[serve]"
+Usage: pip install "autotune-speculative[serve]"
        python examples/serve.py profile.json
        curl localhost:8000/generate -H 'content-type: application/json' -d '{"prompt": "Count to ten."}'
        curl localhost:8000/metrics

@@ -10,13 +10,13 @@ from typing import Any
 
 import click
 
-from autotune.documents.provenance import version_of
+from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.errors import UserError, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
 VERBS = ("doctor", "measure", "record", "search", "run", "bench", "bench-server", "check", "report", "export", "train")
-UNLISTED = ("devices",)
+UNLISTED = {"profile": "measure", "devices": "devices"}  # names of an earlier README, for one version
 
 
 class Commands(click.Group):
@@ -26,6 +26,7 @@ class Commands(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        cmd_name = UNLISTED.get(cmd_name, cmd_name)
         if cmd_name not in (*VERBS, *UNLISTED):
             return None
         for name in CHATTY:
@@ -59,7 +60,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.version_option(version_of("autotune"), prog_name="autotune")
+@click.version_option(version_of(DISTRIBUTION), prog_name="autotune")
 def main() -> None:
     """Fit speculative decoding to a model, a workload and a device, and decode with the result.
 

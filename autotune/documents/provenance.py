@@ -33,7 +33,12 @@ class ModelReference(Document):
         return self.sha256 == other.sha256 and bool(self.sha256 or self.id == other.id)
 
 
+DISTRIBUTION = "autotune-speculative"
+"""Name of this distribution; ``autotune`` on the package index is another project."""
+
+
 def version_of(package: str) -> str:
+    """The installed version of a distribution; ``unknown`` if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -43,7 +48,7 @@ def version_of(package: str) -> str:
 def stamp(contention: Contention | None = None) -> Provenance:
     """Provenance of a document written now, with the contention during its measurement."""
     return Provenance(
-        autotune=version_of("autotune"),
+        autotune=version_of(DISTRIBUTION),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         python=platform.python_version(),
         torch=version_of("torch"),

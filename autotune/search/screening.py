@@ -18,7 +18,7 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.decoding_profile import AR
-from autotune.documents.provenance import version_of
+from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.documents.subnet import Subnet
 from autotune.evaluation.summary import summarize
 from autotune.files import content_key
@@ -196,7 +196,7 @@ def _units(
     documents: object,
 ) -> Units:
     """A unit for every group of variants; its key contains everything that its record depends on."""
-    common = [version_of("autotune"), model_pool.key, documents]
+    common = [version_of(DISTRIBUTION), model_pool.key, documents]
 
     def unit(group: Sequence[DraftVariant]) -> Record:
         return record_of(make(group))

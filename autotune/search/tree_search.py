@@ -18,7 +18,7 @@ import numpy as np
 from autotune.acceptance.replay import Replay
 from autotune.console import Console
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
-from autotune.documents.provenance import version_of
+from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.prediction.evaluator import Candidate, Evaluator
@@ -78,7 +78,7 @@ def search_trees(
         UserError: no tree was found that keeps the constraints.
     """
     stage = _TreeStage(
-        evaluator, space, ledger, [version_of("autotune"), documents, asdict(evaluator.constraints)], seed
+        evaluator, space, ledger, [version_of(DISTRIBUTION), documents, asdict(evaluator.constraints)], seed
     )
     evaluator.check_feasible()
 

@@ -115,7 +115,7 @@ class EngineClient:
             from prometheus_client.parser import text_string_to_metric_families
         except ImportError:
             raise UserError(
-                'reading an engine\'s metrics needs prometheus-client; pip install "autotune[metrics]"'
+                'reading an engine\'s metrics needs prometheus-client; pip install "autotune-speculative[metrics]"'
             ) from None
         sums: dict[str | None, int] = {}
         accepted: dict[int, int] = {}

@@ -170,7 +170,7 @@ def test_several_workers_have_the_result_of_one(tmp_path: Path) -> None:
         evaluator(),
         space(LARGE),
         Ledger(tmp_path / "l"),
-        [tree_search.version_of("autotune"), "x", Constraints().__dict__],
+        [tree_search.version_of(tree_search.DISTRIBUTION), "x", Constraints().__dict__],
         3,
     )
     made = dict(list(other.sweeps().items())[1::2])
