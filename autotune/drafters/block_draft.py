@@ -16,7 +16,7 @@ from autotune.drafters.cached_draft import pad_rows
 from autotune.drafters.dflash import DFlashNetwork, block_embeddings
 from autotune.drafters.draft import Coupling, Proposals, kept_tokens
 from autotune.drafters.feature_draft import FeatureDraft
-from autotune.drafters.forests import AnswerToRecord, ForestGrower
+from autotune.drafters.forests import AnswerToRecord, LevelForestGrower
 from autotune.execution import round_up
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, KVSlots
@@ -172,7 +172,7 @@ class BlockDraft(FeatureDraft):
             yield self.read_pending()
 
 
-class BlockForestGrower(ForestGrower):
+class BlockForestGrower(LevelForestGrower):
     """Evaluates one block for every root, as decoding does: the nodes of one level of a root's forest have the same children."""
 
     def __init__(self, draft: BlockDraft, answer: AnswerToRecord) -> None:
@@ -191,7 +191,7 @@ class BlockForestGrower(ForestGrower):
             self.evaluated.add(tokens, logprobs, np.zeros(len(tokens), np.int64), np.zeros((len(tokens), 0), np.int64))
 
     def _evaluate_children(self, parents: Ints, ranks: Ints, num_before: int) -> Ints:
-        """See ``ForestGrower``. The children of a level are where those of its first node are."""
+        """See ``LevelForestGrower``. The children of a level are where those of its first node are."""
         num_others = self.bounds.depth - 1
         root, level = np.divmod(parents - self.num_roots, max(1, num_others))
         is_root = parents < self.num_roots

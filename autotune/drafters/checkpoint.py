@@ -135,14 +135,7 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
         if not isinstance(network, StarNetwork):
             raise UserError(f"{name}: only a star draft has heads to choose; leave heads out")
         network = network.sliced(subnet.head_shares)
-    draft = (BlockDraft if isinstance(network, DFlashNetwork) else FeatureDraft)(
-        network,
-        heads=subnet.heads,
-        injection_layer=subnet.injection_layer,
-        operator=subnet.operator,
-        operator_ratio=subnet.operator_ratio,
-        vocabulary=subnet.vocabulary,
-    )
+    draft = (BlockDraft if isinstance(network, DFlashNetwork) else FeatureDraft)(network, subnet)
     draft.attach(target)
     return draft
 

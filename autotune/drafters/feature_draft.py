@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from autotune.cost.draft_costs import ModelShape
-from autotune.documents.subnet import Operator, Subnet
+from autotune.documents.subnet import Subnet
 from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.cached_draft import CachedDraft, pad_rows, table_rows
 from autotune.drafters.draft import Dimensions, FeatureSource, kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
-from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, KVSlots
 from autotune.modeling.masks import MaskBuffer
@@ -59,7 +58,7 @@ class FeatureCache:
         self.blocks.clear()
 
 
-class FeatureDraft(CachedDraft, CachedModel):
+class FeatureDraft(CachedDraft):
     """Drafts with a network that reads outputs of the target's layers (see ``Draft``).
 
     Pruned tokens are missing from the stream and from self-attention. Blocks that cross attend to the features of all
@@ -70,36 +69,24 @@ class FeatureDraft(CachedDraft, CachedModel):
 
     Args:
         network: a draft network, or a subnet sliced from a supernet.
-        heads: share of heads that the subnet keeps, in all blocks or in each.
-        injection_layer: layer of the target to read; None: the network's default.
-        operator: compresses the visual tokens of every prompt; None for the choice of the network's gate.
-        operator_ratio: ratio of the operator; None for that of the training.
-        vocabulary: share of the target's vocabulary that is proposed; None for all tokens.
+        subnet: heads that the network keeps, and the injection layer, operator and vocabulary to use. Its share of visual tokens
+            applies later, prompt by prompt.
 
     Raises:
         UserError: a layer or an operator that the network does not have, or no token frequencies to cut its vocabulary by.
     """
 
-    def __init__(
-        self,
-        network: DraftNetwork,
-        *,
-        heads: float | tuple[float, float, float] | None = None,
-        injection_layer: int | None = None,
-        operator: Operator | None = None,
-        operator_ratio: int | None = None,
-        vocabulary: float | None = None,
-    ) -> None:
+    def __init__(self, network: DraftNetwork, subnet: Subnet | None = None) -> None:
         super().__init__()
         self.network = network
         self.kind = network.config.kind
-        self.heads, self.operator, self.operator_ratio = heads, operator, operator_ratio
-        if operator is not None or operator_ratio is not None:
-            network.fix_operator(operator, operator_ratio)
-        self.vocabulary = vocabulary
-        if vocabulary is not None:
-            network.cut_vocabulary(vocabulary)
-        self.aux_layers = network.layers_read(injection_layer)
+        self._subnet = subnet = subnet or Subnet()
+        if subnet.operator is not None or subnet.operator_ratio is not None:
+            network.fix_operator(subnet.operator, subnet.operator_ratio)
+        self.vocabulary = subnet.vocabulary
+        if subnet.vocabulary is not None:
+            network.cut_vocabulary(subnet.vocabulary)
+        self.aux_layers = network.layers_read(subnet.injection_layer)
         self.visual_keep = network.config.visual_keep
         self.token_ids = network.token_ids
         self.vocab_size = 0  # the target's, after ``attach``
@@ -110,14 +97,8 @@ class FeatureDraft(CachedDraft, CachedModel):
     @property
     def subnet(self) -> Subnet:
         layer = self.aux_layers[0] if len(self.aux_layers) == 1 else None
-        return Subnet(
-            heads=self.heads,
-            visual_keep=self.visual_keep,
-            injection_layer=layer,
-            operator=self.operator,
-            operator_ratio=self.operator_ratio,
-            vocabulary=self.vocabulary,
-        )
+        used = {"injection_layer": layer, "visual_keep": self.visual_keep, "visual_ranking": Subnet().visual_ranking}
+        return self._subnet.model_copy(update=used)
 
     @property
     def num_parameters(self) -> int:

@@ -96,7 +96,9 @@ class _Evaluated:
         self.num_drafted = np.zeros(0, np.int64)
         """Number of those tokens."""
 
-    def add(self, tokens: Ints, logprobs: NDArray[np.float32], last_answer: Ints, ancestors: Ints) -> None:
+    def add(
+        self, tokens: Ints, logprobs: NDArray[np.float32], last_answer: Ints, ancestors: Ints | None = None
+    ) -> None:
         begin, end = self.size, self.size + len(tokens)
         if end > len(self.child_token):
             for name in ("child_token", "child_logprob", "child", "last_answer", "ancestors", "num_drafted"):
@@ -106,8 +108,9 @@ class _Evaluated:
                 setattr(self, name, new)
         self.child_token[begin:end], self.child_logprob[begin:end] = tokens, logprobs
         self.child[begin:end] = NOT_EVALUATED
-        self.last_answer[begin:end], self.ancestors[begin:end] = last_answer, ancestors
-        self.num_drafted[begin:end] = (ancestors >= 0).sum(1)
+        self.last_answer[begin:end] = last_answer
+        self.ancestors[begin:end] = -1 if ancestors is None else ancestors
+        self.num_drafted[begin:end] = (self.ancestors[begin:end] >= 0).sum(1)
         self.size = end
 
 
@@ -124,7 +127,7 @@ def largest_forest(bounds: ForestBounds) -> int:
 
 
 class ForestGrower(ABC):
-    """Grows the forests of several roots at a time, level by level.
+    """Grows the forests of all roots: the tokens of the answer that others follow.
 
     Args:
         num_levels: levels of drafted tokens of which ``_Evaluated`` keeps the ancestors.
@@ -139,6 +142,43 @@ class ForestGrower(ABC):
         self._num_nodes = self.num_roots
 
     @abstractmethod
+    def grow(self, first: int, end: int) -> int:
+        """Grow the forests of the roots ``first`` to ``end - 1``; returns the number of tokens evaluated."""
+
+    def num_together(self, nodes_per_root: float | None) -> int:
+        """The number of roots whose forests grow together, by default all of them.
+
+        Args:
+            nodes_per_root: tokens evaluated for each of the roots before; None at the beginning.
+        """
+        return self.num_roots
+
+    @torch.inference_mode()
+    def grow_all(self) -> Forest:
+        """The forests of all roots, which are the first ``num_roots`` nodes."""
+        first, nodes_per_root = 0, None
+        while first < self.num_roots:
+            end = min(first + self.num_together(nodes_per_root), self.num_roots)
+            nodes_per_root = self.grow(first, end) / (end - first)
+            first = end
+        nodes = np.concatenate(self._nodes)
+        child_node = np.full((len(nodes), self.bounds.num_proposals), -1)
+        for parents, ranks, first_child in self._links:
+            child_node[parents, ranks] = first_child + np.arange(len(parents))
+        return Forest(self.tokens, self.evaluated.child_token[nodes], self.evaluated.child_logprob[nodes], child_node)
+
+    def _add_nodes(self, parents: Ints, ranks: Ints, at: Ints) -> Ints:
+        """Add children of nodes, which are evaluated at ``at``; returns their numbers."""
+        self._links.append((parents, ranks, self._num_nodes))
+        self._nodes.append(at)
+        self._num_nodes += len(at)
+        return np.arange(self._num_nodes - len(at), self._num_nodes)
+
+
+class LevelForestGrower(ForestGrower):
+    """Grows the forests of several roots at a time, level by level."""
+
+    @abstractmethod
     def _evaluate_children(self, parents: Ints, ranks: Ints, num_before: int) -> Ints:
         """Evaluate the children of ``parents``, except those that are; returns the index of each.
 
@@ -150,13 +190,8 @@ class ForestGrower(ABC):
         """Begin a block of roots: no child is evaluated."""
         self.evaluated.child[: self.evaluated.size] = NOT_EVALUATED
 
-    def grow_all(self) -> Forest:
-        """Grow the forests of all roots."""
-        self.grow(0, self.num_roots)
-        return self.forest()
-
     def grow(self, first: int, end: int) -> int:
-        """Grow the forests of the roots ``first`` to ``end - 1``, level by level; returns the number of tokens evaluated."""
+        """See ``ForestGrower``."""
         bounds, evaluated = self.bounds, self.evaluated
         self._forget_block()
         root = np.arange(first, end)
@@ -185,26 +220,16 @@ class ForestGrower(ABC):
                 bounds.beam if level < bounds.beam_depth else 0,
                 bounds.nucleus_width,
             )
-            self._links.append((node[row], rank, self._num_nodes))
+            parents = node[row]
             path_logprob = path_logprob[row] + logprobs[row, rank]
             is_best, is_nucleus = is_best[row] & (rank == 0), in_nucleus[row, rank]
             is_answer, root = is_following[row, rank], root[row]
             at = self._evaluate_children(at[row], rank, num_before)
-            node = self._num_nodes + np.arange(len(row))
-            self._nodes.append(at)
-            self._num_nodes += len(row)
+            node = self._add_nodes(parents, rank, at)
         return evaluated.size - num_before
 
-    def forest(self) -> Forest:
-        """All nodes; the first ``num_roots`` are the answer's own."""
-        nodes = np.concatenate(self._nodes)
-        child_node = np.full((len(nodes), self.bounds.num_proposals), -1)
-        for parents, ranks, first in self._links:
-            child_node[parents, ranks] = first + np.arange(len(parents))
-        return Forest(self.tokens, self.evaluated.child_token[nodes], self.evaluated.child_logprob[nodes], child_node)
 
-
-class ModelForestGrower(ForestGrower):
+class ModelForestGrower(LevelForestGrower):
     """Puts the answer after the prompt in the draft's KV cache, then grows forests after it.
 
     The answer's tokens stay uncommitted, because a root must not see the tokens after it: the mask selects them.
@@ -221,15 +246,11 @@ class ModelForestGrower(ForestGrower):
         self.draft = draft
         self._read_answer()
 
-    def grow_all(self) -> Forest:
-        """Grow the forests of all roots, at first of ``most_roots`` together, then of as many as have ``NODES_AT_ONCE`` nodes."""
-        first, num_together = 0, self.answer.most_roots
-        while first < self.num_roots:
-            end = min(first + num_together, self.num_roots)
-            nodes_per_root = self.grow(first, end) / (end - first)
-            num_together = max(1, min(self.answer.most_roots, int(NODES_AT_ONCE / max(nodes_per_root, 1))))
-            first = end
-        return self.forest()
+    def num_together(self, nodes_per_root: float | None) -> int:
+        """See ``ForestGrower``: at first ``most_roots``, then as many as have ``NODES_AT_ONCE`` nodes."""
+        if nodes_per_root is None:
+            return self.answer.most_roots
+        return max(1, min(self.answer.most_roots, int(NODES_AT_ONCE / max(nodes_per_root, 1))))
 
     def _propose(self, step: Step, source: FeatureSource) -> tuple[Ints, NDArray[np.float32]]:
         coupling = self.answer.coupling(step.offsets + 1)  # of the children
@@ -244,7 +265,7 @@ class ModelForestGrower(ForestGrower):
             at = torch.from_numpy(rows).to(self.draft.device)
             source = {layer: self.answer.hidden[layer][at] for layer in self.draft.aux_layers}
             proposed = self._propose(Step(self.tokens[rows], rows, tree_mask.astype(np.float32)), source)
-            self.evaluated.add(*proposed, rows, np.full((len(rows), self.bounds.depth), -1))
+            self.evaluated.add(*proposed, rows)
 
     def _forget_block(self) -> None:
         """Begin a block of roots, whose tokens take the place of those of the block before in the KV cache."""

@@ -7,15 +7,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from autotune.acceptance.trace import Forest
-from autotune.drafters.forests import AnswerToRecord
+from autotune.drafters.forests import AnswerToRecord, ForestGrower
 from autotune.modeling.step import Step
+from autotune.trees.limits import Ints
+
+BEST = np.zeros(1, np.int64)  # rank
 
 
-class PathForestGrower:
+class PathForestGrower(ForestGrower):
     """The forest of one answer. A root whose best child is the answer's next token shares the chain of the next root.
 
     Args:
@@ -23,46 +24,36 @@ class PathForestGrower:
     """
 
     def __init__(self, draft: Any, answer: AnswerToRecord) -> None:
-        self.draft, self.answer, self.tokens = draft, answer, answer.tokens
-        self.depth, self.num_proposals = answer.bounds.depth, answer.bounds.num_proposals
+        super().__init__(answer)
+        self.draft = draft
+        shape, roots = (self.num_roots, self.bounds.num_proposals), np.arange(self.num_roots)
+        self.evaluated.add(np.zeros(shape, np.int64), np.zeros(shape, np.float32), roots)  # later, by ``grow``
 
-    @torch.inference_mode()
-    def grow_all(self) -> Forest:
-        """All nodes; the first ones are the answer's own tokens, without the last one, which nothing follows."""
-        num_roots = max(0, len(self.tokens) - 1)
-        of_roots: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
-        of_others: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
-        links: list[tuple[int, int]] = []  # nodes and their first children
-        for root in range(num_roots):
-            proposed = self._propose(int(self.tokens[root]), root, 0)
+    def grow(self, first: int, end: int) -> int:
+        """See ``ForestGrower``. The first child of a node is expanded."""
+        evaluated, before = self.evaluated, self.evaluated.size
+        for root in range(first, end):
+            tokens, logprobs = self._propose(int(self.tokens[root]), root, 0)
             self.draft.cache.advance(1)
-            of_roots.append(proposed)
-            best = int(proposed[0][0])
-            if root + 1 < num_roots and best == self.tokens[root + 1]:
-                links.append((root, root + 1))
+            evaluated.child_token[root], evaluated.child_logprob[root] = tokens, logprobs
+            node, best = np.array([root]), int(tokens[0])
+            if root + 1 < self.num_roots and best == self.tokens[root + 1]:
+                self._links.append((node, BEST, root + 1))
                 continue
-            node = root
-            for level in range(1, self.depth):
-                child = num_roots + len(of_others)
-                links.append((node, child))
-                of_others.append(self._propose(best, root, level))
-                node, best = child, int(of_others[-1][0][0])
+            for level in range(1, self.bounds.depth):
+                tokens, logprobs = self._propose(best, root, level)
+                at = np.array([evaluated.size])
+                evaluated.add(tokens[None], logprobs[None], np.array([root]))
+                node, best = self._add_nodes(node, BEST, at), int(tokens[0])
             self.draft.cache.keep([])
-        nodes = [*of_roots, *of_others]
-        shape = len(nodes), self.num_proposals
-        child_node = np.full(shape, -1)
-        for node, child in links:
-            child_node[node, 0] = child
-        child_token = np.array([tokens for tokens, _ in nodes], np.int64).reshape(shape)
-        child_logprob = np.array([logprobs for _, logprobs in nodes], np.float32).reshape(shape)
-        return Forest(self.tokens, child_token, child_logprob, child_node)
+        return end - first + evaluated.size - before
 
-    def _propose(self, token: int, root: int, level: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def _propose(self, token: int, root: int, level: int) -> tuple[Ints, NDArray[np.float32]]:
         """Evaluate a token of a root's chain after those of the levels before; returns its best children and their
         log-probabilities.
         """
         num_before = max(0, level - 1)  # the root itself is committed
         step = Step(np.array([token]), np.array([num_before]), np.zeros((1, num_before + 1), np.float32))
         coupling = self.answer.coupling(np.array([root + level + 1]))  # of the children
-        tokens, logprobs = self.draft.best(self.draft.forward(step), self.num_proposals, coupling)
-        return tokens[0], logprobs[0]
+        tokens, logprobs = self.draft.best(self.draft.forward(step), self.bounds.num_proposals, coupling)
+        return tokens[0].astype(np.int64), logprobs[0]

@@ -14,7 +14,7 @@ from autotune.acceptance.trace import Forest
 from autotune.cost.draft_costs import ModelShape
 from autotune.documents.subnet import Subnet
 from autotune.drafters.draft import Coupling, Dimensions, Proposals
-from autotune.drafters.forests import AnswerToRecord, ForestGrower
+from autotune.drafters.forests import AnswerToRecord, LevelForestGrower
 from autotune.execution import EAGER
 from autotune.modeling.prompt import EncodedPrompt, token_rows
 from autotune.trees.tree import Ints, Tree
@@ -157,7 +157,7 @@ class ContextDraft(TokenDraft):
         return tokens, logprobs
 
 
-class TokenForestGrower(ForestGrower):
+class TokenForestGrower(LevelForestGrower):
     """Reads the whole answer; a root sees it up to itself. Every node is evaluated: what two roots see differs."""
 
     def __init__(self, draft: TokenDraft, answer: AnswerToRecord) -> None:

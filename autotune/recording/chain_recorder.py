@@ -26,7 +26,7 @@ from autotune.drafters.star import StarNetwork
 from autotune.modeling import transfer
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.target import Target
-from autotune.recording.recorder import Answer, Reading, Recorder
+from autotune.recording.recorder import Answer, Recorder, TargetFeatures
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import Ints
 from autotune.trees.static import NO_TOKEN
@@ -111,10 +111,10 @@ def chain_traces(
     parts = []
     for prompt, whole in zip(workload.prompts, recorder.answers(workload), strict=True):
         answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
-        reading = recorder.reading(prompt, prompt.inputs(recorder.processor, draft.device), answer, (layer,))
+        target_features = recorder.features(prompt, prompt.inputs(recorder.processor, draft.device), answer, (layer,))
         sampler = recorder.sampler(prompt)
         parts.append(
-            record_chains(recorder.target, draft, subnets, answer, reading, depth=bounds.depth, sampler=sampler)
+            record_chains(recorder.target, draft, subnets, answer, target_features, depth=bounds.depth, sampler=sampler)
         )
     return [
         join(recorder.header(draft, draft_reference, subnet, (layer,), workload, bounds), list(of_subnet))
@@ -127,7 +127,7 @@ def record_chains(
     draft: Any,
     subnets: Sequence[Subnet],
     answer: Answer,
-    reading: Reading,
+    target_features: TargetFeatures,
     *,
     depth: int,
     sampler: TokenSampler | None = None,
@@ -140,13 +140,15 @@ def record_chains(
     Args:
         draft: the whole supernet, attached to the target.
         subnets: subnets that differ in their heads only.
-        reading: the target's outputs for the prompt and the answer, at the injection layer of the subnets.
+        target_features: the target's outputs for the prompt and the answer, at the injection layer of the subnets.
         sampler: that of a sampled answer, to which the draft's proposals are coupled.
     """
-    rows = len(reading.prompts[0]) + len(answer.tokens)
+    rows = len(target_features.prompts[0]) + len(answer.tokens)
     at_once = max(1, ROWS_AT_ONCE // rows)
     parts = (subnets[first : first + at_once] for first in range(0, len(subnets), at_once))
-    return [recorded for part in parts for recorded in _record(target, draft, part, answer, reading, depth, sampler)]
+    return [
+        recorded for part in parts for recorded in _record(target, draft, part, answer, target_features, depth, sampler)
+    ]
 
 
 @torch.inference_mode()
@@ -155,20 +157,20 @@ def _record(
     draft: Any,
     subnets: Sequence[Subnet],
     answer: Answer,
-    reading: Reading,
+    target_features: TargetFeatures,
     depth: int,
     sampler: TokenSampler | None,
 ) -> list[RecordedPrompt]:
     network: StarNetwork = draft.network
     device, batch = draft.device, len(subnets)
     config = network.config
-    (prompt,) = reading.prompts
+    (prompt,) = target_features.prompts
     layer = subnets[0].injection_layer or draft.aux_layers[0]
-    prompt_hidden = reading.prompt_hidden[layer]
+    prompt_hidden = target_features.prompt_hidden[layer]
     tokens = torch.tensor(answer.tokens, device=device)
     num_prompt, num_roots = len(prompt), len(tokens) - 1
     embed = target.text.module.get_input_embeddings()
-    hidden = torch.cat([prompt_hidden[:-1], reading.answer_hidden[layer]])  # of the token before each
+    hidden = torch.cat([prompt_hidden[:-1], target_features.answer_hidden[layer]])  # of the token before each
     features = torch.cat([network.first_feature[None], network.target_features({layer: hidden})])
     stream = network.fuse(torch.cat([target.embeddings(prompt), embed(tokens[:-1])]), features)
     scores = answer.visual_scores.get(subnets[0].visual_ranking)

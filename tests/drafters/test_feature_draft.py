@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, join
+from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import NETWORKS, load_draft, load_network
 from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.feature_draft import FeatureDraft
@@ -57,7 +58,7 @@ def new_draft(
         assert isinstance(network, StarNetwork)
         network.head_importance.uniform_()
         network = network.sliced(heads)
-    draft = FeatureDraft(network.eval().requires_grad_(False), heads=heads, injection_layer=injection_layer)
+    draft = FeatureDraft(network.eval().requires_grad_(False), Subnet(heads=heads, injection_layer=injection_layer))
     draft.attach(target)
     return draft
 
@@ -440,4 +441,4 @@ def test_a_layer_that_the_network_cannot_read_is_refused(pair: Pair) -> None:
     with pytest.raises(
         UserError, match="dream reads the output of one of the target's layers 4; got injection_layer 2"
     ):
-        FeatureDraft(network, injection_layer=2)
+        FeatureDraft(network, Subnet(injection_layer=2))
