@@ -10,8 +10,8 @@ from pydantic import Field
 
 from autotune.export.document import BatchPrediction
 from autotune.export.engine import SAMPLING, Engine, Models
-from autotune.export.engine_replay import EngineTree
 from autotune.files import Document
+from autotune.trees.base import TreePolicy
 
 
 class TransformersSettings(Document):
@@ -44,7 +44,7 @@ class Transformers(Engine):
     )
 
     def settings(
-        self, pair: Models, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()
+        self, pair: Models, tree: TreePolicy, schedule: Sequence[BatchPrediction] = ()
     ) -> TransformersSettings:
         return TransformersSettings(num_assistant_tokens=tree.max_depth)
 
