@@ -63,7 +63,7 @@ def main(
             for number in range(passes):
                 for size in PRICED_BATCHES:
                     for length in order.sample(lengths, len(lengths)):
-                        found = throughput("", engines[length], predicted, size).seconds
+                        found = throughput(engines[length], predicted, size).seconds
                         seconds.setdefault((size, length), []).append(found)
                 update(number + 1, passes, "")
     medians = {key: float(np.median(found)) for key, found in seconds.items()}

@@ -90,27 +90,25 @@ def command(
                 "--prices: a server runs one draft length; give --engine vllm, which starts a server for each"
             )
         require_writable(prices, "--prices")
-    servers = (
-        ServerOptions(find_executable(executable), tuple(shlex.split(arguments)), interleaved) if is_started else None
-    )
-    client = None if is_started else EngineClient(engine)
+    chosen_engine: EngineClient | ServerOptions
+    if is_started:
+        chosen_engine = ServerOptions(find_executable(executable), tuple(shlex.split(arguments)), interleaved)
+    else:
+        chosen_engine = EngineClient(engine)
     prompts = chosen.load()
 
     from autotune.console import Console
     from autotune.device import choose_device
-    from autotune.serving.comparison import bench_running, bench_started
+    from autotune.serving.comparison import bench
     from autotune.serving.prices import PRICED_BATCHES, measure_prices
 
     what = (profile, prompts, choose_device(device), Console())
-    if prices is not None and servers is not None:
+    if prices is not None and isinstance(chosen_engine, ServerOptions):
         sizes = requests_at_once or PRICED_BATCHES
-        measured = measure_prices(*what, options=servers, folder=folder, requests_at_once=sizes)
+        measured = measure_prices(*what, options=chosen_engine, folder=folder, requests_at_once=sizes)
         measured.save(prices)
         result = measured.model_dump(mode="json")
-    elif servers is not None:
-        result = bench_started(*what, options=servers, folder=folder, requests_at_once=requests_at_once or (1,))
     else:
-        assert client is not None
-        result = bench_running(*what, client=client, folder=folder, requests_at_once=requests_at_once or (1,))
+        result = bench(*what, engine=chosen_engine, folder=folder, requests_at_once=requests_at_once or (1,))
     if as_json:
         options.print_json(result)

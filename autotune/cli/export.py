@@ -9,7 +9,7 @@ import click
 
 from autotune.cli import options
 
-EXPORT_ENGINES = ("vllm", "sglang", "llama.cpp", "transformers")
+EXPORT_ENGINES = ("vllm", "sglang", "transformers")
 
 
 @click.command(short_help="Write the nearest configuration of a serving engine.")
@@ -55,5 +55,5 @@ def command(profile: Path, engine: str, as_json: bool, **choices: Any) -> None:
     if as_json:
         click.echo(result.dump())
     else:
-        for line in (*result.preparation, *(variant.command for variant in result.variants)):
-            click.echo(line)
+        for variant in result.variants:
+            click.echo(variant.command)

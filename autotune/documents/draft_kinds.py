@@ -41,14 +41,11 @@ KINDS: dict[str, DraftKind] = {
         {
             "vllm": Served("draft_model", "placeholders"),
             "sglang": Served("STANDALONE", "text"),
-            "llama.cpp": Served("draft-simple", "text"),
             "transformers": Served("assistant_model", "placeholders"),
         },
         is_complete_model=True,
     ),
-    "eagle3": DraftKind(
-        {"vllm": Served("eagle3"), "sglang": Served("EAGLE3"), "llama.cpp": Served("draft-eagle3", "text")}
-    ),
+    "eagle3": DraftKind({"vllm": Served("eagle3"), "sglang": Served("EAGLE3")}),
     "star": DraftKind(),
     "dream": DraftKind(),
     "specvlm": DraftKind(),
@@ -59,8 +56,3 @@ KINDS: dict[str, DraftKind] = {
 }
 TOKEN_DRAFTS = tuple(name for name, kind in KINDS.items() if kind.token_draft is not None)
 """Names of the drafts without files; a folder of such a name is given as ``./retrieval``."""
-
-
-def served_by(engine: str) -> dict[str, Served]:
-    """The kinds of drafts that an engine serves."""
-    return {name: kind.served[engine] for name, kind in KINDS.items() if engine in kind.served}

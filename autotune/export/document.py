@@ -33,10 +33,9 @@ class Variant(Document):
     """One configuration that the engine can run."""
 
     name: str
-    """``chain``, ``tree``, or what llama.cpp calls the types of speculation."""
+    """``chain`` or ``tree``."""
     label: str
-    tree: Policy | None
-    """None for speculation that is not a tree policy of this project."""
+    tree: Policy
     predicted: Predicted
     slowdown: float
     """Predicted time per token relative to the profile's point, minus 1: the cost of the engine's restrictions."""
@@ -68,8 +67,6 @@ class Export(Document, kind="export", made_by="autotune export"):
     tuned: Predicted
     """The profile's point on the same prompts."""
     variants: list[Variant]
-    preparation: list[str] = Field(default_factory=list)
-    """Commands that make what the variants' commands need."""
     lossless: str
     notes: list[str]
 

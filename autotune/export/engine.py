@@ -1,24 +1,18 @@
-"""The interface of serving engines, and their settings files."""
+"""The interface of serving engines."""
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from pydantic import BaseModel
-
-from autotune.documents.decoding_profile import Predicted
-from autotune.documents.draft_kinds import KINDS, Served, served_by
+from autotune.documents.draft_kinds import KINDS, Served
 from autotune.export.document import BatchPrediction
-from autotune.export.engine_replay import EngineReplay, EngineTree
 from autotune.export.model_files import Conversion, ModelFiles
-from autotune.files import Document, write_bytes
-from autotune.trees.chain import ChainPolicy
-from autotune.trees.eagle2 import Eagle2Policy
+from autotune.files import Document
+from autotune.trees.base import TreePolicy
 
 SAMPLING = (
     "at temperature 0 these are the target's own tokens, except for near ties in reduced precision; above 0 the sampled tokens "
@@ -51,20 +45,6 @@ class Pair:
         return None if self.precision is None else self.precision.partition(",")[0]
 
 
-@dataclass(frozen=True)
-class EngineCandidate:
-    """The fastest configuration of one kind that an engine can run."""
-
-    name: str
-    """Part of the names of its files: ``chain``, ``tree``."""
-    label: str
-    tree: EngineTree | None
-    """None for speculation that is not a tree policy of this project."""
-    predicted: Predicted
-    settings: Document
-    by_batch: Sequence[BatchPrediction] = ()
-
-
 class Engine(ABC):
     """Translates trees into one engine's settings: a ``Document`` with the engine's own field names."""
 
@@ -73,22 +53,20 @@ class Engine(ABC):
     """The version whose rules these settings were checked against."""
     settings_type: ClassVar[type[Document]]
     settings_file: ClassVar[str] = "{variant}.json"
-    """Name of the settings file; the variant is the name of a candidate."""
+    """Name of the settings file; the variant is ``chain`` or ``tree``."""
     lossless: ClassVar[str]
     """Settings that keep the output lossless."""
     notes: ClassVar[Sequence[str]]
     """Limitations of the engine that the user should know."""
-    floor_note: ClassVar[str | None] = "the engine has no such setting"
-    """Why a chain's ``p_min`` and ``n_min`` are not exported; None if they are."""
+    floor_note: ClassVar[str] = "the engine has no such setting"
+    """Why a chain's ``p_min`` and ``n_min`` are not exported."""
+    runs_trees: ClassVar[bool] = False
+    """Whether the engine runs EAGLE-2's trees; every engine runs chains."""
 
     @property
     def served(self) -> dict[str, Served]:
         """The kinds of drafts that the engine serves."""
-        return served_by(self.name)
-
-    def method(self, pair: Pair) -> str:
-        """The engine's speculation method for a pair."""
-        return self.served[pair.draft_kind].method
+        return {name: kind.served[self.name] for name, kind in KINDS.items() if self.name in kind.served}
 
     def refusal(self, pair: Pair) -> str | None:
         """Why the engine would refuse the pair, by the files of the two models, as far as they are on this machine; or None."""
@@ -98,29 +76,9 @@ class Engine(ABC):
         """Limitations of the engine with this pair."""
         return ()
 
-    def supports_tree(self, pair: Pair, tree: Eagle2Policy) -> bool:
-        """Whether the engine can run this tree; every engine runs chains."""
-        return False
-
     def supports_schedule(self, pair: Pair) -> bool:
         """Whether the chain length may depend on the batch size."""
         return False
-
-    def search(self, pair: Pair, replay: EngineReplay) -> list[EngineCandidate]:
-        """The fastest configuration of every kind that the engine can run, in any order."""
-        trees = (tree for tree in replay.trees() if self.supports_tree(pair, tree))
-        fastest = {"chain": replay.fastest(replay.chains()), "tree": replay.fastest(trees)}
-        candidates = []
-        for name, priced in fastest.items():
-            if priced is None:
-                continue
-            is_scheduled = isinstance(priced.tree, ChainPolicy) and self.supports_schedule(pair)
-            schedule = replay.schedule(priced.tree) if is_scheduled and isinstance(priced.tree, ChainPolicy) else []
-            settings = self.settings(pair, priced.tree, schedule)
-            candidates.append(
-                EngineCandidate(name, priced.tree.label, priced.tree, priced.predicted, settings, schedule)
-            )
-        return candidates
 
     def loadable(self, pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
         """The pair with models that the engine can load, and the checkpoints in ``folder`` that have to be written for it.
@@ -130,16 +88,12 @@ class Engine(ABC):
         """
         return pair, ()
 
-    def companions(self, candidate: EngineCandidate) -> Mapping[str, BaseModel]:
-        """Files that the settings of a candidate name, besides its own."""
+    def companions(self, schedule: Sequence[BatchPrediction]) -> dict[str, dict[str, Any]]:
+        """The JSON objects of the files that the settings of a chain with this schedule name, by file."""
         return {}
 
-    def preparation(self, pair: Pair, folder: Path) -> Sequence[str]:
-        """Commands that make what ``command`` needs."""
-        return ()
-
     @abstractmethod
-    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> Document:
+    def settings(self, pair: Pair, tree: TreePolicy, schedule: Sequence[BatchPrediction] = ()) -> Document:
         """The settings of a tree; ``schedule`` is for chains of engines that have one."""
 
     @abstractmethod
@@ -162,8 +116,3 @@ def unequal_vocabularies(pair: Pair, *, with_tokens: bool = False) -> str | None
     if with_tokens and None not in (ids := (target.token_ids(), draft.token_ids())) and ids[0] != ids[1]:
         return "the tokenizers give tokens other ids; choose a draft with the target's tokenizer"
     return None
-
-
-def write_settings(path: Path, settings: BaseModel) -> None:
-    """Write settings as JSON, without the fields that are None."""
-    write_bytes(path, (json.dumps(settings.model_dump(exclude_none=True), indent=1) + "\n").encode())

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +25,11 @@ from autotune.errors import UserError
 from autotune.export.document import BatchPrediction
 from autotune.export.engine_prices import EnginePrices
 from autotune.prediction.evaluator import Evaluator
+from autotune.trees.base import TreePolicy
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
 from autotune.trees.tree import Floats
 
-EngineTree = ChainPolicy | Eagle2Policy
 MAX_BUDGET = 128
 
 
@@ -36,7 +37,7 @@ MAX_BUDGET = 128
 class PricedTree:
     """A tree and its replayed figures."""
 
-    tree: EngineTree
+    tree: TreePolicy
     predicted: Predicted
     """The speedup is over plain decoding of an equal batch."""
 
@@ -48,6 +49,9 @@ class PricedTree:
 
 class EngineReplay:
     """Replays trees along one trace with the shapes that an engine prepares."""
+
+    prices_batches: ClassVar[bool] = False
+    """Whether batches of several requests were measured."""
 
     def __init__(
         self,
@@ -86,11 +90,6 @@ class EngineReplay:
         """Longest chain that the trace holds and the table prices."""
         return min(self.trace.header.bounds.depth, self.max_tokens - 1)
 
-    @property
-    def prices_batches(self) -> bool:
-        """Whether batches of several requests were measured."""
-        return False
-
     def _is_priced(self, batch: int, draft_tokens: int) -> bool:
         """Whether rounds of ``batch`` requests with ``draft_tokens`` each are priced."""
         return batch * (draft_tokens + 1) <= self.max_tokens
@@ -114,13 +113,13 @@ class EngineReplay:
                     if budget % max(1, budget // 16) == 0:
                         yield Eagle2Policy(depth=depth, k=k, budget=budget)
 
-    def fastest(self, trees: Iterable[EngineTree]) -> PricedTree | None:
+    def fastest(self, trees: Iterable[TreePolicy]) -> PricedTree | None:
         """The fastest tree for one request at a time; None without trees."""
         _ = self.trace.packed  # computed once, before the threads need it
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             return min(pool.map(self.price, trees), key=lambda priced: priced.rank, default=None)
 
-    def price(self, tree: EngineTree, batch: int = 1) -> PricedTree:
+    def price(self, tree: TreePolicy, batch: int = 1) -> PricedTree:
         """Replay a tree with ``batch`` requests in lockstep (see ``schedule``)."""
         prices = _fixed_shape_prices(self.prices, tree, batch)
         result = replay(self.trace, tree, prices)
@@ -130,18 +129,11 @@ class EngineReplay:
             prices.draft_level_ms[-1, np.minimum(middle, prices.draft_level_ms.shape[1] - 1)] + prices.overhead_level_ms
         )
         skipped_ms = level_ms * (result.rounds * tree.max_depth - result.draft_forwards)
-        per_prompt = (result.decode_ms + skipped_ms, plain_decode_ms(self.trace, prices), result.tokens, result.rounds)
-        ms, plain_ms, tokens, rounds = (float(values[self.prompts].sum()) for values in per_prompt)
-        predicted = Predicted(
-            speedup=plain_ms / ms,
-            ms_per_token=ms / tokens,
-            tokens_per_round=tokens / rounds,
-            estimated=self.is_estimated,
-        )
-        return PricedTree(tree, predicted)
+        per_prompt = (plain_decode_ms(self.trace, prices), result.decode_ms + skipped_ms, result.tokens, result.rounds)
+        return PricedTree(tree, predicted_on(self.prompts, *per_prompt, is_estimated=self.is_estimated))
 
-    def schedule(self, longest: ChainPolicy) -> list[BatchPrediction]:
-        """The best chain length for every batch size that the table prices; empty if it prices one request only, or with
+    def schedule(self, longest: int) -> list[BatchPrediction]:
+        """The best chain length up to ``longest`` for every batch size that the table prices; empty if it prices one request only, or with
         ``draft_tokens``.
 
         ``batch`` requests run in lockstep: a verification of k + 1 tokens each is priced as one forward pass of ``batch *
@@ -153,28 +145,30 @@ class EngineReplay:
         """
         if self.draft_tokens is not None:
             return []
-        sizes = [(1, longest.depth, self.price(longest).predicted.speedup)]
+        sizes = [(1, longest, self.price(ChainPolicy(depth=longest)).predicted.speedup)]
         while self._is_priced(batch := sizes[-1][0] + 1, sizes[-1][1]):
-            lengths = range(1, (longest.depth if self.prices_batches else sizes[-1][1]) + 1)
+            lengths = range(1, (longest if self.prices_batches else sizes[-1][1]) + 1)
             priced = [self.price(ChainPolicy(depth=depth), batch) for depth in lengths]
             best = min(priced, key=lambda choice: choice.rank, default=None)
-            is_faster = best is not None and best.predicted.speedup > 1.0
-            sizes.append(
-                (batch, best.tree.max_depth, best.predicted.speedup) if best and is_faster else (batch, 0, 1.0)
-            )
+            if best is None or best.predicted.speedup <= 1.0:
+                sizes.append((batch, 0, 1.0))
+            else:
+                sizes.append((batch, best.tree.max_depth, best.predicted.speedup))
         if len(sizes) == 1:
             return []
-        ranges = [list(group) for _, group in itertools.groupby(sizes, key=lambda size: size[1])]
-        return [
-            BatchPrediction(
-                start=group[0][0],
-                end=group[-1][0],
-                draft_tokens=group[0][1],
-                least_speedup=min(speedup for _, _, speedup in group),
-                estimated=self.is_estimated or (group[-1][0] > 1 and not self.prices_batches),
+        ranges = []
+        for draft_tokens, group in itertools.groupby(sizes, key=lambda size: size[1]):
+            batches, _, speedups = zip(*group, strict=True)
+            ranges.append(
+                BatchPrediction(
+                    start=batches[0],
+                    end=batches[-1],
+                    draft_tokens=draft_tokens,
+                    least_speedup=min(speedups),
+                    estimated=self.is_estimated or (batches[-1] > 1 and not self.prices_batches),
+                )
             )
-            for group in ranges
-        ]
+        return ranges
 
 
 class MeasuredReplay(EngineReplay):
@@ -183,6 +177,8 @@ class MeasuredReplay(EngineReplay):
     A round of a batch costs what the engine's time was for it, with the requests that shared its steps, and a draft what it adds
     to a prefill.
     """
+
+    prices_batches = True
 
     def __init__(
         self,
@@ -203,10 +199,6 @@ class MeasuredReplay(EngineReplay):
     def _max_depth(self) -> int:
         return min(super()._max_depth, self.measured.draft_lengths[-1])
 
-    @property
-    def prices_batches(self) -> bool:
-        return True
-
     def _is_priced(self, batch: int, draft_tokens: int) -> bool:
         return batch <= self.measured.batch_sizes[-1]
 
@@ -222,7 +214,7 @@ class MeasuredReplay(EngineReplay):
         }
         return {size: priced for size, priced in fastest.items() if priced.predicted.speedup > 1.0}
 
-    def price(self, tree: EngineTree, batch: int = 1) -> PricedTree:
+    def price(self, tree: TreePolicy, batch: int = 1) -> PricedTree:
         depth = tree.max_depth
         if depth not in self._counts:
             result = replay(self.trace, tree, self.prices)
@@ -238,7 +230,17 @@ class MeasuredReplay(EngineReplay):
         return PricedTree(tree, predicted)
 
 
-def _fixed_shape_prices(prices: DensePrices, tree: EngineTree, batch: int) -> DensePrices:
+def predicted_on(prompts: NDArray[np.bool_], *per_prompt: NDArray[Any], is_estimated: bool) -> Predicted:
+    """The prediction on the selected ``prompts`` [prompts], by the time of plain decoding, the time, the tokens and the rounds of every
+    prompt, arrays [prompts].
+    """
+    plain_ms, ms, tokens, rounds = (float(values[prompts].sum()) for values in per_prompt)
+    return Predicted(
+        speedup=plain_ms / ms, ms_per_token=ms / tokens, tokens_per_round=tokens / rounds, estimated=is_estimated
+    )
+
+
+def _fixed_shape_prices(prices: DensePrices, tree: TreePolicy, batch: int) -> DensePrices:
     """Prices of an engine that runs ``tree`` with ``batch`` requests in lockstep, indexed by the tokens of one request."""
     size, width = tree.max_nodes + 1, tree.max_width
 

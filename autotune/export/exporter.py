@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from autotune.console import Console
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import EXPORT, Export, Variant, print_export
-from autotune.export.engine import Engine, EngineCandidate, Pair, write_settings
+from autotune.export.engine import Engine, Pair
 from autotune.export.engine_prices import EnginePrices
-from autotune.export.engine_replay import EngineReplay, MeasuredReplay
-from autotune.export.llama_cpp import LlamaCpp
+from autotune.export.engine_replay import EngineReplay, MeasuredReplay, PricedTree
 from autotune.export.model_files import find_model
 from autotune.export.selection import Selection, select_for_export
 from autotune.export.sglang import Sglang
 from autotune.export.transformers import Transformers
 from autotune.export.vllm import Vllm
-from autotune.files import require_writable
+from autotune.files import require_writable, write_bytes
 from autotune.modeling.loading import bundled_models
 from autotune.trees.chain import ChainPolicy
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Vllm(), Sglang(), LlamaCpp(), Transformers())}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Vllm(), Sglang(), Transformers())}
 
 
 def export_profile(
@@ -54,16 +55,10 @@ def export_profile(
     engine = ENGINES[engine_name]
     folder = output or Path("exports") / engine_name
     require_writable(folder / EXPORT)
-    if draft_tokens is not None and isinstance(engine, LlamaCpp):
-        raise UserError(
-            f"--draft-tokens {draft_tokens}: llama.cpp's chains have a floor of confidence; leave the option out"
-        )
     selected = select_for_export(engine, source, study=study, point=point, draft=draft)
     pair, conversions = engine.loadable(_pair(engine, selected), folder)
     replay = _replay(engine, selected, draft_tokens, prices)
-    candidates = _fastest_first(engine, pair, replay)
-    tuned = selected.tuned
-    variants = [_variant(engine, pair, candidate, tuned.ms_per_token, folder) for candidate in candidates]
+    variants = [_variant(engine, pair, priced, replay, selected, folder) for priced in _fastest_first(engine, replay)]
     result = Export(
         provenance=stamp(),
         engine=engine_name,
@@ -76,23 +71,24 @@ def export_profile(
         point=selected.number,
         workload=selected.profile.workload.name,
         hardware=selected.documents.table.device,
-        tuned=tuned,
+        tuned=selected.tuned,
         variants=variants,
-        preparation=list(engine.preparation(pair, folder)),
         lossless=engine.lossless,
         notes=[
             _prediction_note(selected, replay),
             *_profile_notes(selected, engine),
-            *_batch_notes(selected, variants, replay),
-            *_image_notes(selected, engine),
+            *_prompt_notes(selected, engine, variants, replay),
             *(conversion.note for conversion in conversions),
             *engine.caveats(pair),
             *engine.notes,
         ],
     )
     for conversion in conversions:
-        conversion.write(conversion.folder)
-    _write(engine, candidates, result, folder)
+        conversion.write()
+    for variant in variants:
+        for file, content in {variant.file: variant.settings, **engine.companions(variant.by_batch)}.items():
+            write_settings(folder / file, content)
+    result.save(folder / EXPORT)
     print_export(result, folder, console)
     return result
 
@@ -126,15 +122,16 @@ def _replay(engine: Engine, selected: Selection, draft_tokens: int | None, price
     return MeasuredReplay(trace, table, measured, prompts=prompts, draft_tokens=draft_tokens)
 
 
-def _fastest_first(engine: Engine, pair: Pair, replay: EngineReplay) -> list[EngineCandidate]:
-    """The candidates of the engine's space, fastest first.
+def _fastest_first(engine: Engine, replay: EngineReplay) -> list[PricedTree]:
+    """The fastest chain and, if the engine runs trees, the fastest tree.
 
     Raises:
-        UserError: none is predicted to be faster than plain decoding, and no length was asked for.
+        UserError: neither is predicted to be faster than plain decoding, and no length was asked for.
     """
-    candidates = sorted(engine.search(pair, replay), key=lambda candidate: candidate.predicted.ms_per_token)
-    if (best := candidates[0].predicted.speedup) > 1.0 or replay.draft_tokens is not None:
-        return candidates
+    fastest = (replay.fastest(replay.chains()), replay.fastest(replay.trees() if engine.runs_trees else ()))
+    found = sorted((one for one in fastest if one is not None), key=lambda one: one.predicted.ms_per_token)
+    if (best := found[0].predicted.speedup) > 1.0 or replay.draft_tokens is not None:
+        return found
     gains = replay.gains() if isinstance(replay, MeasuredReplay) else {}
     at_once = "".join(
         f", and at {priced.predicted.speedup:.2f}x with {priced.tree.max_depth} draft tokens and {size} requests at once"
@@ -146,29 +143,31 @@ def _fastest_first(engine: Engine, pair: Pair, replay: EngineReplay) -> list[Eng
     )
 
 
-def _variant(engine: Engine, pair: Pair, candidate: EngineCandidate, tuned_ms: float, folder: Path) -> Variant:
-    """A candidate as the document describes it; ``tuned_ms`` is the time per token of the profile's point."""
-    path = folder / engine.settings_file.format(variant=candidate.name)
+def _variant(
+    engine: Engine, pair: Pair, priced: PricedTree, replay: EngineReplay, selected: Selection, folder: Path
+) -> Variant:
+    tree, is_chain = priced.tree, isinstance(priced.tree, ChainPolicy)
+    schedule = replay.schedule(tree.max_depth) if is_chain and engine.supports_schedule(pair) else []
+    settings = engine.settings(pair, tree, schedule)
+    name = "chain" if is_chain else "tree"
+    path = folder / engine.settings_file.format(variant=name)
     return Variant(
-        name=candidate.name,
-        label=candidate.label,
-        tree=candidate.tree,
-        predicted=candidate.predicted,
-        slowdown=candidate.predicted.ms_per_token / tuned_ms - 1,
-        by_batch=list(candidate.by_batch),
+        name=name,
+        label=tree.label,
+        tree=tree,
+        predicted=priced.predicted,
+        slowdown=priced.predicted.ms_per_token / selected.tuned.ms_per_token - 1,
+        by_batch=schedule,
         file=path.name,
-        companions=list(engine.companions(candidate)),
-        settings=candidate.settings.model_dump(exclude_none=True),
-        command=engine.command(pair, candidate.settings, path),
+        companions=list(engine.companions(schedule)),
+        settings=settings.model_dump(exclude_none=True),
+        command=engine.command(pair, settings, path),
     )
 
 
-def _write(engine: Engine, candidates: Sequence[EngineCandidate], export: Export, folder: Path) -> None:
-    for candidate, variant in zip(candidates, export.variants, strict=True):
-        write_settings(folder / variant.file, candidate.settings)
-        for file, content in engine.companions(candidate).items():
-            write_settings(folder / file, content)
-    export.save(folder / EXPORT)
+def write_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Write an engine's settings as JSON."""
+    write_bytes(path, (json.dumps(settings, indent=1) + "\n").encode())
 
 
 # --------------------------------------------------------------------------------------------------------------- notes
@@ -212,8 +211,8 @@ def _profile_notes(selected: Selection, engine: Engine) -> Iterator[str]:
             f"the tuning prompts were sampled at temperature {temperature:g} with drafts coupled to the target's noise; engines do not "
             "couple, and accept fewer tokens than predicted"
         )
-    if isinstance(point.tree, ChainPolicy) and point.tree.has_floor and engine.floor_note is not None:
-        yield (f"the profile's {point.tree.label} has a floor; {engine.floor_note}, so chains are exported without one")
+    if isinstance(point.tree, ChainPolicy) and point.tree.has_floor:
+        yield f"the profile's {point.tree.label} has a floor; {engine.floor_note}, so chains are exported without one"
     if not point.lossless:
         yield "the profile's point is lossy; engines verify losslessly and are compared with its lossless speed"
 
@@ -231,22 +230,19 @@ def _points_note(selected: Selection) -> str:
     )
 
 
-def _batch_notes(selected: Selection, variants: Sequence[Variant], replay: EngineReplay) -> Iterator[str]:
-    """Notes on the predictions for several requests at a time."""
-    for variant in variants:
-        if variant.by_batch and not replay.prices_batches:
+def _prompt_notes(
+    selected: Selection, engine: Engine, variants: Sequence[Variant], replay: EngineReplay
+) -> Iterator[str]:
+    """Notes on batches that were not measured, and on prompts with images that are not replayed."""
+    if not isinstance(replay, MeasuredReplay):
+        for batches in (variant.by_batch for variant in variants if variant.by_batch):
             yield (
-                f"batches of 2 to {variant.by_batch[-1].end} requests were not measured: they are priced in lockstep by steps of "
-                f"one request that read as many tokens, at most {selected.documents.table.verify.max_tokens}, without each request's own "
-                "KV cache"
+                f"batches of 2 to {batches[-1].end} requests were not measured: they are priced in lockstep by steps of one request that read "
+                f"as many tokens, at most {selected.documents.table.verify.max_tokens}, without each request's own KV cache"
             )
-
-
-def _image_notes(selected: Selection, engine: Engine) -> Iterator[str]:
-    """The note on prompts with images that are not replayed."""
-    trace = selected.trace
-    num_images = int((trace.num_visual_tokens > 0).sum())
+    num_images = int((selected.trace.num_visual_tokens > 0).sum())
     if engine.served[selected.kind].images == "text" and num_images:
         yield (
-            f"{num_images} of {trace.num_prompts} tuning prompts have an image and are left out, from the speed of the profile's point too"
+            f"{num_images} of {selected.trace.num_prompts} tuning prompts have an image and are left out, from the speed of the profile's "
+            "point too"
         )

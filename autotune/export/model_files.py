@@ -27,16 +27,6 @@ TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """A checkpoint to be written in a form that an engine loads."""
-
-    folder: Path
-    note: str
-    """The change, for the user."""
-    write: Callable[[Path], None]
-
-
-@dataclass(frozen=True)
 class ModelFiles:
     """A model's folder, with its config."""
 
@@ -101,6 +91,40 @@ def find_model(name: str) -> ModelFiles | None:
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
+@dataclass(frozen=True)
+class Conversion:
+    """A checkpoint to be written in a form that an engine loads: with other names of its weights, file by file."""
+
+    source: ModelFiles
+    folder: Path
+    note: str
+    """The change, for the user."""
+    config: dict[str, Any]
+    rename: Callable[[str], str | None]
+    """The new name of a weight; None leaves it out."""
+    left_out: Sequence[str] = NOT_OF_TEXT
+
+    def write(self) -> None:
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        parts: dict[str, str] = {}  # file by weight
+        for path in sorted(self.source.folder.glob(WEIGHTS)):
+            with safe_open(path, "pt") as file:
+                names = {name: new for name in file.keys() if (new := self.rename(name)) is not None}  # noqa: SIM118
+                weights = {new: file.get_tensor(name) for name, new in names.items()}
+            if weights:
+                save_file(weights, self.folder / path.name, metadata={"format": "pt"})
+                parts |= dict.fromkeys(weights, path.name)
+        if len(set(parts.values())) > 1:
+            write_bytes(self.folder / INDEX, json.dumps({"metadata": {}, "weight_map": parts}, indent=1).encode())
+        for path in (path for pattern in COPIED for path in self.source.folder.glob(pattern)):
+            if path.name not in self.left_out:
+                shutil.copyfile(path, self.folder / path.name)
+        write_bytes(self.folder / CONFIG, (json.dumps(self.config, indent=1) + "\n").encode())
+
+
 def text_part(source: ModelFiles, folder: Path, name: str) -> Conversion:
     """The text model of a vision-language model as a model of its own.
 
@@ -123,11 +147,7 @@ def text_part(source: ModelFiles, folder: Path, name: str) -> Conversion:
     shared = {key: source.config[key] for key in SHARED_KEYS if key in source.config}
     is_tied = not any((_text_name(weight) or "").startswith("lm_head.") for weight in _weight_names(source))
     config = {**shared, **text, "architectures": [architecture], "tie_word_embeddings": is_tied}
-    return Conversion(
-        folder,
-        f"{folder} holds the text part of {name}",
-        lambda path: _write_checkpoint(source, path, config, _text_name),
-    )
+    return Conversion(source, folder, f"{folder} holds the text part of {name}", config, _text_name)
 
 
 def has_short_vision_names(model: ModelFiles) -> bool:
@@ -145,11 +165,8 @@ def with_long_vision_names(source: ModelFiles, folder: Path) -> Conversion:
     def rename(name: str) -> str:
         return name.replace(VISION_PREFIX, VISION_MODEL_PREFIX, 1) if name.startswith(VISION_PREFIX) else name
 
-    return Conversion(
-        folder,
-        f"{folder} holds the target with weights named {VISION_MODEL_PREFIX}*, as before transformers 5.20",
-        lambda path: _write_checkpoint(source, path, source.config, rename, left_out=(CONFIG, INDEX)),
-    )
+    note = f"{folder} holds the target with weights named {VISION_MODEL_PREFIX}*, as before transformers 5.20"
+    return Conversion(source, folder, note, source.config, rename, left_out=(CONFIG, INDEX))
 
 
 def _text_name(name: str) -> str | None:
@@ -166,30 +183,3 @@ def _weight_names(model: ModelFiles) -> Iterator[str]:
     for path in sorted(model.folder.glob(WEIGHTS)):
         with safe_open(path, "np") as file:
             yield from file.keys()
-
-
-def _write_checkpoint(
-    source: ModelFiles,
-    folder: Path,
-    config: dict[str, Any],
-    rename: Callable[[str], str | None],
-    left_out: Sequence[str] = NOT_OF_TEXT,
-) -> None:
-    """Write a checkpoint with other names of its weights, file by file; a weight whose name becomes None is left out."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, str] = {}  # file by weight
-    for path in sorted(source.folder.glob(WEIGHTS)):
-        with safe_open(path, "pt") as file:
-            names = {name: new for name in file.keys() if (new := rename(name)) is not None}  # noqa: SIM118 (no dict)
-            weights = {new: file.get_tensor(name) for name, new in names.items()}
-        if weights:
-            save_file(weights, folder / path.name, metadata={"format": "pt"})
-            parts |= dict.fromkeys(weights, path.name)
-    if len(set(parts.values())) > 1:
-        write_bytes(folder / INDEX, json.dumps({"metadata": {}, "weight_map": parts}, indent=1).encode())
-    for path in (path for pattern in COPIED for path in source.folder.glob(pattern) if path.name not in left_out):
-        shutil.copyfile(path, folder / path.name)
-    write_bytes(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode())

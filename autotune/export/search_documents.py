@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from autotune.acceptance.replay import Replay, plain_decode_ms
 from autotune.acceptance.trace import Trace, TraceHeader, load_trace
 from autotune.cost.table import CostTable
-from autotune.documents.configuration import Configuration, configuration_of
+from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint, Predicted
 from autotune.documents.draft_kinds import ImageInput
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
+from autotune.export.engine_replay import predicted_on
 from autotune.files import WORKSPACE
 from autotune.prediction.evaluator import Evaluator
 from autotune.study.folder import find_studies, find_study, points_of_prompts
@@ -74,11 +75,9 @@ class SearchDocuments:
                     "prediction of its point; run autotune search again"
                 )
             return point.predicted
-        evaluator, result, _ = replayed
-        per_prompt = (evaluator.ar_ms, result.decode_ms, result.tokens, result.rounds)
-        plain_ms, ms, tokens, rounds = (float(values[selected].sum()) for values in per_prompt)
-        return Predicted(
-            speedup=plain_ms / ms, ms_per_token=ms / tokens, tokens_per_round=tokens / rounds, estimated=estimated
+        evaluator, result = replayed
+        return predicted_on(
+            selected, evaluator.ar_ms, result.decode_ms, result.tokens, result.rounds, is_estimated=estimated
         )
 
     def reproduces(self, point: OperatingPoint) -> bool | None:
@@ -87,7 +86,7 @@ class SearchDocuments:
         """
         if point.predicted is None or (replayed := self._replay(point)) is None:
             return None
-        evaluator, result, _ = replayed
+        evaluator, result = replayed
         times = [result.ms_per_token, evaluator.ar_ms_per_token / result.ms_per_token]
         return bool(np.allclose(times, [point.predicted.ms_per_token, point.predicted.speedup], rtol=1e-9))
 
@@ -112,22 +111,17 @@ class SearchDocuments:
             self._evaluators[path] = Evaluator([load_trace(path)], self.table)
         return self._evaluators[path]
 
-    def _replay(self, point: OperatingPoint) -> tuple[Evaluator, Replay, Configuration] | None:
-        """The evaluator of a point's own trace, the point's replay along it and its configuration; None for plain decoding and
-        without a trace.
-        """
+    def _replay(self, point: OperatingPoint) -> tuple[Evaluator, Replay] | None:
+        """The evaluator of a point's own trace, and the point's replay along it; None for plain decoding and without a trace."""
         configuration = configuration_of(point)
         if configuration is None or point.draft is None:
             return None
         draft = ModelReference(id=point.draft.id, sha256=point.draft.sha256)
         for path, header in self.headers.items():
-            if (
-                header.draft.is_same(draft)
-                and header.subnet == point.draft.subnet
-                and header.visual_input == "features"
-            ):
+            is_own = header.draft.is_same(draft) and header.subnet == point.draft.subnet
+            if is_own and header.visual_input == "features":
                 evaluator = self._evaluator(path)
-                return evaluator, evaluator.replay(configuration), configuration
+                return evaluator, evaluator.replay(configuration)
         return None
 
 

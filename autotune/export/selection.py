@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class Selection:
     def point(self) -> OperatingPoint:
         return self.profile.points[self.number]
 
-    @property
+    @functools.cached_property
     def tuned(self) -> Predicted:
         """The prediction of the profile's own point on the same prompts."""
         return self.documents.predict(self.point, self.trace, self.prompts)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, NonNegativeInt, RootModel, model_validator
+from pydantic import Field, model_validator
 
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import SAMPLING, Engine, EngineCandidate, Pair, unequal_vocabularies
-from autotune.export.engine_replay import EngineTree
+from autotune.export.engine import SAMPLING, Engine, Pair, unequal_vocabularies
 from autotune.files import Document
-from autotune.trees.eagle2 import Eagle2Policy
+from autotune.trees.base import TreePolicy
 
 ADAPTIVE_FILE = "adaptive.json"
+"""The file of ``speculative_adaptive_config``: by the smallest batch size that uses them, after SGLang has rounded the batch up to one
+of its CUDA graphs, the ``candidate_steps`` among which SGLang chooses by the accepted lengths; 0 drafts nothing.
+"""
 
 
 class SglangSettings(Document):
@@ -34,7 +36,7 @@ class SglangSettings(Document):
     speculative_adaptive: Literal[True] | None = None
     """Choose the steps of a chain by the batch size."""
     speculative_adaptive_config: str | None = None
-    """Path of an ``AdaptiveSteps``, which has to hold ``speculative_num_steps``."""
+    """Path of an ``ADAPTIVE_FILE``, which has to hold ``speculative_num_steps``."""
 
     @model_validator(mode="after")
     def _rules(self) -> SglangSettings:
@@ -50,25 +52,13 @@ class SglangSettings(Document):
         return self
 
 
-class AdaptiveSlot(Document):
-    """The steps for one range of batch sizes."""
-
-    candidate_steps: list[NonNegativeInt] = Field(min_length=1)
-    """Numbers of draft levels among which SGLang chooses by the accepted lengths; 0 drafts nothing."""
-
-
-class AdaptiveSteps(RootModel[dict[str, AdaptiveSlot]]):
-    """The file of ``speculative_adaptive_config``: steps by the smallest batch size that uses them, after SGLang has rounded the
-    batch up to one of its CUDA graphs.
-    """
-
-
 class Sglang(Engine):
     """See ``Engine``."""
 
     name = "sglang"
     version = "0.5.23"
     settings_type = SglangSettings
+    runs_trees = True
     lossless = (
         "on CUDA, speculative_accept_threshold_single and speculative_accept_threshold_acc at their default, 1.0, preserve the "
         f"target's distribution at any temperature (lower values are lossy); {SAMPLING}; on CPUs, on XPUs, and on ROCm without "
@@ -94,26 +84,22 @@ class Sglang(Engine):
             "what a STANDALONE draft sees of an image has not been checked: predictions are for prompts without images",
         )
 
-    def supports_tree(self, pair: Pair, tree: Eagle2Policy) -> bool:
-        return tree.budget <= tree.max_grown
-
     def supports_schedule(self, pair: Pair) -> bool:
         """The worker of STANDALONE has no adaptive steps."""
         return not pair.is_complete_model
 
-    def companions(self, candidate: EngineCandidate) -> Mapping[str, BaseModel]:
-        if not candidate.by_batch:
+    def companions(self, schedule: Sequence[BatchPrediction]) -> dict[str, dict[str, Any]]:
+        if not schedule:
             return {}
-        slots = {str(batch.start): AdaptiveSlot(candidate_steps=[batch.draft_tokens]) for batch in candidate.by_batch}
-        last = candidate.by_batch[-1]
-        if last.draft_tokens > 0:  # nothing is predicted for larger batches
-            slots[str(last.end + 1)] = AdaptiveSlot(candidate_steps=[0])
-        return {ADAPTIVE_FILE: AdaptiveSteps(slots)}
+        slots = {str(batch.start): {"candidate_steps": [batch.draft_tokens]} for batch in schedule}
+        if schedule[-1].draft_tokens > 0:  # nothing is predicted for larger batches
+            slots[str(schedule[-1].end + 1)] = {"candidate_steps": [0]}
+        return {ADAPTIVE_FILE: slots}
 
-    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> SglangSettings:
+    def settings(self, pair: Pair, tree: TreePolicy, schedule: Sequence[BatchPrediction] = ()) -> SglangSettings:
         return SglangSettings.model_validate(
             {
-                "speculative_algorithm": self.method(pair),
+                "speculative_algorithm": self.served[pair.draft_kind].method,
                 "speculative_draft_model_path": pair.draft,
                 "speculative_num_steps": tree.max_depth,
                 "speculative_eagle_topk": tree.max_width,

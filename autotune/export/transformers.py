@@ -10,8 +10,8 @@ from pydantic import Field
 
 from autotune.export.document import BatchPrediction
 from autotune.export.engine import SAMPLING, Engine, Pair
-from autotune.export.engine_replay import EngineTree
 from autotune.files import Document
+from autotune.trees.base import TreePolicy
 
 
 class TransformersSettings(Document):
@@ -43,7 +43,9 @@ class Transformers(Engine):
         "with sampling, assisted generation samples its drafts too, so fewer of them are accepted than predicted",
     )
 
-    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> TransformersSettings:
+    def settings(
+        self, pair: Pair, tree: TreePolicy, schedule: Sequence[BatchPrediction] = ()
+    ) -> TransformersSettings:
         return TransformersSettings(num_assistant_tokens=tree.max_depth)
 
     def command(self, pair: Pair, settings: Document, path: Path) -> str:

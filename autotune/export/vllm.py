@@ -13,9 +13,9 @@ from pydantic import Field, model_validator
 
 from autotune.export.document import BatchPrediction
 from autotune.export.engine import SAMPLING, Engine, Pair, unequal_vocabularies
-from autotune.export.engine_replay import EngineTree
 from autotune.export.model_files import Conversion, has_short_vision_names, text_part, with_long_vision_names
 from autotune.files import Document
+from autotune.trees.base import TreePolicy
 
 MAX_BATCH = 1024
 """vLLM's largest default of ``max_num_seqs``."""
@@ -88,7 +88,7 @@ class Vllm(Engine):
         return True
 
     def loadable(self, pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
-        """See ``Engine``: the text part of a draft, and a vision tower whose weights have the names that vLLM knows."""
+        """The text part of a draft, and a vision tower whose weights have the names that vLLM knows."""
         target, draft, conversions = pair.target, pair.draft, []
         if pair.target_files is not None and has_short_vision_names(pair.target_files):
             conversions.append(with_long_vision_names(pair.target_files, folder / "target"))
@@ -98,14 +98,14 @@ class Vllm(Engine):
             draft = str(folder / "draft")
         return dataclasses.replace(pair, target=target, draft=draft), conversions
 
-    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> VllmSettings:
+    def settings(self, pair: Pair, tree: TreePolicy, schedule: Sequence[BatchPrediction] = ()) -> VllmSettings:
         ranges = [(batch.start, batch.end, batch.draft_tokens) for batch in schedule]
         if ranges and ranges[-1][1] < MAX_BATCH:  # vLLM carries the last length on to larger batches
             start, end, draft_tokens = ranges[-1]
             ranges[-1:] = [(start, MAX_BATCH, 0)] if draft_tokens == 0 else [ranges[-1], (end + 1, MAX_BATCH, 0)]
         return VllmSettings.model_validate(
             {
-                "method": self.method(pair),
+                "method": self.served[pair.draft_kind].method,
                 "model": pair.draft,
                 "num_speculative_tokens": tree.max_depth,
                 "num_speculative_tokens_per_batch_size": ranges or None,

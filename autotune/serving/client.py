@@ -8,6 +8,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT_S = 600.0  # of one request
 ASK_TIMEOUT_S = 20.0  # of a question about the engine
 SETTLING_S = 10.0  # longest time after an answer until the engine has counted it
+ADVICE = "give the address of a serving engine, such as http://localhost:8000"
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class EngineInterface:
     """Where an engine says what it is, and the names of its counters."""
 
     about: str
-    """Path of a JSON object with the engine's ``version``, and its the settings that it reports."""
+    """Path of a JSON object with the engine's ``version`` and the settings that it reports."""
     rounds: str
     """Verifications of drafts, over all requests."""
     generated: str
@@ -95,7 +97,8 @@ class EngineClient:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        text = self._get("/metrics", "it exposes no metrics; start the engine with them (SGLang: --enable-metrics)")
+        advice = "it exposes no metrics; start the engine with them (SGLang: --enable-metrics)"
+        text = self._read("/metrics", advice=advice).decode()
         interfaces = [name for name in INTERFACES if f"{name}:" in text]
         if len(interfaces) != 1:
             raise UserError(
@@ -104,9 +107,9 @@ class EngineClient:
             )
         (self.name,) = interfaces
         self.interface = INTERFACES[self.name]
-        self.about = self._get_json(self.interface.about)
+        self.about = self._read_json(self.interface.about)
         self.version = str(self.about.get("version", "unknown"))
-        models = self._get_json("/v1/models").get("data") or [{}]
+        models = self._read_json("/v1/models").get("data") or [{}]
         self.model = str(models[0].get("id", ""))
 
     def counters(self) -> Counters:
@@ -117,17 +120,15 @@ class EngineClient:
             raise UserError(
                 'reading an engine\'s metrics needs prometheus-client; pip install "autotune-speculative[metrics]"'
             ) from None
-        sums: dict[str | None, int] = {}
-        accepted: dict[int, int] = {}
-        for family in text_string_to_metric_families(self._get("/metrics")):
+        sums, accepted = Counter[str | None](), Counter[int]()
+        for family in text_string_to_metric_families(self._read("/metrics").decode()):
             for sample in family.samples:
                 if sample.name == self.interface.accepted:
-                    position = int(sample.labels["position"])
-                    accepted[position] = accepted.get(position, 0) + int(sample.value)
+                    accepted[int(sample.labels["position"])] += int(sample.value)
                 elif sample.name in (self.interface.rounds, self.interface.generated, self.interface.drafted):
-                    sums[sample.name] = sums.get(sample.name, 0) + int(sample.value)
+                    sums[sample.name] += int(sample.value)
         return Counters(
-            generated=sums.get(self.interface.generated, 0),
+            generated=sums[self.interface.generated],
             rounds=sums.get(self.interface.rounds),
             drafted=sums.get(self.interface.drafted),
             accepted=tuple(accepted[position] for position in sorted(accepted)),
@@ -167,7 +168,7 @@ class EngineClient:
         else:
             path, request["prompt"] = "/v1/completions", list(prompt_tokens)
         started = time.perf_counter()
-        body = self._send(path, json.dumps(request).encode(), ANSWER_TIMEOUT_S)
+        body = self._read_json(path, request, "look into its log")
         seconds = time.perf_counter() - started
         choice = body["choices"][0]
         tokens = choice.get("token_ids") or choice.get("response_token_ids")  # SGLang's chats have the second name
@@ -180,32 +181,23 @@ class EngineClient:
 
     # ------------------------------------------------------------------------------------------------------------- HTTP
 
-    def _get(
-        self, path: str, advice: str = "give the address of a serving engine, such as http://localhost:8000"
-    ) -> str:
-        return self._open(path, None, ASK_TIMEOUT_S, advice).decode()
-
-    def _get_json(self, path: str) -> dict[str, Any]:
-        return self._parsed(path, self._open(path, None, ASK_TIMEOUT_S, "give the address of a serving engine"))
-
-    def _send(self, path: str, body: bytes, timeout_s: float) -> dict[str, Any]:
-        return self._parsed(path, self._open(path, body, timeout_s, "look into its log"))
-
-    def _parsed(self, path: str, content: bytes) -> dict[str, Any]:
+    def _read_json(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> dict[str, Any]:
+        content = self._read(path, body, advice)
         try:
             value = json.loads(content)
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise UserError(f"{self.url}{path}: not a JSON object; give the address of a serving engine")
+            raise UserError(f"{self.url}{path}: not a JSON object; {ADVICE}")
         return value
 
-    def _open(self, path: str, body: bytes | None, timeout_s: float, advice: str) -> bytes:
+    def _read(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> bytes:
+        content, timeout_s = (None, ASK_TIMEOUT_S) if body is None else (json.dumps(body).encode(), ANSWER_TIMEOUT_S)
         try:
-            request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
+            request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                content: bytes = response.read()
-                return content
+                answer: bytes = response.read()
+                return answer
         except urllib.error.HTTPError as error:
             message = _message(error.read())
             raise UserError(

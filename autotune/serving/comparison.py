@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,32 +40,66 @@ class PromptComparison:
     rounds: int
 
 
-def bench_running(
+def bench(
     profile: Path,
     workload: Workload,
     device: str,
     console: Console,
     *,
-    client: EngineClient,
+    engine: EngineClient | ServerOptions,
     folder: Path | None = None,
     requests_at_once: Sequence[int] = (1,),
 ) -> dict[str, Any]:
-    """Compare an engine that runs with the prediction of an export and print tables; returns the figures as JSON.
+    """Compare an engine with the prediction of an export, and print tables; returns the figures as JSON.
 
     Args:
-        client: of the engine, which serves no other clients.
+        engine: one that runs, and serves no other clients; or options for vLLM, which is started with the exported command, and without
+            speculation.
         folder: of the export; None: ``exports/ENGINE``.
 
     Raises:
-        UserError: see ``load_export`` and ``predict``; the engine's version was not checked, or it runs other settings; a prompt
-            is sampled.
+        UserError: see ``load_export`` and ``predict``; the engine's version was not checked, or it runs or refuses other settings; a
+            prompt is sampled.
     """
     require_greedy(workload)
-    export = load_export(profile, client.name, folder)
-    variant = running_variant(client, export)
+    export = load_export(profile, engine.name if isinstance(engine, EngineClient) else "vllm", folder)
+    arms: dict[str, EngineArm]
+    if isinstance(engine, EngineClient):
+        variant = running_variant(engine, export)
+        arms = {SPECULATIVE: lambda: nullcontext(engine)}
+        is_interleaved = False
+    else:
+        (variant, *_) = export.variants
+        commands = {SPECULATIVE: variant.command, PLAIN: without_speculation(variant.command)}
+        arms = {
+            arm: functools.partial(started_checked, command, engine, export, console)
+            for arm, command in commands.items()
+        }
+        is_interleaved = engine.interleaved
     predicted = predict(export, variant, workload, device, console)
-    arms = {SPECULATIVE: lambda: nullcontext(client)}
-    return compare(export, arms, predicted, requests_at_once, console)
+    measured = measure_engines(arms, predicted, requests_at_once, console, interleaved=is_interleaved)
+    compared = [_comparison(*pair) for pair in zip(predicted, measured[SPECULATIVE].prompts, strict=True)]
+    accepted = _acceptance(measured[SPECULATIVE], variant)
+    print_rounds(export, compared, console)
+    print_throughput(export, variant, measured, console)
+    return {
+        "provenance": stamp().model_dump(mode="json"),
+        "engine": export.engine,
+        "engine_version": export.engine_version,
+        "profile": export.profile,
+        "target": export.target.model_dump(),
+        "draft": export.draft.model_dump(),
+        "variant": variant.name,
+        "settings": variant.settings,
+        "predicted": variant.predicted.model_dump(),
+        "prompts": [asdict(one) for one in compared],
+        "plain_prompts_identical": _identical(measured[PLAIN], predicted) if PLAIN in measured else None,
+        "acceptance_by_position": {
+            "predicted": acceptance_by_position(predicted, variant.tree.max_depth),
+            "engine": accepted,
+        },
+        "throughput": [_throughput_json(arm, speed) for arm, runs in measured.items() for speed in runs.speeds],
+    }
 
 
 def require_greedy(workload: Workload) -> None:
@@ -101,88 +136,22 @@ def running_variant(client: EngineClient, export: Export) -> Variant:
         UserError: the engine's version was not checked, or it runs none of them.
     """
     require_checked(client, export)
-    known = client.about
     for variant in export.variants:
         told = {name: value for name, value in variant.settings.items() if value not in variant.companions}
-        if variant.tree is not None and all(known.get(name, value) == value for name, value in told.items()):
+        if all(client.about.get(name, value) == value for name, value in told.items()):
             return variant
     raise UserError(
         f"{client.url}: the engine runs none of the exported settings; start it with: {export.variants[0].command}"
     )
 
 
-def bench_started(
-    profile: Path,
-    workload: Workload,
-    device: str,
-    console: Console,
-    *,
-    options: ServerOptions,
-    folder: Path | None = None,
-    requests_at_once: Sequence[int] = (1,),
-) -> dict[str, Any]:
-    """Start vLLM with the exported command, and without speculation, and compare both as ``bench_running`` does.
-
-    Raises:
-        UserError: as ``bench_running``; or vLLM refuses the settings.
-    """
-    require_greedy(workload)
-    export = load_export(profile, "vllm", folder)
-    (variant, *_) = export.variants
-    predicted = predict(export, variant, workload, device, console)
-
-    def server(command: str) -> AbstractContextManager[EngineClient]:
-        console.say(f"starting {command}")
-        return started(command, options)
-
-    arms = {SPECULATIVE: lambda: server(variant.command), PLAIN: lambda: server(without_speculation(variant.command))}
-    return compare(export, arms, predicted, requests_at_once, console, interleaved=options.interleaved)
-
-
-def compare(
-    export: Export,
-    arms: Mapping[str, EngineArm],
-    predicted: Sequence[PredictedPrompt],
-    requests_at_once: Sequence[int],
-    console: Console,
-    *,
-    interleaved: bool = False,
-) -> dict[str, Any]:
-    """Compare engines with a prediction, and print tables; returns the figures as JSON."""
-    measured = measure_engines(
-        arms,
-        predicted,
-        requests_at_once,
-        console,
-        check=lambda arm, client: running_variant(client, export) if arm == SPECULATIVE else None,
-        interleaved=interleaved,
-    )
-    runs = measured[SPECULATIVE]
-    variant = running_variant(runs.engine, export)
-    compared = [_comparison(*pair) for pair in zip(predicted, runs.prompts, strict=True)]
-    shares = _acceptance(runs, variant)
-    speeds = [speed for one in measured.values() for speed in one.speeds]
-    print_rounds(export, compared, console)
-    print_throughput(export, variant, speeds, console)
-    assert variant.tree is not None
-    return {
-        "provenance": stamp().model_dump(mode="json"),
-        "engine": export.engine,
-        "engine_version": export.engine_version,
-        "profile": export.profile,
-        "target": export.target.model_dump(),
-        "draft": export.draft.model_dump(),
-        "variant": variant.name,
-        "settings": variant.settings,
-        "predicted": variant.predicted.model_dump(),
-        "prompts": [asdict(one) for one in compared],
-        "plain_prompts_identical": _identical(measured[PLAIN], predicted) if PLAIN in measured else None,
-        "acceptance_by_position": {
-            "predicted": acceptance_by_position(predicted, variant.tree.max_depth),
-            "engine": shares,
-        },
-        "throughput": [speed.to_json() for speed in speeds],
-    }
+@contextmanager
+def started_checked(command: str, options: ServerOptions, export: Export, console: Console) -> Iterator[EngineClient]:
+    """Start vLLM with a command and check its version; see ``server.started``."""
+    console.say(f"starting {command}")
+    with started(command, options) as client:
+        require_checked(client, export)
+        yield client
 
 
 def _acceptance(runs: EngineRuns, variant: Variant) -> list[float] | None:
@@ -197,7 +166,7 @@ def _acceptance(runs: EngineRuns, variant: Variant) -> list[float] | None:
         raise UserError(
             f"{runs.engine.url}: the engine counts no speculation in its metrics; start it with the exported settings: {variant.command}"
         )
-    if any(count.drafted is None for count in counts) or variant.tree is None:
+    if any(count.drafted is None for count in counts):
         return None
     drafted = sum(count.drafted or 0 for count in counts) / num_rounds
     if round(drafted) != variant.tree.max_nodes:
@@ -217,6 +186,11 @@ def _first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int | N
 
 def _identical(runs: EngineRuns, predicted: Sequence[PredictedPrompt]) -> int:
     return sum(run.answer.tokens == prompt.tokens for run, prompt in zip(runs.prompts, predicted, strict=True))
+
+
+def _throughput_json(arm: str, speed: Throughput) -> dict[str, Any]:
+    rates = {"requests_per_second": speed.requests_per_second, "tokens_per_second": speed.tokens_per_second}
+    return {"arm": arm} | asdict(speed) | rates
 
 
 def _comparison(predicted: PredictedPrompt, run: PromptRun) -> PromptComparison:
@@ -269,21 +243,21 @@ def print_rounds(export: Export, compared: Sequence[PromptComparison], console: 
         )
 
 
-def print_throughput(export: Export, variant: Variant, speeds: Sequence[Throughput], console: Console) -> None:
+def print_throughput(export: Export, variant: Variant, measured: Mapping[str, EngineRuns], console: Console) -> None:
     """Print a row for each arm and number of requests, with the speedup over the engine without speculation."""
-    plain = {speed.requests_at_once: speed.requests_per_second for speed in speeds if speed.arm == PLAIN}
-    rows = []
-    for speed in speeds:
-        baseline = plain.get(speed.requests_at_once)
-        rows.append(
-            [
-                speed.arm,
-                f"{speed.requests_at_once}",
-                f"{speed.requests_per_second:.2f}",
-                f"{speed.tokens_per_second:.0f}",
-                "-" if baseline is None else f"{speed.requests_per_second / baseline:.2f}x",
-            ]
-        )
+    plain = measured[PLAIN].speeds if PLAIN in measured else ()
+    baselines = {speed.requests_at_once: speed.requests_per_second for speed in plain}
+    rows = [
+        [
+            arm,
+            f"{(at_once := speed.requests_at_once)}",
+            f"{speed.requests_per_second:.2f}",
+            f"{speed.tokens_per_second:.0f}",
+            f"{speed.requests_per_second / baselines[at_once]:.2f}x" if baselines else "-",
+        ]
+        for arm, runs in measured.items()
+        for speed in runs.speeds
+    ]
     console.table(
         f"Speed over HTTP, prefill included; the export predicts {variant.predicted.speedup:.2f}x without prefill, by its own prices",
         [export.engine, "requests at once", "requests/s", "tokens/s", "speedup"],

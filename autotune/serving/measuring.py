@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from autotune.console import Console, Update
 from autotune.serving.client import Counters, EngineAnswer, EngineClient
@@ -30,17 +29,12 @@ class PromptRun:
 class Throughput:
     """An engine on all prompts, with a number of requests at a time. Seconds include prefills."""
 
-    arm: str
     requests_at_once: int
     requests: int
     tokens: int
     rounds: int | None
     """Verifications of drafts; None where the engine does not speculate."""
     seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        rates = {"requests_per_second": self.requests_per_second, "tokens_per_second": self.tokens_per_second}
-        return asdict(self) | rates
 
     @property
     def requests_per_second(self) -> float:
@@ -67,28 +61,24 @@ def measure_engines(
     requests_at_once: Sequence[int],
     console: Console,
     *,
-    check: Callable[[str, EngineClient], object],
     interleaved: bool,
 ) -> dict[str, EngineRuns]:
     """Decode the prompts in every engine, one at a time, and then with each number of ``requests_at_once`` above 1.
 
-    Args:
-        check: called with an arm and its engine before it decodes; raises what is wrong with it.
-        interleaved: open all engines at once; they take turns prompt by prompt, in random order.
+    With ``interleaved`` all engines are open at once and take turns prompt by prompt, in random order.
     """
     groups = [list(arms)] if interleaved else [[arm] for arm in arms]
     runs_by_arm: dict[str, EngineRuns] = {}
     for group in groups:
         with ExitStack() as stack:
             runs = {arm: EngineRuns(stack.enter_context(arms[arm]())) for arm in group}
-            for arm in group:
-                check(arm, runs[arm].engine)
-                warm_up(runs[arm].engine, predicted)
+            for arm_runs in runs.values():
+                warm_up(arm_runs.engine, predicted)
             with console.stage(f"{' and '.join(group)}, prompt by prompt") as update:
                 _one_at_a_time(runs, predicted, update)
             for at_once in requests_at_once:
-                for arm in group if at_once > 1 else ():
-                    runs[arm].speeds.append(throughput(arm, runs[arm].engine, predicted, at_once))
+                for arm_runs in runs.values() if at_once > 1 else ():
+                    arm_runs.speeds.append(throughput(arm_runs.engine, predicted, at_once))
         runs_by_arm |= runs
     return runs_by_arm
 
@@ -110,14 +100,14 @@ def _one_at_a_time(runs: Mapping[str, EngineRuns], predicted: Sequence[Predicted
             answer = engine.answer(prompt.prompt, prompt.prompt_tokens)
             runs[arm].prompts.append(PromptRun(answer, engine.counters_after(before, len(answer.tokens))))
         update(done, len(predicted), "")
-    for arm, arm_runs in runs.items():
+    for arm_runs in runs.values():
         rounds = [run.counts.rounds or 0 for run in arm_runs.prompts]
         tokens = [len(run.answer.tokens) for run in arm_runs.prompts]
         seconds = sum(run.answer.seconds for run in arm_runs.prompts)
-        arm_runs.speeds.append(Throughput(arm, 1, len(predicted), sum(tokens), sum(rounds) or None, seconds))
+        arm_runs.speeds.append(Throughput(1, len(predicted), sum(tokens), sum(rounds) or None, seconds))
 
 
-def throughput(arm: str, engine: EngineClient, predicted: Sequence[PredictedPrompt], at_once: int) -> Throughput:
+def throughput(engine: EngineClient, predicted: Sequence[PredictedPrompt], at_once: int) -> Throughput:
     """Decode all prompts, ``at_once`` at a time."""
     before = engine.counters()
     started = time.perf_counter()
@@ -126,4 +116,4 @@ def throughput(arm: str, engine: EngineClient, predicted: Sequence[PredictedProm
     seconds = time.perf_counter() - started
     num_tokens = sum(len(answer.tokens) for answer in answers)
     counts = engine.counters_after(before, num_tokens)
-    return Throughput(arm, at_once, len(predicted), num_tokens, counts.rounds or None, seconds)
+    return Throughput(at_once, len(predicted), num_tokens, counts.rounds or None, seconds)

@@ -79,8 +79,6 @@ def predict(
     Raises:
         UserError: a model has changed since the export, or every prompt is left out.
     """
-    tree = variant.tree
-    assert tree is not None, "only trees of this project are replayed"
     for wanted in (export.target, export.draft):
         if not (current := reference(wanted.id)).is_same(wanted):
             raise UserError(f"{current.id}: its weights have changed since the export; run autotune export again")
@@ -110,10 +108,10 @@ def predict(
             prompts,
             visual_keep=1.0,
             visual_input="placeholders" if vision == "placeholders" else "features",
-            bounds=tree.forest_bounds,
+            bounds=variant.tree.forest_bounds,
             report=lambda done, of: update(done, of, ""),
         )
-    return [_predicted(trace, number, prompt, tree) for number, prompt in enumerate(prompts.prompts)]
+    return [_predicted(trace, number, prompt, variant.tree) for number, prompt in enumerate(prompts.prompts)]
 
 
 def _predicted(trace: Trace, number: int, prompt: WorkloadPrompt, tree: Policy) -> PredictedPrompt:

@@ -11,7 +11,7 @@ import json
 import random
 import shlex
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 
 from autotune.console import Console
@@ -20,10 +20,10 @@ from autotune.documents.provenance import stamp
 from autotune.export.document import Export
 from autotune.export.engine_prices import EnginePrices, RoundTimes
 from autotune.serving.client import EngineClient
-from autotune.serving.comparison import require_checked, require_greedy
+from autotune.serving.comparison import require_greedy, started_checked
 from autotune.serving.measuring import throughput, warm_up
 from autotune.serving.prediction import PredictedPrompt, load_export, predict
-from autotune.serving.server import SPECULATION, ServerOptions, started, without_speculation
+from autotune.serving.server import SPECULATION, ServerOptions, without_speculation
 from autotune.workloads.workload import Workload
 
 PRICED_LENGTHS = (0, 1, 2, 4, 8)  # draft tokens; times between them are interpolated
@@ -40,35 +40,29 @@ def measure_prices(
     options: ServerOptions,
     folder: Path | None = None,
     requests_at_once: Sequence[int] = PRICED_BATCHES,
-    draft_lengths: Sequence[int] = PRICED_LENGTHS,
 ) -> EnginePrices:
     """Start vLLM with each draft length of an export's draft, and time its rounds.
 
     Raises:
-        UserError: as ``comparison.bench_started``.
+        UserError: as ``comparison.bench``.
     """
     require_greedy(workload)
     export = load_export(profile, "vllm", folder)
     (variant, *_) = export.variants
     predicted = predict(export, variant, workload, device, console)
-
-    def server(draft_tokens: int) -> AbstractContextManager[EngineClient]:
-        command = with_draft_tokens(variant.command, draft_tokens)
-        console.say(f"starting {command}")
-        return started(command, options)
-
     sizes = sorted({1, *requests_at_once})
     samples: dict[tuple[int, int], tuple[list[float], list[float]]] = {
-        (size, length): ([], []) for size in sizes for length in draft_lengths
+        (size, length): ([], []) for size in sizes for length in PRICED_LENGTHS
     }
     order = random.Random(0)
-    groups = [list(draft_lengths)] if options.interleaved else [[length] for length in draft_lengths]
+    groups = [list(PRICED_LENGTHS)] if options.interleaved else [[length] for length in PRICED_LENGTHS]
     for group in groups:
         with ExitStack() as stack:
-            engines = {length: stack.enter_context(server(length)) for length in group}
-            for engine in engines.values():
-                require_checked(engine, export)
-                warm_up(engine, predicted)
+            engines = {}
+            for length in group:
+                command = with_draft_tokens(variant.command, length)
+                engines[length] = stack.enter_context(started_checked(command, options, export, console))
+                warm_up(engines[length], predicted)
             with console.stage(f"rounds with {', '.join(map(str, group))} draft tokens") as update:
                 for repeat in range(REPEATS):
                     for size in sizes:
@@ -111,8 +105,8 @@ def _times(engine: EngineClient, predicted: Sequence[PredictedPrompt], size: int
     Answers of one token are prefills alone; the rest of a whole answer's time is its rounds.
     """
     firsts = [dataclasses.replace(prompt, prompt=prompt.prompt.cut(1)) for prompt in predicted]
-    prefills = throughput("", engine, firsts, size)
-    answers = throughput("", engine, predicted, size)
+    prefills = throughput(engine, firsts, size)
+    answers = throughput(engine, predicted, size)
     num_rounds = answers.rounds or answers.tokens - answers.requests
     return 1e3 * (answers.seconds - prefills.seconds) / num_rounds, 1e3 * prefills.seconds / prefills.requests
 

@@ -81,7 +81,7 @@ def write_pair(folder: Path, *, kind: str = "independent", table: CostTable | No
 
 
 def cheap_table() -> CostTable:
-    """A cost table whose draft costs a tenth of a target step, so that drafting pays in llama.cpp too, which reads tokens twice."""
+    """A cost table whose draft costs a tenth of a target step, so that drafting pays."""
     (costs,) = cost_table().drafts
     level = surface(lambda n, m: 0.05 + 0.01 * n)
     return cost_table(drafts=[costs.model_copy(update={"draft_first": level, "draft_level": level})])

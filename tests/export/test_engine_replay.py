@@ -139,9 +139,9 @@ def test_schedule_drafts_less_for_larger_batches_and_ends_with_the_prices() -> N
     for token_ms in (0.005, 0.02, 0.05):
         replayed = EngineReplay(trace, flat_table(token_ms=token_ms))
         chain = replayed.fastest(replayed.chains())
-        assert chain is not None and isinstance(chain.tree, ChainPolicy)
-        ranges = replayed.schedule(chain.tree)
-        assert (ranges[0].start, ranges[0].draft_tokens) == (1, chain.tree.depth), token_ms
+        assert chain is not None
+        ranges = replayed.schedule(chain.tree.max_depth)
+        assert (ranges[0].start, ranges[0].draft_tokens) == (1, chain.tree.max_depth), token_ms
         assert all(after.start == before.end + 1 for before, after in itertools.pairwise(ranges)), token_ms
         lengths = [found.draft_tokens for found in ranges]
         assert lengths == sorted(set(lengths), reverse=True) and len(lengths) > 1, token_ms
@@ -162,7 +162,7 @@ def test_every_batch_size_gets_its_best_length() -> None:
     """The best of the lengths that do not exceed the length before."""
     replayed = EngineReplay(trace_of(), flat_table(token_ms=0.02))
     longest = 4
-    for found in replayed.schedule(ChainPolicy(depth=4)):
+    for found in replayed.schedule(4):
         for batch in range(max(2, found.start), found.end + 1):
             speedups = {
                 depth: replayed.price(ChainPolicy(depth=depth), batch).predicted.speedup
@@ -176,5 +176,5 @@ def test_every_batch_size_gets_its_best_length() -> None:
 def test_table_of_small_steps_has_no_schedule() -> None:
     """A schedule of one request would switch speculation off for every larger batch."""
     trace = trace_of()
-    assert EngineReplay(trace, flat_table(largest=9)).schedule(ChainPolicy(depth=4)) == []
-    assert EngineReplay(trace, flat_table(largest=10)).schedule(ChainPolicy(depth=4))[-1].end >= 2
+    assert EngineReplay(trace, flat_table(largest=9)).schedule(4) == []
+    assert EngineReplay(trace, flat_table(largest=10)).schedule(4)[-1].end >= 2

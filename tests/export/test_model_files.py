@@ -32,7 +32,7 @@ def bundled(name: str) -> ModelFiles:
 
 
 def written(conversion: Conversion) -> Path:
-    conversion.write(conversion.folder)
+    conversion.write()
     return conversion.folder
 
 

@@ -13,12 +13,10 @@ import pytest
 from pydantic import ValidationError
 
 from autotune.cli.export import EXPORT_ENGINES
-from autotune.documents.decoding_profile import Predicted
 from autotune.evaluation.hf_generate import hf_generate
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import EngineCandidate, Pair, write_settings
-from autotune.export.engine_replay import EngineTree
-from autotune.export.exporter import ENGINES
+from autotune.export.engine import Pair
+from autotune.export.exporter import ENGINES, write_settings
 from autotune.export.sglang import SglangSettings
 from autotune.export.vllm import VllmSettings
 from autotune.files import Document
@@ -32,7 +30,7 @@ SCHEDULE = [
     for start, end, depth in ((1, 2, 5), (3, 7, 3), (8, 64, 0))
 ]
 CHAIN = ChainPolicy(depth=5)
-TREES: list[EngineTree] = [CHAIN, Eagle2Policy(depth=3, k=2, budget=6)]
+TREE = Eagle2Policy(depth=3, k=2, budget=6)
 
 
 def test_command_line_lists_every_engine() -> None:
@@ -54,22 +52,17 @@ def test_documentation_lists_every_field_with_its_version() -> None:
 
 def test_settings_files_hold_the_settings_without_fields_that_are_none(tmp_path: Path) -> None:
     """SGLang grows trees of any draft; the other engines run chains only."""
-    trees = set()
+    assert [name for name, engine in ENGINES.items() if engine.runs_trees] == ["sglang"]
     for name, engine in ENGINES.items():
         for kind in engine.served:
             pair = Pair("some/target", "some/draft", kind)
-            for tree in TREES:
-                if isinstance(tree, Eagle2Policy):
-                    if not engine.supports_tree(pair, tree):
-                        continue
-                    trees.add((name, kind))
+            for tree in (CHAIN, TREE) if engine.runs_trees else (CHAIN,):
                 schedule = SCHEDULE if engine.supports_schedule(pair) and tree is CHAIN else []
                 settings = engine.settings(pair, tree, schedule)
-                write_settings(tmp_path / "settings.json", settings)
+                write_settings(tmp_path / "settings.json", settings.model_dump(exclude_none=True))
                 text = (tmp_path / "settings.json").read_text()
                 assert "null" not in text
                 assert engine.settings_type.model_validate_json(text) == settings, (name, kind, tree)
-    assert trees == {("sglang", "independent"), ("sglang", "eagle3")}
 
 
 SIZES = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
@@ -182,10 +175,7 @@ def test_sglang_chooses_steps_by_batch_size_for_eagle3_heads() -> None:
     ):
         settings = engine.settings(pair, CHAIN, schedule)
         assert isinstance(settings, SglangSettings) and settings.speculative_adaptive
-        predicted = Predicted(speedup=2.0, ms_per_token=1.0, tokens_per_round=2.0)
-        candidate = EngineCandidate("chain", "", CHAIN, predicted, settings, schedule)
-        ((file, steps),) = engine.companions(candidate).items()
-        found = steps.model_dump()
+        ((file, found),) = engine.companions(schedule).items()
         assert {key: slot["candidate_steps"] for key, slot in found.items()} == {k: [v] for k, v in expected.items()}
         assert file == settings.speculative_adaptive_config
         assert [settings.speculative_num_steps] in [slot["candidate_steps"] for slot in found.values()]
@@ -201,7 +191,7 @@ def test_assisted_generation_drafts_the_exported_number_of_tokens(text_pair: Mod
     import torch
 
     patch = ENGINES["transformers"].settings(Pair("t", "d", "independent"), ChainPolicy(depth=3))
-    write_settings(tmp_path / "generation_config.json", patch)
+    write_settings(tmp_path / "generation_config.json", patch.model_dump())
     inputs = {"input_ids": torch.arange(5, 25)[None]}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
 

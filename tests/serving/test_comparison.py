@@ -26,7 +26,7 @@ from autotune.export.vllm import VllmSettings
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.serving import comparison, prices
+from autotune.serving import comparison
 from autotune.serving.client import EngineClient
 from autotune.serving.server import SPECULATION, ServerOptions
 from tests.sample_documents import DRAFT, decoding_profile, write_image, write_workload
@@ -184,8 +184,7 @@ def commands(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         with running(engine) as url:
             yield EngineClient(url)
 
-    for module in (comparison, prices):
-        monkeypatch.setattr(module, "started", start)
+    monkeypatch.setattr(comparison, "started", start)
     return found
 
 

@@ -87,7 +87,7 @@ def test_vllm_makes_the_predicted_rounds(vllm: str, workload: str, num_prompts: 
     pair = Pair(folders[0], folders[1], "independent", *map(find_model, names), precision="float32")
     pair, conversions = engine.loadable(pair, tmp_path)
     for conversion in conversions:
-        conversion.write(conversion.folder)
+        conversion.write()
     settings = engine.settings(pair, ChainPolicy(depth=DEPTH))
     target, draft = map(reference, names)
     decoding_profile(target, draft).save(tmp_path / "profile.json")
