@@ -165,7 +165,7 @@ def decoding_figures(sources: Sources, number: int) -> dict[str, pd.DataFrame]:
     trace = sources.trace_of(sources.points[number])
     if trace is None:
         return {}
-    decoded = {prompt: sources.rounds_of(number, trace, prompt) for prompt in sources.prompts_of(number)}
+    decoded = {prompt: sources.rounds_of(number, prompt) for prompt in sources.prompts_of(number)}
     decoded = {prompt: of_prompt for prompt, of_prompt in decoded.items() if of_prompt}
     if not decoded:
         return {}

@@ -62,16 +62,13 @@ def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | Non
     while position < num_tokens - 1:
         if control.is_plain:
             control.count_plain_step()
-            replayed = _plain_step(trace, prompt, position)
+            context_tokens = int(trace.prompt_length[prompt]) + position
+            replayed = ReplayedRound(position, context_tokens, None, np.zeros(0, np.int64), (), 0)
         else:
             replayed = _round(trace, prompt, position, grower)
             control.update(draft_forwards=replayed.num_levels, nodes=replayed.num_nodes, accepted=len(replayed.path))
         yield replayed
         position += len(replayed.path) + 1
-
-
-def _plain_step(trace: Trace, prompt: int, position: int) -> ReplayedRound:
-    return ReplayedRound(position, int(trace.prompt_length[prompt]) + position, None, np.zeros(0, np.int64), (), 0)
 
 
 def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower) -> ReplayedRound:

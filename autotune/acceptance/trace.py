@@ -56,8 +56,7 @@ class TraceHeader(Document, kind="trace", made_by="autotune record"):
     @property
     def name(self) -> str:
         """Name in file names: the subnet's, and the visual input where it is not the runtime's."""
-        ending = "" if self.visual_input == "features" else f"-{self.visual_input}"
-        return f"{self.subnet.name}{ending}"
+        return self.subnet.name if self.visual_input == "features" else f"{self.subnet.name}-{self.visual_input}"
 
     @property
     def visual_keep(self) -> float:
@@ -130,20 +129,20 @@ class Trace:
         for p in prompts:
             first, nodes = self.first_node[p], slice(self.first_node[p], ends[p])
             child_node = self.forest.child_node[nodes]
-            tokens = slice(self.answer_start[p], self.answer_start[p + 1])
+            answer = slice(self.answer_start[p], self.answer_start[p + 1])
             forest = Forest(
-                self.forest.answer[tokens],
+                self.forest.answer[answer],
                 self.forest.child_token[nodes],
                 self.forest.child_logprob[nodes],
                 np.where(child_node >= 0, child_node - first, -1),
-                self.forest.retrieved[tokens],
-                self.forest.match_length[tokens],
+                self.forest.retrieved[answer],
+                self.forest.match_length[answer],
             )
-            lengths = (self.prompt_length[p], self.draft_prompt_length[p], self.num_visual_tokens[p])
+            lengths = (self.prompt_length, self.draft_prompt_length, self.num_visual_tokens)
+            length, draft_length, num_visual_tokens = (int(of_prompts[p]) for of_prompts in lengths)
             end = int(self.prompt_length[: p + 1].sum())
-            prompt_tokens = self.prompt_tokens[end - int(self.prompt_length[p]) : end]
-            length, draft_length, num_visual_tokens = map(int, lengths)
-            parts.append(RecordedPrompt(forest, length, draft_length, num_visual_tokens, prompt_tokens))
+            tokens = self.prompt_tokens[end - length : end]
+            parts.append(RecordedPrompt(forest, length, draft_length, num_visual_tokens, tokens))
         names, tasks = ([values[p] for p in prompts] for values in (header.prompts, header.tasks))
         return join(header.model_copy(update={"prompts": names, "tasks": tasks}), parts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,8 @@ class Sides:
 
     base: Side
     head: Side
-    base_profile: DecodingProfile
-    head_profile: DecodingProfile
-    is_aa: bool
-
-    @property
-    def profiles(self) -> tuple[DecodingProfile, DecodingProfile]:
-        return self.base_profile, self.head_profile
+    profiles: tuple[DecodingProfile, DecodingProfile]
+    is_aa: bool = False
 
     @property
     def have_same_trees(self) -> bool:
@@ -81,26 +76,21 @@ def code_hash(side: Side) -> str:
 
 @contextmanager
 def open_sides(against: str | None, profile: Path, folder: Path) -> Iterator[Sides]:
-    """Base and head. The base is the profile ``against`` if that is a file, a git revision if not, or the head if None.
-
-    Raises:
-        UserError: the base cannot be read or built.
-        NotComparable: the base has another target, precision or device.
-    """
+    """Base and head. The base is the profile ``against`` if that is a file, otherwise a git revision; None: the head."""
     head_profile = DecodingProfile.load(profile)
     head = Side(name="head", label="the current version", profile=_without_evidence(profile, folder / "head.json"))
     if against is None:
-        yield Sides(replace(head, name="base"), head, head_profile, head_profile, is_aa=True)
-    elif Path(against).is_file():
-        base_profile = DecodingProfile.load(Path(against))
-        base = replace(head, name="base", label=against, profile=_without_evidence(Path(against), folder / "base.json"))
+        yield Sides(replace(head, name="base"), head, (head_profile, head_profile), is_aa=True)
+        return
+    opened: AbstractContextManager[Side] = checked_out(against, profile, head, folder)
+    if Path(against).is_file():
+        opened = nullcontext(replace(head, name="base", label=against, profile=Path(against)))
         head = replace(head, label=str(profile))
-        yield _comparable(Sides(base, head, base_profile, head_profile, is_aa=False), against, profile)
-    else:
-        with checked_out(against, profile, head, folder) as base:
-            base_profile = DecodingProfile.load(base.profile)
-            base = replace(base, profile=_without_evidence(base.profile, folder / "base.json"))
-            yield _comparable(Sides(base, head, base_profile, head_profile, is_aa=False), against, profile)
+    with opened as base:
+        profiles = DecodingProfile.load(base.profile), head_profile
+        base = replace(base, profile=_without_evidence(base.profile, folder / "base.json"))
+        _require_comparable(profiles, against, profile)
+        yield Sides(base, head, profiles)
 
 
 def _without_evidence(profile: Path, copy: Path) -> Path:
@@ -109,8 +99,8 @@ def _without_evidence(profile: Path, copy: Path) -> Path:
     return copy
 
 
-def _comparable(sides: Sides, against: str, profile: Path) -> Sides:
-    base, head = sides.profiles
+def _require_comparable(profiles: tuple[DecodingProfile, DecodingProfile], against: str, profile: Path) -> None:
+    base, head = profiles
     for aspect, of_base, of_head, is_same in (
         ("target", base.target.id, head.target.id, base.target.sha256 == head.target.sha256),
         ("precision", base.precision, head.precision, base.precision == head.precision),
@@ -122,7 +112,6 @@ def _comparable(sides: Sides, against: str, profile: Path) -> Sides:
                 f"--against {against}: its {aspect} is {of_base}{weights}, that of {profile} is {of_head}; compare profiles "
                 f"with the same {aspect}"
             )
-    return sides
 
 
 def write_requests(run: LocalRun, processor: Any, folder: Path) -> list[WorkerRequest]:
@@ -133,8 +122,7 @@ def write_requests(run: LocalRun, processor: Any, folder: Path) -> list[WorkerRe
         path = folder / f"{number}.safetensors"
         save_file({name: value.contiguous() for name, value in prompt.inputs(processor).items()}, path)
         settings = prompt.settings
-        how = settings.generation, settings.task, decoded.point
-        requests.append(WorkerRequest(prompt.name, prompt.sha256, path, *how))
+        requests.append(WorkerRequest(prompt.name, path, settings.generation, settings.task, decoded.point))
     return requests
 
 
@@ -160,8 +148,9 @@ class Comparison:
         if run.not_repeated:
             return run.not_repeated_gate(BASE_COUNTS)
         base = self._base_counts(requests)
+        comparison = compare_counts(run.counts, base, run.prices)
         gate = counts_gate(
-            compare_counts(run.counts, base, run.prices),
+            comparison,
             BASE_COUNTS,
             run.workload.name,
             source=self.sides.base.label,

@@ -17,6 +17,7 @@ from autotune.trees.fallback import RoundPrice
 
 # For profiles without prices: target forwards dominate the time of decoding.
 TARGET_FORWARDS_ONLY = RoundPrice(round_steps=1.0, level_steps=0.0, node_steps=0.0)
+SHARED = ("tokens_sha256", "draft_forwards", "plain_steps", "verified_nodes")
 COMPARED = ("target_forwards", "draft_forwards", "verified_nodes", "plain_steps", "accepted_tokens")
 
 
@@ -42,14 +43,11 @@ class Counts:
         else:
             forwards, accepted = source.target_forwards, sum(source.accepted_lengths)
         return cls(
-            name,
-            source.tokens_sha256,
-            forwards,
-            source.draft_forwards,
-            accepted,
-            source.plain_steps,
-            source.verified_nodes,
-            tuple(source.accepted_lengths),
+            prompt=name,
+            target_forwards=forwards,
+            accepted_tokens=accepted,
+            accepted_lengths=tuple(source.accepted_lengths),
+            **{field: getattr(source, field) for field in SHARED},
         )
 
 
@@ -130,16 +128,10 @@ def counts_gate(
     advisory_reason: str | None = None,
     different_answer_reason: str | None = None,
 ) -> Gate:
-    """The gate on a comparison of counts.
+    """The gate on a comparison of counts with those of ``source``.
 
-    Args:
-        comparison: the counts.
-        name: the gate's name.
-        workload: the workload's name.
-        source: where the baseline's counts are from, for people.
-        tolerance: the predicted slowdown above which worse counts are a regression.
-        advisory_reason: why the gate can only warn, or None if it can fail.
-        different_answer_reason: why different answers are acceptable, or None if they are not.
+    A predicted slowdown above ``tolerance`` is a regression. With an ``advisory_reason`` the gate can only warn, and with a
+    ``different_answer_reason`` different answers are acceptable.
     """
     changed, different = comparison.changed, comparison.different_answers
     num_worse = sum(change.is_worse for change in changed)

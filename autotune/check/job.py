@@ -14,7 +14,7 @@ import torch
 
 from autotune.check.comparison import Comparison, launcher, open_sides, write_requests
 from autotune.check.local_run import LocalRun, decode_locally, evidence_for
-from autotune.check.output import write_outputs
+from autotune.check.output import junit, markdown
 from autotune.check.result import COUNTS, TIME, CheckResult, Gate, Timing, verdict_of
 from autotune.check.sequential import Design
 from autotune.check.settings import CheckSettings
@@ -23,26 +23,19 @@ from autotune.console import Console
 from autotune.device import choose_device
 from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
 from autotune.documents.provenance import stamp
+from autotune.files import write_bytes
 from autotune.modeling.loading import default_workload
 from autotune.runtime.load import load
 from autotune.workloads.workload import Workload, load_workload
 
 
 def run_check(settings: CheckSettings, console: Console) -> CheckResult:
-    """Decode and judge every workload.
-
-    Raises:
-        UserError: inconsistent settings; a profile, workload or base that cannot be read or built; a budget too small.
-        NotComparable: the profile has evidence about other prompts only, or another model.
-    """
+    """Decode and judge every workload."""
     settings.require_consistent()
     profile = DecodingProfile.load(settings.profile)
     names = settings.workloads or (default_workload(profile.target.id),)
     workloads = [_evaluated(name, profile, settings) for name in names]
-    evidence = [
-        evidence_for(profile, workload, is_required=settings.needs_evidence, source=settings.profile)
-        for workload in workloads
-    ]
+    evidence = [evidence_for(profile, workload, settings) for workload in workloads]
     design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
     device = choose_device(settings.device)
     with ExitStack() as stack:
@@ -72,7 +65,10 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         verdict=verdict,
         exit_code=code,
     )
-    write_outputs(result, junit_path=settings.junit, markdown_path=settings.markdown)
+    if settings.junit is not None:
+        write_bytes(settings.junit, junit(result))
+    if settings.markdown is not None:
+        write_bytes(settings.markdown, markdown(result).encode())
     print_result(result, console)
     return result
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autotune.check.counts import Counts, compare_counts, counts_gate
 from autotune.check.result import COUNTS, LOSSLESS, SPEEDUP, Gate, GateVerdict, Timing, WorkloadResult
+from autotune.check.settings import CheckSettings
 from autotune.device import fingerprint
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, PromptEvidence
 from autotune.documents.fingerprint import Fingerprint
@@ -180,15 +181,13 @@ def _divergences(runner: ArmRunner, arm: Arm, workload: Workload, runs: dict[str
     return divergences
 
 
-def evidence_for(
-    profile: DecodingProfile, workload: Workload, *, is_required: bool, source: object
-) -> list[PromptEvidence] | str:
+def evidence_for(profile: DecodingProfile, workload: Workload, settings: CheckSettings) -> list[PromptEvidence] | str:
     """The profile's evidence about the workload's first prompts, or why there is none.
 
     Raises:
-        NotComparable: the evidence is about other prompts of this workload; or about another workload, and
-            ``is_required``.
+        NotComparable: the evidence is about other prompts of this workload; or about another workload, without another gate.
     """
+    source = settings.profile
     evidence = profile.evidence.prompts[: len(workload.prompts)]
     if not evidence:
         return (
@@ -201,7 +200,7 @@ def evidence_for(
     if not changed:
         return evidence
     searched = profile.workload.name
-    if workload.name != searched and not is_required:
+    if workload.name != searched and not settings.needs_evidence:
         return f"the profile's evidence is about {searched}, not about this workload"
     difference = f"its evidence is about {searched}"
     if workload.name == searched:

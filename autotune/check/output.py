@@ -8,7 +8,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from autotune.check.result import CheckResult, Timing
-from autotune.files import write_bytes
 
 MARKS = {"passed": "✅", "warned": "⚠️", "failed": "❌", "inconclusive": "❔", "skipped": "➖"}  # noqa: RUF001
 LEVELS = {"failed": "error", "inconclusive": "warning", "warned": "warning"}  # of GitHub's annotations
@@ -108,10 +107,3 @@ def add_to_step_summary(result: CheckResult, environment: Mapping[str, str] = os
     if environment.get(SUMMARY_FILE):
         with Path(environment[SUMMARY_FILE]).open("a", encoding="utf-8") as file:
             file.write(markdown(result))
-
-
-def write_outputs(result: CheckResult, *, junit_path: Path | None, markdown_path: Path | None) -> None:
-    if junit_path is not None:
-        write_bytes(junit_path, junit(result))
-    if markdown_path is not None:
-        write_bytes(markdown_path, markdown(result).encode())

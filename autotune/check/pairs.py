@@ -54,7 +54,7 @@ class TimedPair(Document):
 
 
 @dataclass
-class PairRunner:
+class PairRunner(contextlib.AbstractContextManager["PairRunner"]):
     """Decodes pairs, and continues an interrupted comparison."""
 
     base: Side
@@ -76,9 +76,6 @@ class PairRunner:
 
     def __post_init__(self) -> None:
         self.pairs = _pairs_in(self.ledger)
-
-    def __enter__(self) -> PairRunner:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._close_workers()

@@ -42,21 +42,18 @@ def checked_out(ref: str, profile: Path, head: Side, folder: Path) -> Iterator[S
     )
     tree = folder / "base"
     _git(["worktree", "add", "--detach", str(tree), commit], root, f"--against {ref}: git cannot check it out")
+    own_profile = profile.resolve()
+    in_tree = tree / own_profile.relative_to(root) if own_profile.is_relative_to(root) else own_profile
     try:
         yield Side(
             name="base",
             label=f"{ref} ({commit[:10]})",
-            profile=_profile_in(tree, profile.resolve(), root),
+            profile=in_tree if in_tree.is_file() else own_profile,
             code=_code_in(tree, root, head),
             python=_python_for(ref, root, tree, folder / "environment"),
         )
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=root, capture_output=True)
-
-
-def _profile_in(tree: Path, profile: Path, root: Path) -> Path:
-    in_tree = tree / profile.relative_to(root) if profile.is_relative_to(root) else None
-    return in_tree if in_tree is not None and in_tree.is_file() else profile
 
 
 def _code_in(tree: Path, root: Path, head: Side) -> Path:
@@ -107,11 +104,7 @@ def requirements(folder: Path) -> dict[str, Any]:
 
 
 def _git(arguments: list[str], folder: Path, failure: str) -> str:
-    """The output of a git command.
-
-    Raises:
-        UserError: git is missing, or fails.
-    """
+    """The output of a git command."""
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
     except FileNotFoundError:

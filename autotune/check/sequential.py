@@ -78,8 +78,7 @@ class InterimAnalysis:
     @property
     def verdict(self) -> Verdict:
         """The verdict of a single check."""
-        verdict: Verdict = self.verdicts.item()
-        return verdict
+        return Verdict(self.verdicts.item())
 
 
 def interim_analysis(x: Floats, launches: Floats | NDArray[np.int64], number: int, design: Design) -> InterimAnalysis:

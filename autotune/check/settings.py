@@ -58,11 +58,7 @@ class CheckSettings(BaseModel):
         return not self.is_timed and self.min_speedup is None
 
     def require_consistent(self) -> None:
-        """Check the options together.
-
-        Raises:
-            UserError: options that exclude each other, or a file that cannot be written.
-        """
+        """Check the options together."""
         if not self.tolerance < self.limit:
             raise UserError(
                 f"--tolerance must be below --limit; got {100 * self.tolerance:g} % and {100 * self.limit:g} %; "

@@ -44,11 +44,7 @@ def run_pairs(
     stops_early: bool = True,
     report: Callable[[int], None] = lambda done: None,
 ) -> Outcome:
-    """Decode pairs up to each interim analysis until one decides.
-
-    Raises:
-        UserError: the first analysis does not fit the budget, as estimated from the first pairs.
-    """
+    """Decode pairs up to each interim analysis until one decides."""
     deadline = runner.clock() + budget_s
     analysis: InterimAnalysis | None = None
     for number, num_pairs in enumerate(design.analyses):
@@ -124,10 +120,8 @@ def time_gate(timing: Timing, outcome: Outcome, workload: str) -> Gate:
             "tolerance and limit"
         )
     details = []
-    if timing.plain_slowdown is not None:
-        details.append(
-            f"plain decoding, as a control: {100 * timing.plain_slowdown:+.1f} %; speedup of head: {timing.speedup:.2f}x"
-        )
+    if (plain := timing.plain_slowdown) is not None:
+        details.append(f"plain decoding, as a control: {100 * plain:+.1f} %; speedup of head: {timing.speedup:.2f}x")
     summary = f"{_describe(timing)} after {len(timing.pairs)} pairs: {reason}"
     return Gate(name=TIME, workload=workload, verdict=verdict, summary=summary, details=details)
 

@@ -109,13 +109,9 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print the result
 
 
 def num_prompts(default: int) -> Decorator:
+    limits = click.IntRange(min=1)
     return click.option(
-        "--prompts",
-        "num_prompts",
-        type=click.IntRange(min=1),
-        default=default,
-        show_default=True,
-        help="Number of prompts.",
+        "--prompts", "num_prompts", type=limits, default=default, show_default=True, help="Number of prompts."
     )
 
 

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def require_profile(path: Path) -> None:
-    """Check that a decoding profile can be read.
-
-    Raises:
-        UserError: no such file, no JSON, an unknown key or a value out of range.
-    """
+    """Check that a decoding profile can be read."""
     read_json(path)
     from autotune.documents.decoding_profile import DecodingProfile
 
@@ -26,11 +22,7 @@ def require_profile(path: Path) -> None:
 
 
 def workload_for(profile: Path, name: str | None, format: Format | None = None) -> str:
-    """The workload that the user named, or the workload of the pair that a profile's target belongs to.
-
-    Raises:
-        UserError: see ``require_profile`` and ``require_workload``.
-    """
+    """The workload that the user named, or the workload of the pair that a profile's target belongs to."""
     require_profile(profile)
     if name is None:
         from autotune.documents.decoding_profile import DecodingProfile
@@ -42,11 +34,7 @@ def workload_for(profile: Path, name: str | None, format: Format | None = None) 
 
 
 def require_workload(name: str, format: Format | None = None) -> None:
-    """Check that a workload's file can be parsed. Its images are read later.
-
-    Raises:
-        UserError: no such file, a row that is not a prompt, or one of another format.
-    """
+    """Check that a workload's file can be parsed. Its images are read later."""
     from autotune.workloads.formats import read_prompts
     from autotune.workloads.hub import local_file
     from autotune.workloads.workload import BUNDLED
@@ -56,17 +44,12 @@ def require_workload(name: str, format: Format | None = None) -> None:
 
 
 def evaluation_prompts(profile: Path, choices: dict[str, Any]) -> tuple[EvaluationPrompts, dict[str, Any]]:
-    """The prompts that the options of ``options.prompt_options`` choose for a profile, and the other choices.
-
-    Raises:
-        UserError: see ``workload_for``.
-    """
+    """The prompts that the options of ``options.prompt_options`` choose for a profile, and the other choices."""
     workload = workload_for(profile, choices["workload"], choices["workload_format"])
 
     from autotune.evaluation.bench_settings import EvaluationPrompts
 
-    settings = {
-        name: value for name, value in choices.items() if name not in (*PROMPT_CHOICES, "workload", "workload_format")
-    }
+    workload_format = choices["workload_format"]
     chosen = {name: choices[name] for name in PROMPT_CHOICES}
-    return EvaluationPrompts(workload, choices["workload_format"], **chosen), settings
+    settings = {name: choices[name] for name in choices.keys() - chosen.keys() - {"workload", "workload_format"}}
+    return EvaluationPrompts(workload, workload_format, **chosen), settings

@@ -90,15 +90,9 @@ def command(
     print_agreement(traces, console)
     if as_json:
         agreements = [trace.agreement().pivot(index="rank", columns="task", values="share") for trace in traces]
-        headers = [trace.header for trace in traces]
-        options.print_json(
-            [
-                {
-                    "draft": header.draft.id,
-                    "visual_keep": header.visual_keep,
-                    "visual_ranking": header.subnet.visual_ranking,
-                    "agreement": agreement.to_dict(),
-                }
-                for header, agreement in zip(headers, agreements, strict=True)
-            ]
-        )
+        results = []
+        for header, agreement in zip((trace.header for trace in traces), agreements, strict=True):
+            ranking, shares = header.subnet.visual_ranking, agreement.to_dict()
+            result = {"draft": header.draft.id, "visual_keep": header.visual_keep}
+            results.append({**result, "visual_ranking": ranking, "agreement": shares})
+        options.print_json(results)

@@ -71,9 +71,6 @@ def _prompts(
 ) -> list[WorkloadPrompt]:
     """The prompts to decode, with the settings of the command line instead of their own: the text, the whole workload, or its
     first prompt.
-
-    Raises:
-        UserError: a setting out of range, or an image or workload that cannot be read.
     """
     from pydantic import ValidationError
 

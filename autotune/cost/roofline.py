@@ -31,9 +31,7 @@ COMPUTE_SLICES, MEMORY_SLICES = 7, 8  # of a GPU that is split into MIG slices
 KV_LENGTHS = (64, 512, 4096)
 # Eager PyTorch, whatever the GPU; fitted by benchmarks/published_speedups.py to what papers and blogs published, and tested against it.
 EAGER_LAYER_MS = 0.9  # the host launches the kernels of a layer; published plain steps lie between 0.25 and 1.55
-LAYERS_OUTSIDE = (
-    2.4  # a forward pass launches as much outside its layers (embedding, head, choice of tokens) as in this many
-)
+LAYERS_OUTSIDE = 2.4  # a forward pass launches as much outside its layers (embedding, head, choice) as in this many
 ROUND_MS = 0.4  # a round outside the models, an assumption
 REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
 
@@ -188,12 +186,9 @@ def _surface(
     tokens: tuple[int, ...],
     latency_ms: Callable[[ModelShape, DatasheetLimits, float, float], float] = step_ms,
 ) -> Surface:
+    sizes = itertools.product(tokens, KV_LENGTHS)
     return Surface(
-        points=[
-            Point(tokens=n, kv_length=m, samples_ms=[latency_ms(shape, limits, n, m)])
-            for n in tokens
-            for m in KV_LENGTHS
-        ]
+        points=[Point(tokens=n, kv_length=m, samples_ms=[latency_ms(shape, limits, n, m)]) for n, m in sizes]
     )
 
 
@@ -212,7 +207,7 @@ def estimate_table(
     draft: ModelReference,
     draft_shape: ModelShape,
     precision: str,
-    subnet: Subnet | None = None,
+    subnet: Subnet = Subnet(),  # noqa: B008
     mode: str = EAGER,
     capture_sizes: tuple[int, ...] = (),
     measured: Sequence[CostTable] = (),
@@ -256,8 +251,8 @@ def estimate_table(
         drafts=[
             DraftCosts(
                 draft=draft,
-                heads=None if subnet is None else subnet.heads,
-                vocabulary=None if subnet is None else subnet.vocabulary,
+                heads=subnet.heads,
+                vocabulary=subnet.vocabulary,
                 shape=draft_shape,
                 draft_first=_surface(draft_shape, limits, tokens, first_level_ms),
                 draft_level=_surface(draft_shape, limits, tokens, later_level_ms),

@@ -146,12 +146,9 @@ class Surface(Document):
 
     def held_out_errors(self, model: Model | None = None) -> Floats:
         """Relative errors at the held-out points, by ``model`` (default: the surface's own)."""
-        return np.array(
-            [
-                self.latency_ms(np.array([p.tokens]), np.array([p.kv_length]), model=model)[0, 0] / p.latency_ms - 1.0
-                for p in self.held_out
-            ]
-        )
+        sizes = [(np.array([p.tokens]), np.array([p.kv_length])) for p in self.held_out]
+        measured_ms = np.array([p.latency_ms for p in self.held_out])
+        return np.array([self.latency_ms(n, m, model=model)[0, 0] for n, m in sizes]) / measured_ms - 1.0
 
     def with_best_model(self) -> Surface:
         """The same points, with the model of the smaller error at the held-out points; ``linear`` without any, or in a tie."""

@@ -82,11 +82,8 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
     @property
     def parts(self) -> dict[str, Surface | PrefillCost | Overhead]:
         """Everything measured, by name."""
-        parts: dict[str, Surface | PrefillCost | Overhead] = {
-            "decode": self.decode,
-            "verify": self.verify,
-            "prefill": self.prefill,
-        }
+        parts: dict[str, Surface | PrefillCost | Overhead]
+        parts = {"decode": self.decode, "verify": self.verify, "prefill": self.prefill}
         for costs in self.drafts:
             for name in ("draft_first", "draft_level", "prefill"):
                 parts[f"{costs.name}: {name}"] = getattr(costs, name)
@@ -101,11 +98,7 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
     @property
     def surfaces(self) -> dict[str, Surface]:
         """Surfaces by part: ``decode``, ``verify``, ``digits/star heads-0.5: draft_first``."""
-        surfaces = {"decode": self.decode, "verify": self.verify}
-        for costs in self.drafts:
-            surfaces[f"{costs.name}: draft_first"] = costs.draft_first
-            surfaces[f"{costs.name}: draft_level"] = costs.draft_level
-        return surfaces
+        return {name: part for name, part in self.parts.items() if isinstance(part, Surface)}
 
     def to_dataframe(self) -> pd.DataFrame:
         """Measured latencies, one row per (part, tokens, kv_length); ``ms`` is the median of the samples."""
@@ -183,9 +176,7 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
         for costs in self.drafts:
             if costs.is_of(draft, subnet):
                 return costs
-        known = ", ".join(
-            " ".join([costs.draft.id, *(f"({choice})" for choice in choices_of(costs))]) for costs in self.drafts
-        )
+        known = ", ".join(" ".join([c.draft.id, *(f"({choice})" for choice in choices_of(c))]) for c in self.drafts)
         wanted = " and ".join(["these weights", *choices_of(subnet)])
         raise UserError(
             f"the cost table has no draft {draft.id!r} with {wanted}; it has: {known}; measure that draft first"
@@ -202,10 +193,9 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
 
         tokens = np.array([round_up(size, self.capture_sizes) for size in range(1, max_tokens + 1)], np.float64)
         lengths = np.arange(0, max_kv_length + KV_STEP, KV_STEP, dtype=np.float64) + KV_STEP / 2
-        free = np.zeros((1, len(lengths)))
 
         def dense(ms: Floats) -> Floats:
-            return np.concatenate([free, ms])
+            return np.concatenate([np.zeros((1, len(lengths))), ms])
 
         return DensePrices(
             decode_ms=self.decode.latency_ms(np.ones(1), lengths)[0],

@@ -43,9 +43,6 @@ def examine(
         num_tokens: of each answer.
         workload_format: of the workload's file; None finds it out.
         random_weights: make the target's weights at random.
-
-    Raises:
-        UserError: no such device, model or workload, or no prompt for the model.
     """
     chosen = choose_device(device)
     chosen = "cuda:0" if chosen == "cuda" else chosen
@@ -80,15 +77,9 @@ def find_devices() -> tuple[DeviceFound, ...]:
     found = []
     for device in local_devices():
         here = fingerprint(device)
-        limits = find_limits(here.name)
-        found.append(
-            DeviceFound(
-                device=device,
-                fingerprint=here,
-                free_bytes=free_memory(device),
-                datasheet_gb_per_second=None if limits is None else limits.memory_gb_per_second,
-            )
-        )
+        rate = None if (limits := find_limits(here.name)) is None else limits.memory_gb_per_second
+        free_bytes = free_memory(device)
+        found.append(DeviceFound(device=device, fingerprint=here, free_bytes=free_bytes, datasheet_gb_per_second=rate))
     return tuple(found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.console import Console
-from autotune.cost.roofline import datasheets, load_limits
+from autotune.cost.roofline import datasheets, find_limits
 from autotune.cost.table import shipped_tables
 from autotune.device import gib
 from autotune.doctor.diagnosis import Diagnosis, TargetFound
@@ -36,45 +36,25 @@ def measured_pairs() -> dict[str, list[str]]:
 
 def print_other_devices(console: Console) -> None:
     """Print the devices that searches can be made for without having them."""
-    measured, limits = measured_pairs(), {name: load_limits(name) for name in datasheets()}
-    rows = [
-        [
-            name,
-            limits[name].model if name in limits else "-",
-            f"{limits[name].memory_gb_per_second:.0f} GB/s" if name in limits else "-",
-            ", ".join(measured.get(name, [])) or "none: estimated from the datasheet",
-        ]
-        for name in sorted({*limits, *measured})
-    ]
+    measured, sheets = measured_pairs(), datasheets()
+    rows = []
+    for name in sorted({*sheets, *measured}):
+        limits = find_limits(name)
+        known = ["-", "-"] if limits is None else [limits.model, f"{limits.memory_gb_per_second:.0f} GB/s"]
+        rows.append([name, *known, ", ".join(measured.get(name, [])) or "none: estimated from the datasheet"])
     console.table("Other devices (--gpu NAME)", ["name", "model", "bandwidth", "measured pairs"], rows)
 
 
 def _print_target(target: TargetFound, console: Console) -> None:
-    rows = [
-        [
-            use.forward,
-            use.backend,
-            _shape(use.query),
-            _shape(use.key),
-            "yes" if use.has_mask else "no",
-            str(use.num_layers),
-        ]
-        for use in target.attention
-    ]
+    rows = []
+    for use in target.attention:
+        shapes = [" x ".join(map(str, sizes)) for sizes in (use.query, use.key)]
+        rows.append([use.forward, use.backend, *shapes, "yes" if use.has_mask else "no", str(use.num_layers)])
     console.table("Attention", ["forward pass", "kernel", "queries", "keys", "mask", "layers"], rows)
     sizes = sorted({tokens for times in target.steps for tokens in times.verify_ms})
-    rows = [
-        [
-            times.mode,
-            f"{times.plain_ms:.2f}",
-            f"{target.step_gb_per_second(times):.1f}",
-            *(f"{times.verify_ms[tokens]:.2f}" for tokens in sizes),
-        ]
-        for times in target.steps
-    ]
+    rows = []
+    for times in target.steps:
+        verified = [f"{times.verify_ms[tokens]:.2f}" for tokens in sizes]
+        rows.append([times.mode, f"{times.plain_ms:.2f}", f"{target.step_gb_per_second(times):.1f}", *verified])
     columns = ["mode", "plain step, ms", "GB/s", *(f"{tokens} tokens" for tokens in sizes)]
     console.table(f"Forward passes of {target.model.id}, {target.precision}", columns, rows)
-
-
-def _shape(sizes: tuple[int, ...]) -> str:
-    return " x ".join(map(str, sizes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NotRequired, TypedDict, Unpack
 
 from pydantic import Field, model_validator
 
@@ -39,6 +40,15 @@ class Range(Document):
         )
 
 
+class Request(TypedDict):
+    """The arguments of ``Condition.matches``."""
+
+    temperature: float
+    prompt_tokens: int
+    has_image: bool
+    workload: NotRequired[str | None]
+
+
 class Condition(Document):
     """Requirements on a request. Those left out match everything, so an empty condition matches every request."""
 
@@ -61,7 +71,7 @@ class Condition(Document):
             words.append(f"workload {self.workload}")
         return ", ".join(words) or "any request"
 
-    def matches(self, *, temperature: float, prompt_tokens: int, has_image: bool, workload: str | None) -> bool:
+    def matches(self, *, temperature: float, prompt_tokens: int, has_image: bool, workload: str | None = None) -> bool:
         """Whether a request meets all requirements. A request without a tag matches no ``workload``."""
         return (
             (self.temperature is None or temperature in self.temperature)
@@ -80,22 +90,6 @@ class Condition(Document):
         )
 
 
-def first_match(
-    conditions: Iterable[Condition],
-    *,
-    temperature: float,
-    prompt_tokens: int,
-    has_image: bool,
-    workload: str | None = None,
-) -> int:
-    """Index of the first condition that matches a request; the last condition must match every request.
-
-    The arguments are the same as of ``Condition.matches``.
-    """
-    return next(
-        number
-        for number, condition in enumerate(conditions)
-        if condition.matches(
-            temperature=temperature, prompt_tokens=prompt_tokens, has_image=has_image, workload=workload
-        )
-    )
+def first_match(conditions: Iterable[Condition], **request: Unpack[Request]) -> int:
+    """Index of the first condition that matches a request; the last condition must match every request."""
+    return next(number for number, condition in enumerate(conditions) if condition.matches(**request))

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from autotune.documents.condition import Condition, first_match
+from autotune.documents.condition import Condition
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet
@@ -243,19 +243,6 @@ class DecodingProfile(Document, kind="decoding-profile", made_by="autotune searc
     def point(self) -> OperatingPoint:
         """The last point, which decodes requests that match no other."""
         return self.points[-1]
-
-    def point_for(
-        self, *, temperature: float, prompt_tokens: int, has_image: bool, workload: str | None = None
-    ) -> OperatingPoint:
-        """The first point whose condition a request meets; the arguments are the same as of ``Condition.matches``."""
-        number = first_match(
-            (point.when for point in self.points),
-            temperature=temperature,
-            prompt_tokens=prompt_tokens,
-            has_image=has_image,
-            workload=workload,
-        )
-        return self.points[number]
 
     @classmethod
     def parse(cls, content: Any, *, source: Path | str) -> DecodingProfile:

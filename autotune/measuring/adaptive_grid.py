@@ -84,16 +84,12 @@ class AdaptiveGrid:
         """Add the examined sizes where interpolation is wrong to the grid. Returns whether there are new sizes to measure."""
         num_sizes = len(self.sizes)
         row = self._lengths[0]  # one row suffices: kernels depend on the number of tokens at every KV length
-        self._tokens = [
-            n
-            for n, _ in self._refine_line(
-                [(n, row) for n in self._tokens], [(n, row) for n in self._all_tokens], axis=0
-            )
-        ]
+        line = self._refine_line([(n, row) for n in self._tokens], [(n, row) for n in self._all_tokens], axis=0)
+        self._tokens = [n for n, _ in line]
         for low, high in pairwise(self._tokens):
             gap = [n for n in self._all_tokens if low < n < high]
             after_block = [n for n in gap if n % KERNEL_BLOCK == 1 or n in self._always]
-            self._examine((n, row) for n in sorted({*after_block, *_middle(gap)}))
+            self._examined |= dict.fromkeys((n, row) for n in sorted({*after_block, *_middle(gap)}))
         lengths = set(self._lengths)
         for n in self._coarse:
             column = self._refine_line([(n, m) for m in self._lengths], [(n, m) for m in self._all_lengths], axis=1)
@@ -101,11 +97,8 @@ class AdaptiveGrid:
         self._lengths = sorted(lengths)
         for low, high in pairwise(self._lengths):
             between = _middle([m for m in self._all_lengths if low < m < high])
-            self._examine((n, m) for m in between for n in self._coarse)
+            self._examined |= dict.fromkeys((n, m) for m in between for n in self._coarse)
         return len(self.sizes) > num_sizes
-
-    def _examine(self, sizes: Iterable[Size]) -> None:
-        self._examined |= dict.fromkeys(sizes)
 
     def _refine_line(self, chosen: list[Size], line: list[Size], axis: int) -> list[Size]:
         """The chosen sizes of a row or column, and the examined ones that interpolation misses, added one by one."""

@@ -13,7 +13,7 @@ import torch
 
 from autotune.contention_monitor import ContentionMonitor
 from autotune.cost.draft_costs import DraftCosts
-from autotune.cost.request_costs import Overhead, PrefillCost, fit_overhead, fit_prefill
+from autotune.cost.request_costs import PrefillCost, fit_overhead, fit_prefill
 from autotune.cost.table import CostTable
 from autotune.device import fingerprint
 from autotune.documents.provenance import ModelReference, stamp
@@ -74,9 +74,6 @@ def measure_costs(
     Args:
         log: file that keeps the timed steps, so that an interrupted measurement continues; None keeps nothing.
         clock: seconds, with which the time limit is compared.
-
-    Raises:
-        UserError: no draft was given.
     """
     if not drafts:
         raise UserError("a cost table needs a draft; name one with --draft")
@@ -152,7 +149,7 @@ def _draft_costs(
             draft_first=sampler.surface(sampler.draft_firsts[number]),
             draft_level=sampler.surface(sampler.draft_levels[number]),
             prefill=_prefill_cost(prefills.draft_samples[number], sampler.plain_ms),
-            overhead=_overhead(runs[reference], sampler.plain_ms),
+            overhead=fit_overhead([(*run[:4], sampler.plain_ms * run[4]) for run in runs[reference]]),
             verify_ratio=sampler.verify_ratio(number),
         )
         for number, (draft, reference) in enumerate(drafts)
@@ -169,10 +166,6 @@ def _choose_threads(
     if log is not None:
         log.begin(LogHeader(threads=threads))
     return threads
-
-
-def _overhead(runs: OverheadRuns, unit_ms: float) -> Overhead:
-    return fit_overhead([(*run[:4], unit_ms * run[4]) for run in runs])
 
 
 def _prefill_cost(samples: PrefillSamples, unit_ms: float) -> PrefillCost:

@@ -82,7 +82,8 @@ class PrefillTimer:
                 is_late = clock() - started > limit_s / 4
                 self._is_slow = is_late and number == 0
                 if not self._is_slow:  # kept if it takes so long that preparing kernels does not matter
-                    self._clear()
+                    for samples in (self.target_samples, *self.draft_samples):
+                        samples.clear()
                 if is_late:
                     break
             for _ in range(PREFILL_REPEATS):
@@ -92,10 +93,6 @@ class PrefillTimer:
                     self._time(prompt)
         for draft, visual_keep in zip(self.drafts, visual_keeps, strict=True):
             draft.visual_keep = visual_keep
-
-    def _clear(self) -> None:
-        for samples in (self.target_samples, *self.draft_samples):
-            samples.clear()
 
     def _time(self, prompt: WorkloadPrompt) -> None:
         """Prefill the target, then every draft with each share of visual tokens."""

@@ -63,27 +63,16 @@ class Sampler:
         self.benches, self.settings, self._log, self._clock = benches, settings, log, clock
         self._random = random.Random(settings.seed)
 
-        def grid(tokens: Sequence[int], always_examined: Sequence[int] = ()) -> AdaptiveGrid:
-            return AdaptiveGrid(
-                tokens,
-                settings.coarse_tokens,
-                settings.kv_lengths,
-                settings.held_out,
-                settings,
-                always_examined=always_examined,
-            )
-
+        sizes = settings.coarse_tokens, settings.kv_lengths, settings.held_out
         held_out = [(1, kv_length) for kv_length in settings.held_out_kv_lengths]
         self.decode = AdaptiveGrid((1,), (1,), settings.kv_lengths, held_out, settings)
-        self.verify = grid(settings.verified_tokens, EVERY_ROW if settings.every_row else ())
-        self.draft_firsts = [grid(settings.tokens) for _ in benches]
-        self.draft_levels = [grid(settings.tokens) for _ in benches]
+        every_row = EVERY_ROW if settings.every_row else ()
+        self.verify = AdaptiveGrid(settings.verified_tokens, *sizes, settings, always_examined=every_row)
+        self.draft_firsts = [AdaptiveGrid(settings.tokens, *sizes, settings) for _ in benches]
+        self.draft_levels = [AdaptiveGrid(settings.tokens, *sizes, settings) for _ in benches]
         self.grids = {DECODE: self.decode, VERIFY: self.verify}
-        for number in range(len(benches)):
-            self.grids |= {
-                _draft_first(number): self.draft_firsts[number],
-                _draft_level(number): self.draft_levels[number],
-            }
+        for number, of_draft in enumerate(zip(self.draft_firsts, self.draft_levels, strict=True)):
+            self.grids |= dict(zip((_draft_first(number), _draft_level(number)), of_draft, strict=True))
         self.jobs: list[TimedJob] = []
         self._warm: set[tuple[str, Size]] = set()
         self._latest_draft: int | None = None
@@ -167,9 +156,6 @@ class Sampler:
         as in decoding, where the processor's caches hold keys, values and weights from the step before.
         """
 
-        def similar_first(sizes: list[Size]) -> list[Size]:
-            return sorted(sizes, key=lambda size: (size[1], size[0]))
-
         rounds: list[tuple[int, Size | None, tuple[Size | None, ...]]] = []
         for draft, (first_grid, level_grid) in enumerate(zip(self.draft_firsts, self.draft_levels, strict=True)):
             draft_firsts, levels = sorted(wanted(first_grid)), sorted(wanted(level_grid))
@@ -187,9 +173,12 @@ class Sampler:
         )
         decode = wanted(self.decode)
         if rounds:  # every speedup is a multiple of plain steps: their share in a sweep does not fall with its progress
-            decode += [size for size in self._lacking_plain_steps() if size not in decode]
+            lacking = self.decode.lacking(self.settings.max_samples, self.decode.coarse_sizes)
+            decode += [size for size in lacking if size not in decode]
         of_drafts: list[list[TimedRound]] = [[] for _ in self.benches]
-        for size, (draft, draft_first, draft_levels) in zip_longest(similar_first(verify), rounds):
+        for size, (draft, draft_first, draft_levels) in zip_longest(
+            sorted(verify, key=lambda size: size[::-1]), rounds
+        ):
             of_drafts[draft].append(TimedRound(size, draft_first, draft_levels))
         groups: list[list[Job]] = []
         for draft, own_rounds in enumerate(of_drafts):
@@ -204,9 +193,6 @@ class Sampler:
             self._random.shuffle(group)
         self._random.shuffle(groups)
         return list(itertools.chain(*groups))
-
-    def _lacking_plain_steps(self) -> list[Size]:
-        return self.decode.lacking(self.settings.max_samples, self.decode.coarse_sizes)
 
     # ---------------------------------------------------------------------------------------------------------- jobs
 
@@ -264,7 +250,7 @@ class Sampler:
 
     def _samples(self, job: Job, until: float) -> Samples:
         if isinstance(job, PlainSteps):
-            return self._plain_samples(job)
+            return [(DECODE, 1, job.kv_length, ms) for ms in plain_steps_ms(self.benches[0], job.kv_length)]
         for _ in range(UNTIMED_ROUNDS):
             self._run_untimed_round(job.draft)
         samples: Samples = []
@@ -273,9 +259,6 @@ class Sampler:
             if self._clock() >= until:
                 break
         return samples
-
-    def _plain_samples(self, job: PlainSteps) -> Samples:
-        return [(DECODE, 1, job.kv_length, ms) for ms in plain_steps_ms(self.benches[0], job.kv_length)]
 
     def _round_samples(self, draft: int, of_job: TimedRound) -> Samples:
         bench = self.benches[draft]

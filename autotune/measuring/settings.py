@@ -61,7 +61,5 @@ class CostSettings:
     @property
     def held_out(self) -> tuple[Size, ...]:
         """Held-out sizes, between the sizes of the grid; capture sizes differ from the grid in KV length only."""
-        return tuple(
-            (tokens, self.held_out_kv_lengths[number % 2])
-            for number, tokens in enumerate(self.capture_sizes or HELD_OUT_TOKENS)
-        )
+        tokens = enumerate(self.capture_sizes or HELD_OUT_TOKENS)
+        return tuple((size, self.held_out_kv_lengths[number % 2]) for number, size in tokens)

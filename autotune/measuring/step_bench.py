@@ -116,9 +116,7 @@ def choose_threads(
     choices = sorted({1, max(1, available // 2), available})
     plain: list[list[float]] = []  # [repetitions, choices]
     rounds: list[list[float]] = []
-    while len(plain) < max(THREAD_REPEATS, 6 * len(benches)):
-        if plain and clock() >= until:
-            break
+    while len(plain) < max(THREAD_REPEATS, 6 * len(benches)) and (not plain or clock() < until):
         bench = benches[len(plain) % len(benches)]
         plain.append([])
         rounds.append([])

@@ -57,16 +57,9 @@ def _screened_at_default(sources: Sources) -> pd.DataFrame:
     rows = []
     for s in sources.screened:
         heads, layer, keep = defaults[s.draft]
-        rows.append(
-            {
-                "ms_per_token": s.ms_per_token,
-                "visual tokens": s.subnet.visual_keep == keep,
-                "heads": s.subnet.head_shares == heads,
-                "injection layer": s.subnet.injection_layer == layer,
-                "draft": s.draft == first,
-            }
-        )
-    return pd.DataFrame(rows)
+        is_default = (s.subnet.visual_keep == keep, s.subnet.head_shares == heads, s.subnet.injection_layer == layer)
+        rows.append((s.ms_per_token, *is_default, s.draft == first))
+    return pd.DataFrame(rows, columns=["ms_per_token", "visual tokens", "heads", "injection layer", "draft"])
 
 
 def ablations(sources: Sources) -> list[Ablation]:

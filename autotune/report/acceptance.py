@@ -52,11 +52,9 @@ def acceptance(sources: Sources) -> list[PointAcceptance]:
     for number, point in enumerate(sources.points):
         if point.tree is None:
             continue
-        trace, prompts, runs = sources.trace_of(point), sources.prompts_of(number), evidence_runs(sources, number)
-        replayed = AcceptanceCounts()
-        if trace is not None:
-            decoded = (sources.rounds_of(number, trace, prompt) for prompt in prompts)
-            replayed = count_acceptance(itertools.chain.from_iterable(decoded))
+        prompts, runs = sources.prompts_of(number), evidence_runs(sources, number)
+        decoded = (sources.rounds_of(number, prompt) for prompt in prompts)
+        replayed = count_acceptance(itertools.chain.from_iterable(decoded))
         measured = AcceptanceCounts()
         for run in runs:
             measured.add(AcceptanceCounts.from_json(run["acceptance_counts"]))

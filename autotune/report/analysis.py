@@ -95,13 +95,8 @@ def subnet_grids(screened: Iterable[ScreenedSubnet]) -> list[SubnetGrid]:
     for _, group in frame.groupby(["draft", "layer"]):
         speedups = group.pivot_table(index="heads", columns="keep", values="speedup", aggfunc="max")
         layer = int(group.layer.iloc[0])
-        grids.append(
-            SubnetGrid(
-                group.draft.iloc[0],
-                layer if layer > 0 else None,
-                speedups.reindex(index=group.heads.unique(), columns=keeps),
-            )
-        )
+        speedups = speedups.reindex(index=group.heads.unique(), columns=keeps)
+        grids.append(SubnetGrid(group.draft.iloc[0], layer if layer > 0 else None, speedups))
     return grids
 
 

@@ -6,12 +6,13 @@ import itertools
 import string
 from collections.abc import Iterable
 
+from autotune.cost.roofline import find_limits
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.report.ablation import ablations, cumulative_ablation, policies
 from autotune.report.acceptance import acceptance
 from autotune.report.analysis import fastest_by_size, fastest_by_variant, importance, pareto_front, subnet_grids
-from autotune.report.cost_curves import cost_curves, limits_of, middle_kv_length
+from autotune.report.cost_curves import cost_curves, middle_kv_length
 from autotune.report.examples import examples
 from autotune.report.points import EvaluationArms, PointSummary
 from autotune.report.prompts import TokenTexts, find_prompts
@@ -22,11 +23,7 @@ class Content:
     """The variables of the page's template. Unavailable content is None or empty; the page then says how to obtain it."""
 
     def __init__(self, sources: Sources, *, workload: str | None = None) -> None:
-        """Compute everything that the sources allow.
-
-        Raises:
-            UserError: ``workload``, given by the user, is not the one of the search.
-        """
+        """Compute everything that the sources allow."""
         profile, table, study = sources.profile, sources.table, sources.study
         document = profile or study
         self.sources = sources
@@ -50,7 +47,7 @@ class Content:
         self.has_tokenizer = tokens.has_tokenizer
         self.curves = cost_curves(table, study) if table else []
         self.kv_length = middle_kv_length(table) if table else None
-        self.limits = limits_of(table) if table else None
+        self.limits = find_limits(table.device.name) if table else None
         self.grids = subnet_grids(sources.screened)
         self.drafts = _drafts(sources)
         self.configurations = _lettered(

@@ -49,11 +49,6 @@ class CostCurve:
         return None if ms is None or limit is None else limit / ms
 
 
-def limits_of(table: CostTable) -> DatasheetLimits | None:
-    """The datasheet of the table's device."""
-    return find_limits(table.device.name)
-
-
 def middle_kv_length(table: CostTable) -> int:
     """The measured KV length nearest to the middle of the measured range."""
     lengths = sorted({point.kv_length for point in table.verify.points})
@@ -62,7 +57,7 @@ def middle_kv_length(table: CostTable) -> int:
 
 def cost_curves(table: CostTable, study: StudyDocument | None) -> list[CostCurve]:
     """Curves of the target's steps, and of the first and the other draft levels of every draft."""
-    limits = None if table.estimated else limits_of(table)  # an estimated table equals the limit
+    limits = None if table.estimated else find_limits(table.device.name)  # an estimated table equals the limit
     kv_length = middle_kv_length(table)
     shapes = {entry.reference.sha256: entry.shape for entry in (study.drafts if study else [])}
     target = study.target_shape if study else None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotune.acceptance.reference_replay import ReplayedRound
-from autotune.acceptance.trace import Trace
 from autotune.report.points import condition_label
 from autotune.report.prompts import TokenTexts
 from autotune.report.sources import Sources
@@ -62,18 +61,13 @@ class DecodedExample:
     """One prompt decoded by one operating point."""
 
     def __init__(
-        self,
-        sources: Sources,
-        number: int,
-        trace: Trace,
-        prompt: int,
-        prompts: dict[str, WorkloadPrompt],
-        tokens: TokenTexts,
+        self, sources: Sources, number: int, prompt: int, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts
     ) -> None:
         """``number`` is the point's, ``prompt`` the prompt's in the trace; ``prompts`` are the workload's, if they were found."""
         point = sources.points[number]
-        assert point.tree is not None
-        decoded = sources.rounds_of(number, trace, prompt)
+        trace = sources.trace_of(point)
+        assert point.tree is not None and trace is not None
+        decoded = sources.rounds_of(number, prompt)
         drawn = round_to_draw(decoded)
         answer = trace.forest.answer[trace.answer_start[prompt] : trace.answer_start[prompt + 1]].tolist()
         texts = [tokens.text(answer[:position], token) for position, token in enumerate(answer)]
@@ -115,9 +109,9 @@ def examples(sources: Sources, prompts: dict[str, WorkloadPrompt], tokens: Token
         if trace is None:
             continue
         ordered = sorted(sources.prompts_of(number), key=lambda p: trace.num_visual_tokens[p] == 0)
-        prompt = next((p for p in ordered if sources.rounds_of(number, trace, p)), None)
+        prompt = next((p for p in ordered if sources.rounds_of(number, p)), None)
         if prompt is not None:
-            results.append(DecodedExample(sources, number, trace, prompt, prompts, tokens))
+            results.append(DecodedExample(sources, number, prompt, prompts, tokens))
     return results
 
 

@@ -5,6 +5,7 @@ plots and images are inline, and there is no script.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from pathlib import Path
 
 from autotune.console import Console, percent
@@ -21,6 +22,22 @@ CONSTANTS = {
 }
 
 
+def _or_dash(format: Callable[..., str]) -> Callable[..., str]:
+    """The format, with a dash for a missing value."""
+    return lambda value, *options: "-" if value is None else format(value, *options)
+
+
+FILTERS = {
+    "times": _or_dash("{:.2f}x".format),
+    "interval": _or_dash(lambda ends: f"{ends[0]:.2f} to {ends[1]:.2f}"),
+    "number": _or_dash(lambda value, digits=2: f"{value:,.{digits}f}"),
+    "percent": percent,
+    "signed": _or_dash(lambda share: f"{100 * share:+.1f} %"),
+    "minute": lambda created: f"{datetime.datetime.fromisoformat(created):%Y-%m-%d %H:%M %Z}",
+    "heads": heads_label,
+}
+
+
 def write_report(
     given: Path,
     output: Path,
@@ -30,11 +47,7 @@ def write_report(
     storage: str | None = None,
     workload: str | None = None,
 ) -> None:
-    """Write the page of a profile, or of a study folder.
-
-    Raises:
-        UserError: the output cannot be written, or a document cannot be read.
-    """
+    """Write the page of a profile, or of a study folder."""
     require_writable(output)
     sources = find_sources(given, study=study, storage=storage)
     if sources.folder is None:
@@ -53,43 +66,9 @@ def render(content: Content) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    templates = Environment(
-        loader=FileSystemLoader(FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters |= {
-        "times": _times,
-        "interval": _interval,
-        "number": _number,
-        "percent": percent,
-        "signed": _signed,
-        "minute": _minute,
-        "heads": heads_label,
-    }
+    templates = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined)
+    templates.trim_blocks = templates.lstrip_blocks = True
+    templates.filters |= FILTERS
     drawn = all_plots(content) | {f"tree-{example.number}": example.svg for example in content.examples if example.svg}
     plots = {name: Markup(svg) for name, svg in drawn.items()}  # our own SVG, whose texts are escaped
     return templates.get_template("page.html").render(vars(content) | CONSTANTS | {"plots": plots})
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
-
-
-def _interval(value: tuple[float, float] | None) -> str:
-    return "-" if value is None else f"{value[0]:.2f} to {value[1]:.2f}"
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def _signed(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:+.1f} %"
-
-
-def _minute(created: str) -> str:
-    """A time stamp to the minute."""
-    return f"{datetime.datetime.fromisoformat(created):%Y-%m-%d %H:%M %Z}"

@@ -60,9 +60,8 @@ def _fronts(content: Content) -> Plots:
             Series(label, [c.nodes_per_round for c in candidates], [c.ms_per_token for c in candidates])
             for label, candidates in {**content.by_size, "Pareto front": content.front}.items()
         )
-        description = (
-            f"Predicted time by tree size and policy; the front falls from {best.y[0]:.2f} to {best.y[-1]:.2f} ms."
-        )
+        ends = f"{best.y[0]:.2f} to {best.y[-1]:.2f} ms"
+        description = f"Predicted time by tree size and policy; the front falls from {ends}."
         yield "front-nodes", description, figures.front(policies, best, x="drafted tokens verified per round", y=y)
     sized = [(v.draft_mib, v.best.ms_per_token, v) for v in content.variants if v.draft_mib is not None]
     if len(sized) > 1:
@@ -74,11 +73,8 @@ def _fronts(content: Content) -> Plots:
             Series(label, [mib for mib, _ in front], [ms for _, ms in front]) for label, front in points.items()
         )
         description = f"Predicted time by memory of {len(sized)} draft variants; the table has the numbers."
-        yield (
-            "front-memory",
-            description,
-            figures.front(drafts, best, x="memory of the draft and its KV cache, MiB", y=y),
-        )
+        figure = figures.front(drafts, best, x="memory of the draft and its KV cache, MiB", y=y)
+        yield "front-memory", description, figure
 
 
 def _ablation(content: Content) -> Plots:
@@ -87,9 +83,8 @@ def _ablation(content: Content) -> Plots:
     if len(content.cumulative) > 1:
         speedups = pd.Series({step.label: step.best.speedup for step in content.cumulative})
         described = "; ".join(f"{label} {speedup:.2f}" for label, speedup in speedups.items())
-        figure = figures.bars(
-            speedups.to_frame(), "predicted speedup of the best chain", start=1.0, value_format="{:.2f}x"
-        )
+        label = "predicted speedup of the best chain"
+        figure = figures.bars(speedups.to_frame(), label, start=1.0, value_format="{:.2f}x")
         yield "cumulative-ablation", f"Speedup as the dimensions are freed one by one: {described}.", figure
     gains = pd.Series({a.dimension: 100 * a.gain for a in content.ablations if a.gain is not None})
     if len(gains):

@@ -47,10 +47,7 @@ class TokenTexts:
 
     def __init__(self, target: str) -> None:
         self._tokenizer = _tokenizer(target)
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
+        self.has_tokenizer = self._tokenizer is not None
 
     def text(self, before: list[int], token: int) -> str:
         """The text that a token adds after ``before``; many tokenizers join words, and bytes of one character."""

@@ -73,11 +73,8 @@ class Sources:
 
     def trace_of(self, point: OperatingPoint) -> Trace | None:
         """The trace of the point's draft and subnet."""
-        for trace in self.traces:
-            header = trace.header
-            if point.draft is not None and (header.draft.id, header.subnet) == (point.draft.id, point.draft.subnet):
-                return trace
-        return None
+        wanted = None if point.draft is None else (point.draft.id, point.draft.subnet)
+        return next((trace for trace in self.traces if (trace.header.draft.id, trace.header.subnet) == wanted), None)
 
     def prompts_of(self, number: int) -> list[int]:
         """Numbers of the recorded prompts that point ``number`` decodes greedily; none without the point's trace."""
@@ -87,10 +84,11 @@ class Sources:
             return []
         return np.flatnonzero(points_of_prompts(self.profile, trace) == number).tolist()
 
-    def rounds_of(self, number: int, trace: Trace, prompt: int) -> list[ReplayedRound]:
-        """The rounds in which point ``number``, which has a tree, decodes a recorded prompt."""
+    def rounds_of(self, number: int, prompt: int) -> list[ReplayedRound]:
+        """The rounds in which point ``number``, which has a tree and a trace, decodes a recorded prompt."""
         point = self.points[number]
-        assert point.tree is not None
+        trace = self.trace_of(point)
+        assert point.tree is not None and trace is not None
         return list(rounds(trace, prompt, point.tree, point.fallback))
 
 
@@ -109,10 +107,8 @@ def find_sources(given: Path, *, study: Path | None = None, storage: str | None 
                 f"{given}: a study folder holds a cost table and {STUDY}, and this folder has neither; give a folder of "
                 f"{WORKSPACE}/, or a profile"
             )
-        path = given / PROFILE
-        if path.exists():
-            return _read_study(DecodingProfile.load(path), path, given, storage)
-        return _read_study(None, None, given, storage)
+        path = given / PROFILE if (given / PROFILE).exists() else None
+        return _read_study(None if path is None else DecodingProfile.load(path), path, given, storage)
     profile = DecodingProfile.load(given)
     if study is None:
         done = next((folder for folder in find_studies(profile, given) if folder.is_complete), None)
@@ -129,9 +125,8 @@ def find_sources(given: Path, *, study: Path | None = None, storage: str | None 
 
 def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path, storage: str | None) -> Sources:
     study, notes = _study_document(profile, folder)
-    ledger = Ledger(storage) if storage is not None else None
-    if ledger is None and (folder / LEDGER).exists():
-        ledger = Ledger(folder / LEDGER)
+    has_ledger = storage is not None or (folder / LEDGER).exists()
+    ledger = Ledger(folder / LEDGER if storage is None else storage) if has_ledger else None
     subnets = [subnet for record in _records(ledger, study, "subnets") for subnet in screened_in(record)]
     candidates = [
         Candidate.model_validate(content, strict=False)

@@ -38,9 +38,7 @@ BENCHMARK_TOKENS = 1024
 VLLM_TOKENS = 256
 """vLLM's default for rows without ``output_tokens``."""
 MT_BENCH = "mt_bench"
-MT_BENCH_CATEGORIES = frozenset(
-    ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-)
+MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 _SPEED_BENCH_KEYS = {"sub_category", "source", "src_id", "difficulty", "multiturn", "messages"}
 
@@ -145,11 +143,7 @@ def by_tasks_in_turn(rows: Sequence[tuple[int, Prompt]]) -> list[tuple[int, Prom
 
 
 def _rows(path: Path) -> list[tuple[int, Any]] | None:
-    """The rows of a Parquet, JSON or JSONL file with their numbers, from 1 on; None if it is none of these.
-
-    Raises:
-        UserError: missing file, a Parquet file that cannot be read, or Parquet without pyarrow.
-    """
+    """The rows of a Parquet, JSON or JSONL file with their numbers, from 1 on; None if it is none of these."""
     if path.suffix == ".parquet":
         return list(enumerate(_parquet_rows(path), start=1))
     text = read_text(path)
@@ -260,10 +254,7 @@ class _Vllm(_Row):
         if self.content is None:
             return Prompt(prompt=self.text or "", images=self.image_files, max_new_tokens=self.output_tokens)
         images = [part.image for part in self.content if isinstance(part, _ImagePart)]
-        parts = [
-            Part(type="image") if isinstance(part, _ImagePart) else Part(type="text", text=part.text)
-            for part in self.content
-        ]
+        parts = [Part(type=part.type, text=getattr(part, "text", "")) for part in self.content]
         message = Message(role="user", content=parts)
         return Prompt(messages=[message], images=images, max_new_tokens=self.output_tokens)
 

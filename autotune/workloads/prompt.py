@@ -199,11 +199,7 @@ class WorkloadPrompt:
 
 
 def load_prompt(address: str | Path, number: int, settings: Prompt) -> WorkloadPrompt:
-    """A row of a file with its images loaded; of a conversation the last turn.
-
-    Raises:
-        UserError: an image that cannot be read.
-    """
+    """A row of a file with its images loaded; of a conversation the last turn."""
     pixels = tuple(load_image(sibling(address, image)) for image in settings.images)
     return WorkloadPrompt(f"{Path(address).name}:{number}", settings, pixels)
 
@@ -244,11 +240,10 @@ def chat_text(processor: Any, content: str | Sequence[Message], *, num_images: i
         assert isinstance(content, str)
         return f"{getattr(processor, 'image_token', '')}\n" * num_images + content
     chat = [Message(role="user", content=content)] if isinstance(content, str) else content
-    if not hasattr(processor, "image_processor"):
-        messages = [{"role": message.role, "content": message.text} for message in chat]
-        return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    rendered = chat_messages(chat, num_images=num_images)
-    return str(processor.apply_chat_template(rendered, add_generation_prompt=True, tokenize=False))
+    messages: list[dict[str, Any]] = [{"role": message.role, "content": message.text} for message in chat]
+    if hasattr(processor, "image_processor"):
+        messages = chat_messages(chat, num_images=num_images)
+    return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
 def chat_messages(content: str | Sequence[Message], *, num_images: int) -> list[dict[str, Any]]:

@@ -79,13 +79,11 @@ class Workload:
     def sampled(self, temperature: float) -> Workload:
         """The prompts at another temperature, each with its index as seed; the turns of a conversation share one."""
         begun = itertools.accumulate(prompt.earlier is None for prompt in self.prompts)
-        prompts = tuple(
-            replace(
-                prompt, settings=prompt.settings.model_copy(update={"temperature": temperature, "seed": number - 1})
-            )
-            for number, prompt in zip(begun, self.prompts, strict=True)
-        )
-        return replace(self, prompts=prompts)
+        prompts = []
+        for number, prompt in zip(begun, self.prompts, strict=True):
+            settings = prompt.settings.model_copy(update={"temperature": temperature, "seed": number - 1})
+            prompts.append(replace(prompt, settings=settings))
+        return replace(self, prompts=tuple(prompts))
 
     def as_searched(self, reference: WorkloadReference) -> Workload:
         """The prompts at the temperature, and with the limit of the answers, of the search that made a profile."""

@@ -30,14 +30,14 @@ def assert_equal(actual: Trace, expected: Trace) -> None:
     for name, array in expected.forest.__dict__.items():
         np.testing.assert_array_equal(getattr(actual.forest, name), array)
         assert getattr(actual.forest, name).dtype == array.dtype, name
-    arrays = (
+    arrays = [
         "answer_start",
         "first_node",
         "prompt_length",
         "draft_prompt_length",
         "num_visual_tokens",
         "prompt_tokens",
-    )
+    ]
     for name in arrays:
         np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
         assert getattr(actual, name).dtype == np.int64, name  # as the compiled replay takes it
@@ -64,10 +64,8 @@ def test_selected_prompts_are_those_of_a_trace_without_the_others() -> None:
     assert_equal(selected.select([1, 0]), trace.select([1, 3]))
     policy = parse_policy({"policy": "eagle2", "k": 3, "depth": 4})
     whole, part = (replay(one, policy, free_prices()) for one in (trace, selected))
-    assert [part.rounds.tolist(), part.missing.tolist()] == [
-        whole.rounds[[3, 1]].tolist(),
-        whole.missing[[3, 1]].tolist(),
-    ]
+    for mine, theirs in ((part.rounds, whole.rounds), (part.missing, whole.missing)):
+        assert mine.tolist() == theirs[[3, 1]].tolist()
     for mine, theirs in zip(part.accepted_lengths, (whole.accepted_lengths[3], whole.accepted_lengths[1]), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 

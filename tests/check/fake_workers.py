@@ -14,20 +14,12 @@ BASE, HEAD = (Side(name=name, label=f"the {name}", profile=Path("profile.json"))
 
 def requests(count: int = 3) -> list[WorkerRequest]:
     long = {"max_new_tokens": 128}
-    return [WorkerRequest(f"prompt {n}", f"{n}", Path(f"{n}.safetensors"), long, "prompt", n % 2) for n in range(count)]
+    return [WorkerRequest(f"prompt {n}", Path(f"{n}.safetensors"), long, "prompt", n % 2) for n in range(count)]
 
 
 def decoded(decode_ms: float = 100.0, **fields: object) -> Decoded:
-    known = {
-        "decode_ms": decode_ms,
-        "new_tokens": 11,
-        "tokens_sha256": "same",
-        "target_forwards": 5,
-        "draft_forwards": 10,
-        "plain_steps": 0,
-        "verified_nodes": 10,
-        "accepted_lengths": [1] * 5,
-    }
+    known = {"decode_ms": decode_ms, "new_tokens": 11, "tokens_sha256": "same", "accepted_lengths": [1] * 5}
+    known |= {"target_forwards": 5, "draft_forwards": 10, "plain_steps": 0, "verified_nodes": 10}
     return Decoded.model_validate({**known, **fields})
 
 

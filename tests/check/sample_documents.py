@@ -12,81 +12,40 @@ from tests.sample_documents import DEVICE, PROVENANCE, TARGET
 
 def prompt_evidence(name: str = "count", **fields: Any) -> PromptEvidence:
     """A prompt of 10 rounds with 40 draft tokens, 30 of them accepted."""
-    known: dict[str, Any] = {
-        "name": name,
-        "sha256": name * 2,
-        "tokens_sha256": "same",
-        "rounds": 10,
-        "draft_forwards": 40,
-        "accepted_tokens": 30,
-        "target_forwards": 10,
-        "plain_steps": 0,
-        "verified_nodes": 40,
-        "accepted_lengths": [3] * 10,
-        "decode_ms": 100.0,
-        "ar_decode_ms": 200.0,
-    }
+    known: dict[str, Any] = {"name": name, "sha256": name * 2, "tokens_sha256": "same", "accepted_lengths": [3] * 10}
+    known |= {"rounds": 10, "target_forwards": 10, "plain_steps": 0, "draft_forwards": 40, "verified_nodes": 40}
+    known |= {"accepted_tokens": 30, "decode_ms": 100.0, "ar_decode_ms": 200.0}
     return PromptEvidence(**{**known, **fields})
 
 
 def pair(number: int, slowdown: float = 0.0, **fields: Any) -> TimedPair:
     """A pair with a slower head; five pairs per launch."""
-    known: dict[str, Any] = {
-        "number": number,
-        "launch": number // 5,
-        "prompt": "count",
-        "head_first": bool(number % 2),
-        "base_ms": 10.0,
-        "head_ms": 10.0 * (1 + slowdown),
-    }
+    known: dict[str, Any] = {"number": number, "launch": number // 5, "prompt": "count", "head_first": bool(number % 2)}
+    known |= {"base_ms": 10.0, "head_ms": 10.0 * (1 + slowdown)}
     return TimedPair(**{**known, **fields})
 
 
 def timing(**fields: Any) -> Timing:
-    known: dict[str, Any] = {
-        "base": "main (0123456789)",
-        "head": "the current version",
-        "seed": 0,
-        "limit": 0.05,
-        "tolerance": 0.01,
-        "looks": (55, 80),
-        "slowdown": 0.08,
-        "ci95": (0.07, 0.09),
-        "p_within_tolerance": 1e-5,
-        "p_beyond_limit": 1.0,
-        "plain_slowdown": 0.001,
-        "speedup": 2.0,
-        "pairs": [pair(0, 0.08)],
-    }
+    known: dict[str, Any] = {"base": "main (0123456789)", "head": "the current version", "seed": 0, "looks": (55, 80)}
+    known |= {"limit": 0.05, "tolerance": 0.01, "slowdown": 0.08, "ci95": (0.07, 0.09)}
+    known |= {"p_within_tolerance": 1e-5, "p_beyond_limit": 1.0, "plain_slowdown": 0.001, "speedup": 2.0}
+    known |= {"pairs": [pair(0, 0.08)]}
     return Timing(**{**known, **fields})
 
 
 def check_result(*gates: Gate, **fields: Any) -> CheckResult:
     """A result with these gates and one timed workload."""
-    workload = WorkloadResult(
-        name="digits",
-        sha256="c" * 64,
-        num_prompts=2,
-        identical_outputs=2,
-        divergences=[],
-        speedup=2.0,
-        ci95=(1.9, 2.1),
-        precision="float32",
-        prompts=[prompt_evidence()],
-        timing=timing(),
-    )
-    known: dict[str, Any] = {
-        "provenance": PROVENANCE,
-        "profile": "profile.json",
-        "hardware": DEVICE,
-        "target": TARGET,
+    measured: dict[str, Any] = {"num_prompts": 2, "identical_outputs": 2, "speedup": 2.0, "ci95": (1.9, 2.1)}
+    measured |= {"divergences": [], "precision": "float32", "prompts": [prompt_evidence()], "timing": timing()}
+    known: dict[str, Any] = {"provenance": PROVENANCE, "profile": "profile.json", "hardware": DEVICE, "target": TARGET}
+    known |= {
         "lossless": True,
         "against": "main (0123456789)",
-        "workloads": [workload],
         "gates": list(gates),
         "verdict": "passed",
         "exit_code": 0,
     }
+    known |= {"workloads": [WorkloadResult(name="digits", sha256="c" * 64, **measured)]}
     return CheckResult(**{**known, **fields})
 
 

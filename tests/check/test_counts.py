@@ -8,8 +8,8 @@ import pytest
 
 from autotune.check.counts import Counts, compare_counts, cost_in_steps, counts_gate
 from autotune.check.result import COUNTS, Gate
-from autotune.check.worker_process import Decoded
 from autotune.trees.fallback import RoundPrice
+from tests.check.fake_workers import decoded
 from tests.check.sample_documents import prompt_evidence
 
 PRICE = RoundPrice(round_steps=1.2, level_steps=0.1, node_steps=0.02)
@@ -86,14 +86,5 @@ def test_without_prices_only_target_forwards_are_compared() -> None:
 
 
 def test_counts_of_workers_and_of_evidence_agree() -> None:
-    decoded = Decoded(
-        decode_ms=2.0,
-        new_tokens=41,
-        tokens_sha256="same",
-        target_forwards=10,
-        draft_forwards=40,
-        plain_steps=0,
-        verified_nodes=40,
-        accepted_lengths=[3] * 10,
-    )
-    assert Counts.of("count", decoded) == counts()
+    of_worker = decoded(target_forwards=10, draft_forwards=40, verified_nodes=40, accepted_lengths=[3] * 10)
+    assert Counts.of("count", of_worker) == counts()

@@ -33,7 +33,7 @@ def profile(pair: Pair, tmp_path: Path) -> Path:
 def request(inputs: Inputs, folder: Path) -> WorkerRequest:
     path = folder / "inputs.safetensors"
     save_file({name: value.contiguous() for name, value in inputs.items()}, path)
-    return WorkerRequest("prompt", "sha", path, {"max_new_tokens": 20, "temperature": 0.0}, "prompt", 0)
+    return WorkerRequest("prompt", path, {"max_new_tokens": 20, "temperature": 0.0}, "prompt", 0)
 
 
 def served(profile: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
@@ -117,9 +117,6 @@ def test_it_uses_only_the_public_interface() -> None:
     assert names - {"__file__"} <= set(autotune.__all__)
 
 
-# --------------------------------------------------------------------------------------------------- separate processes
-
-
 def stub(folder: Path, body: str) -> Path:
     """A package named autotune with this content."""
     (folder / "autotune").mkdir(parents=True)
@@ -150,9 +147,8 @@ def test_a_process_runs_the_code_of_its_side(tmp_path: Path) -> None:
     made.close()
     assert made._process.returncode == 0
     assert "a library that prints" in (tmp_path / "base.log").read_text(), "in the log, not in the answers"
-    side = Side(name="base", label="x", profile=tmp_path / "p.json", code=tmp_path)
-    other = WorkerProcess(side, device="cpu", log=tmp_path / "base.log")
-    other.side = Side(name="base", label="x", profile=tmp_path / "p.json", code=tmp_path / "elsewhere")
+    other = process(tmp_path, tmp_path)
+    other.side = replace(other.side, label="x", code=tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"the base, x, imports autotune from .*, not from .*elsewhere"):
         other.wait()
     other.close()

@@ -131,9 +131,6 @@ def assert_complete(path: Path) -> None:
     assert profile.evidence.configurations_replayed >= 6
 
 
-# -------------------------------------------------------------------------------------------------------------- kill -9
-
-
 def progress(study: Path) -> int:
     """Number of complete records and lines: it grows with every unit of work."""
     runs = study / "runs.jsonl"

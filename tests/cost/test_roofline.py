@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,13 @@ LIMITS = DatasheetLimits(
 )
 
 
+def estimated(
+    draft_shape: ModelShape, target_shape: ModelShape = LARGE, name: str = "h100", **options: Any
+) -> CostTable:
+    pair: dict[str, Any] = {"target": TARGET, "target_shape": target_shape, "draft": DRAFT, "draft_shape": draft_shape}
+    return estimate_table(name, precision="bfloat16", **pair, **options)
+
+
 def test_one_token_is_bound_by_memory() -> None:
     """Two gigabytes of weights and a megabyte of KV cache, at a terabyte per second."""
     assert step_ms(SHAPE, LIMITS, 1, 999) == pytest.approx(2.001)
@@ -71,9 +80,7 @@ def test_every_shipped_datasheet_gives_a_table() -> None:
     small = SHAPE.model_copy(update={"text_parameters": 10**8})
     for name in datasheets():
         assert short_name(load_limits(name).model) == name
-        table = estimate_table(
-            name, target=TARGET, target_shape=LARGE, draft=DRAFT, draft_shape=small, precision="bfloat16"
-        )
+        table = estimated(small, name=name)
         assert table.estimated and table.device.name == name and load_limits(name).source
         assert table.dump()
         prices = table.prices(DRAFT, max_tokens=65, max_kv_length=4096)
@@ -84,9 +91,8 @@ def test_every_shipped_datasheet_gives_a_table() -> None:
 
 def test_captured_forward_passes_launch_nothing_after_the_prefill() -> None:
     """Steps take the time of the device alone; sizes are the capture sizes."""
-    shapes = {"target": TARGET, "target_shape": SHAPE, "draft": DRAFT, "draft_shape": SHAPE, "precision": "bfloat16"}
-    eager = estimate_table("h100", **shapes)  # type: ignore[arg-type]
-    captured = estimate_table("h100", mode="cuda-graph", capture_sizes=(1, 8, 160), **shapes)  # type: ignore[arg-type]
+    eager = estimated(SHAPE, SHAPE)
+    captured = estimated(SHAPE, SHAPE, mode="cuda-graph", capture_sizes=(1, 8, 160))
     assert (eager.mode, captured.mode, captured.capture_sizes) == ("eager", "cuda-graph", (1, 8, 160))
     for point in (*captured.decode.points, *captured.drafts[0].draft_level.points):
         bound = device_bound_ms(SHAPE, load_limits("h100"), point.tokens, point.kv_length)
@@ -112,9 +118,7 @@ def test_mig_slices_have_shares_of_their_gpu() -> None:
 
 def test_estimate_has_the_given_subnet() -> None:
     half = Subnet(heads=0.5, injection_layer=3)
-    table = estimate_table(
-        "h100", target=TARGET, target_shape=LARGE, draft=DRAFT, draft_shape=LARGE, precision="bfloat16", subnet=half
-    )
+    table = estimated(LARGE, subnet=half)
     assert table.costs_of(DRAFT, half).heads == 0.5 and table.holds(DRAFT, half)
     assert not table.holds(DRAFT, Subnet())
 
@@ -122,9 +126,7 @@ def test_estimate_has_the_given_subnet() -> None:
 def test_estimate_of_a_draft_with_blocks_that_cross() -> None:
     """Bound by memory, a forward pass takes the time of reading the weights and the keys and values of both KV lengths."""
     shape = LARGE.model_copy(update={"crossing_share": 0.25, "kv_bytes_per_token": 10**6})
-    table = estimate_table(
-        "h100", target=TARGET, target_shape=LARGE, draft=DRAFT, draft_shape=shape, precision="bfloat16"
-    )
+    table = estimated(shape)
     assert table.prices(DRAFT, max_tokens=2, max_kv_length=4096).crossing_share == 0.25
     forest = Forest(
         np.zeros(2, np.int64), np.zeros((1, 1), np.int64), np.zeros((1, 1), np.float32), -np.ones((1, 1), np.int64)
@@ -136,15 +138,10 @@ def test_estimate_of_a_draft_with_blocks_that_cross() -> None:
     assert step_ms(shape, limits, 1, kv_length) == pytest.approx(num_bytes / (limits.memory_gb_per_second * 1e6))
 
 
-# -------------------------------------------------------------------------------------------------------------- anchors
-
-
 def measured_table(limits: DatasheetLimits, **fields: object) -> CostTable:
     """A table of a device with the given limits, whose steps are bound by memory, arithmetic and launches."""
     draft = SHAPE.model_copy(update={"text_parameters": 10**6, "num_layers": 2})
-    table = estimate_table(
-        "h100", target=TARGET, target_shape=LARGE, draft=DRAFT, draft_shape=draft, precision="bfloat16"
-    )
+    table = estimated(draft)
 
     def surface(shape: ModelShape, known: Surface) -> Surface:
         points = [
@@ -167,9 +164,7 @@ def measured_table(limits: DatasheetLimits, **fields: object) -> CostTable:
 def test_a_draft_in_blocks_is_estimated_as_one_forward_pass_a_round() -> None:
     """The first level reads the block besides the committed tokens; the other levels cost no forward pass."""
     shape = SHAPE.model_copy(update={"block_tokens": 8, "text_parameters": 10**8})
-    table = estimate_table(
-        "h100", target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=shape, precision="bfloat16"
-    )
+    table = estimated(shape, SHAPE)
     limits, (costs,) = load_limits("h100"), table.drafts
     assert {point.latency_ms for point in costs.draft_level.points} == {0.0}
     for point in costs.draft_first.points:
@@ -206,15 +201,7 @@ def test_estimate_is_scaled_to_tables_of_other_models() -> None:
     other = LARGE.model_copy(update={"text_parameters": 3 * 10**11})
 
     def estimate(*tables: CostTable) -> CostTable:
-        return estimate_table(
-            "h100",
-            target=TARGET,
-            target_shape=other,
-            draft=DRAFT,
-            draft_shape=LARGE,
-            precision="bfloat16",
-            measured=tables,
-        )
+        return estimated(LARGE, other, measured=tables)
 
     def step(table: CostTable) -> float:
         return table.decode.points[0].latency_ms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,9 +65,9 @@ def test_surface_with_one_kv_length_is_constant() -> None:
 
 
 def test_sizes_beyond_the_extrapolation_are_refused() -> None:
-    for tokens, kv_length in ((9, 100), (1, 451), (9, 451)):
+    for (tokens, kv_length), model in itertools.product(((9, 100), (1, 451), (9, 451)), MODELS):
         with pytest.raises(UserError) as refused:
-            latency(small_surface(), tokens, kv_length)
+            latency(small_surface(model=model), tokens, kv_length)
         assert "measured up to 8 tokens and a KV length of 300" in str(refused.value)
         assert f"got {tokens:.0f} tokens at {kv_length:.0f}; measure a larger grid" in str(refused.value)
 
@@ -88,8 +89,6 @@ def test_held_out_errors_by_hand() -> None:
     np.testing.assert_allclose(small_surface(held_out=held_out).held_out_errors(), [-0.2, 0.25])
     assert small_surface().held_out_errors().tolist() == []
 
-
-# --------------------------------------------------------------------------------------------------------------- models
 
 LENGTHS = (16, 256, 400)
 OFF_GRID = [(12, 100), (16, 300), (20, 100), (24, 300), (40, 100)]
@@ -156,14 +155,6 @@ def test_steps_model_is_fitted_to_examined_points() -> None:
     informed = coarse.model_copy(update={"examined": examined})
     errors = [abs(latency(found, 33, 256, model="steps") / jumping(33, 256) - 1) for found in (coarse, informed)]
     assert errors[1] < 0.01 < errors[0]
-
-
-def test_steps_model_has_the_same_limits() -> None:
-    steps = small_surface(model="steps")
-    with pytest.raises(UserError, match="measure a larger grid"):
-        latency(steps, 9, 100)
-    with pytest.raises(UserError, match="measure a larger grid"):
-        latency(steps, 1, 451)
 
 
 def test_loaded_table_has_the_same_latencies(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 import autotune
 from autotune.device import fingerprint
+from autotune.documents.condition import first_match
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
@@ -54,9 +55,6 @@ def assert_equals_plain_decoding(decoder: Decoder, pair: Pair, inputs: Inputs) -
     assert torch.equal(decoder.generate(**inputs, max_new_tokens=20).sequences, expected)
 
 
-# ----------------------------------------------------------------------------------------------------------- round trip
-
-
 def test_profile_is_saved_and_loaded(profile: DecodingProfile, path: Path) -> None:
     assert DecodingProfile.load(path) == profile
     content = json.loads(path.read_text())
@@ -72,9 +70,6 @@ def test_profile_without_a_draft(tmp_path: Path) -> None:
     plain = decoding_profile(draft=None)
     plain.save(tmp_path / "plain.json")
     assert DecodingProfile.load(tmp_path / "plain.json") == plain and plain.point.tree is None
-
-
-# -------------------------------------------------------------------------------------------------------------- loading
 
 
 def test_decoder_uses_the_profile(path: Path, profile: DecodingProfile, pair: Pair, prompts: Any) -> None:
@@ -135,9 +130,6 @@ def test_missing_model_is_refused(path: Path, tmp_path: Path) -> None:
     change(path, "target", id=str(tmp_path / "moved.away"))
     with pytest.raises(UserError, match=r"moved\.away: no such model"):
         load(path, device="cpu")
-
-
-# --------------------------------------------------------------------------------------------------------------- errors
 
 
 POINT = ("points", 0)
@@ -250,11 +242,9 @@ def test_first_matching_point_is_used(path: Path) -> None:
     change(path, points=[{**content["points"][0], "when": when} for when in whens])
     profile = DecodingProfile.load(path)
     requests = ((4, "read"), (7, None), (12, "x"), (99, "read"), (99, None))
-    found = [
-        profile.point_for(temperature=0.0, prompt_tokens=tokens, has_image=True, workload=tag)
-        for tokens, tag in requests
-    ]
-    assert [profile.points.index(point) for point in found] == [0, 1, 2, 3, 4]
+    conditions = [point.when for point in profile.points]
+    for number, (tokens, tag) in enumerate(requests):
+        assert first_match(conditions, temperature=0.0, prompt_tokens=tokens, has_image=True, workload=tag) == number
     assert profile.point is profile.points[4]
 
 

@@ -23,7 +23,6 @@ from autotune.documents.decoding_profile import (
     Measured,
     OperatingPoint,
     Predicted,
-    PromptEvidence,
     Shrinkage,
     WorkloadReference,
 )
@@ -40,6 +39,7 @@ from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet, record_of
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import load_workload
+from tests.check.sample_documents import prompt_evidence
 from tests.sample_documents import DEVICE, PROVENANCE, TARGET, cost_table, random_trace, write_image, write_workload
 
 # Untrusted names and texts.
@@ -157,16 +157,8 @@ def sources(made: MadeStudy) -> Sources:
 def _of_workload(trace: Trace, workload: Any) -> Trace:
     names = [prompt.name for prompt in workload.prompts]
     tasks = [prompt.settings.task for prompt in workload.prompts]
-    header = trace.header.model_copy(
-        update={
-            "draft": EVIL,
-            "workload": workload.name,
-            "workload_sha256": workload.sha256,
-            "prompts": names,
-            "tasks": tasks,
-        }
-    )
-    return replace(trace, header=header)
+    update = {"draft": EVIL, "workload": workload.name, "workload_sha256": workload.sha256}
+    return replace(trace, header=trace.header.model_copy(update={**update, "prompts": names, "tasks": tasks}))
 
 
 def _screened() -> list[ScreenedSubnet]:
@@ -240,20 +232,7 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
                 measured_on_held_out=1.83,
             ),
             prompts=[
-                PromptEvidence(
-                    name=f"held/{number}",
-                    sha256=f"{number}" * 64,
-                    tokens_sha256="t" * 16,
-                    rounds=4,
-                    draft_forwards=8,
-                    accepted_tokens=6,
-                    target_forwards=4,
-                    plain_steps=0,
-                    verified_nodes=8,
-                    accepted_lengths=[2, 2, 1, 1],
-                    decode_ms=10.0 + number,
-                    ar_decode_ms=20.0,
-                )
+                prompt_evidence(f"held/{number}", sha256=f"{number}" * 64, decode_ms=10.0 + number)
                 for number in range(3)
             ],
             compared=[
@@ -280,18 +259,10 @@ def _runs(profile: DecodingProfile, overall: Configuration) -> list[dict[str, An
         "text": {"by_depth": [[4, 3], [3, 2]], "by_rank": [[7, 4], [7, 1]]},
         "near_image": {"by_depth": [[1, 1]], "by_rank": [[1, 1]]},
     }
+    times = {"target_prefill_ms": 5.0, "draft_prefill_ms": 1.0, "draft_ms": 3.0, "verify_ms": 4.0}
+    known = {"arm": overall.key, "acceptance_counts": counts, **times}
     runs = [
-        {
-            "arm": overall.key,
-            "prompt_sha256": one.sha256,
-            "point": number % 2,
-            "decode_ms": one.decode_ms,
-            "target_prefill_ms": 5.0,
-            "draft_prefill_ms": 1.0,
-            "draft_ms": 3.0,
-            "verify_ms": 4.0,
-            "acceptance_counts": counts,
-        }
+        {**known, "prompt_sha256": one.sha256, "point": number % 2, "decode_ms": one.decode_ms}
         for number, one in enumerate(profile.evidence.prompts)
     ]
     return [*runs, runs[0] | {"arm": "another"}, runs[0] | {"decode_ms": 99.0}]

@@ -11,7 +11,7 @@ from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.report.ablation import SCREENING, TREES, ablations, cumulative_ablation, policies
-from autotune.report.acceptance import acceptance, evidence_runs
+from autotune.report.acceptance import acceptance
 from autotune.report.analysis import fastest_by_size, fastest_by_variant, importance, pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
 from autotune.report.points import PointSummary, heads_label
@@ -114,9 +114,6 @@ def test_grids_hold_every_screened_subnet(made: MadeStudy) -> None:
     assert subnet_grids([]) == []
 
 
-# --------------------------------------------------------------------------------------------------------------- importance
-
-
 def trials(count: int) -> list[object]:
     """Trials of two policies; their times depend on parameter ``x`` almost alone."""
     import optuna
@@ -159,15 +156,13 @@ def test_trials_of_the_study_are_found(sources: Sources) -> None:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- acceptance
-
-
 def test_acceptance_on_the_points_own_prompts(sources: Sources, made: MadeStudy) -> None:
     found = acceptance(sources)
     assert [(one.condition, one.num_replayed, one.num_measured) for one in found] == [
         ("workload read", 2, 2),
         ("any other request", 2, 1),
     ]
+    assert len(sources.runs) == 5, "runs of other arms and with other times are no evidence"
     depth = found[0].tables["depth"]
     measured = depth[["measured_offered", "measured_accepted"]].loc[1:2]
     assert measured.to_numpy().tolist() == [[10, 8], [6, 4]], "two runs, tokens near images and others"
@@ -175,10 +170,6 @@ def test_acceptance_on_the_points_own_prompts(sources: Sources, made: MadeStudy)
     tokens = sum(int(trace.answer_start[p + 1] - trace.answer_start[p]) - 1 for p in (0, 2))
     rounds, accepted = depth.replayed_offered[1], depth.replayed_accepted.sum()
     assert rounds + accepted <= tokens, "plain steps emit the other tokens"
-
-
-def test_runs_of_other_arms_and_times_are_not_evidence(sources: Sources) -> None:
-    assert len(sources.runs) == 5 and [len(evidence_runs(sources, number)) for number in (0, 1)] == [2, 1]
 
 
 def test_own_speedup_is_on_the_points_own_prompts(sources: Sources) -> None:
@@ -196,9 +187,6 @@ def test_own_speedup_is_on_the_points_own_prompts(sources: Sources) -> None:
     assert last.own_speedup != pytest.approx(evaluator.evaluate(configuration).speedup)
     alone = Sources(profile=sources.profile)
     assert [one.own_speedup for one in (PointSummary(alone, number) for number in (0, 1))] == [None, None]
-
-
-# --------------------------------------------------------------------------------------------------------------- cost curves
 
 
 def test_curves_repeat_the_cost_table(sources: Sources) -> None:

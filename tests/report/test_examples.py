@@ -99,9 +99,6 @@ def test_white_space_is_visible() -> None:
     assert visible(" a\n") == "·a⏎" and visible("") == "∅"
 
 
-# ----------------------------------------------------------------------------------------------------------------- examples
-
-
 def examples_of(sources: Sources, **options: Any) -> list[DecodedExample]:
     return examples(sources, options.get("prompts", find_prompts(sources, None)), NumberTokens())  # type: ignore[arg-type]
 

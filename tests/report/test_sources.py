@@ -47,12 +47,6 @@ def test_study_folder_holds_its_profile(made: MadeStudy) -> None:
     assert found.profile == made.profile and found.profile_path == made.folder / PROFILE
 
 
-def test_study_without_a_profile_has_results_so_far(copied: MadeStudy) -> None:
-    (copied.folder / PROFILE).unlink()
-    found = find_sources(copied.folder)
-    assert found.profile is None and found.candidates and found.traces
-
-
 def test_profile_without_a_study(made: MadeStudy, tmp_path: Path) -> None:
     made.profile.save(tmp_path / "p.json")
     assert find_sources(tmp_path / "p.json") == Sources(profile=made.profile, profile_path=tmp_path / "p.json")
@@ -125,9 +119,6 @@ def test_wrong_paths_are_refused(copied: MadeStudy) -> None:
             find_sources(home / given, study=None if study is None else Path(study))
 
 
-# --------------------------------------------------------------------------------------------------- prompts and tokens
-
-
 def test_prompts_are_found_where_the_search_ran(sources: Sources) -> None:
     found = find_prompts(sources, None)
     assert [prompt.settings.prompt for prompt in found.values()] == [f"{QUESTION} {number}" for number in range(4)]
@@ -161,9 +152,6 @@ def test_tokens_as_text() -> None:
 def test_tokens_without_a_tokenizer() -> None:
     tokens = TokenTexts(decoding_profile().target.id)
     assert not tokens.has_tokenizer and tokens.text([1], 17) == "[17]"
-
-
-# ------------------------------------------------------------------------------------------------------ several points
 
 
 def test_points_are_shown_with_their_own_prompts(made: MadeStudy, sources: Sources) -> None:

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from autotune.documents.configuration import Configuration
-from autotune.documents.published_defaults import COMPARED_DEFAULTS, NAMED, PUBLISHED_DEFAULTS
-from autotune.documents.published_settings import ABLATIONS, DEFAULTS
+from autotune.documents.published_defaults import ABLATIONS, COMPARED_DEFAULTS, DEFAULTS, NAMED, PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import data_root
