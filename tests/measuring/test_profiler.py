@@ -204,7 +204,7 @@ def test_slow_models_keep_the_time_limit(
         return 1e3 * clock()
 
     for module in ("step_bench", "request_timing"):
-        monkeypatch.setattr(f"autotune.cost.{module}.now_ms", clock_ms)
+        monkeypatch.setattr(f"autotune.measuring.{module}.now_ms", clock_ms)
     monkeypatch.setattr("autotune.runtime.rounds.host_ms", lambda: 1e3 * clock())
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
     said: list[str] = []
