@@ -2,18 +2,16 @@
 streams, capture and replay. The code under test runs unchanged.
 
 It refuses what a device refuses: tensors of two devices in one operation, host reads and host copies during a capture,
-replays that read freed memory. It counts operations, transfers, waits of the host and live bytes. Where CUDA leaves
+replays that read freed memory. It counts transfers, waits of the host and live bytes. Where CUDA leaves
 contents open, it chooses the worst: fresh memory holds NaN or senseless integers, and so do the outputs of a graph once an
 older graph of its pool is replayed.
 
 It knows nothing of the numerics of CUDA kernels, of concurrency or of fragmentation.
-One *operation* of torch counts as one kernel; a real device runs one or several for it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,10 +41,6 @@ CPU = torch.device("cpu")
 class Counts:
     """Events on the devices."""
 
-    operations: int = 0
-    """Operations that the host launched, one by one."""
-    graph_operations: int = 0
-    """Operations of replayed graphs."""
     replays: int = 0
     captures: int = 0
     to_device: int = 0
@@ -128,7 +122,7 @@ class Rehearsal(TorchDispatchMode):
     def __init__(self, num_devices: int = 2) -> None:
         super().__init__()
         self.cuda = RehearsedCuda(num_devices)
-        self._counts = Counter[str]()
+        self._num_to_device = self._num_to_host = 0
         self._replaced: list[tuple[Any, str, Any]] = []
         self._inference = torch.inference_mode()
 
@@ -140,11 +134,11 @@ class Rehearsal(TorchDispatchMode):
     def counts(self) -> Counts:
         cuda = self.cuda
         return Counts(
-            **self._counts,
-            waits=cuda.num_waits,
             replays=cuda.num_replays,
             captures=cuda.num_captures,
-            graph_operations=cuda.num_graph_operations,
+            to_device=self._num_to_device,
+            to_host=self._num_to_host,
+            waits=cuda.num_waits,
         )
 
     @contextmanager
@@ -261,28 +255,23 @@ class Rehearsal(TorchDispatchMode):
     def _wrapped(
         self, function: Any, args: Any, kwargs: Any, outputs: Any, ours: list[DeviceTensor], device: torch.device
     ) -> Any:
-        """Outputs as tensors of the device. An operation whose outputs are all views runs no kernel."""
+        """Outputs as tensors of the device."""
         allocations = {tensor.host.untyped_storage().data_ptr(): tensor.allocation for tensor in ours}
         inputs = {id(tensor.host): tensor for tensor in ours}
-        is_counted = False
 
         def wrap(value: Any) -> Any:
-            nonlocal is_counted
             if not isinstance(value, Tensor):
                 return value
             if id(value) in inputs:  # in place
-                is_counted = True
                 return inputs[id(value)]
             storage = value.untyped_storage()
             allocation = allocations.get(storage.data_ptr()) if storage.nbytes() else None
-            is_counted = is_counted or allocation is None
             return DeviceTensor(value, allocation or self.cuda.allocate(value, device), device)
 
         wrapped = tree_map(wrap, outputs)
-        self._counts["operations"] += is_counted and self.cuda.capture is None
         if self.cuda.capture is not None and device.index != self.cuda.capture_index:
             self.cuda.refuse(f"work on {device} is not captured on cuda:{self.cuda.capture_index}")
-        self._record(Call(function, args, kwargs, outputs, is_counted), ours)
+        self._record(Call(function, args, kwargs, outputs), ours)
         return wrapped
 
     def _record(self, call: Call, ours: list[DeviceTensor]) -> None:
@@ -316,7 +305,7 @@ class Rehearsal(TorchDispatchMode):
         if out.untyped_storage().data_ptr() == host_args[0].untyped_storage().data_ptr():
             out = out.clone()
         if target.type == "cpu":
-            self._counts["to_host"] += 1
+            self._num_to_host += 1
             self.cuda.wait("a copy to the host")
             return out
         if source.device.type == "cpu":
@@ -331,13 +320,13 @@ class Rehearsal(TorchDispatchMode):
             if not (self.cuda.capture is not None and source.dim() == 0):
                 self._from_host(bool(kwargs.get("non_blocking")) or bool((*args, False)[2]))
         elif not isinstance(destination, DeviceTensor):
-            self._counts["to_host"] += 1
+            self._num_to_host += 1
             self.cuda.wait("a copy to the host")
 
     def _from_host(self, non_blocking: bool) -> None:
         if self.cuda.capture is not None:
             self.cuda.refuse("operation not permitted when stream is capturing (a copy from pageable host memory)")
-        self._counts["to_device"] += 1
+        self._num_to_device += 1
         if not non_blocking:
             self.cuda.wait("a blocking copy from the host")
 

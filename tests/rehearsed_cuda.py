@@ -45,7 +45,6 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: Any  # of the captured run
-    is_counted: bool
 
 
 class RehearsedCuda:
@@ -58,7 +57,7 @@ class RehearsedCuda:
         self.capture: CUDAGraph | None = None
         self.capture_index = 0
         self.graphs: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()
-        self.num_waits = self.num_replays = self.num_captures = self.num_graph_operations = 0
+        self.num_waits = self.num_replays = self.num_captures = 0
         self.live_bytes = 0
 
     # ------------------------------------------------------------------------------------------------ waits and refusals
@@ -140,7 +139,6 @@ class RehearsedCuda:
     def namespace(self) -> dict[str, Any]:
         """Stand-ins for functions and classes of ``torch.cuda``."""
         CUDAGraph.current = graph.current = self
-        graph.default_capture_stream = None
         properties = SimpleNamespace(
             name="NVIDIA H100 80GB HBM3", multi_processor_count=132, total_memory=MEMORY_BYTES, major=9, minor=0
         )
@@ -161,7 +159,6 @@ class RehearsedCuda:
             "graph": graph,
             "is_current_stream_capturing": lambda: self.capture is not None,
             "memory_allocated": lambda device=None: self.live_bytes,
-            "memory_reserved": lambda device=None: self.live_bytes,
             "memory_snapshot": self.memory_snapshot,
             "mem_get_info": lambda device=None: (MEMORY_BYTES - self.live_bytes, MEMORY_BYTES),
             "empty_cache": lambda: None,
@@ -226,7 +223,6 @@ class CUDAGraph:
                 raise CudaError(f"a replay reads memory that was freed: {what}")
         for call in self.calls:
             outputs = call.function(*call.args, **call.kwargs)
-            device.num_graph_operations += call.is_counted
             for captured, again in zip(tensors_of(call.outputs), tensors_of(outputs), strict=True):
                 if captured.data_ptr() != again.data_ptr():  # no view, and not in place
                     captured.copy_(again)
@@ -245,14 +241,9 @@ class graph:
     """``torch.cuda.graph`` as torch 2.13 has it: where the capture's end raises, the stream is not restored."""
 
     current: RehearsedCuda
-    default_capture_stream: Stream | None = None
 
-    def __init__(self, cuda_graph: CUDAGraph, pool: Any = None, stream: Stream | None = None, **options: Any) -> None:
-        if stream is None and graph.default_capture_stream is None:
-            graph.default_capture_stream = Stream(torch.device("cuda", self.current.index))
+    def __init__(self, cuda_graph: CUDAGraph, pool: Any, stream: Stream) -> None:
         self._graph, self._pool = cuda_graph, pool
-        stream = stream or graph.default_capture_stream
-        assert stream is not None
         self._context = self.current.use_stream(stream)
 
     def __enter__(self) -> None:
