@@ -59,17 +59,8 @@ def fingerprint(device: str = "cpu") -> Fingerprint:
         model=model,
         num_cores=properties.multi_processor_count,
         memory_bytes=properties.total_memory,
-        driver=_driver(),
+        driver=_query_nvml()[0] if torch.version.hip is None else f"ROCm {torch.version.hip}",
     )
-
-
-def _driver() -> str:
-    """Version of the GPU's driver; of AMD's also the version of ROCm, whose kernels and compiler torch was built with."""
-    import torch
-
-    if torch.version.hip is None:
-        return _query_nvml()[0]
-    return f"{_query_amdsmi()[0]} ROCm {torch.version.hip}".strip()
 
 
 def _cpu_model() -> str:
@@ -124,23 +115,6 @@ def _mig_slices(gpu: Any) -> list[Any]:
     return slices
 
 
-def _query_amdsmi() -> tuple[str, list[str]]:
-    """Version of AMD's driver and names of the GPUs; empty without the driver or the Python package ``amdsmi``, a part of ROCm."""
-    try:
-        import amdsmi
-    except (ImportError, OSError, KeyError):  # the package loads its library when it is imported
-        return "", []
-    try:
-        amdsmi.amdsmi_init()
-        gpus = amdsmi.amdsmi_get_processor_handles()
-        models = [str(amdsmi.amdsmi_get_gpu_asic_info(gpu)["market_name"]) for gpu in gpus]
-        version = str(amdsmi.amdsmi_get_gpu_driver_info(gpus[0])["driver_version"]) if gpus else ""
-        amdsmi.amdsmi_shut_down()
-    except (amdsmi.AmdSmiException, KeyError):
-        return "", []
-    return version, models
-
-
 def short_name(model: str) -> str:
     """The name of a GPU in commands and files: ``h200`` for ``NVIDIA H200``, ``rtx4090`` for ``NVIDIA GeForce RTX 4090``.
 
@@ -156,8 +130,8 @@ def short_name(model: str) -> str:
 
 
 def local_gpus() -> list[str]:
-    """Short names of this machine's GPUs, as the drivers report them. Needs no torch."""
-    return [short_name(model) for model in (*_query_nvml()[1], *_query_amdsmi()[1])]
+    """Short names of this machine's NVIDIA GPUs, as the driver reports them. Needs no torch."""
+    return [short_name(model) for model in _query_nvml()[1]]
 
 
 def local_devices() -> list[str]:

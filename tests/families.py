@@ -16,7 +16,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -228,14 +228,19 @@ def _square(side: int) -> dict[str, int]:
     return {"height": side, "width": side}
 
 
-def _llava_processor() -> Any:
-    return hf.LlavaProcessor(
-        image_processor=hf.CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=_square(SIDE)),
+def _llava_processor(processor: Any = hf.LlavaProcessor, images: Any = hf.CLIPImageProcessorPil, **options: Any) -> Any:
+    return processor(
+        image_processor=images(size={"shortest_edge": SIDE}, crop_size=_square(SIDE), **options),
         tokenizer=new_tokenizer(image_token="<image>"),
         patch_size=PATCH,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,  # the class token, which "default" drops again
     )
+
+
+LLAVA_NEXT_PROCESSOR = partial(
+    _llava_processor, hf.LlavaNextProcessor, hf.LlavaNextImageProcessorPil, image_grid_pinpoints=TILINGS
+)
 
 
 def _new_pixtral_processor(longest_edge: int, spatial_merge_size: int) -> Any:
@@ -244,18 +249,6 @@ def _new_pixtral_processor(longest_edge: int, spatial_merge_size: int) -> Any:
         tokenizer=new_tokenizer(),
         patch_size=PATCH,
         spatial_merge_size=spatial_merge_size,
-    )
-
-
-def _llava_next_processor() -> Any:
-    return hf.LlavaNextProcessor(
-        image_processor=hf.LlavaNextImageProcessorPil(
-            size={"shortest_edge": SIDE}, crop_size=_square(SIDE), image_grid_pinpoints=TILINGS
-        ),
-        tokenizer=new_tokenizer(image_token="<image>"),
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
     )
 
 
@@ -280,20 +273,9 @@ def _qwen_processor(processor: Any) -> Any:
     )
 
 
-def _idefics3_processor() -> Any:
-    return hf.Idefics3Processor(
-        image_processor=hf.Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32}),
-        tokenizer=new_tokenizer(),
-        image_seq_len=4,
-    )
-
-
-def _new_smolvlm_processor() -> Any:
-    return _smolvlm_processor()(
-        image_processor=hf.SmolVLMImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32}),
-        tokenizer=new_tokenizer(),
-        image_seq_len=4,
-    )
+def _idefics3_processor(processor: Any, images: Any) -> Any:
+    images = images(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
+    return processor(image_processor=images, tokenizer=new_tokenizer(), image_seq_len=4)
 
 
 def _gemma3_processor() -> Any:
@@ -353,33 +335,20 @@ def _gemma4_text(num_layers: int, **options: Any) -> hf.Gemma4TextConfig:
 
 
 GEMMA4_LARGE = {
-    "hidden_size_per_layer_input": 0,
-    "num_kv_shared_layers": 0,
-    "attention_k_eq_v": True,
-    "num_global_key_value_heads": 1,
-    "enable_moe_block": True,
-    "num_experts": 4,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 32,
+    **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    **{"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
 }
 """Keys of full layers are their values, and feed-forward layers have experts."""
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
+    **{"rope_type": "llama3", "rope_theta": 10_000.0, "original_max_position_embeddings": 64},
+    **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 
 
 def _clip() -> hf.CLIPVisionConfig:
     return hf.CLIPVisionConfig(**TOWER, image_size=SIDE, patch_size=PATCH)
-
-
-def _pixtral() -> hf.PixtralVisionConfig:
-    return hf.PixtralVisionConfig(**TOWER, image_size=64, patch_size=PATCH)
 
 
 def _llava(num_layers: int) -> PreTrainedModel:
@@ -393,16 +362,19 @@ def _llava(num_layers: int) -> PreTrainedModel:
     )
 
 
+def _on_pixtral(model: Any, config: Any, num_layers: int, **options: Any) -> PreTrainedModel:
+    text, vision = _mistral(num_layers, head_dim=16), hf.PixtralVisionConfig(**TOWER, image_size=64, patch_size=PATCH)
+    return model(config(vision_config=vision, text_config=text, image_token_id=token_id("[IMG]"), **options))
+
+
 def _llava_pixtral(num_layers: int) -> PreTrainedModel:
-    return hf.LlavaForConditionalGeneration(
-        hf.LlavaConfig(
-            vision_config=_pixtral(),
-            text_config=_mistral(num_layers, head_dim=16),
-            image_token_id=token_id("[IMG]"),
-            vision_feature_layer=-1,
-            vision_feature_select_strategy="full",
-        )
-    )
+    options = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    return _on_pixtral(hf.LlavaForConditionalGeneration, hf.LlavaConfig, num_layers, **options)
+
+
+def _mistral3(num_layers: int) -> PreTrainedModel:
+    options = {"spatial_merge_size": 2, "tie_word_embeddings": False}
+    return _on_pixtral(hf.Mistral3ForConditionalGeneration, hf.Mistral3Config, num_layers, **options)
 
 
 def _llava_next(text: Any) -> PreTrainedModel:
@@ -435,16 +407,10 @@ def _qwen_vl(model: Any, config: Any, text: Mapping[str, Any], vision: Mapping[s
     return model(
         config(
             text_config={**text, "tie_word_embeddings": tied},
-            vision_config={
-                "depth": 2,
-                "num_heads": 4,
-                "patch_size": 4,
-                **vision,
-            },  # merged in pairs of rows, columns, frames
-            image_token_id=token_id("<|image_pad|>"),
-            video_token_id=token_id("<|video_pad|>"),
-            vision_start_token_id=token_id("<|vision_start|>"),
-            vision_end_token_id=token_id("<|vision_end|>"),
+            # Patches are merged in pairs of rows, columns, frames.
+            vision_config={"depth": 2, "num_heads": 4, "patch_size": 4, **vision},
+            **{f"{name}_token_id": token_id(f"<|{name}_pad|>") for name in ("image", "video")},
+            **{f"{name}_token_id": token_id(f"<|{name}|>") for name in ("vision_start", "vision_end")},
             tie_word_embeddings=tied,
         )
     )
@@ -460,12 +426,8 @@ def _qwen2_5_vl(num_layers: int) -> PreTrainedModel:
     sizes = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
     vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "out_hidden_size": 48,
-        "window_size": 16,  # pixels: 2 x 2 merged patches
-        "fullatt_block_indexes": [1],
-        "tokens_per_second": 2,
+        **{"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 48},
+        **{"window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2},  # pixels: 2 x 2 merged patches
     }
     text = _text(num_layers, **sizes, rope_parameters=rope)
     return _qwen_vl(hf.Qwen2_5_VLForConditionalGeneration, hf.Qwen2_5_VLConfig, text, vision, tied=False)
@@ -492,36 +454,11 @@ def _qwen3_vl_moe(num_layers: int) -> PreTrainedModel:
     return _qwen_vl(hf.Qwen3VLMoeForConditionalGeneration, hf.Qwen3VLMoeConfig, text, QWEN3_VISION, tied=False)
 
 
-def _idefics3(num_layers: int, *, smol: bool) -> PreTrainedModel:
-    model, config = (
-        (hf.SmolVLMForConditionalGeneration, hf.SmolVLMConfig)
-        if smol
-        else (hf.Idefics3ForConditionalGeneration, hf.Idefics3Config)
-    )
-    text = _llama(num_layers, num_key_value_heads=4 if smol else 2, tie_word_embeddings=smol)
+def _idefics3(model: Any, config: Any, num_layers: int, *, tied: bool = False, **options: Any) -> PreTrainedModel:
+    text = _llama(num_layers, tie_word_embeddings=tied, **options)
     vision = {**TOWER, "image_size": 32, "patch_size": 8}
-    return model(
-        config(
-            vision_config=vision,
-            text_config=text,
-            image_token_id=token_id("<image>"),
-            scale_factor=2,
-            tie_word_embeddings=smol,
-            pad_token_id=token_id(PAD),
-        )
-    )
-
-
-def _mistral3(num_layers: int) -> PreTrainedModel:
-    return hf.Mistral3ForConditionalGeneration(
-        hf.Mistral3Config(
-            vision_config=_pixtral(),
-            text_config=_mistral(num_layers, head_dim=16),
-            image_token_id=token_id("[IMG]"),
-            spatial_merge_size=2,
-            tie_word_embeddings=False,
-        )
-    )
+    tokens = {"image_token_id": token_id("<image>"), "pad_token_id": token_id(PAD)}
+    return model(config(vision_config=vision, text_config=text, scale_factor=2, tie_word_embeddings=tied, **tokens))
 
 
 def _gemma3(num_layers: int) -> PreTrainedModel:
@@ -624,15 +561,24 @@ _ALL = (
     Family("gemma4_text_large", lambda n: hf.Gemma4ForCausalLM(_gemma4_text(n, **GEMMA4_LARGE))),
     _vision("llava", _llava, _llava_processor),
     _vision("llava_pixtral", _llava_pixtral, lambda: _new_pixtral_processor(48, 1), _pixtral_processor, image="[IMG]"),
-    _vision("llava_next_llama", lambda n: _llava_next(_llama(n)), _llava_next_processor),
-    _vision("llava_next_mistral", lambda n: _llava_next(_mistral(n, tie_word_embeddings=True)), _llava_next_processor),
+    _vision("llava_next_llama", lambda n: _llava_next(_llama(n)), LLAVA_NEXT_PROCESSOR),
+    _vision("llava_next_mistral", lambda n: _llava_next(_mistral(n, tie_word_embeddings=True)), LLAVA_NEXT_PROCESSOR),
     _vision("llava_onevision", _onevision, _onevision_processor, lambda: ONEVISION_PROCESSOR, video="<video>"),
     _qwen("qwen2_vl", _qwen2_vl, QWEN2_VL_PROCESSOR),
     _qwen("qwen2_5_vl", _qwen2_5_vl, QWEN2_5_VL_PROCESSOR),
     _qwen("qwen3_vl", _qwen3_vl, QWEN3_VL_PROCESSOR),
     _qwen("qwen3_vl_moe", _qwen3_vl_moe, QWEN3_VL_PROCESSOR),
-    _vision("idefics3", lambda n: _idefics3(n, smol=False), _idefics3_processor),
-    _vision("smolvlm", lambda n: _idefics3(n, smol=True), _new_smolvlm_processor, _smolvlm_processor),
+    _vision(
+        "idefics3",
+        partial(_idefics3, hf.Idefics3ForConditionalGeneration, hf.Idefics3Config),
+        lambda: _idefics3_processor(hf.Idefics3Processor, hf.Idefics3ImageProcessorPil),
+    ),
+    _vision(
+        "smolvlm",
+        partial(_idefics3, hf.SmolVLMForConditionalGeneration, hf.SmolVLMConfig, num_key_value_heads=4, tied=True),
+        lambda: _idefics3_processor(_smolvlm_processor(), hf.SmolVLMImageProcessorPil),
+        _smolvlm_processor,
+    ),
     _vision("mistral3", _mistral3, lambda: _new_pixtral_processor(64, 2), _pixtral_processor, image="[IMG]"),
     _vision("gemma3", _gemma3, _gemma3_processor, image="<start_of_image>"),
     _vision("gemma4", _gemma4, lambda: _new_gemma4_processor(patch_size=4), _gemma4_processor, image="<|image|>"),
@@ -805,18 +751,6 @@ def encode(processor: Any, prompts: Sequence[Prompt], *, padding_side: str = "le
 def random_inputs(family: Family, processor: Any, rng: np.random.Generator, *, sight: str | None) -> Inputs:
     """One random prompt."""
     return encode(processor, random_prompts(family, processor, rng, [sight]))
-
-
-def random_batch(
-    family: Family,
-    processor: Any,
-    rng: np.random.Generator,
-    *,
-    sights: Sequence[str | None],
-    padding_side: str = "left",
-) -> Inputs:
-    """One random prompt per element of ``sights``."""
-    return encode(processor, random_prompts(family, processor, rng, sights), padding_side=padding_side)
 
 
 def _num_images(family: Family, rng: np.random.Generator) -> int:

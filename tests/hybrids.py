@@ -6,6 +6,7 @@ They are families as in ``tests/families.py``, but decode chains only (``tests/r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import transformers as hf
@@ -20,17 +21,11 @@ GATED_DELTA_NET = {
     "linear_value_head_dim": 8,
 }
 EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
+    **{"num_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
 }
 MAMBA2 = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
-    "mamba_expand": 2,
-    "mamba_n_groups": 1,
+    **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2, "mamba_n_groups": 1},
     "mamba_chunk_size": 8,  # tokens; a chain may span several
 }
 
@@ -55,14 +50,9 @@ def _qwen3_5_causal(num_layers: int) -> PreTrainedModel:
     return hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**_qwen3_5_text(num_layers)))
 
 
-def _qwen3_5(num_layers: int, *, moe: bool) -> PreTrainedModel:
-    model, config = (
-        (hf.Qwen3_5MoeForConditionalGeneration, hf.Qwen3_5MoeConfig)
-        if moe
-        else (hf.Qwen3_5ForConditionalGeneration, hf.Qwen3_5Config)
-    )
+def _qwen3_5(model: Any, config: Any, num_layers: int, **options: Any) -> PreTrainedModel:
     vision = {name: value for name, value in QWEN3_VISION.items() if name != "deepstack_visual_indexes"}
-    return _qwen_vl(model, config, _qwen3_5_text(num_layers, **(EXPERTS if moe else {})), vision, tied=False)
+    return _qwen_vl(model, config, _qwen3_5_text(num_layers, **options), vision, tied=False)
 
 
 def _lfm2(num_layers: int) -> PreTrainedModel:
@@ -92,8 +82,12 @@ def _falcon_h1(num_layers: int) -> PreTrainedModel:
 _ALL = (
     Family("qwen3_next", _qwen3_next),
     Family("qwen3_5_text", _qwen3_5_causal),
-    _qwen("qwen3_5", lambda n: _qwen3_5(n, moe=False), QWEN3_VL_PROCESSOR),
-    _qwen("qwen3_5_moe", lambda n: _qwen3_5(n, moe=True), QWEN3_VL_PROCESSOR),
+    _qwen("qwen3_5", partial(_qwen3_5, hf.Qwen3_5ForConditionalGeneration, hf.Qwen3_5Config), QWEN3_VL_PROCESSOR),
+    _qwen(
+        "qwen3_5_moe",
+        partial(_qwen3_5, hf.Qwen3_5MoeForConditionalGeneration, hf.Qwen3_5MoeConfig, **EXPERTS),
+        QWEN3_VL_PROCESSOR,
+    ),
     Family("lfm2", _lfm2),
     Family("granite4", _granite4),
     Family("falcon_h1", _falcon_h1),

@@ -180,6 +180,7 @@ def test_processors_and_criteria_of_the_user(
     for one in ({}, {"stopping_criteria": StoppingCriteriaList()}):
         expected = pair.target.generate(**{**call, **one}, do_sample=False)
         assert torch.equal(decoder.generate(**{**call, **one}).sequences, expected)
+        assert torch.equal(pair.target.generate(**{**call, **one}, do_sample=False, custom_generate=decoder), expected)
 
 
 def test_sampling_is_the_generation_config_s_where_the_call_says_nothing(

@@ -16,7 +16,7 @@ Draft = Callable[[Node], list[tuple[float, float]]]
 # -------------------------------------------------------------------------------------------------------------- EAGLE-2
 
 
-def _most_probable(logprob: Mapping[Node, float], count: int) -> list[Node]:
+def most_probable(logprob: Mapping[Node, float], count: int) -> list[Node]:
     """The best nodes; of equal ones those that come first, which are shallower."""
     return sorted(logprob, key=lambda node: -logprob[node])[:count]
 
@@ -29,18 +29,19 @@ def _candidates(draft: Draft, parents: Iterable[Node], logprob: Mapping[Node, fl
     }
 
 
-def eagle2(draft: Draft, *, depth: int, k: int, total: int) -> list[Node]:
+def eagle2(draft: Draft, *, depth: int, k: int, total: int, floor: float = 0.0) -> tuple[dict[Node, float], list[Node]]:
     """The paper: ``depth`` levels, of each the k most probable nodes are expanded; then the ``total`` most probable of all
-    nodes are kept.
+    nodes are kept. Returns all candidates, and those that are kept. The paper has no ``floor`` of the probability.
     """
+    log_floor = math.log(floor) if floor else -math.inf
     logprob: dict[Node, float] = {}
     expanded: list[Node] = [()]
     for _ in range(depth):
-        level = _candidates(draft, expanded, logprob, k)
+        level = {node: value for node, value in _candidates(draft, expanded, logprob, k).items() if value >= log_floor}
         logprob |= level
-        expanded = _most_probable(level, k)
-    kept = set(_most_probable(logprob, total))
-    return [node for node in logprob if node in kept]
+        expanded = most_probable(level, k)
+    kept = set(most_probable(logprob, total))
+    return logprob, [node for node in logprob if node in kept]
 
 
 def eagle2_release(draft: Draft, *, depth: int, k: int, total: int) -> list[Node]:
@@ -52,8 +53,8 @@ def eagle2_release(draft: Draft, *, depth: int, k: int, total: int) -> list[Node
     for _ in range(depth):
         level = _candidates(draft, expanded, logprob, k)
         logprob |= level
-        expanded = _most_probable(level, k)
-    kept = set(_most_probable(logprob, total - 1))
+        expanded = most_probable(level, k)
+    kept = set(most_probable(logprob, total - 1))
     return [node for node in logprob if node in kept]
 
 

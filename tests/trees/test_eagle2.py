@@ -1,30 +1,11 @@
-"""EAGLE-2 against examples worked by hand, and against the procedure of the paper on random drafts."""
+"""EAGLE-2 against examples worked by hand; ``test_papers.py`` compares it with the paper on random drafts."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
-import pytest
-from numpy.random import Generator
-
-from autotune.trees.eagle2 import Eagle2Policy
 from autotune.trees.policy import parse_policy
-from tests.trees.drafts import (
-    Draft,
-    Ranks,
-    TreeSession,
-    assert_is_tree,
-    assert_refused,
-    by_table,
-    logprobs_of,
-    path_logprob,
-    random_draft,
-    root_and_below,
-    same_everywhere,
-    tied_draft,
-)
+from tests.trees.drafts import Ranks, TreeSession, assert_refused, by_table, root_and_below, same_everywhere
 
 
 def eagle2(**hyperparameters: Any) -> TreeSession:
@@ -123,119 +104,6 @@ def test_the_floor_ends_drafting_where_the_draft_is_uncertain() -> None:
     session = eagle2(depth=7, k=1, floor=0.1)
     assert session.grow(same_everywhere(0.6)) == [(0,) * level for level in range(1, 5)]
     assert len(session.expanded) == 5
-
-
-# -------------------------------------------------------------------------------------------------- the whole procedure
-
-
-def whole_eagle2(policy: Eagle2Policy, draft: Draft) -> tuple[list[Ranks], list[Ranks]]:
-    """All candidates in order of appearance, and those that are verified: the k best of every level are expanded, and all
-    candidates are ranked at the end.
-    """
-    floor = math.log(policy.floor) if policy.floor else -math.inf
-    logprob: dict[Ranks, float] = {}
-    expanded: list[Ranks] = [()]
-    for _ in range(policy.depth):
-        level: dict[Ranks, float] = {}
-        for parent in expanded:
-            for rank, own in enumerate(logprobs_of(draft, parent, policy.k)):
-                cumulative = logprob.get(parent, 0.0) + float(own)
-                if cumulative > -math.inf and cumulative >= floor:
-                    level[*parent, rank] = cumulative
-        logprob |= level
-        expanded = best(level, policy.k)
-    kept = set(best(logprob, policy.budget))
-    return list(logprob), [path for path in logprob if path in kept]
-
-
-def best(logprob: dict[Ranks, float], count: int) -> list[Ranks]:
-    """The most probable, of equal ones the first."""
-    return sorted(logprob, key=lambda path: -logprob[path])[:count]
-
-
-def random_hyperparameters(rng: Generator) -> dict[str, Any]:
-    return {
-        "depth": int(rng.integers(1, 8)),
-        "k": int(rng.choice([1, 2, 3, 4, 6, 10])),
-        "budget": int(rng.choice([1, 2, 3, 5, 8, 16, 32, 60, 128])),
-        "floor": float(rng.choice([0.0, 0.0, 0.001, 0.03, 0.2])),
-    }
-
-
-def random_rounds(num_rounds: int) -> list[tuple[TreeSession, Draft, list[Ranks]]]:
-    """Session, draft and tree of one round each; every third draft has many exact ties."""
-    rng, rounds = np.random.default_rng(21), []
-    for seed in range(num_rounds):
-        session = eagle2(**random_hyperparameters(rng))
-        draft = tied_draft(seed) if seed % 3 == 0 else random_draft(seed, float(rng.choice([0.03, 0.1, 0.3, 1.0])))
-        rounds.append((session, draft, session.grow(draft)))
-    return rounds
-
-
-@pytest.fixture(scope="module")
-def rounds() -> list[tuple[TreeSession, Draft, list[Ranks]]]:
-    return random_rounds(400)
-
-
-def test_ending_early_does_not_change_the_verified_tree(rounds: Any) -> None:
-    """Nor the order of its nodes, and it never drafts more."""
-    num_pruned = num_floored = num_spared = 0
-    for session, draft, paths in rounds:
-        candidates, expected = whole_eagle2(session.policy, draft)
-        assert paths == expected
-        assert set(session.grown) <= set(candidates)
-        num_pruned += len(expected) < len(candidates)
-        num_floored += session.policy.floor > 0 and len(expected) > 3
-        num_spared += len(session.grown) < len(candidates)
-    assert min(num_pruned, num_floored, num_spared) > 50, "the random trees are too small"
-
-
-def test_pruning_between_exact_ties() -> None:
-    """The last node that is kept is as probable as the first that is not."""
-    num_cut = 0
-    for seed in range(100):
-        draft = tied_draft(seed)
-        session = eagle2(depth=5, k=4, budget=9)
-        paths = session.grow(draft)
-        candidates, expected = whole_eagle2(session.policy, draft)
-        assert paths == expected
-        left_out = [path_logprob(draft, path) for path in candidates if path not in expected]
-        num_cut += bool(left_out) and max(left_out) == min(path_logprob(draft, path) for path in expected)
-    assert num_cut > 50, "the drafts have too few ties"
-
-
-def test_only_nodes_among_the_best_so_far_are_expanded(rounds: Any) -> None:
-    """At most k of a level, all of them among the ``budget`` best of the levels so far."""
-    for session, draft, _ in rounds:
-        policy = session.policy
-        candidates, _ = whole_eagle2(policy, draft)
-        logprob = {path: path_logprob(draft, path) for path in candidates}
-        assert len(session.expanded) <= policy.depth
-        for level, nodes in enumerate(session.expanded[1:], start=1):
-            known = {path: logprob[path] for path in candidates if len(path) <= level}
-            assert len(nodes) <= policy.k
-            assert set(nodes) <= set(best(known, policy.budget))
-
-
-# ---------------------------------------------------------------------------------------------------------- properties
-
-
-def test_random_trees_are_trees_within_the_budget(rounds: Any) -> None:
-    for session, draft, paths in rounds:
-        assert_is_tree(session.tree)
-        assert len(paths) <= session.policy.max_nodes <= session.policy.budget
-        assert len(session.grown) <= session.policy.max_grown
-        assert max(map(len, paths), default=0) <= session.policy.depth
-        for node, path in enumerate(paths, start=1):
-            assert session.tree.path_logprob[node] == path_logprob(draft, path)
-            assert session.tree.rank[node] == path[-1] < session.policy.k
-
-
-def test_random_trees_do_not_depend_on_earlier_rounds(rounds: Any) -> None:
-    for (first, draft, paths), (*_, again) in zip(rounds, random_rounds(30), strict=False):
-        assert paths == again
-        first.grow(same_everywhere(0.4, 0.3, 0.3))
-        assert first.grow(draft) == paths
 
 
 # ---------------------------------------------------------------------------------------------------------- validation

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from tests.trees import papers
-from tests.trees.drafts import Draft, Ranks, TreeSession, logprobs_of, small_wetap
+from tests.trees.drafts import Draft, Ranks, TreeSession, assert_is_tree, logprobs_of, same_everywhere, small_wetap
 
 NUM_ROUNDS = 1000
 
@@ -39,9 +40,23 @@ def random_round(rng: np.random.Generator, seed: int) -> Draft:
     return lambda path: rows[hash(path) % len(rows)]  # type: ignore[no-any-return]
 
 
+def grow_after_another(session: TreeSession, draft: Draft, logprob: Mapping[Ranks, float]) -> list[Ranks]:
+    """The tree of a round after one of another draft, whose nodes have these cumulative log-probabilities."""
+    session.grow(same_everywhere(0.4, 0.3, 0.3))
+    paths, policy = session.grow(draft), session.policy
+    assert_is_tree(session.tree)
+    assert len(paths) <= policy.max_nodes and len(session.grown) <= policy.max_grown
+    assert max(map(len, paths), default=0) <= policy.max_depth
+    assert session.tree.path_logprob[1 : 1 + len(paths)].tolist() == [logprob[path] for path in paths]
+    assert session.tree.rank[1 : 1 + len(paths)].tolist() == [path[-1] for path in paths]
+    return paths
+
+
 def test_eagle2_as_in_its_paper_and_as_released() -> None:
-    """The release's tree of depth d and a total of n is the paper's of depth d + 1 and n - 1 nodes."""
-    rng, num_pruned, num_different = np.random.default_rng(2), 0, 0
+    """The release's tree of depth d and a total of n is the paper's of depth d + 1 and n - 1 nodes. A node is expanded only if
+    it is among the ``budget`` best so far, and a floor ends drafting.
+    """
+    rng, num_pruned, num_different, num_floored, num_spared = np.random.default_rng(2), 0, 0, 0, 0
     for seed in range(NUM_ROUNDS):
         draft = random_round(rng, seed)
         depth, k, total = (
@@ -49,13 +64,21 @@ def test_eagle2_as_in_its_paper_and_as_released() -> None:
             int(rng.choice([1, 2, 3, 4, 6, 10])),
             int(rng.choice([2, 5, 8, 16, 32, 60])),
         )
-        paper = papers.eagle2(in_float32(draft), depth=depth, k=k, total=total)
+        floor = float(rng.choice([0.0, 0.0, 0.001, 0.03, 0.2]))
+        logprob, paper = papers.eagle2(in_float32(draft), depth=depth, k=k, total=total, floor=floor)
         release = papers.eagle2_release(in_float32(draft), depth=depth, k=k, total=total)
-        assert TreeSession("eagle2", depth=depth, k=k, budget=total).grow(draft) == paper
+        session = TreeSession("eagle2", depth=depth, k=k, budget=total, floor=floor)
+        assert grow_after_another(session, draft, logprob) == paper
+        assert set(session.grown) <= set(logprob) and len(session.expanded) <= depth
+        for level, nodes in enumerate(session.expanded[1:], start=1):
+            known = {path: value for path, value in logprob.items() if len(path) <= level}
+            assert len(nodes) <= k and set(nodes) <= set(papers.most_probable(known, total))
         assert TreeSession("eagle2", depth=depth + 1, k=k, budget=total - 1).grow(draft) == release
         num_pruned += len(paper) == total
         num_different += paper != release
-    assert min(num_pruned, num_different) > 200
+        num_floored += floor > 0 and len(paper) > 3
+        num_spared += len(session.grown) < len(logprob)
+    assert min(num_pruned, num_different, num_floored, num_spared) > 100
 
 
 def wide_wetap(rng: np.random.Generator) -> dict[str, Any]:
@@ -80,9 +103,9 @@ def test_wetap_grows_and_prunes() -> None:
         own, renormalises = small_wetap(rng) if seed < NUM_ROUNDS else wide_wetap(rng), seed % 4 > 0
         draft = random_round(rng, seed if seed < NUM_ROUNDS else 3 * seed + 1)
         session = TreeSession("wetap", **own, nucleus="top_k" if renormalises else "all")
-        found = session.grow(draft)
         budget, alpha = own.pop("budget"), own.pop("alpha")
         logprob, p = papers.wetap_grown(in_float32(draft), **own, renormalises=renormalises)
+        found = grow_after_another(session, draft, logprob)
         assert session.grown == list(logprob), (seed, own)
         expected, changed = papers.wetap_pruned(logprob, p, budget=budget, length=own["length"], alpha=alpha)
         assert found == expected, (seed, own)

@@ -1,4 +1,4 @@
-"""WETAP against examples worked by hand, and properties of its trees under random drafts."""
+"""WETAP against examples worked by hand; ``test_papers.py`` compares it with the paper on random drafts."""
 
 from __future__ import annotations
 
@@ -6,26 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.random import Generator
 
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import ROOT, Tree, new_tree, set_root
 from autotune.trees.wetap import next_width
 from tests.obvious import add_node
-from tests.trees.drafts import (
-    Draft,
-    Ranks,
-    TreeSession,
-    assert_is_tree,
-    assert_refused,
-    by_table,
-    path_logprob,
-    random_draft,
-    root_and_below,
-    same_everywhere,
-    small_wetap,
-    tied_draft,
-)
+from tests.trees.drafts import Ranks, TreeSession, assert_refused, by_table, root_and_below, same_everywhere
 
 
 def wetap(**hyperparameters: Any) -> TreeSession:
@@ -269,67 +255,6 @@ def test_the_least_probable_leaf_of_a_level_is_dropped_first() -> None:
 def test_a_tree_within_the_budget_is_not_pruned() -> None:
     session = wetap(length=4, w_min=3, w_max=6, gamma=1.0, budget=16, top_p=1.0)
     assert session.grow(by_table(APPENDIX_D)) == session.grown
-
-
-# -------------------------------------------------------------------------------------------------------- random trees
-
-
-def wide_hyperparameters(rng: Generator) -> dict[str, Any]:
-    """The paper's sizes."""
-    return {
-        "gamma": float(rng.choice([0.5, 1.0, 1.2])),
-        "alpha": float(rng.choice([0.1, 0.3, 0.6, 1.0])),
-        "budget": int(rng.choice([32, 64, 128])),
-        "top_k": int(rng.choice([10, 16])),
-    }
-
-
-def random_rounds(num_small: int, num_wide: int) -> list[tuple[TreeSession, Draft, list[Ranks]]]:
-    """Session, draft and tree of one round each; every third draft has many exact ties."""
-    rng, rounds = np.random.default_rng(31), []
-    for seed in range(num_small + num_wide):
-        session = wetap(**(small_wetap(rng) if seed < num_small else wide_hyperparameters(rng)))
-        draft = tied_draft(seed) if seed % 3 == 0 else random_draft(seed, float(rng.choice([0.03, 0.1, 0.3, 1.0])))
-        rounds.append((session, draft, session.grow(draft)))
-    return rounds
-
-
-NUM_SMALL, NUM_WIDE = 300, 20
-
-
-@pytest.fixture(scope="module")
-def rounds() -> list[tuple[TreeSession, Draft, list[Ranks]]]:
-    return random_rounds(NUM_SMALL, NUM_WIDE)
-
-
-def test_random_levels_use_the_whole_range_of_widths(rounds: Any) -> None:
-    widest = {max(map(len, session.expanded)) for session, _, _ in rounds[NUM_SMALL:]}
-    assert max(widest) > 100 and min(widest) < 60
-
-
-# ---------------------------------------------------------------------------------------------------------- properties
-
-
-def test_random_trees_are_trees_within_the_budget(rounds: Any) -> None:
-    for session, draft, paths in rounds:
-        policy = session.policy
-        assert_is_tree(session.tree)
-        assert len(paths) == min(policy.budget, len(session.grown))
-        assert len(session.grown) <= policy.max_grown
-        assert max(map(len, paths), default=0) <= policy.length
-        for level in range(1, policy.length + 1):
-            width = sum(len(path) == level for path in session.grown)
-            assert width <= (policy.w_min if level == 1 else policy.w_max)
-        for node, path in enumerate(paths, start=1):
-            assert session.tree.path_logprob[node] == path_logprob(draft, path)
-            assert session.tree.rank[node] == path[-1] < policy.top_k
-
-
-def test_random_trees_do_not_depend_on_earlier_rounds(rounds: Any) -> None:
-    for (first, draft, paths), (*_, again) in zip(rounds, random_rounds(30, 0), strict=False):
-        assert paths == again
-        first.grow(same_everywhere(0.4, 0.3, 0.3))
-        assert first.grow(draft) == paths
 
 
 # ---------------------------------------------------------------------------------------------------------- validation
