@@ -49,7 +49,7 @@ TORCH_FREE = (
     "documents",
     "errors",
     "evaluation.bench_settings",
-    "evaluation.looks",
+    "evaluation.summary",
     "execution",
     "export",
     "files",

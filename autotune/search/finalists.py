@@ -35,7 +35,7 @@ from autotune.search.thresholds import (
     ROUNDS,
 )
 from autotune.search.tuning_prompts import TuningPrompts, ratio_interval, speedup_interval
-from autotune.study.document import Finalist, MeasuredDefault
+from autotune.study.document import Finalist, MeasuredConfiguration, MeasuredDefault
 from autotune.trees.policy import parse_policy
 
 NAMES = [*ascii_uppercase, *map("".join, itertools.product(ascii_uppercase, repeat=2))]  # of rows: A to Z, AA, AB, ...
@@ -109,8 +109,8 @@ class MeasuredFinalists:
 
     def speedup(self, configuration: Configuration) -> float:
         """The measured speedup of a finalist or default."""
-        speedups = {finalist.configuration.key: finalist.speedup for finalist in self.finalists}
-        return (speedups | {default.configuration.key: default.speedup for default in self.defaults})[configuration.key]
+        speedups = {measured.configuration.key: measured.speedup for measured in (*self.finalists, *self.defaults)}
+        return speedups[configuration.key]
 
 
 def measure_finalists(
@@ -283,7 +283,7 @@ def print_finalists(
     finalists: Sequence[Finalist], defaults: Sequence[MeasuredDefault], evaluator: Evaluator, console: Console
 ) -> None:
     """Print predicted and measured speedups, and the configurations below the table."""
-    arms: dict[str, Finalist | MeasuredDefault] = dict(zip(NAMES, finalists, strict=False))
+    arms: dict[str, MeasuredConfiguration] = dict(zip(NAMES, finalists, strict=False))
     arms |= {default.name: default for default in defaults}
     rows = []
     for name, measured in arms.items():

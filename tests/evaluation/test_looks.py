@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autotune.evaluation.looks import is_significantly_slower, spent_share
+from autotune.evaluation.summary import is_significantly_slower, spent_share
 from tests.evaluation.sample_runs import run
 
 

@@ -203,9 +203,9 @@ def test_records_of_workers_are_reused(
     threads = torch.get_num_threads()
     try:
         work = ScreeningWork(variants, table, workload, tmp_path, tmp_path / "ledger.sqlite", None)
-        run_worker(1, model_pool.arguments, 1, screen_in_worker, (work,))
+        run_worker(1, model_pool.arguments, threads, 1, screen_in_worker, work)
         recording = RecordingWork(variants[:3], workload, tmp_path, ForestBounds())
-        run_worker(1, model_pool.arguments, 1, record_in_worker, (recording,))
+        run_worker(1, model_pool.arguments, threads, 1, record_in_worker, recording)
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setattr("autotune.recording.recorder.record_forest", lambda *_: pytest.fail("recorded twice"))
@@ -265,12 +265,12 @@ def test_every_prompt_is_recorded_by_one_process(model_pool: ModelPool, workload
 
 
 def test_worker_limits(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_pool, "arguments", model_pool.arguments._replace(num_threads=8))
+    monkeypatch.setattr(model_pool, "num_cores", 8)
     monkeypatch.setattr("autotune.search.model_pool.free_memory", lambda device: 1 << 50)
     assert model_pool.worker_limits(None) == (7, 1)
     assert model_pool.worker_limits(2) == (1, 4)
     assert model_pool.worker_limits(1) == (0, 8)
-    monkeypatch.setattr(model_pool, "arguments", model_pool.arguments._replace(num_threads=64))
+    monkeypatch.setattr(model_pool, "num_cores", 64)
     assert model_pool.worker_limits(None) == (MAX_WORKERS, 8)
     monkeypatch.setattr("autotune.search.model_pool.free_memory", lambda device: 1 << 31)
     assert model_pool.worker_limits(None) == (0, 64), "half of 2 GiB is too little for a worker"
