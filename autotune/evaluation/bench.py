@@ -61,7 +61,7 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
     """Measure the arms and print tables; returns the figures as JSON.
 
     Raises:
-        UserError: the profile or workload cannot be read, or an arm needs a draft and there is none.
+        UserError: the profile or workload cannot be read, or a published configuration was asked for without a draft.
     """
     prompts = settings.prompts.load()
     decoder = load(profile, device=settings.device, context_tokens=0)  # warm-ups capture
@@ -96,11 +96,7 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
 
 
 def _runner(decoder: Decoder, settings: BenchSettings) -> ArmRunner:
-    """The runner of the arms, which computes perplexities where an arm or a point is lossy.
-
-    Raises:
-        UserError: a published configuration was asked for, and neither the profile nor the settings name a draft.
-    """
+    """The runner of the arms, which computes perplexities where an arm or a point is lossy."""
     if decoder.draft is None and settings.draft is None and any(name in NAMED for name in settings.named):
         raise UserError(
             "this profile decodes without a draft, so trees cannot be compared with it; "
@@ -187,14 +183,15 @@ class ChosenArms:
 
 def choose_arms(names: Sequence[str], runner: ArmRunner, prompts: Workload) -> ChosenArms:
     """The arms of these names that can run, each once, in this order."""
-    chosen = ChosenArms()
+    chosen, decoder = ChosenArms(), runner.decoder
+    has_states = decoder.target.has_states or (decoder.draft is not None and decoder.draft.has_states)
     for name in dict.fromkeys(names):
         failure: str | None = None
         note: str | None = None
-        has_draft = runner.decoder.draft is not None or (runner.draft_of is not None and name in NAMED)
+        has_draft = decoder.draft is not None or (runner.draft_of is not None and name in NAMED)
         if not has_draft and (name in NAMED or name == HF_ASSISTED):
             failure = "the profile decodes without a draft"
-        elif name in NAMED and not parse_policy(NAMED[name].tree).is_chain and runner.has_states:
+        elif name in NAMED and not parse_policy(NAMED[name].tree).is_chain and has_states:
             failure = "recurrent or convolution states follow one path, so that only chains are decoded"
         elif name == HF_ASSISTED:
             failure, note = try_assisted(runner, prompts)

@@ -106,13 +106,9 @@ def benchmark_results(runs: dict[str, list[Run]], prompts: Sequence[WorkloadProm
 
     Mean accepted tokens are the tokens per round of all rounds, including the target's own token; NaN for an arm without rounds. The
     speedup is the ratio of mean tokens per second over questions. The turns of a question are added up, and its time is wall time:
-    the prefills count, unlike in the other tables.
+    the prefills count, unlike in the other tables. ``prompts`` are those of the runs, in their order.
 
-    Args:
-        prompts: the prompts of the runs, in their order.
-
-    Returns:
-        Columns: arm, task, questions, mean_accepted_tokens, speedup.
+    Columns: arm, task, questions, mean_accepted_tokens, speedup.
     """
     import pandas as pd
 

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from autotune.documents.run import Run
 from autotune.errors import UserError
 
+NUM_RESAMPLES = 2000  # of a bootstrap
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -46,9 +48,7 @@ class Summary:
     """Share of the tokens of all answers that plain decoding emits after the same tokens; None as ``perplexity``."""
 
 
-def summarize(
-    name: str, runs: Sequence[Run], baseline: Sequence[Run], *, num_resamples: int = 2000, seed: int = 0
-) -> Summary:
+def summarize(name: str, runs: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0) -> Summary:
     """Compare ``runs`` with the ``baseline`` runs of the same prompts; the interval is a paired bootstrap over prompts.
 
     Raises:
@@ -66,7 +66,7 @@ def summarize(
     return Summary(
         name=name,
         speedup=speedup(runs, baseline),
-        ci95=time_ratio(baseline, runs, num_resamples=num_resamples, seed=seed),
+        ci95=time_ratio(baseline, runs, seed=seed),
         median_speedup=float(np.median((baseline_ms / baseline_tokens) / (ms / tokens))),
         tokens_per_second=1e3 * num_tokens / total_ms,
         tokens_per_round=num_tokens / rounds if rounds else None,
@@ -117,10 +117,10 @@ def ms_per_token(runs: Sequence[Run]) -> float:
     return float(ms / tokens) if tokens else math.inf
 
 
-def time_ratio(runs: Sequence[Run], baseline: Sequence[Run], **options: int) -> tuple[float, float]:
+def time_ratio(runs: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0) -> tuple[float, float]:
     """95 % interval of the ratio of pooled decoding times per token of ``runs`` and of their baseline (``bootstrap_ratio``)."""
     ms, tokens, baseline_ms, baseline_tokens = decoded_pairs(runs, baseline)
-    return bootstrap_ratio(ms, baseline_ms, above_units=tokens, below_units=baseline_tokens, **options)
+    return bootstrap_ratio(ms, baseline_ms, above_units=tokens, below_units=baseline_tokens, seed=seed)
 
 
 def bootstrap_ratio(
@@ -129,7 +129,6 @@ def bootstrap_ratio(
     *,
     above_units: NDArray[np.float64] | None = None,
     below_units: NDArray[np.float64] | None = None,
-    num_resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float]:
     """95 % interval of ``sum(above) / sum(below)`` over resampled pairs (percentile bootstrap).
@@ -149,7 +148,7 @@ def bootstrap_ratio(
     if len(above) == 1:  # scipy refuses a single pair
         return (only := float(ratio(*data, axis=-1))), only
     interval = bootstrap(
-        data, ratio, paired=True, vectorized=True, n_resamples=num_resamples, method="percentile", rng=seed
+        data, ratio, paired=True, vectorized=True, n_resamples=NUM_RESAMPLES, method="percentile", rng=seed
     ).confidence_interval
     return float(interval.low), float(interval.high)
 

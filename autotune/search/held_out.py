@@ -94,12 +94,22 @@ def evaluate_profile(
 
     Args:
         defaults: published defaults that may be the best one. They leave when they are significantly slower than the fastest.
-        evaluator: predicts the speedups of the arms.
-        folder: keeps the runs.
         deadline: of ``time.monotonic``. After ``MIN_PROMPTS`` prompts, no prompt is begun that would end later.
     """
-    runner = _runner(profile, model_pool, folder)
-    decoder = runner.decoder
+    decoder = decoder_for(
+        profile,
+        model_pool.target,
+        lambda choice: model_pool.draft(choice.id, choice.subnet),
+        processor=model_pool.processor,
+    )
+    points = [point.model_dump(mode="json") for point in profile.points]
+    runner = ArmRunner(
+        decoder,
+        model_pool.processor,
+        ledger=folder / RUNS,
+        context=[model_pool.key, profile.threads, profile.prefill_threads, points],
+        draft_of=model_pool.draft_of,
+    )
     last = configuration_of(profile.point)
     tuned = DecoderArm(TUNED, decoder, key=last.key if last else TUNED)
     with console.stage("evaluation, measured") as update:
@@ -126,24 +136,6 @@ def evaluate_profile(
         configurations=configurations,
         predicted={name: evaluator.evaluate(configuration).speedup for name, configuration in replayable.items()},
         best_default=next(iter(measured.remaining_defaults), None),
-    )
-
-
-def _runner(profile: DecodingProfile, model_pool: ModelPool, folder: Path) -> ArmRunner:
-    """A runner of arms next to the decoder of a profile."""
-    decoder = decoder_for(
-        profile,
-        model_pool.target,
-        lambda choice: model_pool.draft(choice.id, choice.subnet),
-        processor=model_pool.processor,
-    )
-    points = [point.model_dump(mode="json") for point in profile.points]
-    return ArmRunner(
-        decoder,
-        model_pool.processor,
-        ledger=folder / RUNS,
-        context=[model_pool.key, profile.threads, profile.prefill_threads, points],
-        draft_of=model_pool.draft_of,
     )
 
 
@@ -236,11 +228,8 @@ def shrinkage_of(
     num_points: int,
     prompts: TuningPrompts,
 ) -> Shrinkage:
-    """How the winner's speedup shrank from the prompts that chose it to those that did not.
-
-    Args:
-        winner: the configuration of the last of ``num_points`` operating points.
-        measured_on_confirming: its speedup in the race of finalists.
+    """How the speedup of the winner, the last of ``num_points`` operating points, shrank from the prompts that chose it to those
+    that did not. ``measured_on_confirming`` is its speedup in the race of finalists.
     """
     choosing, confirming = (
         evaluator.evaluate(winner).speedup if evaluator.can_replay(winner) else None

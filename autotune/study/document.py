@@ -82,10 +82,6 @@ class StudyDocument(Document, kind="study", made_by="autotune search"):
 
 
 def load_study(folder: Path) -> StudyDocument | None:
-    """Read ``study.json``; None if the search has not written it yet.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Read ``study.json``; None if the search has not written it yet."""
     path = folder / STUDY
     return StudyDocument.load(path) if path.exists() else None

@@ -89,8 +89,6 @@ def test_configurations_find_their_drafts(decoder: Decoder, processor: Any, eval
     assert [r.tokens_sha256 for r in runs["named"]] == [r.tokens_sha256 for r in runs[AR]]
 
 
-# ----------------------------------------------------------------------------------------------------- loaded profiles
-
 PROMPTS = Workload(
     "by hand",
     "evaluate",

@@ -34,9 +34,6 @@ def texts(workload: Workload, *numbers: int) -> list[str]:
     return [workload.prompts[number].settings.text for number in numbers]
 
 
-# --------------------------------------------------------------------------------------------------------------- ledger
-
-
 def test_known_runs_are_not_repeated(decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path) -> None:
     arms = [StubArm(AR), StubArm("chain")]
     first = ArmRunner(decoder, processor, ledger, context="here").compare(arms, evaluate)
@@ -104,9 +101,6 @@ def test_a_torn_ledger_loses_the_torn_line(decoder: Decoder, processor: Any, eva
     assert not unused.prompts, "the new lines were not appended to the torn one"
 
 
-# ---------------------------------------------------------------------------------------------------------------- order
-
-
 def test_an_arm_is_warmed_up_for_every_shape(runner: ArmRunner, evaluate: Workload, processor: Any) -> None:
     """Prompts of up to 64 tokens have one shape, longer ones and those with an image others."""
 
@@ -164,9 +158,6 @@ def test_past_the_deadline_it_ends_with_whole_prompts(runner: ArmRunner, evaluat
         report=lambda *args: reported.append(args),
     )
     assert [len(found) for found in runs.values()] == [2, 2] and reported == [(1, 3), (2, 3)]
-
-
-# ----------------------------------------------------------------------------------------------------------- disturbance
 
 
 def test_a_disturbed_run_is_measured_again(decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path) -> None:
