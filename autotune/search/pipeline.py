@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from autotune.acceptance.trace import ForestBounds, Trace, bounds_for
 from autotune.console import Console
@@ -111,7 +111,7 @@ class _SearchRun:
         console.say(f"target {settings.target}, draft {', '.join(settings.drafts)}, workload {settings.workload}")
         console.say(f"study in {self.folder}")
 
-    def _load_prompts(self, split: str, count: int) -> Workload:
+    def _load_prompts(self, split: Literal["tune", "evaluate"], count: int) -> Workload:
         settings = self.settings
         workload = load_workload(settings.workload, split, num_prompts=count, format=settings.workload_format)
         workload = workload.cut(len(workload.prompts), settings.max_new_tokens)

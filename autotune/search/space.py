@@ -212,7 +212,8 @@ class SearchSpace(Document, kind="search-space"):
     def _operator_choices(self, draft: str, known: Sequence[Operator]) -> list[tuple[Operator | None, int | None]]:
         """Operators of a draft's compressor (None: the gate's choice), each with its ratio (None: the training's)."""
         choices: list[tuple[Operator | None, int | None]] = []
-        for name in self.operators if known else ["gate"]:
+        names: list[Literal["gate"] | Operator] = self.operators if known else ["gate"]
+        for name in names:
             if name == "gate":
                 choices.append((None, None))
                 continue
@@ -225,9 +226,13 @@ class SearchSpace(Document, kind="search-space"):
             choices += [(name, ratio) for ratio in (self.operator_ratios if has_ratios else [None])]
         return choices
 
+    def values(self, policy: str) -> dict[str, list[Any]]:
+        """The values of a policy's finite dimensions."""
+        return {name: values for name, d in self.trees[policy].items() if (values := d.values) is not None}
+
     def enumerated(self, policy: str) -> list[Tree] | None:
         """All trees of a policy, or None where there are too many: replaying a tree costs less than sampling one."""
-        axes = {name: values for name, d in self.trees[policy].items() if (values := d.values) is not None}
+        axes = self.values(policy)
         if len(axes) < len(self.trees[policy]) or math.prod(map(len, axes.values())) > MAX_ENUMERATED:
             return None
         points = itertools.product(*axes.values())

@@ -166,7 +166,7 @@ class _TreeStage:
 
     def _sweep(self, part: int, policy: str, variant: DraftVariant) -> Record:
         if POLICIES[policy].is_template():
-            trees = self.evaluator.template_trees(variant, self.space.trees[policy])
+            trees = self.evaluator.template_trees(variant, self.space.values(policy))
         else:
             trees = self.space.enumerated(policy) or self.space.sweep(
                 policy, SWEEP_SIZE, self.seed, first=part * SWEEP_SIZE

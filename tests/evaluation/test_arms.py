@@ -28,11 +28,6 @@ CHAIN = Configuration(tree={"policy": "chain", "depth": 3})
 SAGE = Configuration(tree={"policy": "sage"}, subnet=Subnet(visual_keep=0.5))
 
 
-@pytest.fixture
-def runner(decoder: Decoder, processor: Any) -> ArmRunner:
-    return ArmRunner(decoder, processor)
-
-
 def own_arms(runner: ArmRunner) -> list[Arm]:
     return [runner.plain, runner.prompt_lookup_arm(), runner.arm("chain", CHAIN), runner.arm("sage", SAGE)]
 

@@ -87,17 +87,26 @@ def test_expected_tokens_by_hand() -> None:
     assert expected[2, 1:] == pytest.approx([1.0, 1.6, 1.96, 2.26, 2.44, 2.62, 2.71])
 
 
-def test_trees_by_hand() -> None:
-    acceptance = np.array([0.6, 0.3])
-    assert set(best_tree(acceptance, 1, 2).paths) == {(0,)}
-    assert set(best_tree(acceptance, 2, 2).paths) == {(0,), (0, 0)}
-    assert set(best_tree(acceptance, 3, 2).paths) == {(0,), (0, 0), (1,)}
-    assert set(best_tree(acceptance, 5, 2).paths) == {(0,), (0, 0), (1,), (0, 1), (1, 0)}
-    assert set(best_tree(acceptance, 3, 1).paths) == {(0,), (1,)}
-
-
-def test_perfect_draft_gets_a_chain() -> None:
-    assert set(best_tree(np.array([1.0, 0.0]), 20, 7).paths) == {(0,) * level for level in range(1, 8)}
+@pytest.mark.parametrize(
+    ("acceptance", "budget", "depth", "paths"),
+    [
+        ([0.6, 0.3], 1, 2, {(0,)}),
+        ([0.6, 0.3], 2, 2, {(0,), (0, 0)}),
+        ([0.6, 0.3], 3, 2, {(0,), (0, 0), (1,)}),
+        ([0.6, 0.3], 5, 2, {(0,), (0, 0), (1,), (0, 1), (1, 0)}),
+        ([0.6, 0.3], 3, 1, {(0,), (1,)}),
+        ([1.0, 0.0], 20, 7, {(0,) * level for level in range(1, 8)}),
+        # Nodes that are never accepted are left out.
+        ([0.5, 0.0, 0.0], 6, 2, {(0,), (0, 0)}),
+        ([0.5, 0.0, 0.3], 6, 1, {(0,), (2,)}),
+        # Of equally accepted ranks, which are frequent with small counts, the low ones need fewer proposals.
+        ([0.4, 0.1, 0.1], 3, 1, {(0,), (1,), (2,)}),
+        ([0.4, 0.1, 0.1], 2, 1, {(0,), (1,)}),
+        ([0.5, 0.5], 1, 1, {(0,)}),
+    ],
+)
+def test_trees_by_hand(acceptance: list[float], budget: int, depth: int, paths: set[tuple[int, ...]]) -> None:
+    assert set(best_tree(np.array(acceptance), budget, depth).paths) == paths
 
 
 def test_small_trees_reach_the_plan() -> None:
@@ -115,19 +124,6 @@ def test_small_trees_reach_the_plan() -> None:
             assert tokens_of(trees[0], acceptance) == pytest.approx(best, abs=1e-12)
             is_best = (tokens > best - 1e-12) & (depth <= most_levels)
             assert trees[0].max_nodes == size[is_best].min(), "no node is superfluous"
-
-
-def test_smallest_of_equally_good_trees() -> None:
-    """Nodes that are never accepted are left out."""
-    assert set(best_tree(np.array([0.5, 0.0, 0.0]), 6, 2).paths) == {(0,), (0, 0)}
-    assert set(best_tree(np.array([0.5, 0.0, 0.3]), 6, 1).paths) == {(0,), (2,)}
-
-
-def test_lowest_of_equally_accepted_ranks() -> None:
-    """Ties are frequent with small counts; low ranks need fewer proposals."""
-    assert set(best_tree(np.array([0.4, 0.1, 0.1]), 3, 1).paths) == {(0,), (1,), (2,)}
-    assert set(best_tree(np.array([0.4, 0.1, 0.1]), 2, 1).paths) == {(0,), (1,)}
-    assert set(best_tree(np.array([0.5, 0.5]), 1, 1).paths) == {(0,)}
 
 
 def test_draft_that_is_never_accepted_gets_no_tree() -> None:

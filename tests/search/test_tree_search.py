@@ -18,14 +18,12 @@ from autotune.acceptance.replay import replay
 from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
-from autotune.prediction import evaluator as evaluator_module
 from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.prediction.prices import Constraints
 from autotune.search import tree_search
 from autotune.search.finalists import choose_finalists, confirmable
 from autotune.search.space import SearchSpace
 from autotune.search.thresholds import NUM_CONFIRMED, NUM_CONFIRMED_OF_KIND
-from autotune.study.ledger import Ledger
 from autotune.study.storage import optuna_storage
 from autotune.trees.policy import parse_policy
 from tests.sample_documents import cost_table, random_trace, surface
@@ -161,28 +159,6 @@ def test_search_resumes_from_its_records(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(drawn) == 120 and figures(again) == figures(second), "a finished search draws nothing"
     search(evaluator(), LARGE, tmp_path / "l", num_trials=5, documents="other traces")
     assert len(drawn) == 125, "other documents have other records"
-
-
-def test_several_workers_have_the_result_of_one(tmp_path: Path) -> None:
-    """Another worker has made every second record of the sweeps."""
-    alone = stage(evaluator(), LARGE, tmp_path / "alone", num_trials=60, seed=3)
-    other = tree_search._TreeStage(
-        evaluator(),
-        space(LARGE),
-        Ledger(tmp_path / "l"),
-        [tree_search.version_of("autotune"), "x", Constraints().__dict__],
-        3,
-    )
-    made = dict(list(other.sweeps().items())[1::2])
-    others = other.ledger.work("trees", made)
-    calls: list[Any] = []
-    replayed = evaluator_module.replay
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluator_module, "replay", lambda *args: calls.append(args) or replayed(*args))
-        together = stage(evaluator(), LARGE, tmp_path / "l", num_trials=60, seed=3)
-    assert together == alone
-    by_other = sum(record["num_replayed"] for record in others.values())
-    assert by_other > 0 and len(calls) == together.num_replayed - by_other, "no tree is replayed twice"
 
 
 WORKER = """
