@@ -59,8 +59,11 @@ def random_configurations(
     }
     configurations = []
     for policy, variant in pairs:
-        dimensions = space.trees[policy]
-        tree = swept[policy].pop(0) if policy in swept else rng.choice(evaluator.template_trees(variant, dimensions))
+        tree = (
+            swept[policy].pop(0)
+            if policy in swept
+            else rng.choice(evaluator.template_trees(variant, space.values(policy)))
+        )
         configurations.append(Configuration(tree=tree, draft=variant[0], subnet=variant[1]))
     return configurations
 

@@ -41,7 +41,7 @@ def trees_of(
 ) -> list[Tree]:
     """All trees of a policy where they can be enumerated, else ``num_swept`` spread evenly over the space."""
     if POLICIES[policy].is_template():
-        return evaluator.template_trees(variant, space.trees[policy])
+        return evaluator.template_trees(variant, space.values(policy))
     return space.enumerated(policy) or space.sweep(policy, num_swept, SEED)
 
 

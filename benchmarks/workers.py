@@ -32,10 +32,10 @@ def work(study: Path, storage: str | Path, space: str) -> None:
     assert sources.table is not None, "the folder holds no study"
     evaluator = Evaluator(sources.traces, sources.table, jobs=1)
     searched = load_space(space)
-    for policy, dimensions in searched.trees.items():  # lays out traces and compiles replay
+    for policy in searched.trees:  # lays out traces and compiles replay
         for draft, subnet in evaluator.traces:
             if POLICIES[policy].is_template():
-                trees = evaluator.template_trees((draft, subnet), dimensions)
+                trees = evaluator.template_trees((draft, subnet), searched.values(policy))
             else:
                 trees = searched.sweep(policy, 1, 0)
             evaluator.replay(Configuration(tree=trees[0], draft=draft, subnet=subnet))

@@ -52,7 +52,7 @@ TORCH_FREE = (
     "documents",
     "errors",
     "evaluation.bench_settings",
-    "evaluation.looks",
+    "evaluation.summary",
     "execution",
     "export",
     "files",

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata, wilcoxon
 
-from autotune.evaluation.looks import spent_share
+from autotune.evaluation.summary import spent_share
 
 Floats = NDArray[np.float64]
 PAIRS_PER_LAUNCH = 5

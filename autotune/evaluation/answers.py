@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TextStreamer
 
 from autotune.console import Console
-from autotune.evaluation.perplexity import perplexity
+from autotune.evaluation.perplexity import quality
 from autotune.runtime.load import load
 from autotune.workloads.conversations import Conversations
 from autotune.workloads.prompt import WorkloadPrompt
@@ -55,13 +55,12 @@ def answer_prompts(
         tokens = output.sequences[0, stats.prompt_tokens :]
         conversations.add(prompt, tokens.tolist())
         speed = 1e3 * (stats.new_tokens - 1) / stats.decode_ms if stats.decode_ms else 0.0
-        summary = f"{stats.new_tokens} tokens in {stats.decode_ms:.0f} ms ({speed:.0f} tokens/s"
-        if stats.tokens_per_round and point.draft is not None:
-            summary += f", {stats.tokens_per_round:.2f} tokens a round"
-        summary += ")"
+        has_rounds = stats.tokens_per_round and point.draft is not None
+        per_round = f", {stats.tokens_per_round:.2f} tokens a round" if has_rounds else ""
+        summary = f"{stats.new_tokens} tokens in {stats.decode_ms:.0f} ms ({speed:.0f} tokens/s{per_round})"
         if len(points) > 1:
             summary += f"; point {stats.point}: {point.when.label}"
-        measured = None if point.lossless else perplexity(decoder.target, inputs, tokens.tolist())
+        measured = None if point.lossless else quality(decoder.target, inputs, tokens.tolist()).perplexity
         if measured is not None:
             summary += f"; LOSSY, perplexity {measured:.3f}"
         yield {

@@ -61,13 +61,16 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
     """Measure the arms and print tables; returns the figures as JSON.
 
     Raises:
-        UserError: the profile or workload cannot be read, or an arm needs a draft and there is none.
+        UserError: the profile or workload cannot be read, or a published configuration was asked for without a draft.
     """
     prompts = settings.prompts.load()
     decoder = load(profile, device=settings.device, context_tokens=0)  # warm-ups capture
     runner = _runner(decoder, settings)
     chosen = choose_arms(settings.arms, runner, prompts)
-    _print_choice(chosen, console)
+    for name, reason in chosen.unavailable.items():
+        console.say(f"{name} is left out: {reason}")
+    for name, note in chosen.notes.items():
+        console.say(f"{name}: {note}")
     runs, contention = _measure(runner, _all_arms(chosen, runner, settings), prompts, settings, console)
     if runner.num_repeated:
         console.say(
@@ -93,11 +96,7 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
 
 
 def _runner(decoder: Decoder, settings: BenchSettings) -> ArmRunner:
-    """The runner of the arms, which computes perplexities where an arm or a point is lossy.
-
-    Raises:
-        UserError: a published configuration was asked for, and neither the profile nor the settings name a draft.
-    """
+    """The runner of the arms, which computes perplexities where an arm or a point is lossy."""
     if decoder.draft is None and settings.draft is None and any(name in NAMED for name in settings.named):
         raise UserError(
             "this profile decodes without a draft, so trees cannot be compared with it; "
@@ -119,13 +118,6 @@ def _all_arms(chosen: ChosenArms, runner: ArmRunner, settings: BenchSettings) ->
     return [*arms, *(runner.uncoupled_arm(arm) for arm in drafting if not is_lossy_arm(arm.name))]
 
 
-def _print_choice(chosen: ChosenArms, console: Console) -> None:
-    for name, reason in chosen.unavailable.items():
-        console.say(f"{name} is left out: {reason}")
-    for name, note in chosen.notes.items():
-        console.say(f"{name}: {note}")
-
-
 def _measure(
     runner: ArmRunner, arms: Sequence[Arm], prompts: Workload, settings: BenchSettings, console: Console
 ) -> tuple[dict[str, list[Run]], Contention]:
@@ -145,12 +137,7 @@ class BenchResults:
     """Tables that sum up the runs of a bench."""
 
     def __init__(self, runs: Mapping[str, list[Run]], prompts: Workload, seed: int) -> None:
-        """
-        Args:
-            runs: by arm, including plain decoding (``ar``).
-            prompts: the prompts of the runs, in their order.
-            seed: of bootstrap intervals.
-        """
+        """``runs`` by arm are of these prompts in their order, and include plain decoding; ``seed``: of bootstrap intervals."""
         self.runs, self.format = dict(runs), prompts.format
         self.summaries = [summarize(name, of_arm, runs[AR], seed=seed) for name, of_arm in runs.items()]
         self.by_task, self.by_length = speedups_by_task(self.runs), gain_by_length(self.runs)
@@ -185,40 +172,34 @@ class BenchResults:
         }
 
 
-# ----------------------------------------------------------------------------------------------------------------- arms
-
-
 @dataclass
 class ChosenArms:
-    """Arms that can run here."""
+    """Arms that can run here; by name, why others cannot, and limitations of those that run."""
 
     arms: list[Arm] = field(default_factory=list)
     unavailable: dict[str, str] = field(default_factory=dict)
-    """Why an arm cannot run, by name."""
     notes: dict[str, str] = field(default_factory=dict)
-    """Limitations of arms that run, by name."""
 
 
 def choose_arms(names: Sequence[str], runner: ArmRunner, prompts: Workload) -> ChosenArms:
     """The arms of these names that can run, each once, in this order."""
-    chosen = ChosenArms()
+    chosen, decoder = ChosenArms(), runner.decoder
+    has_states = decoder.target.has_states or (decoder.draft is not None and decoder.draft.has_states)
     for name in dict.fromkeys(names):
-        has_draft = runner.decoder.draft is not None or (runner.draft_of is not None and name in NAMED)
+        failure: str | None = None
+        note: str | None = None
+        has_draft = decoder.draft is not None or (runner.draft_of is not None and name in NAMED)
         if not has_draft and (name in NAMED or name == HF_ASSISTED):
-            chosen.unavailable[name] = "the profile decodes without a draft"
-            continue
-        if name in NAMED and not parse_policy(NAMED[name].tree).is_chain and runner.has_states:
-            chosen.unavailable[name] = (
-                "recurrent or convolution states follow one path, so that only chains are decoded"
-            )
-            continue
-        if name == HF_ASSISTED:
+            failure = "the profile decodes without a draft"
+        elif name in NAMED and not parse_policy(NAMED[name].tree).is_chain and has_states:
+            failure = "recurrent or convolution states follow one path, so that only chains are decoded"
+        elif name == HF_ASSISTED:
             failure, note = try_assisted(runner, prompts)
-            if failure is not None:
-                chosen.unavailable[name] = failure
-                continue
-            if note is not None:
-                chosen.notes[name] = note
+        if failure is not None:
+            chosen.unavailable[name] = failure
+            continue
+        if note is not None:
+            chosen.notes[name] = note
         chosen.arms.append(ARMS[name](runner))
     return chosen
 

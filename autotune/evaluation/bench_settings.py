@@ -28,11 +28,7 @@ class EvaluationPrompts:
     """Temperature of all prompts; None: each prompt's own."""
 
     def load(self) -> Workload:
-        """Load the prompts.
-
-        Raises:
-            UserError: the workload cannot be read.
-        """
+        """Load the prompts."""
         workload = load_workload(
             self.workload, "evaluate", num_prompts=self.num_prompts, format=self.format, is_whole=self.is_whole
         ).cut(self.num_prompts, self.max_new_tokens)

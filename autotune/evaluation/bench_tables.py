@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,15 +64,12 @@ QUALITY = ("perplexity", "agreement")  # columns of comparisons with lossy arms
 
 
 def print_arms(summaries: Sequence[Summary], console: Console) -> None:
-    """Print a row for each arm; the profile's row is emphasised."""
+    """Print a row for each arm."""
     first = summaries[0]
     columns = [name for name in ARM_COLUMNS if name not in QUALITY or first.perplexity is not None]
-    console.table(
-        f"Decoding {first.num_prompts} prompts, {first.num_tokens} tokens; speedup over ar with its 95 % interval",
-        ["arm", *columns],
-        [[s.name, *(ARM_COLUMNS[name](s) for name in columns)] for s in summaries],
-        emphasised=_tuned([s.name for s in summaries]),
-    )
+    rows = [[s.name, *(ARM_COLUMNS[name](s) for name in columns)] for s in summaries]
+    title = f"Decoding {first.num_prompts} prompts, {first.num_tokens} tokens; speedup over ar with its 95 % interval"
+    _print_arm_table(title, columns, rows, console)
 
 
 def print_lossy_sweep(summaries: Sequence[Summary], console: Console) -> None:
@@ -97,12 +94,8 @@ def is_lossy_arm(name: str) -> bool:
 def print_tasks(by_task: DataFrame, console: Console) -> None:
     """Print a row for each arm with a column for each task, and the geometric mean over tasks."""
     table = by_task.assign(geomean=geomeans(by_task)).map(lambda value: "-" if np.isnan(value) else f"{value:.2f}x")
-    console.table(
-        "Speedup over ar by task",
-        ["arm", *table.columns],
-        [[str(name), *row] for name, row in zip(table.index, table.to_numpy(), strict=True)],
-        emphasised=_tuned(list(table.index)),
-    )
+    rows = [[str(name), *row] for name, *row in table.itertuples()]
+    _print_arm_table("Speedup over ar by task", table.columns, rows, console)
 
 
 OVERALL = "overall"
@@ -113,13 +106,9 @@ def benchmark_results(runs: dict[str, list[Run]], prompts: Sequence[WorkloadProm
 
     Mean accepted tokens are the tokens per round of all rounds, including the target's own token; NaN for an arm without rounds. The
     speedup is the ratio of mean tokens per second over questions. The turns of a question are added up, and its time is wall time:
-    the prefills count, unlike in the other tables.
+    the prefills count, unlike in the other tables. ``prompts`` are those of the runs, in their order.
 
-    Args:
-        prompts: the prompts of the runs, in their order.
-
-    Returns:
-        Columns: arm, task, questions, mean_accepted_tokens, speedup.
+    Columns: arm, task, questions, mean_accepted_tokens, speedup.
     """
     import pandas as pd
 
@@ -145,17 +134,8 @@ def benchmark_results(runs: dict[str, list[Run]], prompts: Sequence[WorkloadProm
 
 def print_benchmark(name: str, results: DataFrame, console: Console) -> None:
     """Print a row for each arm of a benchmark, with a column for each task."""
-    tasks = list(dict.fromkeys(results.task))
-    figures = zip(results.speedup.to_numpy(float), results.mean_accepted_tokens.to_numpy(float), strict=True)
-    texts = [f"{gain:.2f}x" + ("" if np.isnan(tokens) else f", {tokens:.2f}") for gain, tokens in figures]
-    cells = dict(zip(zip(results.arm, results.task, strict=True), texts, strict=True))
-    arms = list(dict.fromkeys(results.arm))
-    console.table(
-        f"{name}: speedup over ar, prefill included, and mean accepted tokens",
-        ["arm", *tasks],
-        [[arm, *(cells[arm, task] for task in tasks)] for arm in arms],
-        emphasised=_tuned(arms),
-    )
+    title = f"{name}: speedup over ar, prefill included, and mean accepted tokens"
+    _print_figures(title, results, "task", "mean_accepted_tokens", "", console)
 
 
 def gain_by_length(runs: dict[str, list[Run]]) -> DataFrame:
@@ -183,31 +163,16 @@ def gain_by_length(runs: dict[str, list[Run]]) -> DataFrame:
 
 def print_lengths(by_length: DataFrame, console: Console) -> None:
     """Print speedup and M of each arm by the length of the answer, if the answers are of several lengths."""
-    lengths = list(by_length.length.unique())
-    if len(lengths) < 2:
-        return
-    figures = zip(by_length.speedup.to_numpy(float), by_length.tokens_per_round.to_numpy(float), strict=True)
-    texts = [f"{gain:.2f}x" + ("" if np.isnan(tokens) else f", M {tokens:.2f}") for gain, tokens in figures]
-    cells = dict(zip(zip(by_length.arm, by_length.length, strict=True), texts, strict=True))
-    names = list(by_length.arm.unique())
-    console.table(
-        "Speedup over ar and M by the number of tokens of ar's answer",
-        ["arm", *lengths],
-        [[name, *(cells.get((name, length), "-") for length in lengths)] for name in names],
-        emphasised=_tuned(names),
-    )
+    if by_length.length.nunique() > 1:
+        title = "Speedup over ar and M by the number of tokens of ar's answer"
+        _print_figures(title, by_length, "length", "tokens_per_round", "M ", console)
 
 
 def print_time_shares(shares: dict[str, dict[str, float]], console: Console) -> None:
     """Print the share of each part of an arm's time, prefill included."""
-    if not shares:
-        return
-    console.table(
-        "Shares of the total time",
-        ["arm", *next(iter(shares.values()))],
-        [[name, *(f"{100 * share:.1f} %" for share in parts.values())] for name, parts in shares.items()],
-        emphasised=_tuned(list(shares)),
-    )
+    if shares:
+        rows = [[name, *(f"{100 * share:.1f} %" for share in parts.values())] for name, parts in shares.items()]
+        _print_arm_table("Shares of the total time", next(iter(shares.values())), rows, console)
 
 
 def pool_counts(runs: Sequence[Run]) -> AcceptanceCounts:
@@ -234,5 +199,19 @@ def print_acceptance(name: str, acceptance: AcceptanceCounts, console: Console) 
     )
 
 
-def _tuned(names: list[str]) -> int | None:
-    return names.index(TUNED) if TUNED in names else None
+def _print_figures(title: str, table: DataFrame, column: str, tokens: str, mark: str, console: Console) -> None:
+    """Print a row for each arm and a column for each value of ``column``: the speedup and, where there are rounds, ``mark`` and
+    the value of ``tokens``.
+    """
+    figures = zip(table.speedup.to_numpy(float), table[tokens].to_numpy(float), strict=True)
+    texts = [f"{gain:.2f}x" + ("" if np.isnan(value) else f", {mark}{value:.2f}") for gain, value in figures]
+    cells = dict(zip(zip(table.arm, table[column], strict=True), texts, strict=True))
+    columns = list(table[column].unique())
+    rows = [[arm, *(cells.get((arm, name), "-") for name in columns)] for arm in table.arm.unique()]
+    _print_arm_table(title, columns, rows, console)
+
+
+def _print_arm_table(title: str, columns: Iterable[str], rows: list[list[str]], console: Console) -> None:
+    """Print a table whose rows begin with the names of arms; the profile's row is emphasised."""
+    names = [name for name, *_ in rows]
+    console.table(title, ["arm", *columns], rows, emphasised=names.index(TUNED) if TUNED in names else None)

@@ -31,15 +31,6 @@ def answer_logits(target: Target, inputs: dict[str, Any], tokens: list[int]) -> 
     return torch.cat(logits)
 
 
-def answer_logprobs(target: Target, inputs: dict[str, Any], tokens: list[int]) -> Tensor:
-    """The target's log-probabilities of an answer's tokens, [tokens]."""
-    return _logprobs(answer_logits(target, inputs, tokens), tokens)
-
-
-def _logprobs(logits: Tensor, tokens: list[int]) -> Tensor:
-    return logits.float().log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
-
-
 class Quality(NamedTuple):
     """An answer as the target sees it."""
 
@@ -52,21 +43,13 @@ class Quality(NamedTuple):
 
 
 def quality(target: Target, inputs: dict[str, Any], tokens: list[int], sampler: TokenSampler | None = None) -> Quality:
-    """Perplexity and agreement of an answer.
-
-    Args:
-        sampler: the request's; by default greedy.
-    """
+    """Perplexity and agreement of an answer to a request with this ``sampler``, by default greedy."""
     logits = answer_logits(target, inputs, tokens)
-    perplexity = float((-_logprobs(logits, tokens).mean()).exp())
+    logprobs = logits.float().log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+    perplexity = float((-logprobs.mean()).exp())
     sampler = sampler or TokenSampler(device=target.device)
     if sampler.needs_prefix:
         return Quality(perplexity, None)
     (prompt,) = target.encode(inputs).prompts
     expected = sampler.tokens(logits, len(prompt) + np.arange(len(tokens)))
     return Quality(perplexity, float((expected == np.array(tokens)).mean()))
-
-
-def perplexity(target: Target, inputs: dict[str, Any], tokens: list[int]) -> float:
-    """Perplexity of an answer under the target."""
-    return quality(target, inputs, tokens).perplexity

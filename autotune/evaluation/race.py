@@ -3,7 +3,7 @@
 After every block comes an interim look. Arms leave when they are significantly slower than the fastest arm; published
 defaults leave only when they are significantly slower than the fastest default, so that the best default is known as well.
 
-The risk that a race between equal arms loses any of them is spent over the planned looks (``looks.spent_share``) and divided
+The risk that a race between equal arms loses any of them is spent over the planned looks (``spent_share``) and divided
 by the number of ordered pairs of arms in the race (Bonferroni), because the runs themselves say which arm is the fastest.
 """
 
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from autotune.documents.run import Run
 from autotune.evaluation.arms import Arm
-from autotune.evaluation.looks import is_significantly_slower, spent_share
 from autotune.evaluation.runner import ArmRunner, Report
-from autotune.evaluation.summary import ms_per_token
+from autotune.evaluation.summary import is_significantly_slower, ms_per_token, spent_share
 from autotune.workloads.workload import Workload
 
 
@@ -32,11 +31,6 @@ class Race:
     """Names of the defaults that are left, the fastest first."""
 
 
-def is_decided(leaders: Sequence[str]) -> bool:
-    """Whether one arm is known to be the fastest."""
-    return len(leaders) <= 1
-
-
 def race(
     runner: ArmRunner,
     arms: Sequence[Arm],
@@ -48,7 +42,7 @@ def race(
     prompts_per_block: int,
     min_prompts: int,
     passes: int = 1,
-    ends: Callable[[Sequence[str]], bool] = is_decided,
+    ends: Callable[[Sequence[str]], bool] = lambda leaders: len(leaders) <= 1,
     seed: int = 0,
     deadline: float | None = None,
     report: Report | None = None,
@@ -64,9 +58,8 @@ def race(
         min_prompts: are run even past the deadline, but no more than a block.
         passes: over the prompts.
         ends: whether the race is over, given the names of the arms and defaults that are not significantly slower than the
-            fastest of them.
+            fastest of them; by default, when one is left.
         deadline: of ``time.monotonic``. No prompt is begun that would end later.
-        report: called with the number of prompts that are done, and of all.
     """
     prompts = workload.prompts
     blocks = [prompts[begin : begin + prompts_per_block] for begin in range(0, len(prompts), prompts_per_block)]

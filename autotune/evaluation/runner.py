@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +85,6 @@ class ArmRunner:
         self._decoders: dict[str, Decoder] = {}
         self._warm: set[tuple[Any, ...]] = set()
 
-    @property
-    def has_states(self) -> bool:
-        """Whether the target or the decoder's draft keeps recurrent or convolution states, so that only chains are decoded."""
-        draft = self.decoder.draft
-        return self.decoder.target.has_states or (draft is not None and draft.has_states)
-
-    # ------------------------------------------------------------------------------------------------------------ arms
-
     def arm(self, name: str, configuration: Configuration) -> DecoderArm:
         """Decodes by a configuration. Arms of equal configurations share a decoder."""
         key = configuration.key
@@ -122,8 +114,6 @@ class ArmRunner:
             threads=self.decoder.threads,
             prefill_threads=self.decoder.prefill_threads,
         )
-
-    # ------------------------------------------------------------------------------------------------------ comparisons
 
     def compare(
         self,
@@ -163,7 +153,9 @@ class ArmRunner:
             prompt_runs = {arm.name: known[arm.key, prompt.sha256] for arm in arms if (arm.key, prompt.sha256) in known}
             if len(prompt_runs) < len(arms):  # all arms of an interrupted prompt are measured again
                 prompt_runs = self._run_prompt(arms, prompt, order)
-                self._write(comparison, prompt_runs.values())
+                if self.ledger is not None:
+                    lines = ({"comparison": comparison, **run.model_dump()} for run in prompt_runs.values())
+                    append_line(self.ledger, *lines)
             for name, run in prompt_runs.items():
                 runs[name].append(run)
             if report is not None:
@@ -199,20 +191,19 @@ class ArmRunner:
     def run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
         """Run one arm on one prompt, after a warm-up on the first prompt of a shape. Later turns follow plain decoding's answers."""
         with errors_about(prompt.name):
-            return self._run(arm, self.conversations.follow(prompt))
-
-    def _run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
-        inputs = prompt.inputs(self.processor, self.decoder.target.device)
-        length = -(-inputs["input_ids"].shape[1] // SHAPE_TOKENS)
-        shape = (arm.key, arm.point_for(inputs, prompt.settings), bool(prompt.pixels), length)
-        if shape not in self._warm:
-            histories = _histories(arm)
-            arm.warm_up(inputs, prompt.settings)
-            _restore(arm, histories)
-            self._warm.add(shape)
-        tokens, stats = arm.decode(inputs, prompt.settings)
-        if arm is self.plain:
-            self.conversations.add(prompt, tokens)
+            prompt = self.conversations.follow(prompt)
+            inputs = prompt.inputs(self.processor, self.decoder.target.device)
+            length = -(-inputs["input_ids"].shape[1] // SHAPE_TOKENS)
+            shape = (arm.key, arm.point_for(inputs, prompt.settings), bool(prompt.pixels), length)
+            if shape not in self._warm:
+                histories = _histories(arm)
+                arm.warm_up(inputs, prompt.settings)
+                _restore(arm, histories)
+                self._warm.add(shape)
+            tokens, stats = arm.decode(inputs, prompt.settings)
+            if arm is self.plain:
+                self.conversations.add(prompt, tokens)
+            scores = self._quality(prompt, inputs, tokens)._asdict() if self.with_perplexity else {}
         values = {name: getattr(stats, name) for name in Run.model_fields if hasattr(stats, name)}
         values |= {"acceptance_counts": stats.acceptance_counts.to_json(), "verified_nodes": sum(stats.verified_nodes)}
         return Run(
@@ -221,7 +212,7 @@ class ArmRunner:
             prompt_sha256=prompt.sha256,
             task=prompt.settings.task,
             tokens_sha256=hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
-            **(self._quality(prompt, inputs, tokens)._asdict() if self.with_perplexity else {}),
+            **scores,
             **values,
         )
 
@@ -240,8 +231,6 @@ class ArmRunner:
         )
         return quality(target, inputs, tokens, sampler)
 
-    # ----------------------------------------------------------------------------------------------------------- ledger
-
     def _known_runs(self, comparison: str) -> dict[tuple[str, str], Run]:
         """Runs of a comparison in the ledger, by arm key and prompt hash; the last one counts."""
         known: dict[tuple[str, str], Run] = {}
@@ -253,10 +242,6 @@ class ArmRunner:
                     continue  # written by another version: measured again
                 known[run.arm, run.prompt_sha256] = run
         return known
-
-    def _write(self, comparison: str, runs: Iterable[Run]) -> None:
-        if self.ledger is not None:
-            append_line(self.ledger, *({"comparison": comparison, **run.model_dump()} for run in runs))
 
 
 def _loaded(configuration: Configuration, draft: Any) -> LoadedPoint:

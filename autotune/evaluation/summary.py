@@ -1,4 +1,4 @@
-"""Summary statistics of an arm against plain decoding."""
+"""Summary statistics of an arm against plain decoding, and interim looks at paired runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from autotune.documents.run import Run
 from autotune.errors import UserError
+
+NUM_RESAMPLES = 2000  # of a bootstrap
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,7 @@ class Summary:
     """Share of the tokens of all answers that plain decoding emits after the same tokens; None as ``perplexity``."""
 
 
-def summarize(
-    name: str, runs: Sequence[Run], baseline: Sequence[Run], *, num_resamples: int = 2000, seed: int = 0
-) -> Summary:
+def summarize(name: str, runs: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0) -> Summary:
     """Compare ``runs`` with the ``baseline`` runs of the same prompts; the interval is a paired bootstrap over prompts.
 
     Raises:
@@ -62,10 +62,11 @@ def summarize(
     rounds = sum(run.rounds for run in runs)
     outside_ms = sum(run.decode_ms - run.draft_prefill_ms - run.draft_ms - run.verify_ms for run in runs)
     is_measured = any(run.verify_ms > 0 for run in runs)
+    log_perplexity = _mean_over_tokens(runs, [run.perplexity and math.log(run.perplexity) for run in runs])
     return Summary(
         name=name,
         speedup=speedup(runs, baseline),
-        ci95=time_ratio(baseline, runs, num_resamples=num_resamples, seed=seed),
+        ci95=time_ratio(baseline, runs, seed=seed),
         median_speedup=float(np.median((baseline_ms / baseline_tokens) / (ms / tokens))),
         tokens_per_second=1e3 * num_tokens / total_ms,
         tokens_per_round=num_tokens / rounds if rounds else None,
@@ -78,22 +79,17 @@ def summarize(
         identical_outputs=sum(a.tokens_sha256 == b.tokens_sha256 for a, b in zip(runs, baseline, strict=True)),
         outside_share=outside_ms / total_ms if is_measured else None,
         outside_us_per_round=1e3 * outside_ms / rounds if is_measured and rounds else None,
-        perplexity=_pooled_perplexity(runs),
-        agreement=_pooled_agreement(runs),
+        perplexity=None if log_perplexity is None else math.exp(log_perplexity),
+        agreement=_mean_over_tokens(runs, [run.agreement for run in runs]),
     )
 
 
-def _pooled_perplexity(runs: Sequence[Run]) -> float | None:
-    if any(run.perplexity is None for run in runs):
+def _mean_over_tokens(runs: Sequence[Run], values: Sequence[float | None]) -> float | None:
+    """Mean of the runs' values, each with the weight of its answer's tokens; None where a value is missing."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
         return None
-    total = sum(run.new_tokens * math.log(run.perplexity or 1.0) for run in runs)
-    return math.exp(total / sum(run.new_tokens for run in runs))
-
-
-def _pooled_agreement(runs: Sequence[Run]) -> float | None:
-    if any(run.agreement is None for run in runs):
-        return None
-    return sum(run.new_tokens * (run.agreement or 0.0) for run in runs) / sum(run.new_tokens for run in runs)
+    return sum(run.new_tokens * x for run, x in zip(runs, known, strict=True)) / sum(run.new_tokens for run in runs)
 
 
 def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
@@ -121,10 +117,10 @@ def ms_per_token(runs: Sequence[Run]) -> float:
     return float(ms / tokens) if tokens else math.inf
 
 
-def time_ratio(runs: Sequence[Run], baseline: Sequence[Run], **options: int) -> tuple[float, float]:
+def time_ratio(runs: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0) -> tuple[float, float]:
     """95 % interval of the ratio of pooled decoding times per token of ``runs`` and of their baseline (``bootstrap_ratio``)."""
     ms, tokens, baseline_ms, baseline_tokens = decoded_pairs(runs, baseline)
-    return bootstrap_ratio(ms, baseline_ms, above_units=tokens, below_units=baseline_tokens, **options)
+    return bootstrap_ratio(ms, baseline_ms, above_units=tokens, below_units=baseline_tokens, seed=seed)
 
 
 def bootstrap_ratio(
@@ -133,7 +129,6 @@ def bootstrap_ratio(
     *,
     above_units: NDArray[np.float64] | None = None,
     below_units: NDArray[np.float64] | None = None,
-    num_resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float]:
     """95 % interval of ``sum(above) / sum(below)`` over resampled pairs (percentile bootstrap).
@@ -153,6 +148,30 @@ def bootstrap_ratio(
     if len(above) == 1:  # scipy refuses a single pair
         return (only := float(ratio(*data, axis=-1))), only
     interval = bootstrap(
-        data, ratio, paired=True, vectorized=True, n_resamples=num_resamples, method="percentile", rng=seed
+        data, ratio, paired=True, vectorized=True, n_resamples=NUM_RESAMPLES, method="percentile", rng=seed
     ).confidence_interval
     return float(interval.low), float(interval.high)
+
+
+def spent_share(look: int, num_looks: int) -> float:
+    """Share of an error probability for a look, from 0: more for later looks, 1 over all of them."""
+    return (look + 1) / (num_looks * (num_looks + 1) / 2)
+
+
+def is_significantly_slower(runs: Sequence[Run], than: Sequence[Run], *, risk: float) -> bool:
+    """Whether runs take longer per token than others of the same prompts: a one-sided paired t-test of log times per token.
+
+    Prompts for which nothing was decoded after the first token do not count. The test keeps its ``risk`` with the eight
+    prompts of a block; a bootstrap of so few does not.
+    """
+    from scipy.special import stdtr
+
+    ms, tokens, than_ms, than_tokens = decoded_pairs(runs, than)
+    log_ratios = np.log(ms / tokens) - np.log(than_ms / than_tokens)
+    count = len(log_ratios)
+    if count < 2:
+        return False
+    if np.ptp(log_ratios) < 1e-12:  # the statistic needs a variance
+        return bool(log_ratios[0] > 1e-12)
+    statistic = log_ratios.mean() / (log_ratios.std(ddof=1) / count**0.5)
+    return bool(stdtr(count - 1, -statistic) < risk)

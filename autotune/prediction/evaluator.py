@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,13 +20,6 @@ from autotune.prediction.sequoia import rank_acceptance, sequoia_trees
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
 from autotune.trees.tree import MAX_STEP, Floats, Ints
-
-
-class HasValues(Protocol):
-    """A dimension of a search space."""
-
-    @property
-    def values(self) -> list[Any] | None: ...
 
 
 class Candidate(Document):
@@ -242,8 +234,8 @@ class Evaluator:
         price = self.round_price(candidate.configuration)
         return self.evaluate(candidate.configuration.model_copy(update={"fallback": price}))
 
-    def template_trees(self, variant: DraftVariant, dimensions: Mapping[str, HasValues]) -> list[Tree]:
+    def template_trees(self, variant: DraftVariant, values: Mapping[str, Iterable[int]]) -> list[Tree]:
         """Sequoia's trees for a draft variant, of the values of ``budget`` and ``depth``."""
-        budgets, depths = (dimensions[name].values or [] for name in ("budget", "depth"))
-        trees = sequoia_trees(rank_acceptance(self.traces[variant]), budgets=budgets, depths=depths)
+        acceptance = rank_acceptance(self.traces[variant])
+        trees = sequoia_trees(acceptance, budgets=values["budget"], depths=values["depth"])
         return [tree.model_dump(mode="json") for tree in trees]

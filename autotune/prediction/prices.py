@@ -97,11 +97,7 @@ class Constraints:
                 )
 
     def check_table(self, table: CostTable) -> None:
-        """Check the limits at empty KV caches, before anything is recorded.
-
-        Raises:
-            UserError: as ``check``.
-        """
+        """``check`` the limits at empty KV caches, before anything is recorded."""
         prices = (
             table.prices(costs.draft, max_tokens=2, max_kv_length=0, subnet=Subnet(heads=costs.heads))
             for costs in table.drafts

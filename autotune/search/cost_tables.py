@@ -53,7 +53,7 @@ def table_for_gpu(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
     if model_pool.has_states:
         mode = check_mode(mode, model_pool.target.device, has_states=True)
     mode = CUDA_GRAPH if mode == AUTO else mode
-    tables = [
+    first, *others = (
         estimate_table(
             gpu,
             target=target,
@@ -67,9 +67,8 @@ def table_for_gpu(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
             measured=shipped,
         )
         for draft, subnet in variants
-    ]
-    drafts = [costs for table in tables for costs in table.drafts]
-    return tables[0].model_copy(update={"drafts": drafts})
+    )
+    return first.model_copy(update={"drafts": [costs for table in (first, *others) for costs in table.drafts]})
 
 
 def priced_variants(variants: Sequence[DraftVariant]) -> list[DraftVariant]:
@@ -94,11 +93,6 @@ def priced_variants(variants: Sequence[DraftVariant]) -> list[DraftVariant]:
     return [(draft, subnet) for (draft, _), by_shares in priced.items() for subnet in by_shares.values()]
 
 
-def _cut(subnet: Subnet) -> list[float]:
-    """The vocabulary in a content key, which subnets with the full vocabulary do not have."""
-    return [] if subnet.vocabulary is None else [subnet.vocabulary]
-
-
 def local_table(
     model_pool: ModelPool,
     variants: Sequence[DraftVariant],
@@ -115,7 +109,8 @@ def local_table(
     Raises:
         UserError: the file in the folder is of another target, device or precision.
     """
-    described = [[draft, list(subnet.head_shares), *_cut(subnet)] for draft, subnet in variants]
+    # Subnets with the full vocabulary do not name it.
+    described = [[d, [*s.head_shares], *([] if s.vocabulary is None else [s.vocabulary])] for d, s in variants]
     # The schema version is part of the key: tables of older schemas have no held-out errors.
     documents = [model_pool.key, described, workload.sha256, CostTable.schema_version]
     samples = folder / f"{content_key(documents)}.cost.jsonl"  # serve a table of any time limit
@@ -150,21 +145,17 @@ def measure_table(
     time_limit_s: float = CostSettings.time_limit_s,
     log: BlockLog | None = None,
 ) -> CostTable:
-    """Measure target and drafts at the KV lengths that the workload's prompts and answers reach.
-
-    Args:
-        log: file of the samples, from which an interrupted measurement continues.
+    """Measure target and drafts at the KV lengths that the workload's prompts and answers reach. An interrupted measurement
+    continues from the samples in its ``log``.
     """
-    drafts = [(model_pool.draft(draft, subnet), model_pool.references[draft]) for draft, subnet in variants]
     lengths = [prompt.inputs(model_pool.processor)["input_ids"].shape[1] for prompt in workload.prompts]
-    limits = [prompt.settings.max_new_tokens for prompt in workload.prompts]
-    longest = max(length + limit for length, limit in zip(lengths, limits, strict=True))
-    kv_lengths, held_out = kv_lengths_for(min(lengths), longest)
+    ends = (n + prompt.settings.max_new_tokens for n, prompt in zip(lengths, workload.prompts, strict=True))
+    kv_lengths, held_out = kv_lengths_for(min(lengths), max(ends))
     with console.stage("cost table") as update:
         table = measure_costs(
             model_pool.target,
             model_pool.target_reference,
-            drafts,
+            [(model_pool.draft(draft, subnet), model_pool.references[draft]) for draft, subnet in variants],
             model_pool.processor,
             workload,
             settings=CostSettings(
@@ -186,60 +177,55 @@ def measure_table(
 
 def print_table(table: CostTable, console: Console) -> None:
     """Print latencies by number of tokens, and the held-out error of every part."""
-    lengths = [point.kv_length for point in table.verify.points]
-    middle = (min(lengths) + max(lengths)) // 2
-    surfaces = {
-        "target, plain step": (table.decode, PRINTED_SIZES[:1]),
-        "target, verification": (table.verify, PRINTED_SIZES),
-    }
-    for costs in table.drafts:
-        surfaces[f"{costs.name}, first"] = costs.draft_first, PRINTED_SIZES
-        surfaces[f"{costs.name}, level"] = costs.draft_level, PRINTED_SIZES
-    rows = []
-    for name, (surface, sizes) in surfaces.items():
-        latencies = surface.latency_ms(np.array(sizes, np.float64), np.array([middle], np.float64))[:, 0]
-        cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(PRINTED_SIZES) - len(sizes))
-        errors = surface.held_out_error, surface.uncertainty
-        rows.append([name, *cells, surface.model, *map(percent, errors)])
-    anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
-    mark = f" (estimated{anchors})" if table.estimated else ""
     threads = "" if table.threads is None else f", {table.threads} thread{'s' * (table.threads > 1)}"
     console.say(f"{table.device.model}{threads}, {table.precision}, {table.mode}")
-    columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES), "model", "held-out error", "uncertainty"]
-    console.table(f"Cost table, ms, at KV length {middle}{mark}", columns, rows)
+    _print_latencies(table, console)
     prefills = {"target": table.prefill} | {costs.name: costs.prefill for costs in table.drafts}
+    overheads = {costs.draft.id: costs.overhead for costs in table.drafts}  # the same for all subnets of a draft
     other_parts = {
         f"{name}: prefill {p.intercept_ms:.1f} ms + {p.per_token_ms:.3f} ms/token + {p.image_ms:.1f} ms for images": p
         for name, p in prefills.items()
     } | {
-        f"{costs.draft.id}: overhead {o.round_ms:.2f} ms/round + {o.level_ms:.2f} ms/draft level + "
+        f"{name}: overhead {o.round_ms:.2f} ms/round + {o.level_ms:.2f} ms/draft level + "
         f"{1e3 * o.node_ms:.0f} us/node + {o.retrieval_ms:.2f} ms/round with retrieval": o
-        for costs in table.drafts  # the same for all subnets of a draft
-        for o in [costs.overhead]
+        for name, o in overheads.items()
     }
     for text, part in other_parts.items():
-        held_out, total = percent(part.held_out_error), percent(part.uncertainty)
-        console.say(f"{text} (held-out error {held_out}, uncertainty {total})")
+        console.say(f"{text} (held-out error {percent(part.held_out_error)}, uncertainty {percent(part.uncertainty)})")
     for costs in table.drafts:
         if costs.num_parameters and costs.kv_bytes_per_token is not None:
-            millions = costs.num_parameters / 1e6
-            console.say(
-                f"{costs.name}: {millions:.3g}M own parameters, {costs.kv_bytes_per_token} bytes of KV cache per token"
-            )
-    ratios = {costs.name: costs.verify_ratio for costs in table.drafts if round(costs.verify_ratio, 2) != 1.0}
+            size = f"{costs.num_parameters / 1e6:.3g}M own parameters"
+            console.say(f"{costs.name}: {size}, {costs.kv_bytes_per_token} bytes of KV cache per token")
+    ratios = [f"{c.verify_ratio:.2f} after {c.name}" for c in table.drafts if round(c.verify_ratio, 2) != 1.0]
     if ratios:
-        listed = ", ".join(f"{ratio:.2f} after {name}" for name, ratio in ratios.items())
-        console.say(f"verification as a multiple of the table's, which is the mean over drafts: {listed}")
+        console.say(f"verification as a multiple of the table's, which is the mean over drafts: {', '.join(ratios)}")
     for kind, by_part in (("held-out error", table.held_out_errors), ("uncertainty", table.uncertainties)):
         if by_part:
-            worst = max(by_part, key=lambda part: by_part[part])
-            console.say(
-                f"{kind}: median {percent(float(np.median([*by_part.values()])))} over {len(by_part)} parts, "
-                f"largest {percent(by_part[worst])} ({worst})"
-            )
+            median, (worst, largest) = np.median([*by_part.values()]), max(by_part.items(), key=lambda item: item[1])
+            parts = f"over {len(by_part)} parts, largest {percent(largest)} ({worst})"
+            console.say(f"{kind}: median {percent(float(median))} {parts}")
     if not table.estimated:
         console.say(
             f"{table.num_samples} steps timed; the device's speed changed during {table.disturbed_samples} of them"
         )
     if (contention := table.provenance.contention) is not None:
         console.say(contention.describe("while steps were timed"))
+
+
+def _print_latencies(table: CostTable, console: Console) -> None:
+    """Print the latency of every part by number of tokens, in the middle of the measured KV lengths."""
+    lengths = [point.kv_length for point in table.verify.points]
+    middle = (min(lengths) + max(lengths)) // 2
+    surfaces = {"target, plain step": table.decode, "target, verification": table.verify}
+    for costs in table.drafts:
+        surfaces |= {f"{costs.name}, first": costs.draft_first, f"{costs.name}, level": costs.draft_level}
+    rows = []
+    for name, surface in surfaces.items():
+        sizes = PRINTED_SIZES[:1] if surface is table.decode else PRINTED_SIZES
+        latencies = surface.latency_ms(np.array(sizes, np.float64), np.array([middle], np.float64))[:, 0]
+        cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(PRINTED_SIZES) - len(sizes))
+        rows.append([name, *cells, surface.model, percent(surface.held_out_error), percent(surface.uncertainty)])
+    anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
+    mark = f" (estimated{anchors})" if table.estimated else ""
+    columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES), "model", "held-out error", "uncertainty"]
+    console.table(f"Cost table, ms, at KV length {middle}{mark}", columns, rows)

@@ -35,7 +35,7 @@ from autotune.search.thresholds import (
     ROUNDS,
 )
 from autotune.search.tuning_prompts import TuningPrompts, ratio_interval, speedup_interval
-from autotune.study.document import Finalist, MeasuredDefault
+from autotune.study.document import Finalist, MeasuredConfiguration, MeasuredDefault
 from autotune.trees.policy import parse_policy
 
 NAMES = [*ascii_uppercase, *map("".join, itertools.product(ascii_uppercase, repeat=2))]  # of rows: A to Z, AA, AB, ...
@@ -109,8 +109,8 @@ class MeasuredFinalists:
 
     def speedup(self, configuration: Configuration) -> float:
         """The measured speedup of a finalist or default."""
-        speedups = {finalist.configuration.key: finalist.speedup for finalist in self.finalists}
-        return (speedups | {default.configuration.key: default.speedup for default in self.defaults})[configuration.key]
+        speedups = {measured.configuration.key: measured.speedup for measured in (*self.finalists, *self.defaults)}
+        return speedups[configuration.key]
 
 
 def measure_finalists(
@@ -124,11 +124,8 @@ def measure_finalists(
     deadline: float,
 ) -> MeasuredFinalists:
     """Run finalists, with their fallbacks, and published defaults on confirming prompts until the fastest is known or the time
-    is over. Where the time is short, fewer of them run: the fastest by prediction.
-
-    Args:
-        candidates: the fastest first.
-        deadline: of ``time.monotonic``.
+    is over. Where the time is short, fewer of them run: the fastest by prediction. ``candidates`` are the fastest first, and
+    ``deadline`` is a value of ``time.monotonic``.
     """
     confirming = prompts.confirming
     finalists = {
@@ -156,7 +153,11 @@ def measure_finalists(
             deadline=deadline,
             report=lambda done, of: update(done, of, ""),
         )
-    results = {name: _finalist(name, candidate, measured, confirming) for name, candidate in fitting.items()}
+    results = {}
+    for name, candidate in fitting.items():
+        predicted, interval90 = _prediction(confirming, candidate.configuration, len(measured.runs[name]))
+        measurement = _measurement(name, candidate.configuration, measured)
+        results[name] = Finalist(predicted_speedup=predicted, interval90=interval90, **measurement)
     default_results = [
         MeasuredDefault(name=name, **_measurement(name, configuration, measured))
         for name, configuration in fitting_defaults.items()
@@ -215,19 +216,12 @@ def _measurement(name: str, configuration: Configuration, measured: Race) -> dic
     }
 
 
-def _finalist(name: str, candidate: Candidate, measured: Race, evaluator: Evaluator) -> Finalist:
-    """A finalist's result, with its prediction for the prompts that were run, over and over.
-
-    Predicted speedups, not times: a machine that has become slower since its cost table was measured is slower with and
-    without a draft.
-    """
-    predicted, interval90 = _prediction(evaluator, candidate.configuration, len(measured.runs[name]))
-    measurement = _measurement(name, candidate.configuration, measured)
-    return Finalist(predicted_speedup=predicted, interval90=interval90, **measurement)
-
-
 def _prediction(evaluator: Evaluator, configuration: Configuration, num_runs: int) -> tuple[float, tuple[float, float]]:
-    """Predicted speedup on the prompts of the first runs, and its 90 % interval."""
+    """Predicted speedup on the prompts that were run, over and over, and its 90 % interval.
+
+    It is compared with the measured speedup: a machine that has become slower since its cost table was measured is slower with
+    and without a draft.
+    """
     order = np.arange(num_runs) % len(evaluator.tasks)
     predicted_ms = evaluator.replay(configuration).decode_ms
     predicted = float(evaluator.ar_ms[order].sum() / predicted_ms[order].sum())
@@ -247,10 +241,7 @@ def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
     """The finalist with the highest estimate, of those that are not significantly slower than the fastest arm and not slower than
     a default; of estimates within ``MAX_TIE``, the one with the smallest trees. The fastest default where one is faster than every finalist.
 
-    Speeds are times per token, so that a shorter answer is no gain.
-
-    Args:
-        estimates: speedup of every finalist on all replayed prompts (``estimated_speedup``).
+    Speeds are times per token, so that a shorter answer is no gain. ``estimates`` are the finalists' ``estimated_speedup``.
     """
     defaults = {name: measured.runs[name] for name in measured.remaining_defaults}
     finalists = {name: measured.runs[name] for name in measured.remaining}
@@ -283,7 +274,7 @@ def print_finalists(
     finalists: Sequence[Finalist], defaults: Sequence[MeasuredDefault], evaluator: Evaluator, console: Console
 ) -> None:
     """Print predicted and measured speedups, and the configurations below the table."""
-    arms: dict[str, Finalist | MeasuredDefault] = dict(zip(NAMES, finalists, strict=False))
+    arms: dict[str, MeasuredConfiguration] = dict(zip(NAMES, finalists, strict=False))
     arms |= {default.name: default for default in defaults}
     rows = []
     for name, measured in arms.items():
@@ -292,16 +283,9 @@ def print_finalists(
             predicted, (low, high) = _prediction(evaluator, measured.configuration, measured.num_runs)
             error = f"{100 * (predicted / measured.speedup - 1):+.1f} %"
             prediction = [f"{predicted:.2f}x", f"{low:.2f}-{high:.2f}", error]
-        rows.append(
-            [
-                name,
-                *prediction[:2],
-                f"{measured.speedup:.2f}x",
-                f"{measured.ci95[0]:.2f}-{measured.ci95[1]:.2f}",
-                prediction[2],
-                f"{measured.num_runs}" + (", eliminated" if measured.is_eliminated else ""),
-            ]
-        )
+        measurement = [f"{measured.speedup:.2f}x", f"{measured.ci95[0]:.2f}-{measured.ci95[1]:.2f}"]
+        num_runs = f"{measured.num_runs}" + (", eliminated" if measured.is_eliminated else "")
+        rows.append([name, *prediction[:2], *measurement, prediction[2], num_runs])
     columns = ["finalist or default", "predicted", "90 % interval", "measured", "95 % CI", "prediction error", "runs"]
     console.table("Finalists and published defaults on tuning prompts", columns, rows)
     print_labels({name: measured.configuration.label for name, measured in arms.items()}, console)

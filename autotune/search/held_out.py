@@ -1,4 +1,6 @@
-"""Evaluation on held-out prompts: the profile with plain decoding, Hugging Face and the best published defaults."""
+"""Evaluation on held-out prompts, where the profile runs next to plain decoding, Hugging Face and the best published defaults,
+and the evidence that the profile gets from it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 from autotune.console import Console
 from autotune.documents.configuration import Configuration, configuration_of
-from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile, Gain
-from autotune.documents.run import Run
+from autotune.documents.decoding_profile import (
+    AR,
+    HF,
+    TUNED,
+    ComparedArm,
+    DecodingProfile,
+    Gain,
+    Measured,
+    OperatingPoint,
+    Shrinkage,
+)
+from autotune.documents.run import Run, prompt_evidence
 from autotune.evaluation.arms import DecoderArm, HuggingFaceArm
 from autotune.evaluation.race import race
 from autotune.evaluation.runner import ArmRunner
@@ -20,8 +33,11 @@ from autotune.runtime.load import decoder_for
 from autotune.search.finalists import print_labels
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import HELD_OUT_PROMPTS, MIN_PROMPTS, RISK
+from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import RUNS
 from autotune.workloads.workload import Workload
+
+D = TypeVar("D", ComparedArm, Measured)
 
 ALL = "all"
 """Stands for the prompts of all tasks in tables of gains."""
@@ -78,12 +94,22 @@ def evaluate_profile(
 
     Args:
         defaults: published defaults that may be the best one. They leave when they are significantly slower than the fastest.
-        evaluator: predicts the speedups of the arms.
-        folder: keeps the runs.
         deadline: of ``time.monotonic``. After ``MIN_PROMPTS`` prompts, no prompt is begun that would end later.
     """
-    runner = _runner(profile, model_pool, folder)
-    decoder = runner.decoder
+    decoder = decoder_for(
+        profile,
+        model_pool.target,
+        lambda choice: model_pool.draft(choice.id, choice.subnet),
+        processor=model_pool.processor,
+    )
+    points = [point.model_dump(mode="json") for point in profile.points]
+    runner = ArmRunner(
+        decoder,
+        model_pool.processor,
+        ledger=folder / RUNS,
+        context=[model_pool.key, profile.threads, profile.prefill_threads, points],
+        draft_of=model_pool.draft_of,
+    )
     last = configuration_of(profile.point)
     tuned = DecoderArm(TUNED, decoder, key=last.key if last else TUNED)
     with console.stage("evaluation, measured") as update:
@@ -110,24 +136,6 @@ def evaluate_profile(
         configurations=configurations,
         predicted={name: evaluator.evaluate(configuration).speedup for name, configuration in replayable.items()},
         best_default=next(iter(measured.remaining_defaults), None),
-    )
-
-
-def _runner(profile: DecodingProfile, model_pool: ModelPool, folder: Path) -> ArmRunner:
-    """A runner of arms next to the decoder of a profile."""
-    decoder = decoder_for(
-        profile,
-        model_pool.target,
-        lambda choice: model_pool.draft(choice.id, choice.subnet),
-        processor=model_pool.processor,
-    )
-    points = [point.model_dump(mode="json") for point in profile.points]
-    return ArmRunner(
-        decoder,
-        model_pool.processor,
-        ledger=folder / RUNS,
-        context=[model_pool.key, profile.threads, profile.prefill_threads, points],
-        draft_of=model_pool.draft_of,
     )
 
 
@@ -175,3 +183,96 @@ def _print_gains(gains: Sequence[Gain], best_default: str | None, console: Conso
         rows,
         emphasised=len(rows) - 1,
     )
+
+
+def with_evidence(
+    profile: DecodingProfile, evaluation: Evaluation, shrinkage: Shrinkage | None, plain_point: OperatingPoint
+) -> DecodingProfile:
+    """The profile with its measured points and its evidence; it decodes plainly, by ``plain_point``, where that is faster."""
+    runs, summaries = evaluation.runs, evaluation.summaries
+    is_faster = summaries[TUNED].speedup >= 1.0
+    if is_faster:
+        points = [
+            point.model_copy(update={"measured": measured_point(number, runs[TUNED], runs[AR])})
+            for number, point in enumerate(profile.points)
+        ]
+    else:
+        points = [plain_point.model_copy(update={"measured": _measured(summaries[AR], summaries[AR])})]
+    compared = [
+        _from_summary(
+            ComparedArm,
+            summaries[name],
+            tree=configuration.tree if configuration else None,
+            visual_keep=configuration.visual_keep if configuration else None,
+            predicted_speedup=evaluation.predicted.get(name),
+        )
+        for name, configuration in evaluation.configurations.items()
+    ]
+    decoded = runs[TUNED] if is_faster else runs[AR]  # checks compare with what the profile decodes
+    evidence = profile.evidence.model_copy(
+        update={
+            "prompts": [prompt_evidence(run, plain) for run, plain in zip(decoded, runs[AR], strict=True)],
+            "compared": compared,
+            "best_default": evaluation.best_default,
+            "gains": evaluation.gains,
+            "shrinkage": shrinkage,
+        }
+    )
+    return profile.model_copy(update={"points": points, "evidence": evidence})
+
+
+def shrinkage_of(
+    winner: Configuration,
+    measured_on_confirming: float,
+    evaluation: Evaluation,
+    num_points: int,
+    prompts: TuningPrompts,
+) -> Shrinkage:
+    """How the speedup of the winner, the last of ``num_points`` operating points, shrank from the prompts that chose it to those
+    that did not. ``measured_on_confirming`` is its speedup in the race of finalists.
+    """
+    choosing, confirming = (
+        evaluator.evaluate(winner).speedup if evaluator.can_replay(winner) else None
+        for evaluator in (prompts.choosing, prompts.confirming)
+    )
+    pairs = list(zip(evaluation.runs[TUNED], evaluation.runs[AR], strict=True))
+    winner_pairs = [pair for pair in pairs if pair[0].point == num_points - 1]  # without the prompts of other points
+    return Shrinkage(
+        predicted_on_choosing=choosing,
+        predicted_on_confirming=confirming,
+        measured_on_confirming=measured_on_confirming,
+        measured_on_held_out=summarize(TUNED, *map(list, zip(*(winner_pairs or pairs), strict=True))).speedup,
+    )
+
+
+def measured_point(number: int, runs: Sequence[Run], plain: Sequence[Run]) -> Measured | None:
+    """Measurements of an operating point on the prompts that it decoded; None where it decoded nothing."""
+    pairs = [(run, plain_run) for run, plain_run in zip(runs, plain, strict=True) if number == run.point]
+    if not any(run.new_tokens > 1 for run, _ in pairs):
+        return None
+    point_runs, plain_runs = zip(*pairs, strict=True)
+    return _measured(summarize(TUNED, point_runs, plain_runs), summarize(AR, plain_runs, plain_runs))
+
+
+def _measured(summary: Summary, plain: Summary) -> Measured:
+    tokens_per_round = None if summary is plain else summary.tokens_per_round
+    further = {"tokens_per_round": tokens_per_round, "ar_tokens_per_second": plain.tokens_per_second}
+    return _from_summary(Measured, summary, **further)
+
+
+def _from_summary(document: type[D], summary: Summary, **further: Any) -> D:
+    """A document with the fields of a summary that have the same names, and ``further`` ones."""
+    shared = {name: value for name, value in vars(summary).items() if name in document.model_fields}
+    return document(**{**shared, **further})
+
+
+def print_shrinkage(shrinkage: Shrinkage, prompts: TuningPrompts, console: Console) -> None:
+    """Print the winner's predicted and measured speedups, where its speedup was predicted."""
+    choosing, confirming = shrinkage.predicted_on_choosing, shrinkage.predicted_on_confirming
+    if choosing is not None and confirming is not None:
+        console.say(
+            f"the tuned configuration: predicted {choosing:.2f}x on the {len(prompts.choosing.tasks)} prompts that "
+            f"chose it and {confirming:.2f}x on {len(prompts.confirming.tasks)} others, measured "
+            f"{shrinkage.measured_on_confirming:.2f}x on these and {shrinkage.measured_on_held_out:.2f}x on held-out "
+            "prompts"
+        )

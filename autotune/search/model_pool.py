@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,30 +33,18 @@ MEMORY_SHARE = 0.5  # of the free memory, for workers
 PROCESS_BYTES = 1 << 30  # of a worker in addition to its weights: torch, and processed prompts
 
 
-class ModelPoolArguments(NamedTuple):
-    """Arguments of a ``ModelPool``, sent to a worker that loads the same models."""
-
-    target: str
-    drafts: tuple[str, ...]
-    device: str
-    capture_sizes: tuple[int, ...]
-    mode: str
-    num_threads: int
-    """torch's threads in the main process: part of the device's fingerprint, and so of the keys of documents."""
-
-
 def _run_task(
-    rank: int,
-    arguments: ModelPoolArguments,
-    num_threads: int,
-    task: Callable[..., None],
-    task_arguments: tuple[Any, ...],
+    rank: int, arguments: tuple[Any, ...], num_cores: int, num_threads: int, task: Callable[..., None], *further: Any
 ) -> None:
-    """Load the models in a worker and run ``task``."""
-    torch.set_num_threads(arguments.num_threads)
-    model_pool = ModelPool(*arguments[:-1])
+    """Load the models of a pool with these ``arguments`` in a worker, and run ``task``.
+
+    The pool sees the main process's ``num_cores`` threads, which are part of the device's fingerprint and so of the keys of
+    documents; the task runs on ``num_threads``.
+    """
+    torch.set_num_threads(num_cores)
+    model_pool = ModelPool(*arguments)
     torch.set_num_threads(num_threads)
-    task(model_pool, rank, *task_arguments)
+    task(model_pool, rank, *further)
 
 
 class ModelPool:
@@ -77,9 +65,8 @@ class ModelPool:
         Raises:
             UserError: a model cannot be loaded, or a draft does not fit the target.
         """
-        self.arguments = ModelPoolArguments(
-            target, tuple(drafts), device, tuple(capture_sizes), mode, torch.get_num_threads()
-        )
+        self.arguments = target, tuple(drafts), device, tuple(capture_sizes), mode
+        self.num_cores = torch.get_num_threads()
         self.target_reference = reference(target)
         self._random_weights = random_weights
         self.processor = load_processor(target, or_bundled=random_weights)
@@ -93,11 +80,10 @@ class ModelPool:
         """Drafts by id, in the user's order."""
         for name in drafts:
             draft_reference = reference(name)
-            self.references[draft_reference.id] = draft_reference
             draft = load_draft(name, self.target, random_weights=random_weights)
             # A decoder checks that the vocabularies agree.
             Decoder(self.target, draft, capture_sizes=self.capture_sizes, mode=EAGER, processor=self.processor)
-            self._full_drafts[draft_reference.id] = draft
+            self.references[draft_reference.id], self._full_drafts[draft_reference.id] = draft_reference, draft
         if self.has_states and self.mode != EAGER:  # the states of a draft
             self.mode = check_mode(mode, self.target.device, has_states=True)
             self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
@@ -108,7 +94,7 @@ class ModelPool:
         all (None: one per core), which share torch's threads.
         """
         num_workers, num_threads = self.worker_limits(jobs)
-        pool = WorkerPool(num_workers, _run_task, self.arguments, num_threads, task, arguments)
+        pool = WorkerPool(num_workers, _run_task, self.arguments, self.num_cores, num_threads, task, *arguments)
         with pool, limited_threads(num_threads):
             yield pool
 
@@ -116,16 +102,15 @@ class ModelPool:
         """Number of workers in addition to this process, and of CPU threads for each, as far as memory allows; no workers on an
         accelerator.
         """
-        cores = self.arguments.num_threads
-        jobs = jobs or cores
         if self.target.device.type != "cpu":
-            return 0, cores
+            return 0, self.num_cores
+        jobs = jobs or self.num_cores
         own_bytes = weight_bytes(self.target.model) + sum(draft.weight_bytes for draft in self._full_drafts.values())
         free = free_memory(self.target.device)
         if free is not None:
             jobs = min(jobs, 1 + int(MEMORY_SHARE * free / (own_bytes + PROCESS_BYTES)))
         num_workers = min(jobs - 1, MAX_WORKERS)
-        return num_workers, max(1, cores // (1 + num_workers))
+        return num_workers, max(1, self.num_cores // (1 + num_workers))
 
     @property
     def precision(self) -> str:
@@ -181,30 +166,28 @@ class ModelPool:
             UserError: the space has operators only and no draft has a compressor, or cut vocabularies only and no draft has
                 token frequencies.
         """
-        dimensions = {id: draft.dimensions for id, draft in self._full_drafts.items()}
-        if not any(known.operators for known in dimensions.values()) and "gate" not in space.operators:
+        dimensions = [draft.dimensions for draft in self._full_drafts.values()]
+        names = ", ".join(self._full_drafts)
+        if "gate" not in space.operators and not any(known.operators for known in dimensions):
             raise UserError(
-                f"only a specvlm draft with a compressor has operators to choose; got {', '.join(self._full_drafts)}; "
-                "leave operators out"
+                f"only a specvlm draft with a compressor has operators to choose; got {names}; leave operators out"
             )
-        if not any(known.has_vocabularies for known in dimensions.values()) and 1.0 not in space.vocabularies:
+        if 1.0 not in space.vocabularies and not any(known.has_vocabularies for known in dimensions):
             raise UserError(
-                f"only drafts with token frequencies, which autotune train counts, have vocabularies to choose; got "
-                f"{', '.join(self._full_drafts)}; leave vocabularies out"
+                "only drafts with token frequencies, which autotune train counts, have vocabularies to choose; got "
+                f"{names}; leave vocabularies out"
             )
+        blind = space.without_images()
         return [
             (id, subnet)
             for id, draft in self._full_drafts.items()
-            for subnet in (space if draft.sees_images else space.without_images()).subnets(
-                id, draft.subnet, *dimensions[id]
-            )
+            for subnet in (space if draft.sees_images else blind).subnets(id, draft.subnet, *draft.dimensions)
         ]
 
     @property
     def has_states(self) -> bool:
         """Whether the target or a draft keeps recurrent or convolution states, so that only chains are decoded."""
-        drafts = self._full_drafts.values()
-        return self.target.has_states or any(draft.has_states for draft in drafts)
+        return self.target.has_states or any(draft.has_states for draft in self._full_drafts.values())
 
     def supernet_layers(self, draft: str) -> tuple[int, ...]:
         """The layers of the target that a supernet can read; empty for other drafts."""
@@ -216,19 +199,19 @@ class ModelPool:
         Raises:
             UserError: no draft is a supernet.
         """
-        if not any(self.supernet_layers(draft) for draft in self._full_drafts):
-            names = ", ".join(self._full_drafts)
+        if not any(map(self.supernet_layers, self._full_drafts)):
             raise UserError(
-                f"only a star draft has heads and layers to choose; got {names}; leave heads and layers out"
+                f"only a star draft has heads and layers to choose; got {', '.join(self._full_drafts)}; "
+                "leave heads and layers out"
             )
 
     @property
     def key(self) -> str:
         """Content key of the models, the device, the library versions, and the mode: part of the key of every document."""
         models = [model.sha256 or model.id for model in (self.target_reference, *self.references.values())]
-        sizes: list[object] = [list(self.capture_sizes)] if self.capture_sizes else []
-        sizes += [self.mode] if self.mode != EAGER else []
-        quantization = self.target.text.quantization
-        sizes += [] if quantization is None else [quantization, *quantization_versions(quantization)]
-        versions = [version_of("torch"), version_of("transformers")]
-        return content_key([*models, self.device.key, *versions, *sizes])
+        documents: list[object] = [*models, self.device.key, version_of("torch"), version_of("transformers")]
+        documents += [list(self.capture_sizes)] if self.capture_sizes else []
+        documents += [self.mode] if self.mode != EAGER else []
+        if (quantization := self.target.text.quantization) is not None:
+            documents += [quantization, *quantization_versions(quantization)]
+        return content_key(documents)

@@ -70,19 +70,14 @@ def by_image(has_image: Sequence[bool] | Flags) -> Grouping:
 def by_prompt_tokens(lengths: Sequence[int] | Ints) -> list[Grouping]:
     """Short and long prompts, with the boundary at each of ``LENGTH_QUANTILES``."""
     tokens = np.array(lengths)
+    quantiles = {int(np.quantile(tokens, share, method="lower")) for share in LENGTH_QUANTILES}
     return [
         (
             Group(Condition(prompt_tokens=Range(max=longest)), tokens <= longest),
             Group(Condition(prompt_tokens=Range(min=longest + 1)), tokens > longest),
         )
-        for longest in _quantiles(tokens)
+        for longest in sorted(quantiles - {int(tokens.max())})
     ]
-
-
-def _quantiles(lengths: Ints) -> list[int]:
-    """``LENGTH_QUANTILES`` of lengths, ascending, without the longest."""
-    quantiles = {int(np.quantile(lengths, share, method="lower")) for share in LENGTH_QUANTILES}
-    return sorted(quantiles - {int(lengths.max())})
 
 
 def by_temperature(temperatures: Sequence[float]) -> Grouping:
@@ -97,15 +92,7 @@ def by_temperature(temperatures: Sequence[float]) -> Grouping:
     )
 
 
-def choose_points(
-    ms: Floats,
-    groupings: Sequence[Grouping],
-    common: int,
-    *,
-    min_gain: float = MIN_GAIN,
-    min_requests: int = MIN_REQUESTS,
-    seed: int = 0,
-) -> list[Proposal]:
+def choose_points(ms: Floats, groupings: Sequence[Grouping], common: int, *, seed: int = 0) -> list[Proposal]:
     """The points of the grouping that saves most time; the last one decodes all remaining requests.
 
     A grouping by workload helps only callers who tag their requests. It is used only if it saves ``WORKLOAD_ADVANTAGE`` times
@@ -116,25 +103,21 @@ def choose_points(
             should be among them.
         groupings: of the same requests; at most one is used.
         common: row of the configuration for requests without a point of their own.
-        min_gain: share of a group's decoding time that its point must save.
-        min_requests: smallest size of a group.
-        seed: of the splits.
     """
     common_point = Proposal(Condition(), common, 0.0)
-    # Points and saved ms, by whether requests need tags.
-    best = {needs_tags: ([common_point], 0.0) for needs_tags in (False, True)}
+    best = dict.fromkeys((False, True), ([common_point], 0.0))  # points and saved ms, by whether requests need tags
     sizes = [int(group.is_member.sum()) for grouping in groupings for group in grouping]
-    num_tried = max(1, sum(size >= min_requests for size in sizes))
+    num_tried = max(1, sum(size >= MIN_REQUESTS for size in sizes))
     min_deviations = NormalDist().inv_cdf(1 - POINT_RISK / num_tried)
     for grouping in groupings:
         points, saved_ms = [], 0.0
         for group in grouping:
             members = np.flatnonzero(group.is_member)
             total_ms = float(ms[common, members].sum())
-            if len(members) < max(2, min_requests) or total_ms == 0.0:
+            if len(members) < MIN_REQUESTS or total_ms == 0.0:
                 continue
             gain, deviation = _gain(ms, members, common, seed)
-            if gain >= min_gain and gain > min_deviations * deviation:
+            if gain >= MIN_GAIN and gain > min_deviations * deviation:
                 points.append(Proposal(group.condition, _fastest(ms, members), gain))
                 saved_ms += gain * total_ms
         needs_tags = any(group.condition.workload is not None for group in grouping)
@@ -165,10 +148,8 @@ def _fastest(ms: Floats, requests: Ints) -> int:
 def propose_points(
     candidates: Sequence[Candidate], evaluator: Evaluator, tune: Workload, *, seed: int
 ) -> list[tuple[Condition, Candidate]]:
-    """Conditions under which another candidate is predicted to be faster than the first one, which comes last.
-
-    Args:
-        tune: the recorded prompts.
+    """Conditions under which another candidate is predicted to be faster than the first one, which comes last; ``tune`` has the
+    recorded prompts.
     """
     trace = next(iter(evaluator.traces.values()))
     points = choose_points(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from autotune.acceptance.trace import ForestBounds, Trace, bounds_for
 from autotune.console import Console
@@ -38,16 +38,13 @@ from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, Study
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record
 from autotune.trees.policy import POLICIES
-from autotune.workloads.workload import load_workload
+from autotune.workloads.workload import Workload, load_workload
 
 
 def search(settings: SearchSettings, console: Console, *, started: float | None = None) -> DecodingProfile:
     """Search a decoding profile, and write it. An interrupted search resumes; searches with one ``storage`` share the work.
 
     The budget starts at ``started``, of ``time.monotonic``; None: now.
-
-    Raises:
-        UserError: a mistake of the user, found before long work where possible.
     """
     check_settings(settings)
     run = _SearchRun(settings, console, time.monotonic() if started is None else started)
@@ -85,14 +82,8 @@ class _SearchRun:
         self.started = started
         self.constraints = Constraints(settings.max_round_ms, settings.max_draft_mib)
         self.stage_seconds: dict[str, float] = {}
-        load = partial(load_workload, settings.workload, format=settings.workload_format)
-        self.tune = load("tune", num_prompts=settings.num_tune_prompts)
-        self.evaluate = load("evaluate", num_prompts=settings.num_evaluate_prompts)
-        self.tune, self.evaluate = (
-            part.cut(len(part.prompts), settings.max_new_tokens) for part in (self.tune, self.evaluate)
-        )
-        if settings.temperature is not None:
-            self.tune, self.evaluate = (part.sampled(settings.temperature) for part in (self.tune, self.evaluate))
+        self.tune = self._load_prompts("tune", settings.num_tune_prompts)
+        self.evaluate = self._load_prompts("evaluate", settings.num_evaluate_prompts)
         has_images = any(prompt.pixels for prompt in (*self.tune.prompts, *self.evaluate.prompts))
         self.space = narrowed_space(settings, has_images=has_images)
         self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
@@ -119,6 +110,12 @@ class _SearchRun:
         self.study: StudyDocument | None = None
         console.say(f"target {settings.target}, draft {', '.join(settings.drafts)}, workload {settings.workload}")
         console.say(f"study in {self.folder}")
+
+    def _load_prompts(self, split: Literal["tune", "evaluate"], count: int) -> Workload:
+        settings = self.settings
+        workload = load_workload(settings.workload, split, num_prompts=count, format=settings.workload_format)
+        workload = workload.cut(len(workload.prompts), settings.max_new_tokens)
+        return workload if settings.temperature is None else workload.sampled(settings.temperature)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -161,9 +158,10 @@ class _SearchRun:
         self.plan = Plan.model_validate(self.shared_decision("plan", documents, make), strict=False)
         self.console.say(self.plan.describe(size))
         self.clock.set_share("screening", self.plan.screening_share)
-        self.tune, self.evaluate = self.plan.apply(self.tune, self.evaluate)
+        limit = self.plan.max_new_tokens
+        self.evaluate = self.evaluate.cut(self.plan.num_evaluate_prompts, limit)
         # Held-out turns follow their answers where they are run.
-        self.tune = pool.recorder(self.folder).follow(self.tune)
+        self.tune = pool.recorder(self.folder).follow(self.tune.cut(self.plan.num_tune_prompts, limit))
 
     def cost_table(self) -> CostTable:
         """The device's cost table, and the study document."""
@@ -233,14 +231,10 @@ class _SearchRun:
             jobs=self.settings.jobs,
         )
         traces = record(self.tune, deadline=self.clock.deadline_of("traces"))
-        documents: list[Any] = [
-            self.model_pool.key,
-            _described(variants),
-            self.tune.sha256,
-            self.bounds.model_dump(),
-            self.settings.budget_s,
-        ]
-        num_prompts = self.shared_decision("num_prompts", documents, lambda: traces[0].num_prompts)
+        documents = [self.model_pool.key, _described(variants), self.tune.sha256, self.bounds.model_dump()]
+        num_prompts = self.shared_decision(
+            "num_prompts", [*documents, self.settings.budget_s], lambda: traces[0].num_prompts
+        )
         self.tune = self.tune.cut(num_prompts)
         if traces[0].num_prompts != num_prompts:  # another worker or run had time for more or fewer
             traces = record(self.tune)
@@ -311,16 +305,15 @@ def narrowed_space(settings: SearchSettings, *, has_images: bool = True) -> Sear
     tokens are not searched.
     """
     space = load_space(settings.space)
-    changes: dict[str, Any] = {}
-    if settings.heads is not None:
-        changes["heads"] = [settings.heads]
-    if settings.injection_layer is not None:
-        changes["injection_layers"] = [settings.injection_layer]
+    given = {
+        "heads": settings.heads,
+        "injection_layers": settings.injection_layer,
+        "operators": settings.operator,
+        "vocabularies": settings.vocabulary,
+    }
+    changes: dict[str, Any] = {name: [value] for name, value in given.items() if value is not None}
     if settings.operator is not None:
-        ratios = [] if settings.operator_ratio is None else [settings.operator_ratio]
-        changes |= {"operators": [settings.operator], "operator_ratios": ratios}
-    if settings.vocabulary is not None:
-        changes["vocabularies"] = [settings.vocabulary]
+        changes["operator_ratios"] = [] if settings.operator_ratio is None else [settings.operator_ratio]
     return (space if has_images else space.without_images()).model_copy(update=changes)
 
 

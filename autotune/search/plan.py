@@ -136,13 +136,6 @@ class Plan(Document):
     screening_share: float = STAGES["screening"]
     """Share of the budget in which subnets are screened."""
 
-    def apply(self, tune: Workload, evaluate: Workload) -> tuple[Workload, Workload]:
-        """The workloads, cut to the plan."""
-        return (
-            tune.cut(self.num_tune_prompts, self.max_new_tokens),
-            evaluate.cut(self.num_evaluate_prompts, self.max_new_tokens),
-        )
-
     def describe(self, size: SearchSize) -> str:
         """One line: what fits, and what a search that cuts nothing would take."""
         num_prompts, longest = len(size.answer_tokens), max(size.answer_tokens)
@@ -176,14 +169,14 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
     num_prompts, longest = len(size.answer_tokens), max(size.answer_tokens)
     answers_s = ANSWERS_SHARE * STAGES["traces"] * left_s * size.num_processes
     num_wanted = min(num_prompts, MIN_TUNE_PROMPTS)
-    limit = longest
+    limit, num_tokens = longest, fmean(size.answer_tokens)
     while limit // 2 >= LEAST_TOKENS:
-        num_tokens = _mean_tokens(size, limit)
         evaluated_s = LEAST_PROMPTS * EVALUATED_ARMS * rates.run_s(num_tokens)
         if num_wanted * rates.answer_s(num_tokens) <= answers_s and evaluated_s <= STAGES["evaluation"] * left_s:
             break
         limit //= 2
-    num_fitting = int(answers_s / rates.answer_s(_mean_tokens(size, limit)))
+        num_tokens = fmean(min(limit, num_tokens) for num_tokens in size.answer_tokens)
+    num_fitting = int(answers_s / rates.answer_s(num_tokens))
     return Plan(
         seconds=seconds,
         rates=rates,
@@ -195,17 +188,8 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
     )
 
 
-def _mean_tokens(size: SearchSize, limit: int) -> float:
-    return fmean(min(limit, num_tokens) for num_tokens in size.answer_tokens)
-
-
 class StageClock:
-    """Deadlines of the stages of a search, of ``time.monotonic``.
-
-    Args:
-        deadline: of the search.
-        stages: those that it has, in their order.
-    """
+    """Deadlines of the stages of a search in their order, of ``time.monotonic`` as is the ``deadline`` of the search."""
 
     def __init__(self, deadline: float, stages: Iterable[str] = STAGES) -> None:
         self.deadline = deadline

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,27 +12,40 @@ from autotune.console import Console
 from autotune.contention_monitor import ContentionMonitor
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration, configuration_of
-from autotune.documents.decoding_profile import DecodingProfile, Shrinkage
+from autotune.documents.decoding_profile import (
+    DecodingProfile,
+    DraftChoice,
+    Evidence,
+    OperatingPoint,
+    Predicted,
+    WorkloadReference,
+)
+from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
+from autotune.documents.run import Run
+from autotune.evaluation.race import race
+from autotune.evaluation.summary import speedup
 from autotune.prediction.evaluator import Candidate
 from autotune.search.finalists import (
     MeasuredFinalists,
     choose_finalists,
     confirmable,
     measure_finalists,
+    print_labels,
     published_defaults,
 )
-from autotune.search.held_out import evaluate_profile, print_evaluation
+from autotune.search.held_out import evaluate_profile, print_evaluation, print_shrinkage, shrinkage_of, with_evidence
 from autotune.search.model_pool import ModelPool
 from autotune.search.operating_points import propose_points
 from autotune.search.plan import StageClock
-from autotune.search.point_confirmation import PointConfirmation
-from autotune.search.profile_documents import ProfileDocuments, shrinkage_of
-from autotune.search.thresholds import MAX_HELD_OUT_DEFAULTS, NUM_POINT_CANDIDATES, ROUNDS
+from autotune.search.thresholds import MAX_HELD_OUT_DEFAULTS, MIN_GAIN, MIN_PROMPTS, NUM_POINT_CANDIDATES, RISK, ROUNDS
 from autotune.search.tree_search import TreeSearchResult
-from autotune.search.tuning_prompts import TuningPrompts
+from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
 from autotune.study.document import RUNS
+from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
+
+POINT = "point"  # name of the arm that decodes with an operating point's configuration
 
 
 @dataclass
@@ -53,7 +68,6 @@ class ProfileSelection:
     def __post_init__(self) -> None:
         self.evaluator = self.prompts.full
         self.runner = self.model_pool.runner(self.evaluator.table, self.folder / RUNS)
-        self.documents = ProfileDocuments(self.model_pool, self.prompts, self.evaluate, self.trees.num_replayed)
 
     def predicted_profile(self) -> DecodingProfile:
         """The profile for another device, with predictions only."""
@@ -62,7 +76,7 @@ class ProfileSelection:
         if fastest.speedup >= 1.0:
             proposed = self.points(self.evaluator.evaluate(fastest.configuration))
             points = [(when, self.evaluator.with_fallback(candidate).configuration) for when, candidate in proposed]
-        return self.documents.predicted(self.evaluator.table.device, points)
+        return self.profile_of(self.evaluator.table.device, points)
 
     def measured_profile(self) -> DecodingProfile:
         """The profile for this device, with measurements on held-out prompts."""
@@ -71,8 +85,8 @@ class ProfileSelection:
         points = [(Condition(), finalists.winner)]
         if self.evaluator.can_replay(finalists.winner):
             *proposed, _ = self.points(self.evaluator.evaluate(finalists.winner))
-            points = [*self.confirmation(finalists).confirmed(proposed), *points]
-        profile = self.evaluated(self.documents.predicted(self.model_pool.device, points), finalists)
+            points = [*self.confirmed(proposed, finalists), *points]
+        profile = self.evaluated(self.profile_of(self.model_pool.device, points), finalists)
         contention = monitor.contention()
         self.console.say(contention.describe("while configurations were run"))
         return profile.model_copy(update={"provenance": stamp(contention)})
@@ -99,18 +113,70 @@ class ProfileSelection:
         candidates = list({candidate.key: candidate for candidate in [winner, *fastest]}.values())
         return propose_points(candidates, self.evaluator, self.prompts.workload, seed=self.seed)
 
-    def confirmation(self, finalists: MeasuredFinalists) -> PointConfirmation:
-        """Confirms points by real runs next to the winner and the best published default."""
-        return PointConfirmation(
-            self.runner,
-            self.evaluator,
-            self.prompts.workload,
-            finalists.winner,
-            next(iter(finalists.best_defaults.values()), None),
-            self.console,
-            self.seed,
-            self.clock.deadline_of("operating points"),
+    def confirmed(
+        self, points: Sequence[tuple[Condition, Candidate]], finalists: MeasuredFinalists
+    ) -> list[tuple[Condition, Configuration]]:
+        """The points that beat the winner and the best published default on the tuning prompts that meet their conditions."""
+        deadline = self.clock.deadline_of("operating points")
+        rivals = dict(zip(("winner", "default"), [finalists.winner, *finalists.best_defaults.values()], strict=False))
+        kept: list[tuple[Condition, Configuration]] = []
+        rows: list[list[str]] = []
+        labels: dict[str, str] = {}
+        for number, (condition, predicted) in enumerate(points):
+            candidate = self.evaluator.with_fallback(predicted).configuration
+            if candidate.key in {rival.key for rival in rivals.values()}:
+                continue
+            if time.monotonic() > deadline:
+                self.console.say(
+                    f"{len(points) - number} operating points were not confirmed in their share of the budget"
+                )
+                break
+            runs = self._point_runs(condition, {**rivals, POINT: candidate}, deadline)
+            # An arm that left before the others has fewer runs.
+            ratios = {name: speedup(runs[name], runs[POINT][: len(runs[name])]) for name in rivals}
+            is_faster = max(ratios.values()) <= 1 - MIN_GAIN
+            name = f"{len(rows) + 1}"
+            labels[name] = f"{condition.label}: {candidate.label}"
+            cells = [f"{ratios[rival]:.2f}" if rival in ratios else "-" for rival in ("winner", "default")]
+            rows.append([name, *cells, f"{len(runs[POINT])}", "yes" if is_faster else "no"])
+            if is_faster:
+                kept.append((condition, candidate))
+        if rows:
+            columns = ["point", "time / winner's time", "time / best default's", "prompts", "kept"]
+            self.console.table("Operating points on tuning prompts", columns, rows)
+            print_labels(labels, self.console)
+        return kept
+
+    def _point_runs(
+        self, condition: Condition, configurations: Mapping[str, Configuration], deadline: float
+    ) -> Mapping[str, Sequence[Run]]:
+        """Runs of the arms on the tuning prompts that meet a condition, until the difference of the point to the others is
+        significant or the time is over.
+        """
+        tune, trace = self.prompts.workload, next(iter(self.evaluator.traces.values()))
+        prompts = tuple(
+            prompt
+            for prompt, num_tokens, num_visual in zip(
+                tune.prompts, trace.prompt_length, trace.num_visual_tokens, strict=True
+            )
+            if condition.matches(
+                temperature=prompt.settings.temperature or 0.0,
+                prompt_tokens=int(num_tokens),
+                has_image=bool(num_visual > 0),
+                workload=prompt.settings.task,
+            )
         )
+        return race(
+            self.runner,
+            [self.runner.arm(name, configuration) for name, configuration in configurations.items()],
+            Workload(tune.name, tune.split, prompts),
+            risk=RISK,
+            prompts_per_block=MIN_PROMPTS,
+            min_prompts=MIN_PROMPTS,
+            ends=lambda leaders: POINT not in leaders or len(leaders) == 1,
+            seed=self.seed,
+            deadline=deadline,
+        ).runs
 
     def evaluated(self, profile: DecodingProfile, finalists: MeasuredFinalists) -> DecodingProfile:
         """The profile with measurements on the evaluation prompts: its decoder next to the other arms."""
@@ -128,22 +194,66 @@ class ProfileSelection:
         print_evaluation(evaluation, len(profile.points), self.console)
         last, shrinkage = configuration_of(profile.point), None
         if last is not None:
-            measured = finalists.speedup(last)
-            shrinkage = shrinkage_of(last, measured, evaluation, len(profile.points), self.prompts)
-            self._say_shrinkage(shrinkage)
-        measured_profile = self.documents.measured(profile, evaluation, shrinkage)
+            shrinkage = shrinkage_of(last, finalists.speedup(last), evaluation, len(profile.points), self.prompts)
+            print_shrinkage(shrinkage, self.prompts, self.console)
+        measured_profile = with_evidence(profile, evaluation, shrinkage, self._plain_point())
         if measured_profile.point.draft is None:
             self.console.say(
                 "plain decoding is faster than the tuned configuration: the profile decodes without a draft"
             )
         return measured_profile
 
-    def _say_shrinkage(self, shrinkage: Shrinkage) -> None:
-        choosing, confirming = shrinkage.predicted_on_choosing, shrinkage.predicted_on_confirming
-        if choosing is not None and confirming is not None:
-            self.console.say(
-                f"the tuned configuration: predicted {choosing:.2f}x on the {len(self.prompts.choosing.tasks)} prompts that "
-                f"chose it and {confirming:.2f}x on {len(self.prompts.confirming.tasks)} others, measured "
-                f"{shrinkage.measured_on_confirming:.2f}x on these and {shrinkage.measured_on_held_out:.2f}x on held-out "
-                "prompts"
+    def profile_of(self, device: Fingerprint, points: Sequence[tuple[Condition, Configuration]]) -> DecodingProfile:
+        """A profile of operating points that are not measured; without any, it decodes plainly."""
+        table, tune = self.evaluator.table, self.prompts.workload
+        return DecodingProfile(
+            provenance=stamp(),
+            target=self.model_pool.target_reference,
+            workload=WorkloadReference(
+                name=tune.name,
+                tune_sha256=tune.sha256,
+                evaluate_sha256=self.evaluate.sha256,
+                num_tune_prompts=len(tune.prompts),
+                num_evaluate_prompts=len(self.evaluate.prompts),
+            ),
+            hardware=device,
+            precision=table.precision,
+            capture_sizes=table.capture_sizes,
+            mode=table.mode,
+            attention_backends=table.attention_backends,
+            threads=table.threads,
+            prefill_threads=table.prefill_threads,
+            points=[self._point(condition, c) for condition, c in points] or [self._plain_point()],
+            evidence=Evidence(configurations_replayed=self.trees.num_replayed),
+        )
+
+    def _plain_point(self) -> OperatingPoint:
+        evaluator = self.evaluator
+        ms, estimated = evaluator.ar_ms_per_token, evaluator.table.estimated
+        predicted = Predicted(speedup=1.0, ms_per_token=ms, tokens_per_round=None, estimated=estimated)
+        return OperatingPoint(when=Condition(), draft=None, tree=None, predicted=predicted, measured=None)
+
+    def _point(self, condition: Condition, configuration: Configuration) -> OperatingPoint:
+        """An operating point that is not measured yet."""
+        evaluator, c = self.evaluator, configuration
+        reference = self.model_pool.references[c.draft or ""]
+        predicted = None
+        if evaluator.can_replay(c):
+            candidate = evaluator.evaluate(c)
+            predicted = Predicted(
+                speedup=candidate.speedup,
+                ms_per_token=candidate.ms_per_token,
+                tokens_per_round=candidate.tokens_per_round,
+                interval90=speedup_interval(evaluator, c, other_prompts=True),
+                estimated=evaluator.table.estimated,
             )
+        return OperatingPoint(
+            when=condition,
+            draft=DraftChoice(
+                kind=self.model_pool.kind(reference.id), id=reference.id, sha256=reference.sha256, subnet=c.subnet
+            ),
+            tree=parse_policy(c.tree),
+            fallback=c.fallback,
+            predicted=predicted,
+            measured=None,
+        )

@@ -40,7 +40,6 @@ BOUNDS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_
 NUM_MEASURED_PROMPTS = 8
 ORDER_SEED = 0
 
-
 Units = dict[str, Callable[[], Record]]
 
 
@@ -105,7 +104,14 @@ def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[Units,
     """
     prompts = work.workload.cut(NUM_PROMPTS)
     recorder = model_pool.recorder(work.folder)
-    recorder.layers = tuple(sorted({layer for variant in work.variants for layer in _layers(model_pool, variant)}))
+    layers = {
+        layer
+        for draft, subnet in work.variants
+        for layer in (
+            model_pool.draft(draft).aux_layers if subnet.injection_layer is None else [subnet.injection_layer]
+        )
+    }
+    recorder.layers = tuple(sorted(layers))
     recorder.answers(prompts)
 
     def screen_together(group: Sequence[DraftVariant]) -> list[ScreenedSubnet]:
@@ -126,12 +132,6 @@ def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[Units,
     random.Random(ORDER_SEED).shuffle(later)
     make_units = partial(_units, model_pool, make=screen_together, documents=documents)
     return make_units(first), make_units(later)
-
-
-def _layers(model_pool: ModelPool, variant: DraftVariant) -> tuple[int, ...]:
-    """The layers of the target that a variant reads."""
-    draft, subnet = variant
-    return model_pool.draft(draft).aux_layers if subnet.injection_layer is None else (subnet.injection_layer,)
 
 
 def _recorded_together(model_pool: ModelPool, variants: Sequence[DraftVariant]) -> list[list[DraftVariant]]:
@@ -197,16 +197,11 @@ def _units(
 ) -> Units:
     """A unit for every group of variants; its key contains everything that its record depends on."""
     common = [version_of(DISTRIBUTION), model_pool.key, documents]
-
-    def unit(group: Sequence[DraftVariant]) -> Record:
-        return record_of(make(group))
-
-    return {
-        content_key([common, [[draft, subnet.model_dump(mode="json")] for draft, subnet in group]]): partial(
-            unit, group
-        )
-        for group in groups
-    }
+    units: Units = {}
+    for group in groups:
+        key = content_key([common, [[draft, subnet.model_dump(mode="json")] for draft, subnet in group]])
+        units[key] = lambda group=group: record_of(make(group))  # type: ignore[misc]
+    return units
 
 
 def _ranked(records: Mapping[str, Record]) -> list[ScreenedSubnet]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -80,30 +80,25 @@ class Dimension(Document):
             value = low * (high / low) ** share if self.log else low + share * (high - low)
         return int(value) if self._is_integer else float(value)
 
-    def _optuna_arguments(self) -> tuple[str, dict[str, Any]]:
-        """The dimension's kind and its parameters in Optuna."""
-        if self.choices is not None:
-            return "categorical", {"choices": self.choices}
-        step = int(self.step or 1) if self._is_integer else self.step
-        return "int" if self._is_integer else "float", {
-            "low": self.low,
-            "high": self.high,
-            "step": step,
-            "log": self.log,
-        }
-
     @property
     def distribution(self) -> optuna.distributions.BaseDistribution:
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-        kind, arguments = self._optuna_arguments()
-        kinds = {"categorical": CategoricalDistribution, "int": IntDistribution, "float": FloatDistribution}
-        return kinds[kind](**arguments)
+        if self.choices is not None:
+            return CategoricalDistribution(self.choices)
+        return (IntDistribution if self._is_integer else FloatDistribution)(**self._range)
+
+    @property
+    def _range(self) -> dict[str, Any]:
+        """The parameters of a range in Optuna."""
+        step = int(self.step or 1) if self._is_integer else self.step
+        return {"low": self.low, "high": self.high, "step": step, "log": self.log}
 
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
         """A value drawn by Optuna's sampler."""
-        kind, arguments = self._optuna_arguments()
-        return getattr(trial, f"suggest_{kind}")(name, **arguments)
+        if self.choices is not None:
+            return trial.suggest_categorical(name, self.choices)
+        return (trial.suggest_int if self._is_integer else trial.suggest_float)(name, **self._range)
 
 
 class SearchSpace(Document, kind="search-space"):
@@ -148,10 +143,9 @@ class SearchSpace(Document, kind="search-space"):
         operators: Sequence[Operator] = (),
         has_vocabularies: bool = False,
     ) -> list[Subnet]:
-        """All subnets of a draft.
+        """All subnets of the draft with this id.
 
         Args:
-            draft: its id, for the error message.
             full: the subnet of the full draft.
             readable: target layers that a supernet can read; empty for other drafts.
             operators: the operators of the draft's compressor; empty for drafts without one.
@@ -177,12 +171,12 @@ class SearchSpace(Document, kind="search-space"):
         layers = readable if self.injection_layers == "all" else readable[-1:]
         if isinstance(self.injection_layers, list):
             layers = self.injection_layers
-            for layer in layers:
-                if layer not in readable:
-                    raise UserError(
-                        f"space {self.name}: {draft} can read the target's layers {', '.join(map(str, readable))}; "
-                        f"got {layer}; name one of them, or all"
-                    )
+        for layer in layers:
+            if layer not in readable:
+                raise UserError(
+                    f"space {self.name}: {draft} can read the target's layers {', '.join(map(str, readable))}; "
+                    f"got {layer}; name one of them, or all"
+                )
         heads: Iterable[Any] = itertools.product(self.heads, repeat=NUM_BLOCKS) if self.heads_by_block else self.heads
         return [
             Subnet(heads=_one_name(share), injection_layer=layer, **choice)
@@ -218,46 +212,43 @@ class SearchSpace(Document, kind="search-space"):
     def _operator_choices(self, draft: str, known: Sequence[Operator]) -> list[tuple[Operator | None, int | None]]:
         """Operators of a draft's compressor (None: the gate's choice), each with its ratio (None: the training's)."""
         choices: list[tuple[Operator | None, int | None]] = []
-        for name in self.operators if known else ["gate"]:
+        names: list[Literal["gate"] | Operator] = self.operators if known else ["gate"]
+        for name in names:
             if name == "gate":
                 choices.append((None, None))
                 continue
-            operator = next((operator for operator in known if operator == name), None)
-            if operator is None:
+            if name not in known:
                 raise UserError(
                     f"space {self.name}: the compressor of {draft} has the operators {', '.join(known)}; got {name}; "
                     "name one of them, or gate"
                 )
-            has_ratios = operator in OPERATORS_WITH_RATIO and self.operator_ratios
-            choices += [(operator, ratio) for ratio in (self.operator_ratios if has_ratios else [None])]
+            has_ratios = name in OPERATORS_WITH_RATIO and self.operator_ratios
+            choices += [(name, ratio) for ratio in (self.operator_ratios if has_ratios else [None])]
         return choices
+
+    def values(self, policy: str) -> dict[str, list[Any]]:
+        """The values of a policy's finite dimensions."""
+        return {name: values for name, d in self.trees[policy].items() if (values := d.values) is not None}
 
     def enumerated(self, policy: str) -> list[Tree] | None:
         """All trees of a policy, or None where there are too many: replaying a tree costs less than sampling one."""
-        axes = [dimension.values for dimension in self.trees[policy].values()]
-        if any(axis is None for axis in axes) or math.prod(len(axis or ()) for axis in axes) > MAX_ENUMERATED:
+        axes = self.values(policy)
+        if len(axes) < len(self.trees[policy]) or math.prod(map(len, axes.values())) > MAX_ENUMERATED:
             return None
-        names = list(self.trees[policy])
-        trees = [
-            ordered(policy, dict(zip(names, values, strict=True)))
-            for values in itertools.product(*(axis for axis in axes if axis is not None))
-        ]
+        points = itertools.product(*axes.values())
+        trees = [ordered(policy, dict(zip(axes, values, strict=True))) for values in points]
         return list({content_key(tree): tree for tree in trees}.values())
 
     def sweep(self, policy: str, count: int, seed: int, *, first: int = 0) -> list[Tree]:
         """``count`` trees of a policy that fill the space evenly: points of a scrambled Sobol sequence from index ``first``."""
         from scipy.stats import qmc
 
-        dimensions = self.trees[policy]
+        names, dimensions = self.trees[policy].keys(), self.trees[policy].values()
         sequence = qmc.Sobol(len(dimensions), rng=seed)
         if first > 0:
             sequence.fast_forward(first)
-        return [
-            ordered(
-                policy, {name: d.quantile(float(x)) for (name, d), x in zip(dimensions.items(), point, strict=True)}
-            )
-            for point in sequence.random(count)
-        ]
+        points = ([d.quantile(float(x)) for d, x in zip(dimensions, p, strict=True)] for p in sequence.random(count))
+        return [ordered(policy, dict(zip(names, point, strict=True))) for point in points]
 
     def suggest(self, trial: optuna.Trial, policies: list[str]) -> Tree:
         """A tree of one of the policies, drawn by Optuna's sampler."""
@@ -323,7 +314,7 @@ def load_space(name: str) -> SearchSpace:
         if policy not in POLICIES:
             raise UserError(f"{path}: unknown tree policy {policy!r}; {nearest(policy, POLICIES)}")
         if POLICIES[policy].is_template():
-            _check_template(policy, dimensions, path)
+            _check_template(policy, POLICIES[policy].template_sizes, dimensions, path)
             continue
         fields = [field for field in POLICIES[policy].model_fields if field != "policy"]
         for name in dimensions:
@@ -336,10 +327,7 @@ def load_space(name: str) -> SearchSpace:
     return space
 
 
-def _check_template(policy: str, dimensions: dict[str, Dimension], path: Path) -> None:
-    from autotune.trees.policy import POLICIES
-
-    sizes = POLICIES[policy].template_sizes
+def _check_template(policy: str, sizes: Mapping[str, int], dimensions: dict[str, Dimension], path: Path) -> None:
     for name in (*dimensions, *sizes):
         if name not in sizes:
             raise UserError(f"{path}: {policy} trees have no dimension {name!r}; {nearest(name, sizes)}")

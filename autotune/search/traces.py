@@ -121,10 +121,8 @@ class Recording:
 
     def trace(self, variant: DraftVariant, workload: Workload) -> Trace:
         """The trace of one variant; what is on disk is not recorded again."""
-        work = self.work
-        return record_trace(
-            self.model_pool, self.recorder, variant, workload, work.bounds, visual_input=work.visual_input
-        )
+        bounds, visual_input = self.work.bounds, self.work.visual_input
+        return record_trace(self.model_pool, self.recorder, variant, workload, bounds, visual_input=visual_input)
 
     def record(
         self,
@@ -158,21 +156,19 @@ def record_trace(
     variant: DraftVariant,
     workload: Workload,
     bounds: ForestBounds,
-    report: Report | None = None,
     *,
     visual_input: VisualInput = "features",
 ) -> Trace:
     """The trace of one variant."""
-    model, reference = model_pool.draft(*variant), model_pool.references[variant[0]]
+    draft, subnet = variant
     return recorder.trace(
-        model,
-        reference,
+        model_pool.draft(draft, subnet),
+        model_pool.references[draft],
         workload,
-        visual_keep=variant[1].visual_keep,
-        visual_ranking=variant[1].visual_ranking,
+        visual_keep=subnet.visual_keep,
+        visual_ranking=subnet.visual_ranking,
         visual_input=visual_input,
         bounds=bounds,
-        report=report,
     )
 
 

@@ -150,8 +150,6 @@ class _TreeStage:
             return ""
         return f"best so far: {self._best.speedup:.2f}x ({self._best.policy})"
 
-    # --------------------------------------------------------------------------------------------------------- sweeps
-
     def sweeps(self) -> dict[str, Callable[[], Record]]:
         """Units that enumerate or sweep, ordered so that all subnets and policies advance together."""
         parts: list[tuple[int, str, DraftVariant]] = []
@@ -168,7 +166,7 @@ class _TreeStage:
 
     def _sweep(self, part: int, policy: str, variant: DraftVariant) -> Record:
         if POLICIES[policy].is_template():
-            trees = self.evaluator.template_trees(variant, self.space.trees[policy])
+            trees = self.evaluator.template_trees(variant, self.space.values(policy))
         else:
             trees = self.space.enumerated(policy) or self.space.sweep(
                 policy, SWEEP_SIZE, self.seed, first=part * SWEEP_SIZE
@@ -220,8 +218,6 @@ class _TreeStage:
         self._best = min(self._best or best, best, key=lambda candidate: candidate.rank)
         return {"num_replayed": num_replayed, "fastest": fastest, "of_task": of_task}
 
-    # ------------------------------------------------------------------------------------------------------------ TPE
-
     def sample(
         self, swept: list[Record], num_trials: int, deadline: float | None, report: Callable[[int, int], None]
     ) -> list[Record]:
@@ -255,6 +251,7 @@ class _TreeStage:
     def _sample(self, start: list[Candidate], first: int, count: int) -> Record:
         """Trials ``first`` to ``first + count``, by a sampler that starts from the candidates ``start``."""
         import optuna
+        from optuna.trial import create_trial
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         names = [f"{draft} {subnet.label}" for draft, subnet in self.variants]
@@ -264,11 +261,9 @@ class _TreeStage:
         for candidate in start:
             c = candidate.configuration
             name = names[self.variants.index((c.draft or "", c.subnet))]
-            study.add_trial(
-                _finished_trial(
-                    {"subnet": name, **self.space.parameters(c.tree)}, candidate.ms_per_token, distributions
-                )
-            )
+            parameters = {"subnet": name, **self.space.parameters(c.tree)}
+            known = {name: distributions[name] for name in parameters}
+            study.add_trial(create_trial(params=parameters, distributions=known, value=candidate.ms_per_token))
         configurations, results = [], []
         for _ in range(count):
             trial = study.ask()
@@ -317,10 +312,3 @@ def print_calibrations(evaluator: Evaluator, console: Console) -> None:
     calibrations = [(draft, pricing.calibration) for (draft, _), pricing in evaluator.tree_pricing.items()]
     losses = ", ".join(f"{draft} {c.log_loss:.3f} ({c.raw_log_loss:.3f})" for draft, c in calibrations)
     console.say(f"log loss of calibrated survivals on held-out prompts (of the drafts' own probabilities): {losses}")
-
-
-def _finished_trial(parameters: dict[str, Any], ms: float, distributions: dict[str, Any]) -> Any:
-    import optuna
-
-    known = {name: distributions[name] for name in parameters}
-    return optuna.trial.create_trial(params=parameters, distributions=known, value=ms)

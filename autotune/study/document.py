@@ -28,40 +28,30 @@ class StudyDraft(Document):
     shape: ModelShape
 
 
-class Finalist(Document):
+class MeasuredConfiguration(Document):
     """A configuration that was measured on tuning prompts."""
 
     configuration: Configuration
+    speedup: float
+    ci95: tuple[float, float]
+    num_runs: int
+    is_eliminated: bool
+    """Whether it was significantly slower than the fastest arm or, of defaults, than the fastest default."""
+
+
+class Finalist(MeasuredConfiguration):
+    """A configuration that replay has chosen."""
+
     predicted_speedup: float
     """On the prompts that it was measured on."""
     interval90: tuple[float, float]
     """Interval of the prediction."""
-    speedup: float
-    ci95: tuple[float, float]
-    num_runs: int
-    is_eliminated: bool
-    """Whether it was significantly slower than the fastest finalist."""
-
-    @property
-    def prediction_error(self) -> float:
-        """Predicted over measured speedup, minus 1.
-
-        Speedups are compared, not times: if the machine is slower than when its cost table was measured, it is slower
-        with and without a draft.
-        """
-        return self.predicted_speedup / self.speedup - 1
 
 
-class MeasuredDefault(Document):
-    """A published default that was measured on tuning prompts with the finalists."""
+class MeasuredDefault(MeasuredConfiguration):
+    """A published default that was measured with the finalists."""
 
     name: str
-    configuration: Configuration
-    speedup: float
-    ci95: tuple[float, float]
-    num_runs: int
-    is_eliminated: bool
-    """Whether it was significantly slower than the fastest default."""
 
 
 class StudyDocument(Document, kind="study", made_by="autotune search"):
@@ -92,10 +82,6 @@ class StudyDocument(Document, kind="study", made_by="autotune search"):
 
 
 def load_study(folder: Path) -> StudyDocument | None:
-    """Read ``study.json``; None if the search has not written it yet.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Read ``study.json``; None if the search has not written it yet."""
     path = folder / STUDY
     return StudyDocument.load(path) if path.exists() else None

@@ -31,11 +31,7 @@ class StudyFolder:
 
 
 def find_study(profile: DecodingProfile, folder: Path) -> StudyFolder | None:
-    """The documents in a folder that belong to a profile; None without a cost table or without traces.
-
-    Raises:
-        UserError: a document cannot be read.
-    """
+    """The documents in a folder that belong to a profile; None without a cost table or without traces."""
     tables = [
         table
         for table in load_tables(folder)

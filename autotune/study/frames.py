@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
 
 class Study:
-    """A search's results as data frames: ``Study(".autotune/NAME").trials_dataframe()``.
-
-    Args:
-        folder: the study folder.
-        storage: the database of the ledger, if workers shared one.
+    """A search's results as data frames: ``Study(".autotune/NAME").trials_dataframe()``. ``storage`` is the database of the
+    ledger, if workers shared one.
 
     Raises:
         UserError: the folder holds no study, or the storage does not answer.

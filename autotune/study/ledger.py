@@ -62,8 +62,9 @@ class Ledger:
                 self._table.create(connection, checkfirst=True)
             self.missing([""])
         except (sql.exc.SQLAlchemyError, ImportError) as error:
+            first_line = next(iter(str(error).splitlines()), type(error).__name__)
             raise UserError(
-                f"--storage {storage}: the storage does not answer ({_first_line(error)}); check the URL and its driver"
+                f"--storage {storage}: the storage does not answer ({first_line}); check the URL and its driver"
             ) from None
 
     @property
@@ -115,13 +116,6 @@ class Ledger:
             chosen = (table.c.key == key) & table.c.record.is_(None)
             connection.execute(table.update().where(chosen).values(record=text, owner=self.owner))
 
-    def release(self, key: str) -> None:
-        """Give up a claim, so that other workers can take it."""
-        table = self._table
-        with self._engine.begin() as connection:
-            chosen = (table.c.key == key) & table.c.record.is_(None) & (table.c.owner == self.owner)
-            connection.execute(table.delete().where(chosen))
-
     def work(
         self,
         stage: str,
@@ -157,19 +151,20 @@ class Ledger:
         """Renew a claim until the block ends, and release it if the block raises."""
         ended = threading.Event()
         table = self._table
+        mine = (table.c.key == key) & (table.c.owner == self.owner)
 
         def renew() -> None:
             while not ended.wait(self.lease_s / 3):
                 with contextlib.suppress(sql.exc.SQLAlchemyError), self._engine.begin() as connection:
-                    chosen = (table.c.key == key) & (table.c.owner == self.owner)
-                    connection.execute(table.update().where(chosen).values(lapses=self._now + self.lease_s))
+                    connection.execute(table.update().where(mine).values(lapses=self._now + self.lease_s))
 
         renewer = threading.Thread(target=renew, daemon=True)
         renewer.start()
         try:
             yield
         except BaseException:
-            self.release(key)
+            with self._engine.begin() as connection:
+                connection.execute(table.delete().where(mine & table.c.record.is_(None)))
             raise
         finally:
             ended.set()
@@ -180,7 +175,3 @@ def _is_dead(owner: str) -> bool:
     """Whether a worker of this host has ended, so that its claims are free before they lapse."""
     host, pid, _ = owner.rsplit(":", 2)
     return host == socket.gethostname() and not psutil.pid_exists(int(pid))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

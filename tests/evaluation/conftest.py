@@ -10,6 +10,7 @@ from autotune.workloads.workload import Workload, load_workload
 from tests.sample_documents import write_image, write_workload
 
 if TYPE_CHECKING:
+    from autotune.evaluation.runner import ArmRunner
     from autotune.runtime.decoder import Decoder
     from tests.tiny_models import Pair
 
@@ -35,3 +36,10 @@ def decoder(pair: Pair) -> Decoder:
     from autotune.runtime.decoder import Decoder
 
     return Decoder(Target(pair.target), IndependentDraft(pair.draft))
+
+
+@pytest.fixture
+def runner(decoder: Decoder, processor: Any) -> ArmRunner:
+    from autotune.evaluation.runner import ArmRunner
+
+    return ArmRunner(decoder, processor)

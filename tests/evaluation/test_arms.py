@@ -28,11 +28,6 @@ CHAIN = Configuration(tree={"policy": "chain", "depth": 3})
 SAGE = Configuration(tree={"policy": "sage"}, subnet=Subnet(visual_keep=0.5))
 
 
-@pytest.fixture
-def runner(decoder: Decoder, processor: Any) -> ArmRunner:
-    return ArmRunner(decoder, processor)
-
-
 def own_arms(runner: ArmRunner) -> list[Arm]:
     return [runner.plain, runner.prompt_lookup_arm(), runner.arm("chain", CHAIN), runner.arm("sage", SAGE)]
 
@@ -88,8 +83,6 @@ def test_configurations_find_their_drafts(decoder: Decoder, processor: Any, eval
     assert [c.draft for c in requested] == [None, "some/draft"]
     assert [r.tokens_sha256 for r in runs["named"]] == [r.tokens_sha256 for r in runs[AR]]
 
-
-# ----------------------------------------------------------------------------------------------------- loaded profiles
 
 PROMPTS = Workload(
     "by hand",

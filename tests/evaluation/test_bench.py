@@ -81,9 +81,6 @@ def run_in(
     return run_bench(Path(profile), BenchSettings(prompts, names, device="cpu", **options), Console())
 
 
-# ----------------------------------------------------------------------------------------------------------- whole runs
-
-
 def test_by_default_every_arm_runs(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,7 +114,7 @@ def test_a_profile_without_a_draft_is_compared_with_arms_without_one(
 
 def test_published_configurations_may_have_another_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a profile without a draft, and instead of a profile's draft. Prompt lookup is a retrieval draft."""
-    with_plain = run_in(world, "plain.json", [PROMPT_LOOKUP, "chain"], monkeypatch, draft="retrieval")
+    with_plain = run_in(world, "plain.json", [PROMPT_LOOKUP, AR, "chain", "chain"], monkeypatch, draft="retrieval")
     assert list(with_plain["runs"]) == [AR, PROMPT_LOOKUP, "chain"] and with_plain["unavailable"] == {}
     with_tree = run_in(world, "tree.json", ["chain"], monkeypatch, draft="retrieval")
     own = run_in(world, "tree.json", ["chain"], monkeypatch)
@@ -137,13 +134,18 @@ def test_published_configurations_may_have_another_draft(world: Path, monkeypatc
         assert all(arm["identical_outputs"] == 3 for arm in found["arms"])
 
 
+def write_points(world: Path, of_task: str, task: str, of_others: str) -> None:
+    """A profile with the point of one profile for a task, and the point of another one for all others."""
+    profile, other = (DecodingProfile.load(world / f"{name}.json") for name in (of_task, of_others))
+    point = profile.point.model_copy(update={"when": Condition(workload=task)})
+    profile.model_copy(update={"points": [point, other.point]}).save(world / "points.json")
+
+
 def test_every_prompt_is_decoded_by_its_point(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Plain decoding for one task and a tree for all others take as many rounds as each of them alone."""
-    tree, plain = (DecodingProfile.load(world / f"{name}.json") for name in ("tree", "plain"))
-    count = plain.point.model_copy(update={"when": Condition(workload="count")})
-    tree.model_copy(update={"points": [count, tree.point]}).save(world / "points.json")
+    write_points(world, "plain", "count", "tree")
     found = run_in(world, "points.json", [AR], monkeypatch)
     assert [run["point"] for run in found["runs"][TUNED]] == [0, 1, 1]
     assert "tuned: 1 by point 0 (workload count), 2 by point 1 (any request)" in capsys.readouterr().err
@@ -154,18 +156,10 @@ def test_every_prompt_is_decoded_by_its_point(
 
 
 def test_trees_are_compared_where_only_some_points_have_a_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree, plain = (DecodingProfile.load(world / f"{name}.json") for name in ("tree", "plain"))
-    read = tree.point.model_copy(update={"when": Condition(workload="read")})
-    tree.model_copy(update={"points": [read, plain.point]}).save(world / "points.json")
+    write_points(world, "tree", "read", "plain")
     found = run_in(world, "points.json", ["chain"], monkeypatch)
     assert list(found["runs"]) == [AR, "chain", TUNED] and found["unavailable"] == {}
     assert [run["point"] for run in found["runs"][TUNED]] == [1, 0, 0]
-
-
-def test_requested_arms_run_once_after_ar(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    against = [PROMPT_LOOKUP, AR, PROMPT_LOOKUP]
-    result = run_in(world, "tree.json", against, monkeypatch, num_prompts=1)
-    assert list(result["runs"]) == [AR, PROMPT_LOOKUP, TUNED]
 
 
 def test_an_unknown_arm_is_refused_before_anything_is_read() -> None:
@@ -178,9 +172,6 @@ def test_requested_trees_need_a_draft(world: Path, monkeypatch: pytest.MonkeyPat
         UserError, match=r"decodes without a draft, so trees .*; bench it --against ar,hf,prompt_lookup"
     ):
         run_in(world, "plain.json", [AR, "chain"], monkeypatch)
-
-
-# ------------------------------------------------------------------------------------------------------------ assisted
 
 
 @pytest.fixture
@@ -265,9 +256,6 @@ def test_text_pairs_assist(text_pair: Pair, processor: Any) -> None:
     runner = ArmRunner(Decoder(Target(text_pair.target), text_pair.draft), processor)
     chosen = choose_arms([HF_ASSISTED], runner, Workload("text", "evaluate", (prompt,)))
     assert [arm.name for arm in chosen.arms] == [HF_ASSISTED] and not chosen.notes and not chosen.unavailable
-
-
-# ------------------------------------------------------------------------------------------------------------- figures
 
 
 def test_speedups_by_task_by_hand() -> None:
@@ -381,14 +369,6 @@ def test_the_tables_show_the_figures(capsys: pytest.CaptureFixture[str]) -> None
     assert rows["arm"] == ["read", "say", "geomean"] and rows[TUNED] == ["2.00x", "-", "2.00x"]
 
 
-def test_a_lossy_arm_runs_on_request_and_is_compared_by_its_perplexity(
-    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = run_in(world, "tree.json", ["wetap-lossy"], monkeypatch)
-    plain, lossy, tuned = (arm["perplexity"] for arm in found["arms"])
-    assert plain == tuned != lossy and min(plain, lossy) > 1 and "perplexity" in capsys.readouterr().err
-
-
 def test_a_sweep_of_the_threshold_trades_quality_for_tokens_per_round(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -399,6 +379,7 @@ def test_a_sweep_of_the_threshold_trades_quality_for_tokens_per_round(
     lossless, *lossy = (arms[name] for name in LOSSY_SWEEP)
     assert lossless["agreement"] == arms[AR]["agreement"] == arms[TUNED]["agreement"] == 1.0
     assert min(arm["agreement"] for arm in lossy) < 1.0
+    assert 1 < arms[AR]["perplexity"] == arms[TUNED]["perplexity"] != lossy[-1]["perplexity"]
     assert lossy[0]["tokens_per_round"] <= lossy[-1]["tokens_per_round"]
     for name, runs in found["runs"].items():
         total = sum(run["new_tokens"] for run in runs)
@@ -406,7 +387,7 @@ def test_a_sweep_of_the_threshold_trades_quality_for_tokens_per_round(
     printed = capsys.readouterr().err
     for threshold in ("1", "0.5", "0.1"):
         assert f"LOSSY, threshold {threshold} " in printed
-    assert "WETAP by acceptance" in printed
+    assert "WETAP by acceptance" in printed and "perplexity" in printed
 
 
 def test_coupled_sampling_is_compared_with_none(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,85 +28,76 @@ def ledger(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def runner(decoder: Decoder, processor: Any) -> ArmRunner:
-    return ArmRunner(decoder, processor)
+def started(decoder: Decoder, processor: Any, ledger: Path) -> Callable[..., ArmRunner]:
+    """Starts another runner with the same ledger."""
+    return partial(ArmRunner, decoder, processor, ledger)
 
 
 def texts(workload: Workload, *numbers: int) -> list[str]:
     return [workload.prompts[number].settings.text for number in numbers]
 
 
-# --------------------------------------------------------------------------------------------------------------- ledger
-
-
-def test_known_runs_are_not_repeated(decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path) -> None:
+def test_known_runs_are_not_repeated(started: Callable[..., ArmRunner], evaluate: Workload, ledger: Path) -> None:
     arms = [StubArm(AR), StubArm("chain")]
-    first = ArmRunner(decoder, processor, ledger, context="here").compare(arms, evaluate)
+    first = started(context="here").compare(arms, evaluate)
     assert all(arm.prompts == texts(evaluate, 0, 1, 2) for arm in arms)
     assert all(arm.warmed_up == texts(evaluate, 0, 1) for arm in arms), "the first prompts with an image and without"
     assert len(ledger.read_text().splitlines()) == 6
     again = [StubArm("other name", key="chain"), StubArm(AR)]
-    found = ArmRunner(decoder, processor, ledger, context="here").compare(again, evaluate)
+    found = started(context="here").compare(again, evaluate)
     assert found[AR] == first[AR] and found["other name"] == first["chain"], "an arm is known by its key"
     assert not again[0].prompts and not again[1].prompts
     # Models and devices are the context of the ledger's runs.
     elsewhere = [StubArm(AR), StubArm("chain")]
-    ArmRunner(decoder, processor, ledger, context="elsewhere").compare(elsewhere, evaluate)
+    started(context="elsewhere").compare(elsewhere, evaluate)
     assert all(arm.prompts for arm in elsewhere)
-    ArmRunner(decoder, processor, ledger, context="elsewhere").compare(again, evaluate)
+    started(context="elsewhere").compare(again, evaluate)
     assert not again[0].prompts and not again[1].prompts
 
 
-def test_another_comparison_measures_all_its_arms(
-    decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path
-) -> None:
+def test_another_comparison_measures_all_its_arms(started: Callable[..., ArmRunner], evaluate: Workload) -> None:
     """An hour-old time of plain decoding is no baseline for an arm that decodes now."""
-    ArmRunner(decoder, processor, ledger).compare([StubArm(AR), StubArm("chain")], evaluate)
+    started().compare([StubArm(AR), StubArm("chain")], evaluate)
     arms = [StubArm(AR), StubArm("sage")]
-    ArmRunner(decoder, processor, ledger).compare(arms, evaluate)
+    started().compare(arms, evaluate)
     assert all(arm.prompts for arm in arms)
 
 
-def test_repeats_of_a_comparison_are_measured_again(
-    decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path
-) -> None:
+def test_repeats_of_a_comparison_are_measured_again(started: Callable[..., ArmRunner], evaluate: Workload) -> None:
     times = itertools.count(1)
 
     def set_time(stats: DecodingStats, settings: Prompt) -> None:
         stats.decode_ms = float(next(times))
 
-    runner = ArmRunner(decoder, processor, ledger)
+    runner = started()
     first, second = (runner.compare([StubArm(AR, set_time)], evaluate, repeat=repeat) for repeat in (0, 1))
     assert first != second
-    assert ArmRunner(decoder, processor, ledger).compare([StubArm(AR)], evaluate, repeat=1) == second
+    assert started().compare([StubArm(AR)], evaluate, repeat=1) == second
 
 
 def test_all_arms_of_an_interrupted_prompt_are_measured_again(
-    decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path
+    started: Callable[..., ArmRunner], evaluate: Workload, ledger: Path
 ) -> None:
-    ArmRunner(decoder, processor, ledger).compare([StubArm(AR), StubArm("chain")], evaluate)
+    started().compare([StubArm(AR), StubArm("chain")], evaluate)
     lines = ledger.read_text().splitlines()
     ledger.write_text("".join(f"{line}\n" for line in lines[:3]))  # a whole prompt and one arm of the next
     arms = [StubArm(AR), StubArm("chain")]
-    ArmRunner(decoder, processor, ledger).compare(arms, evaluate)
+    started().compare(arms, evaluate)
     assert all(arm.prompts == texts(evaluate, 1, 2) for arm in arms)
 
 
-def test_a_torn_ledger_loses_the_torn_line(decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path) -> None:
+def test_a_torn_ledger_loses_the_torn_line(started: Callable[..., ArmRunner], evaluate: Workload, ledger: Path) -> None:
     """A crash in the middle of a line, a line of another version, and one that is no JSON."""
-    first = ArmRunner(decoder, processor, ledger).compare([StubArm(AR)], evaluate)
+    first = started().compare([StubArm(AR)], evaluate)
     lines = ledger.read_text().splitlines()
     other_version = json.dumps({**json.loads(lines[1]), "temperature_of_the_room": 21})
     ledger.write_text("\n".join([lines[0], other_version, "not JSON", lines[2][: len(lines[2]) // 2]]))
     arm = StubArm(AR)
-    again = ArmRunner(decoder, processor, ledger).compare([arm], evaluate)
+    again = started().compare([arm], evaluate)
     assert arm.prompts == texts(evaluate, 1, 2) and again[AR][0] == first[AR][0]
     unused = StubArm(AR)
-    assert ArmRunner(decoder, processor, ledger).compare([unused], evaluate) == again
+    assert started().compare([unused], evaluate) == again
     assert not unused.prompts, "the new lines were not appended to the torn one"
-
-
-# ---------------------------------------------------------------------------------------------------------------- order
 
 
 def test_an_arm_is_warmed_up_for_every_shape(runner: ArmRunner, evaluate: Workload, processor: Any) -> None:
@@ -166,10 +159,7 @@ def test_past_the_deadline_it_ends_with_whole_prompts(runner: ArmRunner, evaluat
     assert [len(found) for found in runs.values()] == [2, 2] and reported == [(1, 3), (2, 3)]
 
 
-# ----------------------------------------------------------------------------------------------------------- disturbance
-
-
-def test_a_disturbed_run_is_measured_again(decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path) -> None:
+def test_a_disturbed_run_is_measured_again(started: Callable[..., ArmRunner], evaluate: Workload, ledger: Path) -> None:
     """Its prefill took much longer than that of the other arms, so the machine was busy. Decoding times play no part."""
     left = [1000.0, 1000.0]  # of the chain on the third prompt
 
@@ -181,13 +171,13 @@ def test_a_disturbed_run_is_measured_again(decoder: Decoder, processor: Any, eva
         stats.decode_ms = 1e6
 
     arms = [StubArm(AR), StubArm("chain", disturb), StubArm("sage", decode_slowly)]
-    runner = ArmRunner(decoder, processor, ledger)
+    runner = started()
     runs = runner.compare(arms, evaluate)
     assert runner.num_repeated == 2 and not left
     assert all(run.target_prefill_ms == 10.0 for arm_runs in runs.values() for run in arm_runs)
     assert all(run.decode_ms == 1e6 for run in runs["sage"])
     # The last run in the ledger counts.
-    assert ArmRunner(decoder, processor, ledger).compare(arms, evaluate) == runs
+    assert started().compare(arms, evaluate) == runs
 
 
 def test_a_run_during_which_the_machine_stalled_is_measured_again(runner: ArmRunner, evaluate: Workload) -> None:

@@ -8,7 +8,7 @@ import pytest
 from autotune.documents.decoding_profile import AR
 from autotune.documents.run import REST, length_bands, runs_dataframe, time_shares
 from autotune.errors import UserError
-from autotune.evaluation.summary import bootstrap_ratio, speedup, summarize
+from autotune.evaluation.summary import bootstrap_ratio, is_significantly_slower, speedup, spent_share, summarize
 from tests.evaluation.sample_runs import run
 
 
@@ -44,24 +44,11 @@ def test_lengths_of_answers_are_in_bands_of_doubling_width() -> None:
     assert length_bands([]).tolist() == []
 
 
-# ------------------------------------------------------------------------------------------------------------ intervals
-
-
 def test_a_constant_ratio_has_no_width() -> None:
     """Pairs stay together: prompts of very different lengths do not widen the interval."""
     below = np.array([1.0, 10.0, 100.0, 3.0])
     assert bootstrap_ratio(2.5 * below, below) == pytest.approx((2.5, 2.5))
     assert bootstrap_ratio(np.array([3.0]), np.array([2.0])) == (1.5, 1.5), "a single pair has no spread"
-
-
-def test_the_interval_is_that_of_resampled_sums() -> None:
-    """Two pairs of ratios 1 and 3: resamples are (1, 1), (1, 3) and (3, 3), and their sums are divided."""
-    above, below = np.array([1.0, 9.0]), np.array([1.0, 3.0])
-    assert bootstrap_ratio(above, below) == pytest.approx((1.0, 3.0))
-    # Nineteen prompts of ratio 2 and one of ratio 1: hardly any resample leaves the neighbourhood of 1.95.
-    above, below = np.array([2.0] * 19 + [1.0]), np.ones(20)
-    low, high = bootstrap_ratio(above, below)
-    assert 1.8 <= low < 1.95 < high == 2.0
 
 
 def test_intervals_are_those_of_a_percentile_bootstrap() -> None:
@@ -80,40 +67,11 @@ def test_intervals_are_those_of_a_percentile_bootstrap() -> None:
         assert found == pytest.approx(expected, abs=0.06 * np.ptp(expected))
 
 
-def test_more_prompts_narrow_the_interval() -> None:
-    rng = np.random.default_rng(0)
-    widths = []
-    for count in (10, 1000):
-        below = rng.uniform(1, 2, count)
-        low, high = bootstrap_ratio(below * rng.normal(2, 0.3, count), below)
-        assert low < 2.0 < high or count == 10
-        widths.append(high - low)
-    assert widths[1] < widths[0] / 4
-
-
 def test_the_seed_determines_the_interval() -> None:
     rng = np.random.default_rng(1)
     above, below = rng.uniform(1, 2, (2, 12))
     assert bootstrap_ratio(above, below, seed=3) == bootstrap_ratio(above, below, seed=3)
     assert bootstrap_ratio(above, below, seed=3) != bootstrap_ratio(above, below, seed=4)
-
-
-def test_units_make_it_an_interval_of_ratios_per_unit() -> None:
-    """9 ms for 3 tokens over 1 ms for 1 token, and 1 over 1: of the resamples (0, 0), (0, 1), (1, 1) the sums per unit
-    are 3 / 1, (10 / 4) / (2 / 2) and 1 / 1.
-    """
-    above, above_units = np.array([9.0, 1.0]), np.array([3.0, 1.0])
-    below, below_units = np.ones(2), np.ones(2)
-    low, high = bootstrap_ratio(above, below, above_units=above_units, below_units=below_units)
-    assert (low, high) == pytest.approx((1.0, 3.0))
-    # Equal units on both sides change nothing.
-    plain = bootstrap_ratio(above, below, seed=5)
-    assert bootstrap_ratio(above, below, above_units=above_units, below_units=above_units, seed=5) == pytest.approx(
-        plain
-    )
-
-
-# ------------------------------------------------------------------------------------------------------------ summaries
 
 
 def test_a_summary_by_hand() -> None:
@@ -162,3 +120,38 @@ def test_answers_of_one_token_do_not_count() -> None:
     with pytest.raises(UserError, match=r"every answer has one token, so nothing was decoded .* raise max_new_tokens"):
         summarize("tuned", runs[1:], baseline[1:])
     assert np.isnan(speedup(runs[1:], baseline[1:]))
+
+
+def slower(ms: np.ndarray, than: np.ndarray, risk: float) -> bool:
+    first, second = ([run(float(x)) for x in times] for times in (ms, than))
+    return is_significantly_slower(first, second, risk=risk)
+
+
+def test_later_looks_may_spend_more() -> None:
+    shares = [spent_share(look, 5) for look in range(5)]
+    assert shares == sorted(shares) and sum(shares) == pytest.approx(1.0)
+
+
+def test_the_test_is_a_paired_t_test_of_log_ratios() -> None:
+    """Against SciPy's."""
+    from scipy.stats import ttest_rel
+
+    rng = np.random.default_rng(2)
+    for count in (2, 8, 40):
+        ms, than = rng.normal(1.02, 0.05, count), rng.normal(1, 0.05, count)
+        p_value = ttest_rel(np.log(ms), np.log(than), alternative="greater").pvalue
+        assert slower(ms, than, risk=p_value * 1.000001)
+        assert not slower(ms, than, risk=p_value * 0.999999)
+    assert slower(np.full(4, 2.0), np.ones(4), risk=0.001), "without a variance"
+    assert not slower(np.ones(4), np.ones(4), risk=0.5)
+    assert not slower(np.full(1, 2.0), np.ones(1), risk=0.5), "a single prompt proves nothing"
+
+
+def test_times_are_per_token() -> None:
+    """A shorter answer is no gain, and a prompt for which nothing was decoded does not count."""
+    short = [run(10.0, tokens=6) for _ in range(8)]
+    long = [run(15.0, tokens=11) for _ in range(8)]
+    assert is_significantly_slower(short, long, risk=0.01) and not is_significantly_slower(long, short, risk=0.5)
+    nothing = [run(0.0, tokens=1)] * 8
+    assert not is_significantly_slower([*short, *nothing], [*short, *nothing], risk=0.5)
+    assert not is_significantly_slower(nothing, long, risk=0.5)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from autotune.acceptance.replay import plain_decode_ms, replay
+from autotune.acceptance.trace import ForestBounds
 from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.measuring.measurement import kv_lengths_for
 from autotune.prediction import evaluator as evaluator_module
-from autotune.prediction.evaluator import Candidate, Evaluator
+from autotune.prediction.evaluator import Evaluator
 from autotune.prediction.prices import SMALLEST, Constraints, largest_round_ms
 from autotune.trees.policy import parse_policy
 from tests.sample_documents import DRAFT, cost_table, random_trace, surface
@@ -83,16 +84,8 @@ def test_trees_larger_than_the_table_are_refused() -> None:
 
 
 def test_ties_go_to_the_smaller_tree() -> None:
-    same = [
-        Candidate(
-            configuration=Configuration(tree={"policy": "chain", "depth": d}),
-            ms_per_token=1.0,
-            tokens_per_round=2.0,
-            nodes_per_round=float(d),
-            speedup=1.0,
-        )
-        for d in (4, 2, 3)
-    ]
+    known = evaluator().evaluate(Configuration(tree={"policy": "chain", "depth": 2}))
+    same = [known.model_copy(update={"nodes_per_round": nodes}) for nodes in (4.0, 2.0, 3.0)]
     assert [candidate.nodes_per_round for candidate in sorted(same, key=lambda one: one.rank)] == [2.0, 3.0, 4.0]
 
 
@@ -147,15 +140,7 @@ def test_published_defaults_are_replayed_where_the_traces_reach() -> None:
         bounds = next(iter(found.traces.values())).header.bounds
         fits = policy.num_proposals <= bounds.num_proposals and policy.max_depth <= bounds.depth
         assert (default in reached) == (fits and default.visual_keep in KEEPS)
-
-
-def test_default_bounds_cover_published_defaults() -> None:
-    from autotune.acceptance.trace import ForestBounds
-
-    bounds = ForestBounds()
-    for default in PUBLISHED_DEFAULTS.values():
-        policy = parse_policy(default.tree)
-        assert policy.num_proposals <= bounds.num_proposals and policy.max_depth <= bounds.depth
+        assert policy.num_proposals <= ForestBounds().num_proposals and policy.max_depth <= ForestBounds().depth
 
 
 def test_infeasible_constraints_are_refused_by_the_cost_table_alone() -> None:

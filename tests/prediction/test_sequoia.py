@@ -74,9 +74,6 @@ def random_acceptances() -> list[np.ndarray]:
     return [np.array([0.0, 0.5, 0.0]), np.array([0.5, 0.0, 0.3]), np.array([0.1, 0.2, 0.6]), *some]
 
 
-# ----------------------------------------------------------------------------------------------------- by hand
-
-
 def test_expected_tokens_by_hand() -> None:
     """The acceptance of rank 0 is 0.6, that of rank 1 is 0.3.
 
@@ -90,36 +87,26 @@ def test_expected_tokens_by_hand() -> None:
     assert expected[2, 1:] == pytest.approx([1.0, 1.6, 1.96, 2.26, 2.44, 2.62, 2.71])
 
 
-def test_trees_by_hand() -> None:
-    acceptance = np.array([0.6, 0.3])
-    assert set(best_tree(acceptance, 1, 2).paths) == {(0,)}
-    assert set(best_tree(acceptance, 2, 2).paths) == {(0,), (0, 0)}
-    assert set(best_tree(acceptance, 3, 2).paths) == {(0,), (0, 0), (1,)}
-    assert set(best_tree(acceptance, 5, 2).paths) == {(0,), (0, 0), (1,), (0, 1), (1, 0)}
-    assert set(best_tree(acceptance, 3, 1).paths) == {(0,), (1,)}
-
-
-def test_perfect_draft_gets_a_chain() -> None:
-    assert set(best_tree(np.array([1.0, 0.0]), 20, 7).paths) == {(0,) * level for level in range(1, 8)}
-
-
-# ------------------------------------------------------------------------------------------------------- brute force
-
-
-def test_number_of_small_trees() -> None:
-    """Ternary trees of 1 to 7 nodes, the root included: 1, 3, 12, 55, 273, 1428, 7752."""
-    sizes = counted_trees()[1]
-    assert [int((sizes == size).sum()) for size in range(LARGEST + 1)] == [1, 3, 12, 55, 273, 1428, 7752]
-
-
-def test_plan_is_the_maximum_over_all_small_trees() -> None:
-    _, size, depth = counted_trees()
-    for acceptance in random_acceptances():
-        tokens = tokens_of_all_trees(acceptance)
-        expected, _ = solve(acceptance, LARGEST, LARGEST)
-        for most_nodes, most_levels in itertools.product(range(LARGEST + 1), range(LARGEST + 1)):
-            best = tokens[(size <= most_nodes) & (depth <= most_levels)].max()
-            assert expected[most_levels, most_nodes + 1] == pytest.approx(best, abs=1e-12)
+@pytest.mark.parametrize(
+    ("acceptance", "budget", "depth", "paths"),
+    [
+        ([0.6, 0.3], 1, 2, {(0,)}),
+        ([0.6, 0.3], 2, 2, {(0,), (0, 0)}),
+        ([0.6, 0.3], 3, 2, {(0,), (0, 0), (1,)}),
+        ([0.6, 0.3], 5, 2, {(0,), (0, 0), (1,), (0, 1), (1, 0)}),
+        ([0.6, 0.3], 3, 1, {(0,), (1,)}),
+        ([1.0, 0.0], 20, 7, {(0,) * level for level in range(1, 8)}),
+        # Nodes that are never accepted are left out.
+        ([0.5, 0.0, 0.0], 6, 2, {(0,), (0, 0)}),
+        ([0.5, 0.0, 0.3], 6, 1, {(0,), (2,)}),
+        # Of equally accepted ranks, which are frequent with small counts, the low ones need fewer proposals.
+        ([0.4, 0.1, 0.1], 3, 1, {(0,), (1,), (2,)}),
+        ([0.4, 0.1, 0.1], 2, 1, {(0,), (1,)}),
+        ([0.5, 0.5], 1, 1, {(0,)}),
+    ],
+)
+def test_trees_by_hand(acceptance: list[float], budget: int, depth: int, paths: set[tuple[int, ...]]) -> None:
+    assert set(best_tree(np.array(acceptance), budget, depth).paths) == paths
 
 
 def test_small_trees_reach_the_plan() -> None:
@@ -139,31 +126,8 @@ def test_small_trees_reach_the_plan() -> None:
             assert trees[0].max_nodes == size[is_best].min(), "no node is superfluous"
 
 
-def test_smallest_of_equally_good_trees() -> None:
-    """Nodes that are never accepted are left out."""
-    assert set(best_tree(np.array([0.5, 0.0, 0.0]), 6, 2).paths) == {(0,), (0, 0)}
-    assert set(best_tree(np.array([0.5, 0.0, 0.3]), 6, 1).paths) == {(0,), (2,)}
-
-
-def test_lowest_of_equally_accepted_ranks() -> None:
-    """Ties are frequent with small counts; low ranks need fewer proposals."""
-    assert set(best_tree(np.array([0.4, 0.1, 0.1]), 3, 1).paths) == {(0,), (1,), (2,)}
-    assert set(best_tree(np.array([0.4, 0.1, 0.1]), 2, 1).paths) == {(0,), (1,)}
-    assert set(best_tree(np.array([0.5, 0.5]), 1, 1).paths) == {(0,)}
-
-
 def test_draft_that_is_never_accepted_gets_no_tree() -> None:
     assert sequoia_trees(np.zeros(4), budgets=[1, 4, 16], depths=[1, 4]) == []
-
-
-# ---------------------------------------------------------------------------------------------------------- properties
-
-
-def test_expected_tokens_increase_with_nodes_and_levels() -> None:
-    for acceptance in random_acceptances():
-        expected, _ = solve(acceptance, 40, 8)
-        assert (np.diff(expected[:, 1:], axis=1) >= 0).all()
-        assert (np.diff(expected[:, 1:], axis=0) >= 0).all()
 
 
 def test_large_trees_reach_the_plan() -> None:
@@ -190,9 +154,6 @@ def test_ranks_are_limited_to_those_of_static_trees() -> None:
     """Traces may have 32 proposals per node, static trees 16."""
     tree = best_tree(np.full(32, 1 / 32), 20, 1)
     assert set(tree.paths) == {(rank,) for rank in range(16)}
-
-
-# ----------------------------------------------------------------------------------------------------- rank acceptance
 
 
 def test_rank_acceptance_by_hand() -> None:

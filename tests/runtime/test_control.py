@@ -11,7 +11,7 @@ import torch
 
 from autotune.drafters import cached_draft
 from autotune.errors import UserError
-from autotune.evaluation.perplexity import answer_logprobs, perplexity, quality
+from autotune.evaluation.perplexity import answer_logits, quality
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.fallback import Fallback, RoundPrice
@@ -219,8 +219,11 @@ def test_perplexity_is_that_of_one_forward_over_everything(pair: Pair, prompts: 
         for count in (1, 2, 30):
             answer = np.random.default_rng(0).integers(4, 300, count).tolist()
             expected = logits_after(pair.target, inputs, answer)[:-1].log_softmax(-1)[torch.arange(count), answer]
-            torch.testing.assert_close(answer_logprobs(target, inputs, answer), expected, atol=1e-4, rtol=1e-4)
-            assert perplexity(target, inputs, answer) == pytest.approx(math.exp(-float(expected.mean())), rel=1e-4)
+            logprobs = answer_logits(target, inputs, answer).log_softmax(-1)[torch.arange(len(answer)), answer]
+            torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=1e-4)
+            assert quality(target, inputs, answer).perplexity == pytest.approx(
+                math.exp(-float(expected.mean())), rel=1e-4
+            )
 
 
 # --------------------------------------------------------------------------------------------------------------- counts

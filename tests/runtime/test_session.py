@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autotune.errors import UserError
-from autotune.evaluation.perplexity import perplexity
+from autotune.evaluation.perplexity import quality
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.fallback import RoundPrice
@@ -57,7 +57,7 @@ def test_a_stream_that_another_request_interrupts_is_refused(
         tokens = [next(stream) for _ in range(5)]
         assert tokens == new_tokens(greedy("image"), inputs)[:5]
         if other is None:
-            perplexity(decoder.target, inputs, tokens)
+            quality(decoder.target, inputs, tokens)
         else:
             text = other.generate(**prompts["text"], max_new_tokens=NEW_TOKENS).sequences
             assert torch.equal(text, greedy("text"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,14 @@ def model_pool(pair: Pair) -> ModelPool:
 
 
 @pytest.fixture
+def table(model_pool: ModelPool, evaluate: Workload, tmp_path: Path) -> Callable[..., CostTable]:
+    """The table of a search in ``tmp_path``."""
+    priced = priced_variants(model_pool.subnets(load_space("quick")))
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    return partial(local_table, model_pool, priced, evaluate, tmp_path, ledger, Console())
+
+
+@pytest.fixture
 def measured(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> list[CostTable]:
     """Tables that were measured; each has fixed numbers for these models on this device."""
     found: list[CostTable] = []
@@ -44,16 +54,13 @@ def measured(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> list[Cos
 
 
 def test_an_interrupted_measurement_continues(
-    model_pool: ModelPool,
-    evaluate: Workload,
+    table: Callable[..., CostTable],
     measured: list[CostTable],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The samples of the first run are given to the second, and are deleted with the table in place."""
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    priced = priced_variants(model_pool.subnets(load_space("quick")))
     block = Block(jobs=[TimedJob(plain_ms=(1.0, 1.0), samples=[("verify", 1, 16, 2.0), ("verify", 2, 16, 2.5)])])
     whole = cost_tables.measure_table
     logs: list[BlockLog] = []
@@ -69,23 +76,15 @@ def test_an_interrupted_measurement_continues(
 
     monkeypatch.setattr(cost_tables, "measure_table", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        local_table(model_pool, priced, evaluate, tmp_path, ledger, Console())
-    assert local_table(model_pool, priced, evaluate, tmp_path, ledger, Console()) == measured[0]
+        table()
+    assert table() == measured[0]
     assert logs[1].header == LogHeader(threads=2) and logs[1].blocks == [block]
     assert "cost table continued from 2 samples of an interrupted run" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.cost.jsonl"))
 
 
-def test_table_is_measured_once(
-    model_pool: ModelPool, evaluate: Workload, measured: list[CostTable], tmp_path: Path
-) -> None:
+def test_table_is_measured_once(table: Callable[..., CostTable], measured: list[CostTable], tmp_path: Path) -> None:
     """It is reused from the folder or, if its file is gone, from the ledger; another time limit measures again."""
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    priced = priced_variants(model_pool.subnets(load_space("quick")))
-
-    def table(**options: float) -> CostTable:
-        return local_table(model_pool, priced, evaluate, tmp_path, ledger, Console(), **options)
-
     first = table(time_limit_s=5.0)
     assert first == measured[0] == table(time_limit_s=5.0)
     (path,) = tmp_path.glob("*.cost.json")
@@ -96,11 +95,9 @@ def test_table_is_measured_once(
 
 
 def test_table_of_another_model_device_or_precision_is_refused(
-    model_pool: ModelPool, evaluate: Workload, measured: list[CostTable], tmp_path: Path
+    table: Callable[..., CostTable], measured: list[CostTable], tmp_path: Path
 ) -> None:
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    priced = priced_variants(model_pool.subnets(load_space("quick")))
-    table = local_table(model_pool, priced, evaluate, tmp_path, ledger, Console())
+    known = table()
     (path,) = tmp_path.glob("*.cost.json")
     changes: list[tuple[dict[str, object], str]] = [
         ({"target": ModelReference(id="tests/other", sha256="e" * 64)}, "this one is of 'tests/other'"),
@@ -108,7 +105,7 @@ def test_table_of_another_model_device_or_precision_is_refused(
         ({"precision": "bfloat16"}, "this one is of bfloat16, not of float32"),
     ]
     for change, message in changes:
-        table.model_copy(update=change).save(path)
+        known.model_copy(update=change).save(path)
         with pytest.raises(UserError, match=message) as refused:
-            local_table(model_pool, priced, evaluate, tmp_path, ledger, Console())
+            table()
         assert str(refused.value).startswith(f"{path}: ")

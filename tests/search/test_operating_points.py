@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from autotune.documents.condition import Condition, first_match
+from autotune.search import operating_points
 from autotune.search.operating_points import (
     WORKLOAD_ADVANTAGE,
     Proposal,
@@ -32,9 +33,9 @@ def times(best: list[int], *, advantage: float = 0.8, noise: float = 0.03, seed:
     return ms
 
 
-def chosen(ms: NDArray[np.float64], groupings: list[Any], common: int | None = None, **options: Any) -> list[Proposal]:
+def chosen(ms: NDArray[np.float64], groupings: list[Any], common: int | None = None) -> list[Proposal]:
     """Points with the best single configuration as the common one, unless ``common`` is given."""
-    return choose_points(ms, groupings, int(ms.sum(1).argmin()) if common is None else common, **options)
+    return choose_points(ms, groupings, int(ms.sum(1).argmin()) if common is None else common)
 
 
 def conditions(points: Any) -> list[tuple[dict[str, Any], int]]:
@@ -85,17 +86,16 @@ def test_random_differences_give_no_point() -> None:
         assert conditions(chosen(ms, groupings)) == [({}, int(ms.sum(1).argmin()))]
 
 
-def test_point_needs_a_minimum_gain_and_size() -> None:
-    tags = ["read"] * 20 + ["count"] * 10
-    options: list[tuple[dict[str, Any], bool]] = [
-        ({}, True),
-        ({"min_gain": 0.3}, False),
-        ({"min_requests": 11}, False),
-        ({"min_requests": 10}, True),
-    ]
-    for option, is_split in options:
-        points = chosen(times([7] * 20 + [3] * 10), [by_workload(tags)], **option)
-        assert (len(points) == 2) == is_split, option
+@pytest.mark.parametrize(
+    ("threshold", "value", "is_split"),
+    [("MIN_GAIN", 0.02, True), ("MIN_GAIN", 0.3, False), ("MIN_REQUESTS", 11, False), ("MIN_REQUESTS", 10, True)],
+)
+def test_point_needs_a_minimum_gain_and_size(
+    threshold: str, value: float, is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operating_points, threshold, value)
+    points = chosen(times([7] * 20 + [3] * 10), [by_workload(["read"] * 20 + ["count"] * 10)])
+    assert (len(points) == 2) == is_split
 
 
 def test_gain_of_a_single_request_is_not_significant() -> None:
@@ -110,19 +110,12 @@ def test_gain_of_a_single_request_is_not_significant() -> None:
         assert (len(chosen(ms, [by_workload(tags)])) == 2) == is_split
 
 
-def test_length_boundary_is_the_one_that_saves_most() -> None:
-    """It is the quantile nearest to the change of the best configuration; longer prompts use the common one."""
+@pytest.mark.parametrize(("own", "limits"), [(range(100, 110), {"max": 109}), (range(130, 140), {"min": 130})])
+def test_length_boundary_is_the_one_that_saves_most(own: range, limits: dict[str, int]) -> None:
+    """It is the quantile nearest to the change of the best configuration; the other prompts use the common one."""
     lengths = np.arange(100, 140)
-    best = [3 if length < 110 else 7 for length in lengths]
-    points = chosen(times(best), by_prompt_tokens(lengths))
-    assert conditions(points) == [({"prompt_tokens": {"max": 109}}, 3), ({}, 7)]
-
-
-def test_long_prompts_alone_may_get_a_point() -> None:
-    lengths = np.arange(100, 140)
-    ms = times([7 if length < 130 else 3 for length in lengths])
-    points = chosen(ms, by_prompt_tokens(lengths))
-    assert conditions(points) == [({"prompt_tokens": {"min": 130}}, 3), ({}, 7)]
+    points = chosen(times([3 if length in own else 7 for length in lengths]), by_prompt_tokens(lengths))
+    assert conditions(points) == [({"prompt_tokens": limits}, 3), ({}, 7)]
 
 
 def test_prompts_of_one_length_are_not_split() -> None:
@@ -151,9 +144,6 @@ def test_requests_with_images_may_get_a_point() -> None:
 
 def test_groupings_of_equal_requests_are_left_out() -> None:
     assert by_image([True] * 9) == by_image([False] * 9) == by_workload(["read"] * 9) == ()
-
-
-# ------------------------------------------------------------------------------------------------------------ groupings
 
 
 @pytest.mark.parametrize(("share", "is_tagged"), [(1.0, False), (0.8, False), (0.5, True)])

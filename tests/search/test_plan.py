@@ -9,9 +9,8 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.search import plan as plans
-from autotune.search.plan import Plan, Rates, SearchSize, StageClock, make_plan
+from autotune.search.plan import Rates, SearchSize, StageClock, make_plan
 from autotune.search.thresholds import LEAST_PROMPTS, LEAST_TOKENS, MAX_SCREENING_SHARE, STAGES
-from autotune.workloads.workload import load_workload
 
 DIGITS = SearchSize(
     num_priced=7,
@@ -69,16 +68,6 @@ def test_a_budget_below_the_least_is_refused_with_the_least() -> None:
 
 def test_a_search_for_another_device_times_nothing() -> None:
     assert replace(TEXTS, is_measured=False).least_s(SLOW) < 0.5 * TEXTS.least_s(SLOW)
-
-
-def test_a_plan_cuts_both_workloads() -> None:
-    tune, evaluate = (load_workload("digits", split, num_prompts=8) for split in ("tune", "evaluate"))
-    plan = Plan(seconds=60, rates=FAST, num_tune_prompts=5, num_evaluate_prompts=7, max_new_tokens=9, full_s=60)
-    short_tune, short_evaluate = plan.apply(tune, evaluate)
-    assert (len(short_tune.prompts), len(short_evaluate.prompts)) == (5, 7)
-    assert all(prompt.settings.max_new_tokens == 9 for prompt in (*short_tune.prompts, *short_evaluate.prompts))
-    assert short_tune.sha256 != tune.cut(5).sha256, "a shorter answer is another prompt"
-    assert plan.model_copy(update={"max_new_tokens": None}).apply(tune, evaluate)[1].sha256 == evaluate.cut(7).sha256
 
 
 def test_time_that_a_stage_leaves_goes_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,10 @@ from autotune.evaluation.race import Race
 from autotune.evaluation.runner import ArmRunner
 from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.search.finalists import estimated_speedup, published_defaults, winner_of
-from autotune.search.held_out import Evaluation
+from autotune.search.held_out import Evaluation, measured_point
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
 from autotune.search.plan import StageClock
-from autotune.search.profile_documents import measured_point
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.space import SearchSpace
 from autotune.search.thresholds import MIN_PROMPTS
@@ -234,10 +233,10 @@ def test_operating_point_must_be_faster_in_real_runs(
     measured = replace(selection.measure_finalists([winner]), winner=winner.configuration)
     for point, default in ((4.99, 10.0), (4.0, 4.0)):
         clock(lambda arm, prompt, ms=point, by=default: {"winner": 5.0, "point": ms, "default": by}[arm.name])
-        assert selection.confirmation(measured).confirmed(points) == []
+        assert selection.confirmed(points, measured) == []
     capsys.readouterr()
     clock(lambda arm, prompt: {"winner": 5.0, "point": 4.0, "default": 6.0}[arm.name])
-    kept = selection.confirmation(measured).confirmed(points)
+    kept = selection.confirmed(points, measured)
     printed = capsys.readouterr().err
     assert re.search(rf"1 +0\.80 +0\.67 +{MIN_PROMPTS} +yes", printed), "a significant difference ends the runs"
     assert "workload read: " in printed and max(map(len, printed.splitlines())) <= 120

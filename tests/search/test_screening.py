@@ -181,13 +181,14 @@ def test_screening_resumes_from_its_records(
         screen(model_pool, variants[:1], dearer, workload, tmp_path, ledger, Console())
 
 
-def test_screening_compares_with_one_share_of_heads(capsys: pytest.CaptureFixture[str]) -> None:
-    def one(heads: Any, speedup: float, draft: str = "a") -> ScreenedSubnet:
-        return ScreenedSubnet(
-            draft=draft, subnet=Subnet(heads=heads), depth=1, tokens_per_round=2, ms_per_token=1, speedup=speedup
-        )
+def screened_subnet(draft: str, speedup: float, **choices: Any) -> ScreenedSubnet:
+    subnet = Subnet(**choices)
+    return ScreenedSubnet(draft=draft, subnet=subnet, depth=1, tokens_per_round=2, ms_per_token=1, speedup=speedup)
 
-    ranked = [one((0.5, 1.0, 1.0), 2.125), one(0.5, 2.0), one(None, 1.5), one(None, 1.2, "b")]
+
+def test_screening_compares_with_one_share_of_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    choices = [("a", 2.125, (0.5, 1.0, 1.0)), ("a", 2.0, 0.5), ("a", 1.5, None), ("b", 1.2, None)]
+    ranked = [screened_subnet(draft, speedup, heads=heads) for draft, speedup, heads in choices]
     print_screened(ranked, [ranked[0].variant], Console())
     printed = " ".join(capsys.readouterr().err.split())
     assert "a: best of 3 subnets 2.125x (heads=0.5/1/1 keep=1, M 2.00)" in printed
@@ -203,9 +204,9 @@ def test_records_of_workers_are_reused(
     threads = torch.get_num_threads()
     try:
         work = ScreeningWork(variants, table, workload, tmp_path, tmp_path / "ledger.sqlite", None)
-        run_worker(1, model_pool.arguments, 1, screen_in_worker, (work,))
+        run_worker(1, model_pool.arguments, threads, 1, screen_in_worker, work)
         recording = RecordingWork(variants[:3], workload, tmp_path, ForestBounds())
-        run_worker(1, model_pool.arguments, 1, record_in_worker, (recording,))
+        run_worker(1, model_pool.arguments, threads, 1, record_in_worker, recording)
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setattr("autotune.recording.recorder.record_forest", lambda *_: pytest.fail("recorded twice"))
@@ -265,12 +266,12 @@ def test_every_prompt_is_recorded_by_one_process(model_pool: ModelPool, workload
 
 
 def test_worker_limits(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_pool, "arguments", model_pool.arguments._replace(num_threads=8))
+    monkeypatch.setattr(model_pool, "num_cores", 8)
     monkeypatch.setattr("autotune.search.model_pool.free_memory", lambda device: 1 << 50)
     assert model_pool.worker_limits(None) == (7, 1)
     assert model_pool.worker_limits(2) == (1, 4)
     assert model_pool.worker_limits(1) == (0, 8)
-    monkeypatch.setattr(model_pool, "arguments", model_pool.arguments._replace(num_threads=64))
+    monkeypatch.setattr(model_pool, "num_cores", 64)
     assert model_pool.worker_limits(None) == (MAX_WORKERS, 8)
     monkeypatch.setattr("autotune.search.model_pool.free_memory", lambda device: 1 << 31)
     assert model_pool.worker_limits(None) == (0, 64), "half of 2 GiB is too little for a worker"
@@ -293,13 +294,9 @@ def test_every_subnet_can_be_measured(
 
 
 def test_survivors_include_the_best_subnet_of_each_draft_that_can_win() -> None:
-    def one(draft: str, keep: float, speedup: float) -> ScreenedSubnet:
-        return ScreenedSubnet(
-            draft=draft, subnet=Subnet(visual_keep=keep), depth=1, tokens_per_round=2, ms_per_token=1, speedup=speedup
-        )
-
-    ranked = [one("a", 1.0, 2.0), one("a", 0.5, 1.9), one("a", 0.4, 1.8), one("b", 1.0, 1.5), one("b", 0.5, 1.2)]
-    hopeless = [*ranked, one("c", 1.0, 1.1)]
+    choices = [("a", 2.0, 1.0), ("a", 1.9, 0.5), ("a", 1.8, 0.4), ("b", 1.5, 1.0), ("b", 1.2, 0.5), ("c", 1.1, 1.0)]
+    hopeless = [screened_subnet(draft, speedup, visual_keep=keep) for draft, speedup, keep in choices]
+    ranked = hopeless[:-1]
     for screened in (ranked, hopeless):
         assert survivors(screened, 3) == [ranked[0].variant, ranked[3].variant, ranked[1].variant]
         assert survivors(screened, 1) == [ranked[0].variant, ranked[3].variant], "both drafts survive"

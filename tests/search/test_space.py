@@ -40,13 +40,6 @@ def suggestions(of: SearchSpace, count: int, seed: int = 0) -> list[dict[str, An
     return [of.suggest(study.ask(), list(of.trees)) for _ in range(count)]
 
 
-# -------------------------------------------------------------------------------------------------------------- shipped
-
-
-def test_default_space_is_shipped() -> None:
-    assert "quick" in SHIPPED
-
-
 def test_shipped_spaces_contain_valid_policies() -> None:
     for name in SHIPPED:
         found = load_space(name)
@@ -117,9 +110,6 @@ def test_one_default_of_each_paper_is_compared_unasked() -> None:
         assert (release["depth"], release["budget"]) == (levels, budget) == (settings[0] + 1, settings[1] - 1)
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
-
-
 def test_the_chains_of_a_space_are_chain_and_priced_with_one_child() -> None:
     chains = load_space("full").chains()
     assert set(chains.trees) == {"chain", "priced"} and chains.trees["chain"] == load_space("full").trees["chain"]
@@ -132,14 +122,13 @@ def test_the_chains_of_a_space_are_chain_and_priced_with_one_child() -> None:
         space({"eagle2": {"depth": {"low": 1, "high": 4}}}).chains()
 
 
-def test_unknown_space_names_the_nearest() -> None:
-    with pytest.raises(UserError, match="unknown search space 'quik'; did you mean 'quick'"):
-        load_space("quik")
-
-
-def test_missing_file_is_named() -> None:
-    with pytest.raises(UserError, match=r"nowhere\.yaml: no such file"):
-        load_space("nowhere.yaml")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("quik", "unknown search space 'quik'; did you mean 'quick'"), ("nowhere.yaml", r"nowhere\.yaml: no such file")],
+)
+def test_unknown_spaces_are_refused(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_space(name)
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -150,7 +139,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"trees": {"chain": {"depth": {"low": 5, "high": 2}}}}, "low must be at most high, which is 2"),
     ({"trees": {"chain": {"depth": {"choices": [1], "low": 1, "high": 2}}}}, "give either choices, or low and high"),
     ({"trees": {"chain": {"depth": {"low": 1}}}}, "give either choices, or low and high"),
-    ({"trees": {"chain": {"depth": {}}}}, "give either choices, or low and high"),
     ({"trees": {"chain": {"depth": {"choices": []}}}}, "at least 1 item"),
     ({"trees": {"chain": {"depth": {"low": 1, "hihg": 2}}}}, "unknown key 'trees.chain.depth.hihg'"),
     ({"trees": {"chain": {"depth": {"low": 0, "high": 4}}}}, "chain: depth: .*greater than or equal to 1; got 0"),
@@ -159,14 +147,17 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"trees": {"sage": {"k": {"choices": [4, 99, 5]}}}}, "k: .*got 99"),
     ({"trees": {"sage": {"lower": {"low": 0.0, "high": 2.0, "log": True}}}}, "log"),
     ({"trees": {"chain": {"depth": {"low": 1, "high": 4, "step": 0}}}}, "step"),
-    ({"trees": {"chain": {"depth": {"low": 1, "high": 4, "step": -1}}}}, "step"),
-    ({"trees": {"chain": {"depth": {"choices": [1], "low": 1}}}}, "choices"),
     (
         {"heads": [0.5, [1.0, 0.5, 0.5]], "heads_by_block": True},
         r"heads_by_block combines single shares; give heads such as \[1.0, 0.5\]",
     ),
     ({"visual_keeps": {"choices": [1.0]}}, "unknown key 'visual_keeps'; did you mean 'visual_keep'"),
     ({"schema": "autotune.search-space/9"}, "this program reads schema"),
+    *(({"visual_keep": {"choices": choices}}, "visual_keep") for choices in ([1.5], [0.0, 1.0], ["all"])),
+    ({"trees": {"static": {"budget": {"low": 1, "high": 9}}}}, "static needs depth, integers from 1 to 24"),
+    ({"trees": {"static": {"budget": {"low": 1.0, "high": 9.0}}}}, "static needs budget, integers from 1 to 128"),
+    ({"trees": {"static": {"budget": {"low": 1, "high": 300}}}}, "static needs budget, integers from 1 to 128"),
+    ({"trees": {"static": {"budgett": {"low": 1, "high": 9}}}}, "static trees have no dimension 'budgett'; did you"),
 ]
 
 
@@ -175,22 +166,6 @@ def test_errors_are_one_line_with_the_file_and_the_rule(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message) as refused:
             load_space(str(write_space(tmp_path, content)))
         assert "space.yaml" in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_visual_keeps_are_shares(tmp_path: Path) -> None:
-    for choices in ([1.5], [0.0, 1.0], ["all"]):
-        with pytest.raises(UserError, match="visual_keep"):
-            load_space(str(write_space(tmp_path, {"visual_keep": {"choices": choices}})))
-
-
-def test_invalid_yaml_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "space.yaml"
-    path.write_text("trees: [")
-    with pytest.raises(UserError, match="not YAML"):
-        load_space(str(path))
-
-
-# ------------------------------------------------------------------------------------------------------- configurations
 
 
 def test_ordered_pairs_are_swapped_where_needed() -> None:
@@ -294,9 +269,6 @@ def test_sweep_fills_every_dimension_evenly() -> None:
     assert parts == swept[:64], "the parts of a sweep make the sweep"
 
 
-# -------------------------------------------------------------------------------------------------------------- subnets
-
-
 def test_full_space_has_the_grid_of_a_supernet() -> None:
     """STAR's shares of visual tokens and DREAM's, with one share of heads in all blocks; other drafts have 11 subnets."""
     full = load_space("full")
@@ -315,6 +287,8 @@ def test_heads_per_block_and_layers_by_number(tmp_path: Path) -> None:
     assert [(s.head_shares, s.injection_layer) for s in found] == [
         ((1.0, 0.5, 0.25), 9), ((1.0, 0.5, 0.25), 11), ((0.5, 0.5, 0.5), 9), ((0.5, 0.5, 0.5), 11)
     ]  # fmt: skip
+    with pytest.raises(UserError, match="star can read the target's layers 8, 10, 12; got 9; name one of them"):
+        load_space(str(write_space(tmp_path, content))).subnets("star", Subnet(injection_layer=12), (8, 10, 12))
 
 
 def test_heads_by_block_are_all_combinations_of_single_shares(tmp_path: Path) -> None:
@@ -322,24 +296,3 @@ def test_heads_by_block_are_all_combinations_of_single_shares(tmp_path: Path) ->
     found = load_space(str(write_space(tmp_path, content))).subnets("star", Subnet(injection_layer=12), (12,))
     assert [s.head_shares for s in found] == list(itertools.product((1.0, 0.5), repeat=3))
     assert [s.heads for s in found if len(set(s.head_shares)) == 1] == [None, 0.5], "as where heads are single shares"
-
-
-def test_layer_that_a_draft_cannot_read_is_refused(tmp_path: Path) -> None:
-    found = load_space(str(write_space(tmp_path, {"injection_layers": [3]})))
-    with pytest.raises(UserError, match="star can read the target's layers 8, 9, 10, 11, 12; got 3; name one of them"):
-        found.subnets("star", Subnet(injection_layer=12), range(8, 13))
-
-
-# --------------------------------------------------------------------------------------------------------------- static
-
-
-def test_static_trees_are_searched_by_budget_and_depth(tmp_path: Path) -> None:
-    mistakes: list[tuple[dict[str, Any], str]] = [
-        ({"budget": {"low": 1, "high": 9}}, "static needs depth, integers from 1 to 24"),
-        ({"budget": {"low": 1.0, "high": 9.0}, "depth": {"low": 1, "high": 2}}, "static needs budget, integers"),
-        ({"budget": {"low": 1, "high": 300}, "depth": {"low": 1, "high": 2}}, "integers from 1 to 128"),
-        ({"budgett": {"low": 1, "high": 9}}, "static trees have no dimension 'budgett'; did you mean 'budget'"),
-    ]
-    for dimensions, message in mistakes:
-        with pytest.raises(UserError, match=message):
-            load_space(str(write_space(tmp_path, {"trees": {"static": dimensions}})))

@@ -11,20 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from autotune.acceptance.replay import replay
 from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
-from autotune.prediction import evaluator as evaluator_module
 from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.prediction.prices import Constraints
 from autotune.search import tree_search
 from autotune.search.finalists import choose_finalists, confirmable
 from autotune.search.space import SearchSpace
 from autotune.search.thresholds import NUM_CONFIRMED, NUM_CONFIRMED_OF_KIND
-from autotune.study.ledger import Ledger
+from autotune.study.storage import optuna_storage
 from autotune.trees.policy import parse_policy
 from tests.sample_documents import cost_table, random_trace, surface
 from tests.search.small_searches import KEEPS, LARGE, SMALL, evaluator, shared_search, space, stage, variant
@@ -57,11 +57,9 @@ def small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tpe_starts_from_the_best_of_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is at least as good as the best tree of the sweep."""
     begun: list[float] = []
-    finished = tree_search._finished_trial
+    create = optuna.trial.create_trial
     monkeypatch.setattr(
-        tree_search,
-        "_finished_trial",
-        lambda parameters, ms, known: begun.append(ms) or finished(parameters, ms, known),
+        optuna.trial, "create_trial", lambda value, **of: begun.append(value) or create(value=value, **of)
     )
     found = evaluator()
     best = sorted(
@@ -163,28 +161,6 @@ def test_search_resumes_from_its_records(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(drawn) == 125, "other documents have other records"
 
 
-def test_several_workers_have_the_result_of_one(tmp_path: Path) -> None:
-    """Another worker has made every second record of the sweeps."""
-    alone = stage(evaluator(), LARGE, tmp_path / "alone", num_trials=60, seed=3)
-    other = tree_search._TreeStage(
-        evaluator(),
-        space(LARGE),
-        Ledger(tmp_path / "l"),
-        [tree_search.version_of(tree_search.DISTRIBUTION), "x", Constraints().__dict__],
-        3,
-    )
-    made = dict(list(other.sweeps().items())[1::2])
-    others = other.ledger.work("trees", made)
-    calls: list[Any] = []
-    replayed = evaluator_module.replay
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluator_module, "replay", lambda *args: calls.append(args) or replayed(*args))
-        together = stage(evaluator(), LARGE, tmp_path / "l", num_trials=60, seed=3)
-    assert together == alone
-    by_other = sum(record["num_replayed"] for record in others.values())
-    assert by_other > 0 and len(calls) == together.num_replayed - by_other, "no tree is replayed twice"
-
-
 WORKER = """
 import sys
 from tests.search.small_searches import shared_search
@@ -206,14 +182,10 @@ def test_workers_on_postgresql_have_the_result_of_one(postgresql: str, tmp_path:
 
 def test_trials_are_published_to_optuna(tmp_path: Path) -> None:
     """Each trial is published once, also by a repeated search."""
-    import optuna
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
     for _ in range(2):
         search(evaluator(), LARGE, tmp_path / "ledger", num_trials=60)
-    storage = JournalStorage(JournalFileBackend(str(tmp_path / "ledger.optuna")))
-    (summary,) = optuna.get_all_study_summaries(storage)
+    assert (tmp_path / "ledger.optuna").exists()
+    (summary,) = optuna.get_all_study_summaries(optuna_storage(tmp_path / "ledger"))
     assert summary.n_trials == 60 and summary.study_name.startswith("trees-")
 
 
@@ -229,9 +201,6 @@ def test_progress_is_reported(tmp_path: Path) -> None:
     trials = [(0, 60), (50, 60), (60, 60)]
     assert [(done, of) for done, of, _ in said] == [*((n, sweeps) for n in range(sweeps + 1)), *trials]
     assert "best so far" in said[1][2]
-
-
-# ---------------------------------------------------------------------------------------------------------- constraints
 
 
 def test_round_latency_is_a_constraint(tmp_path: Path) -> None:
@@ -263,9 +232,6 @@ def test_infeasible_constraints_are_named(tmp_path: Path) -> None:
     for constraints, message in messages.items():
         with pytest.raises(UserError, match=message):
             search(Evaluator([random_trace(0)], table, constraints=constraints), LARGE, tmp_path / "l")
-
-
-# ------------------------------------------------------------------------------------------------------------ finalists
 
 
 def test_finalists_are_distinct(tmp_path: Path) -> None:
@@ -302,24 +268,11 @@ def test_the_fastest_of_every_draft_and_policy_are_confirmed() -> None:
     assert chosen == [*fastest[:NUM_CONFIRMED], *fastest[200 : 200 + NUM_CONFIRMED_OF_KIND]]
 
 
-# ---------------------------------------------------------------------------------------------------------- without torch
-
 WITHOUT_TORCH = """
 import sys
 from pathlib import Path
-import autotune.acceptance.trace, autotune.acceptance.replay, autotune.cost.table, autotune.documents.decoding_profile
-import autotune.search.space
-from autotune.search import tree_search
-from autotune.prediction.evaluator import Evaluator
-from autotune.study.ledger import Ledger
-from autotune.search.space import SearchSpace
-from tests.sample_documents import DRAFT, cost_table, random_trace, surface
-
-trees = {"sage": {"k": {"low": 2, "high": 4}, "d_max": {"low": 3, "high": 4}, "upper": {"low": 3.0, "high": 5.0}}}
-space = SearchSpace.model_validate({"name": "x", "visual_keep": {"choices": [1.0]}, "trees": trees})
-evaluator = Evaluator([random_trace(0)], cost_table())
-found = tree_search.search_trees(evaluator, space, Ledger(Path(sys.argv[1])), num_trials=5, documents="x")
-assert len(found.fastest) >= 2 and found.fastest[0].speedup > 0
+from tests.search.small_searches import SMALL, evaluator, stage
+assert stage(evaluator(), SMALL, Path(sys.argv[1])).fastest
 loaded = {"torch", "transformers"} & set(sys.modules)
 assert not loaded, loaded
 """

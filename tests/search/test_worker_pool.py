@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,19 +70,20 @@ def is_alive(pid: int) -> bool:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A clock that the test sets."""
 
-    class Clock:
-        now = 0.0
-
-        def monotonic(self) -> float:
-            return self.now
-
-    settable = Clock()
+    settable = SimpleNamespace(now=0.0, monotonic=lambda: settable.now)
     monkeypatch.setattr(worker_pool, "time", settable)
     return settable
 
 
+def start(pool: WorkerPool, clock: Any) -> None:
+    """Report work that takes long enough for workers."""
+    pool.report(0, 99)
+    clock.now += 1.0
+    pool.report(1, 99)
+
+
 def test_short_work_starts_no_workers(clock: Any) -> None:
-    """Pieces that were pool on disk do not count towards the speed."""
+    """Pieces that were found on disk do not count towards the speed."""
     with WorkerPool(1, fail) as pool:
         for second, done in enumerate((10, 11, 12, 13, 14)):
             clock.now = float(second)
@@ -99,9 +101,7 @@ def test_workers_run_the_task_and_end_with_the_block(
 ) -> None:
     monkeypatch.setattr(CHATTY, "level", logging.ERROR)
     with WorkerPool(2, sign, tmp_path) as pool:
-        pool.report(3, 99)
-        clock.now = 1.0
-        pool.report(4, 99)
+        start(pool, clock)
         assert len(pool.processes) == 2
         pool.report(5, 99)
         assert len(pool.processes) == 2
@@ -110,9 +110,7 @@ def test_workers_run_the_task_and_end_with_the_block(
     assert len(own) == 2 and f"{os.getpid()}" not in own
     assert waited(lambda: all((tmp_path / f"{rank} logs as its parent").exists() for rank in (1, 2)))
     with WorkerPool(1, stay, tmp_path) as pool:
-        pool.report(0, 99)
-        clock.now = 2.0
-        pool.report(1, 99)
+        start(pool, clock)
         (process,) = pool.processes
         assert process.is_alive()
     assert not process.is_alive()
@@ -120,9 +118,7 @@ def test_workers_run_the_task_and_end_with_the_block(
 
 def test_failed_worker_does_not_stop_the_search(clock: Any, capfd: pytest.CaptureFixture[str]) -> None:
     with WorkerPool(1, fail) as pool:
-        pool.report(0, 99)
-        clock.now = 1.0
-        pool.report(1, 99)
+        start(pool, clock)
         assert waited(lambda: not pool.processes[0].is_alive())
     assert "an error of a worker" in capfd.readouterr().err
 

@@ -38,7 +38,7 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     study = study_document()
     assert load_study(tmp_path) is None
     study.save(tmp_path / STUDY)
-    assert load_study(tmp_path) == study and study.finalists[0].prediction_error == pytest.approx(0.1)
+    assert load_study(tmp_path) == study
     content = json.loads((tmp_path / STUDY).read_text())
     (tmp_path / STUDY).write_text(json.dumps({**content, "comand": "x"}))
     with pytest.raises(UserError, match="unknown key 'comand'; did you mean 'command'"):
