@@ -25,8 +25,6 @@ MODULE = [sys.executable, "-m", "autotune"]
 HEAVY = {"torch", "transformers", "optuna", "numba", "scipy", "sklearn", "pandas", "sqlalchemy"}
 
 
-# ----------------------------------------------------------------------------------------------------------------- help
-
 HELP = f"""
 import sys
 from autotune.cli.main import main
@@ -60,8 +58,6 @@ def test_help_fits_120_columns() -> None:
     page = CliRunner().invoke(main, ["check", "--help"], terminal_width=120).stdout
     assert all(f"[default: {value}]" in page for value in ("5%", "8m", "0"))
 
-
-# --------------------------------------------------------------------------------------------------- the first second
 
 # Refused before anything heavy is imported.
 INSTANT = {
@@ -121,9 +117,6 @@ def test_obvious_mistakes_and_help_answer_at_once(tmp_path: Path) -> None:
     medians = {name: sorted(values)[2] for name, values in seconds.items()}
     limit = 1.5 * (2 * medians.pop("import") + 0.3)
     assert max(medians.values()) < limit, (medians, limit)
-
-
-# ------------------------------------------------------------------------------------------------------------- mistakes
 
 
 @pytest.fixture(scope="module")
