@@ -73,7 +73,7 @@ INSTANT = {
     "search --workload missing.jsonl": "no such file",
     "search -o /proc/nowhere/profile.json": "cannot be written",
     "record --workload missing.jsonl": "no such file",
-    "profile -o /proc/nowhere/table.json": "cannot be written",
+    "measure -o /proc/nowhere/table.json": "cannot be written",
     "check x.json --min-speedup 0": "--min-speedup: input should be greater than 0",
 }
 INSTANT_PROGRAM = f"""
