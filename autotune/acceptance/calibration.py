@@ -47,16 +47,9 @@ def children_on_answers(trace: Trace) -> Children:
         prompt, token, node, end = (array[is_inside] for array in (prompt, token, node, end))
         is_next = forest.child_token[node] == forest.answer[token + 1][:, None]
         logprob = forest.child_logprob[node][:, :num_ranks]
-        shape = logprob.shape
-        parts.append(
-            Children(
-                np.repeat(prompt, num_ranks),
-                np.full(logprob.size, depth),
-                np.broadcast_to(np.arange(num_ranks), shape).ravel(),
-                logprob.ravel().astype(np.float64),
-                is_next[:, :num_ranks].ravel(),
-            )
-        )
+        depths, ranks = np.full(logprob.size, depth), np.tile(np.arange(num_ranks), len(logprob))
+        logprobs, accepted = logprob.ravel().astype(np.float64), is_next[:, :num_ranks].ravel()
+        parts.append(Children(np.repeat(prompt, num_ranks), depths, ranks, logprobs, accepted))
         rank = is_next.argmax(1)
         node = np.where(is_next.any(1), forest.child_node[node, rank], -1)
         token = token + 1

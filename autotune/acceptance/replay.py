@@ -137,7 +137,7 @@ def replay(
 
 
 def check_reach(trace: Trace, policy: Policy) -> None:
-    """Raises UserError: the policy looks at more children, or grows deeper trees, than the trace holds."""
+    """Refuse a policy that looks at more children, or grows deeper trees, than the trace holds."""
     bounds = trace.header.bounds
     if policy.num_proposals > bounds.num_proposals or policy.max_depth > bounds.depth:
         raise UserError(

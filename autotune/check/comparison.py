@@ -58,10 +58,6 @@ class Sides:
         same_program = self.base.python == self.head.python and code_hash(self.base) == code_hash(self.head)
         return self.have_same_trees and base == head and same_program
 
-    @property
-    def are_lossless(self) -> bool:
-        return all(point.lossless for profile in self.profiles for point in profile.points)
-
     def key(self, run: LocalRun, seed: int) -> str:
         """Key of the comparison's pairs: the same command continues with them."""
         profiles = [profile.model_dump(mode="json", exclude={"evidence"}) for profile in self.profiles]
@@ -174,6 +170,7 @@ class Comparison:
         if sides.are_equal and not sides.is_aa:
             same = f"{sides.base.label} has the same code, models, packages and choices: nothing to time"
             return Gate(name=TIME, workload=workload, verdict="passed", summary=same), None
+        are_lossless = all(point.lossless for profile in sides.profiles for point in profile.points)
         ledger = CHECKS / f"{sides.key(run, self.seed)}.jsonl"
         runner = PairRunner(
             sides.base,
@@ -182,7 +179,7 @@ class Comparison:
             [request for request, decoded in zip(requests, run.runs, strict=True) if decoded.new_tokens > 1],
             seed=self.seed,
             ledger=ledger,
-            must_agree=run.is_exact and sides.are_lossless,
+            must_agree=run.is_exact and are_lossless,
         )
         if runner.pairs:
             self.console.say(f"continuing after the {len(runner.pairs)} pairs of an earlier run in {ledger}")

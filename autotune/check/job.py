@@ -44,9 +44,7 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         if settings.is_timed:
             sides = stack.enter_context(open_sides(settings.against, settings.profile, folder))
         runs, processor = _decode_all(settings, workloads, device, console)
-        gates: list[Gate] = []
-        for run, proof in zip(runs, evidence, strict=True):
-            gates += _local_gates(settings, run, proof)
+        gates = [gate for run, proof in zip(runs, evidence, strict=True) for gate in _local_gates(settings, run, proof)]
         timings: list[Timing | None] = [None] * len(runs)
         if sides is not None:
             requests = [write_requests(run, processor, folder / f"{number}") for number, run in enumerate(runs)]

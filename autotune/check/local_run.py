@@ -200,7 +200,7 @@ def evidence_for(profile: DecodingProfile, workload: Workload, settings: CheckSe
     if not changed:
         return evidence
     searched = profile.workload.name
-    if workload.name != searched and not settings.needs_evidence:
+    if workload.name != searched and (settings.is_timed or settings.min_speedup is not None):
         return f"the profile's evidence is about {searched}, not about this workload"
     difference = f"its evidence is about {searched}"
     if workload.name == searched:

@@ -52,11 +52,6 @@ class CheckSettings(BaseModel):
     def is_timed(self) -> bool:
         return self.against is not None or self.tests_machine
 
-    @property
-    def needs_evidence(self) -> bool:
-        """Whether the profile's evidence is the only thing to compare with."""
-        return not self.is_timed and self.min_speedup is None
-
     def require_consistent(self) -> None:
         """Check the options together."""
         if not self.tolerance < self.limit:

@@ -62,19 +62,7 @@ from autotune.files import require_writable
 )
 @options.device
 @options.as_json
-def command(
-    profile: Path,
-    engine: str,
-    folder: Path | None,
-    requests_at_once: tuple[int, ...],
-    prices: Path | None,
-    executable: str | None,
-    arguments: str,
-    interleaved: bool,
-    device: str,
-    as_json: bool,
-    **choices: Any,
-) -> None:
+def command(profile: Path, engine: str, prices: Path | None, as_json: bool, **choices: Any) -> None:
     """Send prompts to a serving engine that runs exported settings, and compare its answers, rounds and speed with the prediction
     of the export.
     """
@@ -82,7 +70,7 @@ def command(
     from autotune.serving.client import EngineClient
     from autotune.serving.server import ServerOptions, find_executable
 
-    chosen, _ = evaluation_prompts(profile, choices)
+    chosen, choices = evaluation_prompts(profile, choices)
     is_started = engine == "vllm"
     if prices is not None:
         if not is_started:
@@ -92,7 +80,8 @@ def command(
         require_writable(prices, "--prices")
     chosen_engine: EngineClient | ServerOptions
     if is_started:
-        chosen_engine = ServerOptions(find_executable(executable), tuple(shlex.split(arguments)), interleaved)
+        arguments = tuple(shlex.split(choices["arguments"]))
+        chosen_engine = ServerOptions(find_executable(choices["executable"]), arguments, choices["interleaved"])
     else:
         chosen_engine = EngineClient(engine)
     prompts = chosen.load()
@@ -102,13 +91,14 @@ def command(
     from autotune.serving.comparison import bench
     from autotune.serving.prices import PRICED_BATCHES, measure_prices
 
-    what = (profile, prompts, choose_device(device), Console())
+    what = (profile, prompts, choose_device(choices["device"]), Console())
+    folder, sizes = choices["folder"], choices["requests_at_once"]
     if prices is not None and isinstance(chosen_engine, ServerOptions):
-        sizes = requests_at_once or PRICED_BATCHES
+        sizes = sizes or PRICED_BATCHES
         measured = measure_prices(*what, options=chosen_engine, folder=folder, requests_at_once=sizes)
         measured.save(prices)
         result = measured.model_dump(mode="json")
     else:
-        result = bench(*what, engine=chosen_engine, folder=folder, requests_at_once=requests_at_once or (1,))
+        result = bench(*what, engine=chosen_engine, folder=folder, requests_at_once=sizes or (1,))
     if as_json:
         options.print_json(result)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
 from autotune.cli import options
-from autotune.workloads.formats import Format
 
 
 @click.command(short_help="Tell what to expect on this machine before a search.")
@@ -29,15 +29,7 @@ from autotune.workloads.formats import Format
     help="Tokens of each of four answers at which a verification is compared with single steps.",
 )
 @options.as_json
-def command(
-    target: str | None,
-    workload: str | None,
-    workload_format: Format | None,
-    device: str,
-    random_weights: bool,
-    num_tokens: int,
-    as_json: bool,
-) -> None:
+def command(target: str | None, workload: str | None, as_json: bool, **choices: Any) -> None:
     """Tell what to expect on this machine before a search, in a minute: its devices and their datasheets, the bandwidth that a
     copy reaches, and other processes. With a target also: the attention kernels that torch picks for its shapes, whether
     verification equals single steps, what verifications cost in plain steps, and on a GPU time and memory of capturing.
@@ -50,16 +42,14 @@ def command(
     if target is not None:
         resolve(target)
     workload = workload or default_workload(target or "")
-    require_workload(workload, workload_format)
+    require_workload(workload, choices["workload_format"])
 
     from autotune.console import Console
     from autotune.doctor.examination import examine
     from autotune.doctor.output import print_diagnosis
 
     console = Console()
-    diagnosis = examine(
-        device, target, workload, num_tokens, console, random_weights=random_weights, workload_format=workload_format
-    )
+    diagnosis = examine(target, workload, console, **choices)
     if as_json:
         click.echo(diagnosis.dump())
     else:

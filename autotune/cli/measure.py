@@ -9,7 +9,6 @@ import click
 
 from autotune.cli import options
 from autotune.search.settings import SearchSettings
-from autotune.workloads.formats import Format
 
 
 @click.command(short_help="Measure a cost table: latencies of models on a device.")
@@ -30,15 +29,7 @@ from autotune.workloads.formats import Format
 @options.table("a row for every measured point")
 @options.as_json
 def command(
-    target: str,
-    drafts: tuple[str, ...],
-    workload: str | None,
-    workload_format: Format | None,
-    device: str,
-    random_weights: bool,
-    output: Path,
-    as_json: bool,
-    **choices: Any,
+    target: str, drafts: tuple[str, ...], workload: str | None, output: Path, as_json: bool, **choices: Any
 ) -> None:
     """Measure a cost table: the latency of the forward passes of target and drafts on a device."""
     from autotune.cli.preflight import require_workload
@@ -47,7 +38,7 @@ def command(
 
     require_writable(output)
     drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
-    require_workload(workload, workload_format)
+    require_workload(workload, choices["workload_format"])
 
     from autotune.console import Console
     from autotune.contention_monitor import wait_until_idle
@@ -58,10 +49,13 @@ def command(
     from autotune.workloads.workload import load_workload
 
     console = Console()
-    prompts = load_workload(workload, "tune", format=workload_format).first_turns()
+    prompts = load_workload(workload, "tune", format=choices["workload_format"]).first_turns()
     execution = choices["capture_sizes"], choices["mode"]
-    model_pool = ModelPool(target, drafts, choose_device(device), *execution, random_weights=random_weights)
-    if random_weights:
+    has_random_weights = choices["random_weights"]
+    model_pool = ModelPool(
+        target, drafts, choose_device(choices["device"]), *execution, random_weights=has_random_weights
+    )
+    if has_random_weights:
         console.say("weights are random: this table's latencies hold, its models accept nothing of each other")
         prompts = prompts.readable_by(model_pool.processor)
     subnets = [Subnet(heads=share, injection_layer=choices["injection_layer"]) for share in choices["heads"] or (None,)]

@@ -10,7 +10,6 @@ import click
 from autotune.cli import options
 from autotune.documents.subnet import VISUAL_INPUTS, VISUAL_RANKINGS
 from autotune.search.settings import SearchSettings
-from autotune.workloads.formats import Format
 
 SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "vocabulary")
 
@@ -46,16 +45,7 @@ SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "voc
 @options.num_prompts(64)
 @options.output("traces", "Folder to write.")
 @options.as_json
-def command(
-    target: str,
-    drafts: tuple[str, ...],
-    workload: str,
-    workload_format: Format | None,
-    device: str,
-    output: Path,
-    as_json: bool,
-    **choices: Any,
-) -> None:
+def command(target: str, drafts: tuple[str, ...], workload: str, output: Path, as_json: bool, **choices: Any) -> None:
     """Record traces: the draft's proposals along the target's answers."""
     from autotune.cli.preflight import require_workload
     from autotune.files import require_writable
@@ -63,7 +53,7 @@ def command(
 
     require_writable(output / "keep-1.trace.json")
     drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
-    require_workload(workload, workload_format)
+    require_workload(workload, choices["workload_format"])
 
     from autotune.console import Console
     from autotune.device import choose_device
@@ -73,11 +63,12 @@ def command(
     from autotune.workloads.workload import load_workload
 
     console = Console()
-    prompts = load_workload(workload, "tune", num_prompts=choices["num_prompts"], format=workload_format)
+    num_prompts, format = choices["num_prompts"], choices["workload_format"]
+    prompts = load_workload(workload, "tune", num_prompts=num_prompts, format=format)
     if choices["temperature"] is not None:
         prompts = prompts.sampled(choices["temperature"])
-    model_pool = ModelPool(target, drafts, choose_device(device))
-    prompts = prompts.cut(choices["num_prompts"], choices["max_new_tokens"])
+    model_pool = ModelPool(target, drafts, choose_device(choices["device"]))
+    prompts = prompts.cut(num_prompts, choices["max_new_tokens"])
     prompts = model_pool.recorder(output).follow(prompts)
     subnet = Subnet(**{name: choices[name] for name in SUBNET_OPTIONS})
     variants = [

@@ -111,7 +111,6 @@ class Surface(Document):
 
     @property
     def measured(self) -> list[Point]:
-        """All points."""
         return [*self.points, *self.examined, *self.held_out]
 
     @property

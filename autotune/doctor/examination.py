@@ -26,23 +26,22 @@ COPIES = 7
 
 
 def examine(
-    device: str,
     target: str | None,
     workload: str,
-    num_tokens: int,
     console: Console,
     *,
-    random_weights: bool = False,
-    workload_format: Format | None = None,
+    device: str,
+    num_tokens: int,
+    random_weights: bool,
+    workload_format: Format | None,
 ) -> Diagnosis:
     """Examine the machine and, if one is named, a target.
 
     Args:
-        device: ``auto``, ``cpu`` or ``cuda:N``.
         workload: whose first prompts are answered; those with images are left out for a text model.
+        device: ``auto``, ``cpu`` or ``cuda:N``.
         num_tokens: of each answer.
         workload_format: of the workload's file; None finds it out.
-        random_weights: make the target's weights at random.
     """
     chosen = choose_device(device)
     chosen = "cuda:0" if chosen == "cuda" else chosen

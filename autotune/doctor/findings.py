@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.device import gib
-from autotune.doctor.diagnosis import Diagnosis, StepTimes, TargetFound
+from autotune.doctor.diagnosis import Diagnosis, TargetFound
 from autotune.execution import EAGER
 
 SLOW_SHARE = 0.5  # of the bandwidth, below which something else than memory bounds a plain step
@@ -84,7 +84,13 @@ def _precision_notes(target: TargetFound) -> list[str]:
 
 
 def _time_notes(diagnosis: Diagnosis, target: TargetFound) -> list[str]:
-    texts = [_price_note(times) for times in target.steps]
+    texts = []
+    for times in target.steps:
+        prices = ", ".join(f"{tokens}: {ms / times.plain_ms:.2f}" for tokens, ms in sorted(times.verify_ms.items()))
+        texts.append(
+            f"mode {times.mode}: a plain step takes {times.plain_ms:.2f} ms; a verification of n tokens, in plain steps, {prices}: this many "
+            "tokens per round pay for it alone"
+        )
     limit = diagnosis.examined.datasheet_gb_per_second or diagnosis.copy_gb_per_second
     for times in target.steps:
         rate = target.step_gb_per_second(times)
@@ -103,12 +109,3 @@ def _time_notes(diagnosis: Diagnosis, target: TargetFound) -> list[str]:
     tokens = int(free / max(1, target.kv_bytes_per_token))
     texts.append(f"{gib(free)} are free next to the weights: keys and values of {tokens:,} tokens")
     return texts
-
-
-def _price_note(times: StepTimes) -> str:
-    """The tokens per round at which a round without a draft's cost breaks even."""
-    prices = ", ".join(f"{tokens}: {ms / times.plain_ms:.2f}" for tokens, ms in sorted(times.verify_ms.items()))
-    return (
-        f"mode {times.mode}: a plain step takes {times.plain_ms:.2f} ms; a verification of n tokens, in plain steps, {prices}: this many "
-        "tokens per round pay for it alone"
-    )

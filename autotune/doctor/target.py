@@ -131,17 +131,15 @@ def time_steps(target: Target, mode: str, kv_length: int) -> StepTimes:
         for tokens, times in verify.items():
             plain.append(float(np.median(plain_steps_ms(bench, kv_length))))
             times.append(bench.verify_ms(tokens, kv_length))
-    graphs = target.graph_runner
     result = StepTimes(
         mode=mode,
         kv_length=kv_length,
         plain_ms=float(np.median(plain)),
         verify_ms={tokens: float(np.median(times)) for tokens, times in verify.items()},
-        prepare_s=None if graphs is None else prepared_s,
-        prepared_bytes=0 if graphs is None else max(0, memory.memory_bytes - before),
-        num_prepared=0 if graphs is None else len(graphs),
-        why_eager=None if graphs is None else graphs.why_eager,
     )
+    if (graphs := target.graph_runner) is not None:
+        prepared = {"prepare_s": prepared_s, "prepared_bytes": max(0, memory.memory_bytes - before)}
+        result = result.model_copy(update={**prepared, "num_prepared": len(graphs), "why_eager": graphs.why_eager})
     target.use_mode(EAGER)
     target.output_layers = ()
     return result

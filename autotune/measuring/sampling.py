@@ -71,8 +71,9 @@ class Sampler:
         self.draft_firsts = [AdaptiveGrid(settings.tokens, *sizes, settings) for _ in benches]
         self.draft_levels = [AdaptiveGrid(settings.tokens, *sizes, settings) for _ in benches]
         self.grids = {DECODE: self.decode, VERIFY: self.verify}
-        for number, of_draft in enumerate(zip(self.draft_firsts, self.draft_levels, strict=True)):
-            self.grids |= dict(zip((_draft_first(number), _draft_level(number)), of_draft, strict=True))
+        for number in range(len(benches)):
+            self.grids[_draft_first(number)] = self.draft_firsts[number]
+            self.grids[_draft_level(number)] = self.draft_levels[number]
         self.jobs: list[TimedJob] = []
         self._warm: set[tuple[str, Size]] = set()
         self._latest_draft: int | None = None

@@ -98,13 +98,13 @@ def _published_trees(sources: Sources) -> dict[str, float]:
     """
     if (evaluator := sources.evaluator) is None:
         return {}
-    speedups: dict[str, float] = {}
+    fastest_ms: dict[str, float] = {}
     for name, default in COMPARED_DEFAULTS.items():
         configurations = [Configuration(tree=default.tree, draft=d, subnet=s) for d, s in evaluator.traces]
         times = [evaluator.evaluate(c).ms_per_token for c in configurations if evaluator.can_replay(c)]
         if times:
-            speedups[name] = min(times)
-    return speedups
+            fastest_ms[name] = min(times)
+    return fastest_ms
 
 
 @dataclass(frozen=True)

@@ -50,14 +50,12 @@ class Content:
         self.limits = find_limits(table.device.name) if table else None
         self.grids = subnet_grids(sources.screened)
         self.drafts = _drafts(sources)
+        of_points = (c for c in map(configuration_of, sources.points) if c is not None)
+        finalists = [finalist.configuration for finalist in (study.finalists if study else [])]
+        front = [candidate.configuration for candidate in self.front]
+        best = [*(variant.best for variant in self.variants), *(policy.best for policy in self.policies)]
         self.configurations = _lettered(
-            itertools.chain(
-                (c for c in map(configuration_of, sources.points) if c is not None),
-                (finalist.configuration for finalist in (study.finalists if study else [])),
-                (candidate.configuration for candidate in self.front),
-                (variant.best.configuration for variant in self.variants),
-                (policy.best.configuration for policy in self.policies),
-            )
+            [*of_points, *finalists, *front, *(candidate.configuration for candidate in best)]
         )
         self.letters = {configuration.label: letter for letter, configuration in self.configurations.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -76,13 +77,21 @@ def random_configurations(of_each: int = 3, seed: int = 0) -> list[Configuration
 
 
 @pytest.fixture(scope="module")
-def traces(
+def record(
     recorder: Recorder, draft: IndependentDraft, draft_reference: ModelReference, workload: Workload
-) -> dict[float, Trace]:
+) -> Callable[..., Trace]:
+    """Records the draft along a workload, by default with everything."""
+
+    def trace(of: Workload = workload, visual_keep: float = 1.0, bounds: ForestBounds = EVERYTHING) -> Trace:
+        return recorder.trace(draft, draft_reference, of, visual_keep=visual_keep, bounds=bounds)
+
+    return trace
+
+
+@pytest.fixture(scope="module")
+def traces(record: Callable[..., Trace]) -> dict[float, Trace]:
     """A trace for each visual keep."""
-    return {
-        keep: recorder.trace(draft, draft_reference, workload, visual_keep=keep, bounds=EVERYTHING) for keep in KEEPS
-    }
+    return {keep: record(visual_keep=keep) for keep in KEEPS}
 
 
 @pytest.fixture(scope="module")
@@ -158,13 +167,8 @@ def test_replay_counts_the_rounds_of_deep_trees_with_a_second_source(
     sizes = SIZES._replace(k=1)
     for seed in range(6):
         tree = random_tree_policy("priced", random.Random(seed), sizes)
-        tree |= {
-            "depth": MAX_DEPTH,
-            "budget": 64,
-            "worth": 2.0,
-            "retrieval": True,
-            "skip_draft_above": 0.2 + 0.1 * seed,
-        }
+        tree |= {"depth": MAX_DEPTH, "budget": 64, "worth": 2.0, "retrieval": True}
+        tree |= {"skip_draft_above": 0.2 + 0.1 * seed}
         configuration = Configuration(tree=tree)
         assert_rounds_are_the_decoders(trace, configuration, Decoder(target, draft), workload, processor)
     longest = (trace.forest.retrieved >= 0).sum(1).max()
@@ -187,19 +191,10 @@ def sampled_workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
 
 @pytest.mark.parametrize("of_each", [3, pytest.param(10, marks=pytest.mark.nightly)])
 def test_replay_counts_the_rounds_of_sampled_requests(
-    of_each: int,
-    recorder: Recorder,
-    draft: IndependentDraft,
-    draft_reference: ModelReference,
-    sampled_workload: Workload,
-    decoder: Decoder,
-    processor: Any,
+    of_each: int, record: Callable[..., Trace], sampled_workload: Workload, decoder: Decoder, processor: Any
 ) -> None:
     """The recorded proposals are coupled to the noise of the request, as those of the runtime are."""
-    traces = {
-        keep: recorder.trace(draft, draft_reference, sampled_workload, visual_keep=keep, bounds=EVERYTHING)
-        for keep in KEEPS
-    }
+    traces = {keep: record(sampled_workload, keep) for keep in KEEPS}
     configurations = random_configurations(of_each, seed=1)
     num_missing, num_different = 0, 0
     for configuration in configurations:
@@ -229,9 +224,8 @@ def one_ms_per_prefill() -> PrefillCost:
 
 
 def test_an_answer_that_ends_early(
+    record: Callable[..., Trace],
     recorder: Recorder,
-    draft: IndependentDraft,
-    draft_reference: ModelReference,
     decoder: Decoder,
     workload: Workload,
     processor: Any,
@@ -244,7 +238,7 @@ def test_an_answer_that_ends_early(
     monkeypatch.setattr(decoder.target_model.generation_config, "eos_token_id", ending)
     monkeypatch.setattr(recorder, "folder", tmp_path)
     ended = Workload(workload.name, workload.split, workload.prompts[:2])
-    trace = recorder.trace(draft, draft_reference, ended, visual_keep=1.0, bounds=EVERYTHING)
+    trace = record(ended)
     assert trace.forest.answer[: trace.answer_start[1]].tolist() == answer[: answer.index(ending) + 1]
     for tree in ({"policy": "chain", "depth": 12}, {"policy": "sage", "d_min": 8, "d_max": 12}):
         assert_rounds_are_the_decoders(trace, Configuration(tree=tree), decoder, ended, processor)
@@ -254,15 +248,11 @@ def test_an_answer_that_ends_early(
 
 
 def test_a_raised_floor_loses_nodes_and_no_accepted_token(
-    recorder: Recorder,
-    draft: IndependentDraft,
-    draft_reference: ModelReference,
-    workload: Workload,
-    traces: dict[float, Trace],
+    record: Callable[..., Trace], traces: dict[float, Trace]
 ) -> None:
     """While no budget binds, a node depends on its ancestors alone, and all nodes on the answer are recorded."""
     small = ForestBounds(depth=SIZES.depth, num_proposals=16, floor=0.3, width=1)
-    trace = recorder.trace(draft, draft_reference, workload, visual_keep=0.5, bounds=small)
+    trace = record(visual_keep=0.5, bounds=small)
     for tree in ({}, {"confidence": "current", "w_min": 6, "w_max": 12, "d_min": 6}, {"k": 16, "d_max": 12}):
         policy = SagePolicy(n_max=128, **tree)
         whole, partial = (replay(t, policy, free_prices()) for t in (traces[0.5], trace))
@@ -272,16 +262,10 @@ def test_a_raised_floor_loses_nodes_and_no_accepted_token(
         assert whole.is_covered and not partial.is_covered, "whole levels are missing, and so is their price"
 
 
-def test_a_chain_misses_nothing_whatever_the_floor(
-    recorder: Recorder,
-    draft: IndependentDraft,
-    draft_reference: ModelReference,
-    workload: Workload,
-    traces: dict[float, Trace],
-) -> None:
+def test_a_chain_misses_nothing_whatever_the_floor(record: Callable[..., Trace], traces: dict[float, Trace]) -> None:
     """The most probable path is recorded whatever its probability."""
     least = ForestBounds(depth=SIZES.depth, num_proposals=1, floor=0.99, width=1)
-    trace = recorder.trace(draft, draft_reference, workload, visual_keep=0.5, bounds=least)
+    trace = record(visual_keep=0.5, bounds=least)
     whole, chain = (replay(t, ChainPolicy(depth=SIZES.depth), free_prices()) for t in (traces[0.5], trace))
     assert chain.missing.sum() == 0
     assert [a.tolist() for a in chain.accepted_lengths] == [a.tolist() for a in whole.accepted_lengths]
@@ -424,25 +408,9 @@ def test_prompts_are_replayed_independently() -> None:
     policy = SagePolicy(d_min=1, d_max=4, k=4, window=2, lower=0.5, upper=1.0)
     together = replay(whole, policy, prices_by_hand())
     for p in range(whole.num_prompts):
-        alone = replay(only(whole, p), policy, prices_by_hand())
+        alone = replay(whole.select([p]), policy, prices_by_hand())
         assert together.decode_ms[p] == pytest.approx(alone.decode_ms[0])
         assert together.accepted_lengths[p].tolist() == alone.accepted_lengths[0].tolist()
-
-
-def only(trace: Trace, p: int) -> Trace:
-    """The trace of prompt ``p`` alone."""
-    tokens = slice(*trace.answer_start[p : p + 2])
-    ends = [*trace.first_node[1:], len(trace.forest.child_token)]
-    nodes = slice(trace.first_node[p], ends[p])
-    children = trace.forest.child_node[nodes]
-    forest = type(trace.forest)(
-        trace.forest.answer[tokens],
-        trace.forest.child_token[nodes],
-        trace.forest.child_logprob[nodes],
-        np.where(children >= 0, children - trace.first_node[p], -1),
-    )
-    lengths = (trace.prompt_length[p], trace.draft_prompt_length[p], trace.num_visual_tokens[p])
-    return join(header(1, bounds=trace.header.bounds), [RecordedPrompt(forest, *map(int, lengths))])
 
 
 def test_a_subset_of_prompts_is_replayed_as_in_the_whole() -> None:

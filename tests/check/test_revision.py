@@ -100,11 +100,8 @@ def test_other_requirements_get_a_new_environment(
         assert base.python == str(tmp_path / "environment" / "bin" / "python")
         create, install = commands
         assert create[1:] == ["-m", "venv", str(tmp_path / "environment")]
-        assert install[0] == base.python and install[-3:] == [
-            "-c",
-            str(tmp_path / "base" / "constraints.txt"),
-            str(tmp_path / "base"),
-        ]
+        tree = tmp_path / "base"
+        assert install[0] == base.python and install[-3:] == ["-c", str(tree / "constraints.txt"), str(tree)]
 
 
 @pytest.mark.nightly
@@ -144,8 +141,5 @@ def test_an_unknown_revision_is_refused(repository: Path, tmp_path: Path, monkey
 def test_only_requirements_are_compared(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(PYPROJECT)
     (tmp_path / "requirements.txt").write_text("torch\n")
-    assert requirements(tmp_path) == {
-        "requirements.txt": b"torch\n",
-        "dependencies": ["numpy>=2"],
-        "requires-python": None,
-    }
+    project = {"dependencies": ["numpy>=2"], "requires-python": None}
+    assert requirements(tmp_path) == {"requirements.txt": b"torch\n", **project}

@@ -103,11 +103,10 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     assert len(answers) == 3
 
     bench = stage("bench", "tree.json", *workload, "--against", "ar,hf,chain,sage", "--table", "runs.csv")
-    assert [arm["name"] for arm in bench["arms"]] == ["ar", "hf", "chain", "sage", "tuned"]
+    names = ["ar", "hf", "chain", "sage", "tuned"]
+    assert [arm["name"] for arm in bench["arms"]] == names
     assert {arm["num_prompts"] for arm in bench["arms"]} == {3}
-    assert Counter(pd.read_csv(tmp_path / "runs.csv")["arm"]) == dict.fromkeys(
-        ["ar", "hf", "chain", "sage", "tuned"], 3
-    )
+    assert Counter(pd.read_csv(tmp_path / "runs.csv")["arm"]) == dict.fromkeys(names, 3)
     identical = {arm["name"]: arm["identical_outputs"] for arm in bench["arms"]}
     assert identical.pop("hf") >= 2 and set(identical.values()) == {3}, "Hugging Face samples other numbers"
     assert bench["speedup_by_task"]["ar"] == {"prompt": 1.0, "read": 1.0}

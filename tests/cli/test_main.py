@@ -25,8 +25,6 @@ MODULE = [sys.executable, "-m", "autotune"]
 HEAVY = {"torch", "transformers", "optuna", "numba", "scipy", "sklearn", "pandas", "sqlalchemy"}
 
 
-# ----------------------------------------------------------------------------------------------------------------- help
-
 HELP = f"""
 import sys
 from autotune.cli.main import main
@@ -61,8 +59,6 @@ def test_help_fits_120_columns() -> None:
     assert all(f"[default: {value}]" in page for value in ("5%", "8m", "0"))
 
 
-# --------------------------------------------------------------------------------------------------- the first second
-
 # Refused before anything heavy is imported.
 INSTANT = {
     "run missing.json": "no such file",
@@ -77,7 +73,7 @@ INSTANT = {
     "search --workload missing.jsonl": "no such file",
     "search -o /proc/nowhere/profile.json": "cannot be written",
     "record --workload missing.jsonl": "no such file",
-    "profile -o /proc/nowhere/table.json": "cannot be written",
+    "measure -o /proc/nowhere/table.json": "cannot be written",
     "check x.json --min-speedup 0": "--min-speedup: input should be greater than 0",
 }
 INSTANT_PROGRAM = f"""
@@ -121,9 +117,6 @@ def test_obvious_mistakes_and_help_answer_at_once(tmp_path: Path) -> None:
     medians = {name: sorted(values)[2] for name, values in seconds.items()}
     limit = 1.5 * (2 * medians.pop("import") + 0.3)
     assert max(medians.values()) < limit, (medians, limit)
-
-
-# ------------------------------------------------------------------------------------------------------------- mistakes
 
 
 @pytest.fixture(scope="module")

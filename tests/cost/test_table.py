@@ -58,9 +58,6 @@ def test_only_prompt_with_an_image_is_not_cross_validated() -> None:
     assert fitted.held_out_error == pytest.approx(0.0, abs=1e-9)
 
 
-# ------------------------------------------------------------------------------------------------------------ overhead
-
-
 def test_overhead_coefficients_are_recovered() -> None:
     # levels and nodes of a round, and whether it has retrieval
     shapes = ((1, 1, 0), (8, 8, 0), (6, 30, 0), (3, 12, 1))
@@ -78,9 +75,6 @@ def test_overhead_error_is_cross_validated() -> None:
     assert fitted.held_out_error == pytest.approx((1.0 + 0.5) / 2)
     assert fit_overhead([(10, 0, 0, 0, 10.0)]).held_out_error is None
     assert fit_overhead([]) == Overhead(round_ms=0, level_ms=0)
-
-
-# --------------------------------------------------------------------------------------------------------------- prices
 
 
 def test_prices_by_hand() -> None:
@@ -180,9 +174,6 @@ def test_unequal_shares_are_priced_between_equal_ones() -> None:
             prices(outside)
 
 
-# ---------------------------------------------------------------------------------------------------- held-out errors
-
-
 def test_held_out_errors_by_part() -> None:
     tested = surface(lambda n, m: 1.0 + n, held_out=[(5, 100)]).with_best_model()
     (costs,) = cost_table().drafts
@@ -190,12 +181,8 @@ def test_held_out_errors_by_part() -> None:
     overhead = {"overhead": Overhead(round_ms=1, level_ms=0, held_out_error=0.25)}
     costs, half = costs.model_copy(update=overhead), half.model_copy(update=overhead)
     table = cost_table(verify=tested, drafts=[costs, half])
-    assert list(table.held_out_errors) == [
-        "verify",
-        "tests/draft: overhead",
-        "tests/draft heads-0.5: draft_first",
-        "tests/draft heads-0.5: draft_level",
-    ], "the overhead is that of all subnets"
+    of_half = [f"tests/draft heads-0.5: {part}" for part in ("draft_first", "draft_level")]
+    assert list(table.held_out_errors) == ["verify", "tests/draft: overhead", *of_half], "all subnets have one overhead"
     assert table.held_out_errors["tests/draft: overhead"] == 0.25
     assert cost_table().held_out_errors == {}
 
@@ -218,9 +205,6 @@ def test_uncertainties_by_part() -> None:
 def test_number_of_samples() -> None:
     """Three surfaces of 4 x 3 points, and 3 plain steps."""
     assert cost_table().num_samples == 3 * 12 + 3
-
-
-# ------------------------------------------------------------------------------------------------- tables of others
 
 
 def test_table_of_the_same_target_device_and_precision_is_accepted() -> None:
@@ -251,21 +235,14 @@ def test_table_of_another_target_device_or_precision_is_refused() -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------ other forms
-
-
 def test_dataframe_has_a_row_for_every_measured_point() -> None:
     (costs,) = cost_table().drafts
     tested = surface(lambda n, m: 1.0 + n, held_out=[(5, 100)])
     table = cost_table(verify=tested, drafts=[costs.model_copy(update={"heads": 0.5})])
     frame = table.to_dataframe()
     assert list(frame.columns) == ["part", "tokens", "kv_length", "ms"]
-    assert list(frame.part.unique()) == [
-        "decode",
-        "verify",
-        "tests/draft heads-0.5: draft_first",
-        "tests/draft heads-0.5: draft_level",
-    ]
+    of_draft = [f"tests/draft heads-0.5: {part}" for part in ("draft_first", "draft_level")]
+    assert list(frame.part.unique()) == ["decode", "verify", *of_draft]
     (row,) = frame[(frame.part == "verify") & (frame.tokens == 5)].itertuples()
     assert (row.kv_length, row.ms) == (100, 6.0)
     assert len(frame) == len(table.decode.points) + len(tested.points) + 1 + 2 * len(costs.draft_first.points)

@@ -26,15 +26,10 @@ def target(**fields: Any) -> TargetFound:
         "model": ModelReference(id="a/model", sha256=""),
         "model_type": "llama",
         "is_tested": True,
-        "precision": "bfloat16",
-        "has_native_precision": True,
-        "weight_bytes": 10**9,
-        "kv_bytes_per_token": 10**5,
-        "attention": (attention("plain step", "flash_attention"),),
-        "tree_check": SOUND,
-        "near_ties": TIES,
-        "steps": (TIMES,),
     }
+    values |= {"precision": "bfloat16", "has_native_precision": True}
+    values |= {"weight_bytes": 10**9, "kv_bytes_per_token": 10**5, "tree_check": SOUND, "near_ties": TIES}
+    values |= {"attention": (attention("plain step", "flash_attention"),), "steps": (TIMES,)}
     return TargetFound(**values | fields)
 
 
@@ -90,16 +85,8 @@ def test_defects_are_told_from_near_ties() -> None:
 
 
 def test_what_will_be_slow_is_noted() -> None:
-    captured = StepTimes(
-        mode="cuda-graph",
-        kv_length=1000,
-        plain_ms=3.0,
-        verify_ms={2: 3.0},
-        prepare_s=2.5,
-        prepared_bytes=512 << 20,
-        num_prepared=7,
-        why_eager="RuntimeError: no",
-    )
+    prepared = {"prepare_s": 2.5, "prepared_bytes": 512 << 20, "num_prepared": 7, "why_eager": "RuntimeError: no"}
+    captured = TIMES.model_copy(update={"mode": "cuda-graph", "plain_ms": 3.0, "verify_ms": {2: 3.0}, **prepared})
     uses = attention("plain step", "cudnn_attention"), attention("verification", "math"), attention("prefill", "math")
     busy = Contention(seconds=9.0, num_cores=8, own_cores=1.0, other_cores=3.0)
     found = diagnosis(

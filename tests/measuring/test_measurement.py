@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,24 +211,15 @@ def test_slow_models_keep_the_time_limit(
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
     said: list[str] = []
     settings = replace(SETTINGS, time_limit_s=25.0, min_samples=6, max_samples=30)
-    table = measure_costs(
-        target, ids[0], [(draft, ids[1])], processor, workload, settings=settings, say=said.append, clock=clock
-    )
+    models = target, ids[0], [(draft, ids[1])], processor, workload
+    measure = partial(measure_costs, *models, say=said.append, clock=clock)
+    table = measure(settings=settings)
     assert clock() < 1.1 * 25.0 and not said
     for surface in (table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
         assert {(n, m) for n in SETTINGS.coarse_tokens for m in (32, 128)} <= sizes(surface)
     assert len(table.prefill.samples) >= 3 and table.drafts[0].overhead.samples
     skipped_s = 0.0
-    measure_costs(
-        target,
-        ids[0],
-        [(draft, ids[1])],
-        processor,
-        workload,
-        settings=replace(settings, time_limit_s=2.0),
-        say=said.append,
-        clock=clock,
-    )
+    measure(settings=replace(settings, time_limit_s=2.0))
     (text,) = said
     assert re.match(r"the cost table took \d+ s, more than its limit of 2 s: the least, 2 samples of every size", text)
 

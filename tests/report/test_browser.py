@@ -46,21 +46,10 @@ def measure(folder: Path, width: int, *options: str) -> tuple[dict[str, object],
     """The page's measurements at a width, and the addresses that Chromium requested."""
     (folder / "outer.html").write_text(OUTER.format(width=width))
     log = folder / "net.json"
-    command = [
-        str(CHROMIUM),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--allow-file-access-from-files",
-        f"--user-data-dir={folder / 'user'}",
-        f"--log-net-log={log}",
-        "--virtual-time-budget=20000",
-        "--dump-dom",
-        *options,
-        (folder / "outer.html").as_uri(),
-    ]
+    flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --disable-component-update"
+    flags += " --allow-file-access-from-files --virtual-time-budget=20000 --dump-dom"
+    files = f"--user-data-dir={folder / 'user'}", f"--log-net-log={log}"
+    command = [str(CHROMIUM), *flags.split(), *files, *options, (folder / "outer.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     found = re.search(r'<pre id="out">(.*?)</pre>', done.stdout, re.S)
     assert found and found[1], done.stderr[-2000:]

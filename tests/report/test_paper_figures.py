@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from autotune.acceptance.reference_replay import rounds
 from autotune.acceptance.replay import plain_decode_ms, replay
 from autotune.acceptance.trace import ForestBounds, RecordedPrompt, join
-from autotune.cost.draft_costs import ModelShape
 from autotune.cost.roofline import datasheets, estimate_table, load_limits
 from autotune.documents.subnet import Subnet
 from autotune.report.sources import Sources
@@ -56,14 +55,8 @@ def test_every_accepted_node_has_a_position() -> None:
 
 def test_operations_of_a_round_by_hand() -> None:
     """One layer of width 2 with 10 parameters: 20 operations a token, and 8 for every token attended to."""
-    shape = ModelShape(
-        num_layers=1,
-        hidden_size=2,
-        text_parameters=10,
-        vision_parameters=0,
-        kv_bytes_per_token=1,
-        bytes_per_parameter=2,
-    )
+    size = {"num_layers": 1, "hidden_size": 2, "text_parameters": 10, "kv_bytes_per_token": 1, "bytes_per_parameter": 2}
+    shape = SHAPE.model_copy(update=size)
     first, second, third = 3 * 20 + 8 * 3 * 103, 20 + 8 * 102, 20 + 8 * 103
     found = paper_figures.round_operations(shape, depth=3, tokens_per_round=3, kv_length=100)
     assert found == first + second + third

@@ -32,21 +32,12 @@ SPEC_BENCH = [
     {"question_id": 161, "category": "translation", "turns": ["Translate German to English: Tag."]},
     {"question_id": 162, "category": "translation", "turns": ["Translate German to English: Nacht."]},
 ]
-MMSPEC = [
-    {
-        "id": "img_000001",
-        "image": "general_vqa/img_000001.png",
-        "turns": ["What is this?"],
-        "category": "vqa",
-        "topic": "general vqa",
-    },
-    {
-        "id": "img_000002",
-        "image": "chat/img_000002.png",
-        "turns": ["Describe it.", "Why?"],
-        "category": "chat",
-        "topic": "multi-turn",
-    },
+MMSPEC: list[dict[str, Any]] = [
+    {"id": Path(image).stem, "image": image, "turns": turns, "category": category, "topic": topic}
+    for image, turns, category, topic in (
+        ("general_vqa/img_000001.png", ["What is this?"], "vqa", "general vqa"),
+        ("chat/img_000002.png", ["Describe it.", "Why?"], "chat", "multi-turn"),
+    )
 ]
 SPEED_BENCH = [
     {
@@ -96,19 +87,6 @@ def texts(workload: Workload) -> list[str]:
     return [prompt.settings.text for prompt in workload.prompts]
 
 
-def write_json(folder: Path, content: Any) -> Path:
-    path = folder / "workload.json"
-    path.write_text(json.dumps(content))
-    return path
-
-
-def read(path: Path, format: Format | None = None) -> Any:
-    return read_prompts(path, format)
-
-
-# ------------------------------------------------------------------------------------------------------------ each format
-
-
 @pytest.mark.parametrize("format", [None, "mt-bench"])
 def test_mt_bench(format: Format | None, tmp_path: Path) -> None:
     """Categories take turns and alternate between the splits; every turn is a prompt."""
@@ -133,7 +111,7 @@ def test_spec_bench_reports_mt_bench_as_one_task(tmp_path: Path) -> None:
     path = write_workload(tmp_path, SPEC_BENCH, name="question.jsonl")
     whole = load_workload(str(path), "evaluate", is_whole=True)
     assert whole.format == "spec-bench" and whole.tasks == ["mt_bench", "translation"]
-    assert [row for row, _ in read(path).prompts] == [1, 4, 2, 5, 3], "tasks take turns"
+    assert [row for row, _ in read_prompts(path).prompts] == [1, 4, 2, 5, 3], "tasks take turns"
     as_mt_bench = load_workload(str(path), "tune", format="mt-bench")
     assert set(as_mt_bench.tasks) - MT_BENCH_CATEGORIES == {"translation"}
 
@@ -178,14 +156,14 @@ def test_vllm(tmp_path: Path) -> None:
     parts = [part.type for part in workload.prompts[3].settings.messages[0].parts]  # type: ignore[index]
     assert parts == ["text", "image"]
     plain = write_workload(tmp_path, [{"prompt": "a"}, {"prompt": "b"}], name="plain.jsonl")
-    assert read(plain).format == "autotune", "rows of a prompt alone are ours as well"
-    assert read(plain, "vllm").prompts[0][1].max_new_tokens == VLLM_TOKENS
+    assert read_prompts(plain).format == "autotune", "rows of a prompt alone are ours as well"
+    assert read_prompts(plain, "vllm").prompts[0][1].max_new_tokens == VLLM_TOKENS
 
 
 @pytest.mark.parametrize("is_json", [True, False])
 def test_sharegpt(is_json: bool, tmp_path: Path) -> None:
     """Questions up to an empty one; conversations without any are left out; the answers of others are not used."""
-    path = write_json(tmp_path, SHAREGPT) if is_json else write_workload(tmp_path, SHAREGPT)
+    path = write_workload(tmp_path, [json.dumps(SHAREGPT)] if is_json else SHAREGPT)
     workload = load_workload(str(path), "evaluate", is_whole=True)
     assert workload.format == "sharegpt" and texts(workload) == ["Hi.", "One?", "Two?"]
     assert [prompt.name.partition(":")[2] for prompt in workload.prompts] == ["1", "3/turn-1", "3/turn-2"]
@@ -195,20 +173,15 @@ def test_our_own_lines_may_have_turns(tmp_path: Path) -> None:
     lines = [{"turns": ["a", "b"], "split": "tune", "max_new_tokens": 5}, {"turns": ["c"], "split": "tune"}]
     workload = load_workload(str(write_workload(tmp_path, lines)), "tune")
     assert texts(workload) == ["a", "b", "c"] and [p.is_answered for p in workload.prompts] == [True, False, True]
-    again, one = (
-        workload.prompts[0],
-        load_workload(str(write_workload(tmp_path, [{"prompt": "a", "split": "tune", "max_new_tokens": 5}])), "tune"),
-    )
-    assert again.sha256 == one.prompts[0].sha256
+    path = write_workload(tmp_path, [{"prompt": "a", "split": "tune", "max_new_tokens": 5}])
+    assert workload.prompts[0].sha256 == load_workload(str(path), "tune").prompts[0].sha256
 
 
 def test_repeated_questions_are_used_once(tmp_path: Path) -> None:
     """Or one of them could be in both splits."""
     path = write_workload(tmp_path, [*MT_BENCH, *MT_BENCH])
-    assert [row for row, _ in read(path).prompts] == [1, 3, 2, 4]
+    assert [row for row, _ in read_prompts(path).prompts] == [1, 3, 2, 4]
 
-
-# --------------------------------------------------------------------------------------------------------------- mistakes
 
 QUESTION = MT_BENCH[0]
 PLACEHOLDER = {**SPEED_BENCH[0], "turns": ["Go.", f"{SPEED_BENCH_PLACEHOLDER} TOOLING"]}
@@ -243,29 +216,26 @@ def test_mistake_is_one_line_with_row_and_field(
 ) -> None:
     path = write_workload(tmp_path, rows)
     with pytest.raises(UserError, match=message) as error:
-        read(path, format)
+        read_prompts(path, format)
     assert str(error.value).startswith(f"{path}:") and "\n" not in str(error.value)
 
 
 def test_damaged_files(tmp_path: Path) -> None:
     path = tmp_path / "test.parquet"
     with pytest.raises(UserError, match=r"test\.parquet: no such file"):
-        read(path)
+        read_prompts(path)
     path.write_bytes(b"no Parquet")
     with pytest.raises(UserError, match="not a readable Parquet file"):
-        read(path)
+        read_prompts(path)
     cut = tmp_path / "cut.json"
     cut.write_text('[{"conversations": [')
     with pytest.raises(UserError, match=r"cut\.json:1: every line must be a JSON object"):
-        read(cut)
+        read_prompts(cut)
 
 
 def test_whole_is_for_files() -> None:
     with pytest.raises(UserError, match=r"--whole: .*'digits' is bundled; leave --whole out"):
         load_workload("digits", "evaluate", is_whole=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------- the Hub
 
 
 def test_files_on_the_hub_are_downloaded_with_their_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

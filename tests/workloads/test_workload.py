@@ -22,9 +22,6 @@ def names(workload: Workload) -> list[str]:
     return [prompt.name for prompt in workload.prompts]
 
 
-# ---------------------------------------------------------------------------------------------------------------- JSONL
-
-
 def test_line_is_a_prompt(tmp_path: Path) -> None:
     """Image paths are relative to the file; omitted keys have defaults; empty lines are skipped."""
     (tmp_path / "images").mkdir()
@@ -208,9 +205,6 @@ def test_missing_file(tmp_path: Path) -> None:
         load_workload(str(tmp_path), "tune")
 
 
-# --------------------------------------------------------------------------------------------------------------- hashes
-
-
 def test_hash_covers_everything_that_determines_the_answer(tmp_path: Path) -> None:
     """Prompt, settings and pixels; not the image's name, the split or the line number."""
     write_image(tmp_path / "a.png", 0)
@@ -233,9 +227,6 @@ def test_hash_of_a_workload_covers_its_prompts(tmp_path: Path) -> None:
     swapped = load_workload(str(write_workload(tmp_path, lines[::-1])), "tune")
     assert len({full.sha256, part.sha256, swapped.sha256}) == 3
     assert full.tasks == ["t0", "t1"]
-
-
-# --------------------------------------------------------------------------------------------------------------- inputs
 
 
 def test_inputs_are_made_by_the_processor(processor: Any, tmp_path: Path) -> None:
@@ -268,9 +259,6 @@ def test_prompt_is_unchanged_without_a_chat_template() -> None:
 
     assert chat_text(Bare(), "What?", num_images=2) == "<image>\n<image>\nWhat?"
     assert chat_text(object(), "What?", num_images=0) == "What?"
-
-
-# --------------------------------------------------------------------------------------------------------------- digits
 
 
 def test_sampled_prompts_have_one_temperature_and_seeds_of_their_own() -> None:
