@@ -5,6 +5,7 @@ Every source may be missing, as in containers and on systems other than Linux; i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -40,12 +41,7 @@ class _Counters:
 
 
 class ContentionMonitor:
-    """Measures the contention of the time from its creation to the call of ``contention``.
-
-    Args:
-        device: ``cpu`` or ``cuda:N``, on which is timed.
-        clock: seconds.
-    """
+    """Measures the contention of the time from its creation to the call of ``contention``, in which ``device`` is timed."""
 
     def __init__(self, device: str = "cpu", *, clock: Callable[[], float] = time.monotonic) -> None:
         self._device, self._clock = device, clock
@@ -86,10 +82,8 @@ def wait_until_idle(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> float:
-    """Wait until others have used little of the machine for ``IDLE_SECONDS`` in a row, at most ``limit_s`` seconds.
-
-    Returns:
-        The seconds waited. Whether the machine became idle is printed.
+    """Wait until others have used little of the machine for ``IDLE_SECONDS`` in a row, at most ``limit_s`` seconds. Returns the
+    seconds waited; whether the machine became idle is printed.
     """
     started = clock()
     whole = ContentionMonitor(device, clock=clock)
@@ -158,11 +152,10 @@ def _own_cpu_s() -> float:
     except (psutil.Error, OSError):
         return seconds
     for process in descendants:
-        try:
+        with contextlib.suppress(psutil.Error, OSError):  # it has just ended
             times = process.cpu_times()
-        except (psutil.Error, OSError):  # it has just ended
-            continue
-        seconds += times.user + times.system + getattr(times, "children_user", 0) + getattr(times, "children_system", 0)
+            children_s = getattr(times, "children_user", 0) + getattr(times, "children_system", 0)
+            seconds += times.user + times.system + children_s
     return seconds
 
 

@@ -159,11 +159,7 @@ def choose_device(name: str) -> str:
 
 
 def check_supported(name: str) -> None:
-    """Refuse devices that torch knows but that nothing here runs on.
-
-    Raises:
-        UserError: such a device.
-    """
+    """Refuse devices that torch knows but that nothing here runs on."""
     if (reason := UNSUPPORTED.get(name.partition(":")[0])) is not None:
         raise UserError(
             f"device {name!r}: autotune runs on CPUs and on GPUs of NVIDIA and AMD, not on {reason}; choose cpu"
@@ -200,9 +196,6 @@ def check_room(device: torch.device | str, needs: Mapping[str, int], *, what: st
         what: the subject of the error message.
         advice: the last part of the error message.
         freed: bytes in use now that will be freed first.
-
-    Raises:
-        UserError: more than is available.
     """
     available, total = free_memory(device) + freed, sum(needs.values())
     if total > available:

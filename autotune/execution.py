@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 
 from autotune.errors import UserError
@@ -20,11 +19,7 @@ DEFAULT_CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, MAX_STEP)
 
 
 def check_capture_sizes(capture_sizes: Sequence[int]) -> tuple[int, ...]:
-    """The capture sizes, sorted and without duplicates. With none, inputs are not padded.
-
-    Raises:
-        UserError: a size below 1 or above the largest forward.
-    """
+    """The capture sizes, sorted and without duplicates, if all are possible. With none, inputs are not padded."""
     for size in capture_sizes:
         if not 1 <= size <= MAX_STEP:
             raise UserError(f"capture sizes are numbers of tokens from 1 to {MAX_STEP}; got {size}; fix that size")
@@ -33,16 +28,12 @@ def check_capture_sizes(capture_sizes: Sequence[int]) -> tuple[int, ...]:
 
 def round_up(size: int, capture_sizes: Sequence[int]) -> int:
     """The smallest capture size of at least ``size`` tokens; ``size`` itself if there is none."""
-    index = bisect.bisect_left(capture_sizes, size)
-    return size if index == len(capture_sizes) else capture_sizes[index]
+    return next((captured for captured in capture_sizes if captured >= size), size)
 
 
 def capture_sizes_for(mode: str, capture_sizes: Sequence[int]) -> tuple[int, ...]:
     """The given capture sizes, or the default ones of the mode. Every mode but eager prepares a forward pass for each size
     that occurs, so the default sizes above the largest one given are added.
-
-    Raises:
-        UserError: a size out of range.
     """
     sizes = check_capture_sizes(capture_sizes)
     if mode == EAGER:

@@ -63,11 +63,7 @@ class Document(BaseModel):
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """The document in a JSON file, or in a YAML file (``.yaml``, ``.yml``).
-
-        Raises:
-            UserError: no such file, or see ``parse``.
-        """
+        """The document in a JSON file, or in a YAML file (``.yaml``, ``.yml``); see ``parse``."""
         path = Path(path)
         content = read_yaml(path) if path.suffix in (".yaml", ".yml") else read_json(path)
         return cls.parse(content, source=path)
@@ -89,11 +85,7 @@ class Document(BaseModel):
 
     @classmethod
     def without_schema(cls, content: Any, *, source: Path | str) -> dict[str, Any]:
-        """The content without its schema, which is checked; the rest is not validated.
-
-        Raises:
-            UserError: not an object, or another kind or version.
-        """
+        """The content without its schema, whose kind and version are checked; the rest is not validated."""
         kind, present = cls.schema_kind, cls.schema_id()
         if not isinstance(content, dict):
             raise UserError(
@@ -154,11 +146,7 @@ def content_key(value: Any) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file.
-
-    Raises:
-        UserError: no such file, or not readable as UTF-8 text.
-    """
+    """The content of a text file; a ``UserError`` if it does not exist or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -168,11 +156,7 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a YAML file.
-
-    Raises:
-        UserError: not readable, or not YAML.
-    """
+    """The content of a YAML file; a ``UserError`` if it is none."""
     try:
         return yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
@@ -184,11 +168,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        UserError: not readable, or not JSON; NaN and Infinity are not JSON.
-    """
+    """The content of a JSON file; a ``UserError`` if it is none. NaN and Infinity are not JSON."""
     try:
         return json.loads(read_text(path), parse_constant=_refuse_constant)
     except ValueError as error:
@@ -245,11 +225,7 @@ def _keys_near(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
 
 
 def require_writable(path: Path, option: str = "-o") -> None:
-    """Check that a file can be written, before the work that produces it. Creates nothing.
-
-    Raises:
-        UserError: the folder cannot be created or written, or the path is a folder.
-    """
+    """Refuse a file that cannot be written, before the work that produces it. Creates nothing."""
     if path.is_dir():
         raise UserError(f"{path}: the output must be a file; got a folder; add a file name")
     folder = path.parent
@@ -282,11 +258,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_table(path: Path, frame: DataFrame) -> None:
-    """Write a data frame atomically: as Parquet if the suffix says so, else as CSV.
-
-    Raises:
-        UserError: Parquet without pyarrow, or a path that cannot be written.
-    """
+    """Write a data frame atomically: as Parquet if the suffix says so, which needs pyarrow, else as CSV."""
     try:
         content = frame.to_parquet() if path.suffix == ".parquet" else frame.to_csv(index=False).encode()
     except ImportError:

@@ -158,11 +158,7 @@ class CachedModel(ABC):
         return check_mode(name, self.device, self.num_devices, has_states=self.has_states)
 
     def use_mode(self, name: str) -> None:
-        """Set ``mode``. Captures of other modes are kept.
-
-        Raises:
-            UserError: a mode that is unknown or not available on this device.
-        """
+        """Set ``mode``, if it is available on this device. Captures of other modes are kept."""
         if name == EAGER:
             self.graph_runner = None
             return
@@ -188,11 +184,7 @@ class CachedModel(ABC):
         return self._masks.mask_value
 
     def reserve(self, num_tokens: int) -> None:
-        """Empty the cache and give it room for ``num_tokens`` tokens.
-
-        Raises:
-            UserError: not enough memory.
-        """
+        """Empty the cache and give it room for ``num_tokens`` tokens; a ``UserError`` says if there is no memory for them."""
         if num_tokens > self.cache.capacity:
             self._grow(num_tokens)
         self.cache.clear()

@@ -31,10 +31,7 @@ class CapturedForward:
     """A prepared forward pass over its own input buffers.
 
     Its outputs are overwritten when it runs again, and when a capture of the same device that is older than it runs: memory
-    in which the older one keeps intermediate results may have become outputs of this one.
-
-    Args:
-        run: replays or runs the forward pass.
+    in which the older one keeps intermediate results may have become outputs of this one. ``run`` replays it.
     """
 
     def __init__(self, run: Run, inputs: Mapping[str, Tensor]) -> None:
@@ -87,11 +84,7 @@ class GraphMemory:
         return forward
 
     def capture(self, function: Run) -> Run:
-        """Capture a function; returns its replay.
-
-        Raises:
-            Exception: what the function raised during the capture, not what torch makes of it at the end.
-        """
+        """Capture a function; returns its replay. An error is what the function raised, not what torch makes of it at the end."""
         with torch.cuda.device(self.device):
             caller = torch.cuda.current_stream(self.device)
             # One stream for all captures and warm-ups: libraries keep a workspace for each stream that they have seen.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from autotune.modeling.kv_cache import SlabCache, SlabLayer
 from autotune.modeling.text_model import STATE_TYPES, TextModel, device_of
+
+_Inputs = list[tuple[Tensor, dict[str, Any]]]
 
 
 class _HybridLayer(LinearAttentionLayer, SlabLayer):  # type: ignore[misc]
@@ -38,7 +41,7 @@ class HybridCache(SlabCache):
         self._layer_types, self._attending = text.layer_types, frozenset(text.attending_layers)
         self._num_states = int(getattr(text.config, "number_of_conv_states", 1))
         self._mixers = text.mixers
-        self._inputs: dict[int, list[tuple[Tensor, dict[str, Any]]]] = {number: [] for number in self._mixers}
+        self._inputs: dict[int, _Inputs] = {number: [] for number in self._mixers}
         """By layer, hidden states [1, n, hidden] and other arguments of the mixer in the passes after the copy."""
         self._num_read = 0  # tokens in the states after the copy
         self._copies: list[Tensor] = []
@@ -68,7 +71,7 @@ class HybridCache(SlabCache):
             return
         with ExitStack() as hooks:
             for number, mixer in self._mixers.items():
-                hook = mixer.register_forward_pre_hook(_Recording(self._inputs[number]), with_kwargs=True)
+                hook = mixer.register_forward_pre_hook(partial(_record, self._inputs[number]), with_kwargs=True)
                 hooks.callback(hook.remove)
             with super().forward_pass(num_uncommitted):
                 try:
@@ -158,23 +161,14 @@ class HybridCache(SlabCache):
         self._num_read = num_tokens
 
 
-class _Recording:
+def _record(inputs: _Inputs, _mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook that keeps the arguments of a mixer."""
-
-    def __init__(self, inputs: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        self._inputs = inputs
-
-    def __call__(self, _mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        options = dict(kwargs)
-        self._inputs.append((args[0] if args else options.pop("hidden_states"), options))
+    options = dict(kwargs)
+    inputs.append((args[0] if args else options.pop("hidden_states"), options))
 
 
 def new_cache(text: TextModel, capacity: int) -> SlabCache:
-    """An empty cache for a text model.
-
-    Args:
-        capacity: in tokens.
-    """
+    """An empty cache for a text model, with a capacity in tokens."""
     if text.has_states:
         return HybridCache(text, capacity)
     return SlabCache(text.layer_windows, [device_of(layer) for layer in text.layers], capacity, text.kv_shapes)

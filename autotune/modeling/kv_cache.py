@@ -106,11 +106,8 @@ class SlabCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def forward_pass(self, num_uncommitted: int, *, is_final: bool = False) -> Iterator[None]:
-        """The context of a forward pass after the prefill.
-
-        Args:
-            num_uncommitted: tokens of earlier steps of this round that it sees.
-            is_final: all of its tokens will be committed.
+        """The context of a forward pass after the prefill, which sees ``num_uncommitted`` tokens of earlier steps of this
+        round. ``is_final``: all of its tokens will be committed.
         """
         self.num_uncommitted = num_uncommitted
         try:
@@ -119,21 +116,12 @@ class SlabCache(Cache):  # type: ignore[misc]
             self.num_uncommitted = 0
 
     def allocate(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """One layer's views of the slabs. The layer calls this at its first update.
-
-        Raises:
-            UserError: layers with different head counts or sizes.
-        """
+        """One layer's views of the slabs. The layer calls this at its first update."""
         key = self._slab_of[layer]
         if key not in self._slabs:
-            num_layers = self._slab_of.count(key)
+            number = self._slab_of.count(key)
             self._slabs[key] = tuple(  # type: ignore[assignment]
-                torch.zeros(
-                    (num_layers, *states.shape[:2], self.capacity, states.shape[3]),
-                    dtype=states.dtype,
-                    device=states.device,
-                )
-                for states in (keys, values)
+                states.new_zeros(number, *states.shape[:2], self.capacity, states.shape[3]) for states in (keys, values)
             )
         key_slab, value_slab = self._slabs[key]
         for states, slab in ((keys, key_slab), (values, value_slab)):
@@ -146,11 +134,7 @@ class SlabCache(Cache):  # type: ignore[misc]
         return key_slab[row], value_slab[row]
 
     def insert_row(self, row: int, num_rows: int, source: SlabCache) -> None:
-        """Copy the tokens of a cache with one row to a row of this one, so that they end at ``length``.
-
-        Args:
-            num_rows: of this cache, in which a forward pass later evaluates tokens of all rows.
-        """
+        """Copy the tokens of a cache with one row to a row of this one, which has ``num_rows``, so that they end at ``length``."""
         for key, slabs in source._slabs.items():
             if key not in self._slabs:
                 self._slabs[key] = tuple(  # type: ignore[assignment]
@@ -173,8 +157,7 @@ class SlabCache(Cache):  # type: ignore[misc]
 
     def clear(self) -> None:
         """Drop all tokens; the memory is kept for the next request."""
-        self.length = 0
-        self.num_uncommitted = 0
+        self.length = self.num_uncommitted = 0
 
     def release(self) -> None:
         """Free the memory. The cache holds no tokens from here on."""

@@ -113,7 +113,7 @@ def load_model(
         UserError: transformers cannot load it or read its packed weights, it does not fit on the device, or it is quantized and
             cannot run there.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     from autotune.modeling.attention import choose_attention
@@ -122,7 +122,7 @@ def load_model(
     advice = "free some, or load a smaller model"
     logging.disable_progress_bar()
     with _load_errors(name):
-        config = _config(source)
+        config = AutoConfig.from_pretrained(source)
         factory = AutoModelForImageTextToText if _is_vlm(config) else AutoModelForCausalLM
         is_quantized = quantization_of(config) is not None
         if random_weights:
@@ -144,10 +144,8 @@ def load_model(
             model, info = factory.from_pretrained(source, output_loading_info=True, **options)
             check_packed_weights(info["missing_keys"], info["unexpected_keys"], name=name)
             decompress(model)
-            if is_complete and (missing := sorted(info["missing_keys"])):
-                raise UserError(
-                    f"{name}: its checkpoint has no weights {', '.join(missing[:3])}; give the whole checkpoint"
-                )
+            if is_complete and (missing := ", ".join(sorted(info["missing_keys"])[:3])):
+                raise UserError(f"{name}: its checkpoint has no weights {missing}; give the whole checkpoint")
     choose_attention(device)
     return (model if is_quantized else model.to(device)).eval().requires_grad_(False)
 
@@ -164,12 +162,6 @@ def _load_errors(name: str) -> Iterator[None]:
         raise UserError(
             f"{name}: transformers cannot load it ({str(reason).strip().splitlines()[0]}); check the name or path"
         ) from None
-
-
-def _config(source: str) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(source)
 
 
 def _is_vlm(config: Any) -> bool:
@@ -213,13 +205,13 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
     Raises:
         UserError: there is none, or it needs a package.
     """
-    from transformers import AutoProcessor, AutoTokenizer
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     source = resolve(name)
     if or_bundled and not _has_tokenizer(name):
         return load_processor(BUNDLED_TARGET).tokenizer
     try:
-        is_vlm = _is_vlm(_config(source))
+        is_vlm = _is_vlm(AutoConfig.from_pretrained(source))
     except (OSError, ValueError):  # loading the model reports the error
         is_vlm = True
     try:

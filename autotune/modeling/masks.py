@@ -16,6 +16,8 @@ from torch import Tensor
 from autotune.trees.limits import MAX_STEP, Ints
 
 TreeMask = NDArray[np.float32]
+LayerMasks = Tensor | dict[str, Tensor]
+"""The masks of a model's layers as transformers expects them: of models with several layer types, by layer type."""
 
 
 class _Slab:
@@ -64,24 +66,18 @@ class MaskBuffer:
     def has_windows(self) -> bool:
         return bool(self._sliding)
 
-    def write(
-        self, tree_mask: TreeMask, prefix: int, row_offsets: Ints, column_offsets: Ints
-    ) -> Tensor | dict[str, Tensor]:
-        """Masks [1, 1, rows, visible prefix + columns] for ``tree_mask`` [rows, columns] after ``prefix`` tokens.
-
-        As transformers expects them, a tensor for models with one layer type, a dict by layer type for others. Valid
-        until the next call.
+    def write(self, tree_mask: TreeMask, prefix: int, row_offsets: Ints, column_offsets: Ints) -> LayerMasks:
+        """Masks [1, 1, rows, visible prefix + columns] for ``tree_mask`` [rows, columns] after ``prefix`` tokens. Valid until
+        the next call.
         """
         deepest = prefix + int(row_offsets.max())
         is_limited = {name: window is not None and deepest >= window for name, window in self.windows.items()}
-        full = (
-            self._full.write(prefix + tree_mask.shape[1], (prefix, tree_mask)) if not all(is_limited.values()) else None
-        )
-        masks = {
-            name: self._write_window(name, prefix, tree_mask, row_offsets, column_offsets) if limited else full
-            for name, limited in is_limited.items()
-        }
-        return masks if len(masks) > 1 else next(iter(masks.values()))  # type: ignore[return-value]
+        masks = {}
+        if not all(is_limited.values()):
+            masks = dict.fromkeys(self.windows, self._full.write(prefix + tree_mask.shape[1], (prefix, tree_mask)))
+        for name in filter(is_limited.get, is_limited):
+            masks[name] = self._write_window(name, prefix, tree_mask, row_offsets, column_offsets)
+        return by_layer_type(masks)
 
     def _write_window(
         self, layer_type: str, prefix: int, tree_mask: TreeMask, row_offsets: Ints, column_offsets: Ints
@@ -99,6 +95,11 @@ class MaskBuffer:
             tree_mask = np.where(column_offsets <= last_hidden, np.float32(self.mask_value), tree_mask)
         num_columns = prefix - first + tree_mask.shape[1]
         return self._sliding[layer_type].write(num_columns, (prefix - first, tree_mask), (0, head))
+
+
+def by_layer_type(masks: dict[str, Tensor]) -> LayerMasks:
+    """The only mask of a model with one layer type."""
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def first_visible(length: int, window: int | None) -> int:

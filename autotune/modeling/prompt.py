@@ -7,7 +7,7 @@ own code.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,9 +45,8 @@ class EncodedPrompt:
     embeddings: Tensor | None = None  # [1, n, hidden]; None for a text model, which looks them up itself
     positions: Tensor | None = None  # [1, n], or [3, 1, n] (time, height, width) for M-RoPE; None: 0 to n - 1
     mask: Mask = None  # the model's own mask; None: causal
-    extra: dict[str, Any] = field(
-        default_factory=dict
-    )  # inputs of the layers: Qwen3-VL's deepstack features, Gemma 4's own embeddings
+    # Inputs of the layers: Qwen3-VL's deepstack features, Gemma 4's own embeddings.
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -67,26 +66,24 @@ class EncodedPrompt:
 
     def chunks(self, size: int) -> Iterator[EncodedPrompt]:
         """Consecutive parts of up to ``size`` tokens, which keep their positions, of a prompt without a mask and ``extra``."""
-        positions = self.positions
-        if positions is None:
-            positions = torch.arange(len(self), device=self.tokens.device)[None]
         for begin in range(0, len(self), size):
             part = slice(begin, begin + size)
             embeddings = None if self.embeddings is None else self.embeddings[:, part]
-            yield EncodedPrompt(self.tokens[part], self.is_visual[part], embeddings, positions[..., part])
+            yield EncodedPrompt(self.tokens[part], self.is_visual[part], embeddings, self._own_positions[..., part])
+
+    @property
+    def _own_positions(self) -> Tensor:
+        if self.positions is not None:
+            return self.positions
+        return torch.arange(len(self), device=self.tokens.device)[None]
 
     def keep(self, kept: Tensor) -> EncodedPrompt:
         """The prompt with only the tokens ``kept`` (indices in ascending order), which keep their positions."""
-        positions = self.positions if self.positions is not None else torch.arange(len(self), device=kept.device)[None]
-        return _select(self, kept, positions)
+        return _select(self, kept, self._own_positions)
 
 
 def _select(prompt: EncodedPrompt, kept: Tensor, positions: Tensor | None) -> EncodedPrompt:
-    embeddings, mask, extra = prompt.embeddings, prompt.mask, dict(prompt.extra)
-    if isinstance(mask, dict):
-        mask = {layer_type: _select_in_mask(layer_mask, kept) for layer_type, layer_mask in mask.items()}
-    else:
-        mask = _select_in_mask(mask, kept)
+    embeddings, extra = prompt.embeddings, dict(prompt.extra)
     if "visual_pos_masks" in extra:
         extra["visual_pos_masks"] = extra["visual_pos_masks"][:, kept]
         kept_visual = (prompt.is_visual.cumsum(0) - 1)[kept][prompt.is_visual[kept]]
@@ -98,13 +95,16 @@ def _select(prompt: EncodedPrompt, kept: Tensor, positions: Tensor | None) -> En
         is_visual=prompt.is_visual[kept],
         embeddings=None if embeddings is None else embeddings[:, kept],
         positions=None if positions is None else positions[..., kept],
-        mask=mask,
+        mask=_each(prompt.mask, lambda mask: mask[:, :, kept][:, :, :, kept]),
         extra=extra,
     )
 
 
-def _select_in_mask(mask: Tensor | None, kept: Tensor) -> Tensor | None:
-    return None if mask is None else mask[:, :, kept][:, :, :, kept]
+def _each(mask: Mask, change: Callable[[Tensor], Tensor]) -> Mask:
+    """Change a mask, or those of all layer types."""
+    if isinstance(mask, dict):
+        return {layer_type: None if one is None else change(one) for layer_type, one in mask.items()}
+    return None if mask is None else change(mask)
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,8 @@ def _row(text_inputs: dict[str, Any], input_ids: Tensor, is_visual: Tensor, row:
     positions, mask = text_inputs.get("position_ids"), text_inputs.get("attention_mask")
     if positions is not None and positions.ndim == 2:  # with one axis, tokens count from 0 once padding is removed
         positions = None
-    if isinstance(mask, dict):
-        mask = {name: layer_mask if layer_mask is None else layer_mask[rows] for name, layer_mask in mask.items()}
-    elif mask is not None:  # a mask [batch, tokens] marks padding, which is removed
-        mask = mask[rows] if mask.ndim == 4 else None
+    if isinstance(mask, Tensor) and mask.ndim == 2:  # [batch, tokens] marks padding, which is removed
+        mask = None
     extra: dict[str, Any] = {}
     if text_inputs.get("visual_pos_masks") is not None:  # features of the visual tokens of all rows, concatenated
         begin, number = int(is_visual[:row].sum()), int(is_visual[row].sum())
@@ -197,7 +195,7 @@ def _row(text_inputs: dict[str, Any], input_ids: Tensor, is_visual: Tensor, row:
         is_visual=is_visual[row],
         embeddings=text_inputs["inputs_embeds"][rows],
         positions=None if positions is None else positions[..., rows, :],
-        mask=mask,
+        mask=_each(mask, lambda mask: mask[rows]),
         extra=extra,
     )
 

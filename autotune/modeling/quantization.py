@@ -17,19 +17,11 @@ from autotune.errors import UserError
 if TYPE_CHECKING:
     from torch import nn
 
-PACKAGES = {
-    "aqlm": ("aqlm",),
-    "auto-round": ("auto-round",),
-    "awq": ("gptqmodel",),
-    "bitsandbytes": ("bitsandbytes",),
-    "compressed-tensors": ("compressed-tensors",),
-    "eetq": ("eetq",),
-    "fbgemm_fp8": ("fbgemm-gpu",),
-    "fp8": ("accelerate",),
-    "gptq": ("gptqmodel", "optimum"),
-    "hqq": ("hqq",),
-    "quanto": ("optimum-quanto",),
-    "torchao": ("torchao",),
+_OWN_PACKAGES = ("aqlm", "auto-round", "bitsandbytes", "compressed-tensors", "eetq", "hqq", "torchao")
+PACKAGES: dict[str, tuple[str, ...]] = {
+    **{method: (method,) for method in _OWN_PACKAGES},
+    **{"awq": ("gptqmodel",), "gptq": ("gptqmodel", "optimum"), "quanto": ("optimum-quanto",)},
+    **{"fbgemm_fp8": ("fbgemm-gpu",), "fp8": ("accelerate",)},
 }
 """Packages that transformers needs for a method, as pip names them."""
 _DETAILS = ("bits", "weight_bits", "format", "quant_algo", "weights")
@@ -79,10 +71,8 @@ def _variant(content: Mapping[str, Any]) -> list[str]:
         weight = sizes.get("weight_dtype", {})
         dtype = str(weight.get("_data", "")).removeprefix("torch.") if isinstance(weight, Mapping) else ""
         return [part for part in (kind, dtype, f"group {group}" if group else "") if part]
-    found = next((content[key] for key in _DETAILS if content.get(key)), None)
-    if found is None:
-        return []
-    return [f"{found}-bit" if isinstance(found, int) else str(found)]
+    found = [content[key] for key in _DETAILS if content.get(key)]
+    return [f"{detail}-bit" if isinstance(detail, int) else str(detail) for detail in found[:1]]
 
 
 def usable_quantizer(config: Any, *, name: str, device: str) -> Any:
@@ -138,9 +128,6 @@ def check_packed_weights(missing: Iterable[str], unexpected: Iterable[str], *, n
         missing: names of the model's tensors that the checkpoint does not have.
         unexpected: names of the checkpoint's tensors that the model does not have.
         name: the model in error messages.
-
-    Raises:
-        UserError: the checkpoint has other tensors for a layer of the model.
     """
     layers = {tensor.rpartition(".")[0]: tensor for tensor in sorted(unexpected, reverse=True)}
     for tensor in sorted(missing):
@@ -161,8 +148,7 @@ def weight_bytes(module: nn.Module) -> int:
 def _bytes_of(tensor: Any) -> int:
     """Bytes of a tensor; of a subclass, as torchao's, those of the plain tensors that it is made of."""
     if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return sum(_bytes_of(getattr(tensor, name)) for name in names)
+        return sum(_bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return int(tensor.numel() * tensor.element_size())
 
 

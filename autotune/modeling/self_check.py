@@ -118,7 +118,8 @@ def compare_tree_decoding(model: TreeModel) -> tuple[float, float]:
         committed = committed + [tree[node] for node in kept]
     model.cache.clear()
 
-    expected = torch.stack([_uncached(model, text) for text in texts])
+    inputs = (torch.tensor([text], device=model.device) for text in texts)
+    expected = torch.stack([model.model(input_ids=ids, use_cache=False).logits[0, -1].float() for ids in inputs])
     deviation = float(expected.std())
     difference = float((torch.stack(logits).float() - expected).abs().max()) / deviation
     stepwise = _cached(model, texts[-1], num_tokens)
@@ -128,11 +129,6 @@ def compare_tree_decoding(model: TreeModel) -> tuple[float, float]:
 
 def _path(parents: Sequence[int], node: int) -> list[int]:
     return [node] if node == 0 else [*_path(parents, parents[node]), node]
-
-
-def _uncached(model: TreeModel, text: list[int]) -> Tensor:
-    ids = torch.tensor([text], device=model.device)
-    return model.model(input_ids=ids, use_cache=False).logits[0, -1].float()  # type: ignore[no-any-return]
 
 
 def _cached(model: TreeModel, text: list[int], num_prompt: int) -> Tensor:

@@ -28,11 +28,7 @@ class Prefilled:
 
 
 class Target(TreeModel):
-    """A ``TreeModel`` that is decoded: it ranks the visual tokens of a prompt and takes plain steps.
-
-    Raises:
-        UserError: a model that trees cannot decode (see ``text_model_of`` and ``check_tree_decoding``).
-    """
+    """A ``TreeModel`` that is decoded: it ranks the visual tokens of a prompt and takes plain steps."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -48,11 +44,7 @@ class Target(TreeModel):
         return embeddings
 
     def prefill(self, prompt: EncodedPrompt, *, visual_rankings: Sequence[VisualRanking] = ()) -> Prefilled:
-        """Run a prompt through all layers into the empty cache.
-
-        Args:
-            visual_rankings: the rankings of ``visual_scores``.
-        """
+        """Run a prompt through all layers into the empty cache, and rank its visual tokens."""
         rankings = visual_rankings if prompt.num_visual_tokens else ()
         if NEED_ATTENTION.isdisjoint(rankings):
             logits = self.prefill_prompt(prompt)

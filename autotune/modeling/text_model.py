@@ -19,35 +19,19 @@ from autotune.modeling.quantization import quantization_of
 # tests/runtime/test_families.py shows that these decode the same tokens as ``generate``, test_hybrids.py those with states.
 _KNOWN_HYBRID_TYPES = ("qwen3_next", "lfm2", "granitemoehybrid", "falcon_h1")
 _KNOWN_TEXT_ONLY_TYPES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma3_text",
-    "gemma4_text",
-    *_KNOWN_HYBRID_TYPES,
-    "qwen3_5_text",
+    *("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma4_text"),
+    *(*_KNOWN_HYBRID_TYPES, "qwen3_5_text"),
 )
 _KNOWN_PARTS = (
-    "qwen2_vl_text",
-    "qwen2_5_vl_text",
-    "qwen3_vl_text",
-    "qwen3_vl_moe_text",
-    "qwen3_5_moe_text",
-    "gemma4_unified_text",
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+    *("qwen3_5_moe_text", "gemma4_unified_text"),
 )
 KNOWN_TEXT_TYPES = (*_KNOWN_TEXT_ONLY_TYPES, *_KNOWN_PARTS)
 _KNOWN_QWEN_VL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _KNOWN_LLAVA_TYPES = ("llava", "llava_next", "llava_onevision")
 KNOWN_VISION_TYPES = (
-    *_KNOWN_LLAVA_TYPES,
-    *_KNOWN_QWEN_VL_TYPES,
-    "idefics3",
-    "smolvlm",
-    "mistral3",
-    "gemma3",
-    "gemma4",
-    "gemma4_unified",
+    *(*_KNOWN_LLAVA_TYPES, *_KNOWN_QWEN_VL_TYPES, "idefics3", "smolvlm", "mistral3"),
+    *("gemma3", "gemma4", "gemma4_unified"),
 )
 _ATTENDING_TYPES = ("full_attention", "sliding_attention", "hybrid")  # hybrid: full attention beside a state
 STATE_TYPES = ("linear_attention", "conv", "hybrid")
@@ -161,10 +145,8 @@ class TextModel:
         return type(self.head) is nn.Linear and not hasattr(self.head.weight, "__tensor_flatten__")
 
     def with_vocabulary(self, token_ids: Tensor) -> TextModel:
-        """The model with an output head for some tokens of its vocabulary [n], which is a copy of the head's rows.
-
-        Raises:
-            UserError: the head is not a plain linear layer.
+        """The model with an output head for some tokens of its vocabulary [n], which is a copy of the head's rows. Only a plain
+        linear head has these.
         """
         if not self.has_plain_head:
             kind = type(self.head).__name__ if self.quantization is None else f"quantized with {self.quantization}"
@@ -215,6 +197,8 @@ def text_model_of(model: Any) -> TextModel:
     layers = _layers(module, config.num_hidden_layers)
     if layers is None:
         raise _refusal(config, f"no list of its {config.num_hidden_layers} layers was found")
+    is_gemma4 = str(model.config.model_type).startswith("gemma4")
+    attending = {"full_attention" if name == "hybrid" else name for name in layer_types if name in _ATTENDING_TYPES}
     return TextModel(
         module=module,
         head=model.get_output_embeddings(),
@@ -222,14 +206,14 @@ def text_model_of(model: Any) -> TextModel:
         layers=layers,
         layer_types=layer_types,
         windows={
-            layer_type: int(config.sliding_window) if layer_type == "sliding_attention" else None
-            for layer_type in sorted({_mask_type(name) for name in layer_types if name in _ATTENDING_TYPES})
+            name: int(config.sliding_window) if name == "sliding_attention" else None for name in sorted(attending)
         },
         max_context=_max_context(config),
         is_text_only=is_text_only,
         # The head of a VLM class neither scales nor caps, even if its text config says so.
         logit_scale=_logit_scale(config) if is_text_only else 1.0,
-        logit_cap=getattr(config, "final_logit_softcapping", None) if is_text_only or _caps_logits(model) else None,
+        # Gemma 4's does cap.
+        logit_cap=getattr(config, "final_logit_softcapping", None) if is_text_only or is_gemma4 else None,
         device=device_of(module.get_input_embeddings()),
         quantization=quantization_of(model.config),
     )
@@ -242,11 +226,6 @@ def device_of(module: nn.Module) -> torch.device:
         if device is not None:
             return torch.device(device)
     return next(module.parameters()).device
-
-
-def _mask_type(layer_type: str) -> str:
-    """The layer type whose mask a layer with attention takes."""
-    return "full_attention" if layer_type == "hybrid" else layer_type
 
 
 def _mixer(config: Any, layer: nn.Module) -> nn.Module:
@@ -288,11 +267,6 @@ def _layer_types(config: Any) -> tuple[str, ...]:
     if is_bidirectional or not getattr(config, "is_causal", True):
         raise _refusal(config, "its tokens see later tokens")
     return tuple(types)
-
-
-def _caps_logits(model: Any) -> bool:
-    """Whether the class of a VLM caps logits as its text model's config says: Gemma 4 does, Gemma 3 does not."""
-    return str(model.config.model_type).startswith("gemma4")
 
 
 def _logit_scale(config: Any) -> float:

@@ -5,7 +5,7 @@ prefix. The target and independent drafts are such models.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, KVSlots
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.hybrid_cache import new_cache
-from autotune.modeling.masks import MaskBuffer
+from autotune.modeling.masks import LayerMasks, MaskBuffer, by_layer_type
 from autotune.modeling.packed_step import PackedStep
 from autotune.modeling.prompt import Encoded, EncodedPrompt, encode
 from autotune.modeling.quantization import unquantized, weight_bytes
@@ -33,11 +33,7 @@ PREFILL_CHUNK = 1024  # tokens of a prompt that are read at once
 
 
 class TreeModel(CachedModel):
-    """A Hugging Face model that can run a tree. The model's weights, config and classes are not changed.
-
-    Raises:
-        UserError: a model that trees cannot decode (see ``text_model_of``).
-    """
+    """A Hugging Face model that can run a tree. The model's weights, config and classes are not changed."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
@@ -109,11 +105,7 @@ class TreeModel(CachedModel):
         self._num_pruned, self._rope_delta = 0, np.zeros(axes, np.int64)
 
     def encode(self, inputs: dict[str, Any]) -> Encoded:
-        """Run a batch from the processor through embedding and vision tower.
-
-        Raises:
-            UserError: images without image tokens or the reverse.
-        """
+        """Run a batch from the processor through embedding and vision tower (see ``prompt.encode``)."""
         return encode(self.model, self.text, inputs)
 
     def prefill_prompt(
@@ -144,10 +136,12 @@ class TreeModel(CachedModel):
 
     def _read(self, prompt: EncodedPrompt) -> Tensor:
         """Append a prompt, or a part of one, to the cache; returns the final hidden state of its last token, [1, hidden]."""
-        tokens = (
-            {"input_ids": prompt.tokens[None]} if prompt.embeddings is None else {"inputs_embeds": prompt.embeddings}
+        name, tokens = (
+            ("inputs_embeds", prompt.embeddings)
+            if prompt.embeddings is not None
+            else ("input_ids", prompt.tokens[None])
         )
-        hidden = self._run(**tokens, position_ids=prompt.positions, attention_mask=prompt.mask, **prompt.extra)
+        hidden = self._run(**{name: tokens}, position_ids=prompt.positions, attention_mask=prompt.mask, **prompt.extra)
         self.cache.advance(len(prompt))
         return hidden[-1:]
 
@@ -155,12 +149,9 @@ class TreeModel(CachedModel):
         """Logits [n - ``first_logits``, vocabulary] of n tokens after the prefix and the uncommitted tokens. Nothing is
         committed.
         """
-        with self._attention():
+        # Only these passes have a mask.
+        with attention_of_steps(self.text.config) if self.text.has_grouped_queries else nullcontext():
             return self._forward(step)
-
-    def _attention(self) -> AbstractContextManager[None]:
-        """The context of forward passes with a mask."""
-        return attention_of_steps(self.text.config) if self.text.has_grouped_queries else nullcontext()
 
     def _forward(self, step: Step) -> Tensor:
         num_columns = step.tree_mask.shape[1]
@@ -172,38 +163,31 @@ class TreeModel(CachedModel):
         positions = prefix + np.minimum(step.offsets, self.text.max_context - 1 - prefix) + self._rope_delta[:, None]
         if self.graph_runner is not None:
             offsets = column_offsets if self._masks.has_windows else None
-            outputs = self._run_captured(step, positions, offsets, output_layers=self.output_layers)
-            return self._keep_hidden(outputs)[step.first_logits :]
+            logits, *hidden = self._run_captured(step, positions, offsets, output_layers=self.output_layers)
+            self.hidden = dict(zip(self.output_layers, hidden, strict=True))
+            return logits[step.first_logits :]
         # A single token directly after the prefix needs no mask.
         mask = None
         if num_columns > 1:
             mask = self._masks.write(step.tree_mask, self.cache.length, step.offsets, column_offsets)
         with self.cache.forward_pass(step.num_uncommitted, is_final=step.is_final):
-            hidden = self._run(
-                input_ids=to_device(step.tokens, self.device)[None],
-                position_ids=to_device(positions if len(positions) == 1 else positions[:, None], self.device),
-                attention_mask=mask,
-            )
-        return self.text.logits(hidden[step.first_logits :])
-
-    def _keep_hidden(self, outputs: Outputs) -> Tensor:
-        logits, *hidden = outputs
-        self.hidden = dict(zip(self.output_layers, hidden, strict=True))
-        return logits
+            final = self._run_step(to_device(step.tokens, self.device), to_device(positions, self.device), mask)
+        return self.text.logits(final[step.first_logits :])
 
     def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:
         step = PackedStep.of(inputs["integers"], key)
-        masks, positions = self._layer_masks(step, key), step.rows
+        masks = by_layer_type(self._layer_masks(step, key))
         self.cache.fixed_slots = KVSlots(step.slots(), key.kv_lengths[0])
         try:
-            hidden = self._run(
-                input_ids=step.tokens[None],
-                position_ids=positions if len(positions) == 1 else positions[:, None],
-                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            )
+            final = self._run_step(step.tokens, step.rows, masks)
         finally:
             self.cache.fixed_slots = None
-        return self.text.logits(hidden), *(self.hidden[layer] for layer in self.output_layers)
+        return self.text.logits(final), *(self.hidden[layer] for layer in self.output_layers)
+
+    def _run_step(self, tokens: Tensor, positions: Tensor, mask: LayerMasks | None) -> Tensor:
+        """Final hidden states of tokens [n] at positions [axes, n]."""
+        positions = positions if len(positions) == 1 else positions[:, None]
+        return self._run(input_ids=tokens[None], position_ids=positions, attention_mask=mask)
 
     def _run(self, **inputs: Any) -> Tensor:
         """Final hidden states [n, hidden size]."""

@@ -75,18 +75,14 @@ def observed_attention(text: TextModel, callback: Callable[[LayerAttention], Non
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             window = text.layer_windows[layer]
             callback(LayerAttention(layer, query, key, scaling, kwargs.get("softcap"), window))
-        if inner is None:  # eager attention is a function in the model's module, not in the table
-            return _eager_of(module)(module, query, key, value, mask, **kwargs)
-        return inner(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
+        # Eager attention is a function in the model's module, not in the table.
+        kernel: Any = inner or sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+        return kernel(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
 
     AttentionInterface.register(_NAME, attend)
     AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[inner_name])
     with attention_function(text_config, _NAME):
         yield
-
-
-def _eager_of(module: nn.Module) -> Any:
-    return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
 
 
 def visual_scores(

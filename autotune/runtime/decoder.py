@@ -117,9 +117,6 @@ class Decoder:
         Args:
             context_tokens: longest prompt and answer together; at most the target's context.
             report: called as report(done, total).
-
-        Raises:
-            UserError: not enough memory for a KV cache of this length.
         """
         if self.mode != CUDA_GRAPH:
             return Preparation(0, 0, 0.0)
@@ -226,14 +223,8 @@ class Decoder:
         """
         if model is not self.target.model:
             raise UserError("custom_generate must be called on the decoder's own target; load it with target=model")
-        call = prepared_call(
-            generation_config,
-            {"input_ids": input_ids, **inputs},
-            logits_processor or (),
-            stopping_criteria or (),
-            seed=seed,
-            workload=workload,
-        )
+        inputs["input_ids"], hooks = input_ids, (logits_processor or (), stopping_criteria or ())
+        call = prepared_call(generation_config, inputs, *hooks, seed=seed, workload=workload)
         if prepare_only:
             return call
         out = self._generate(call, streamer)
@@ -266,11 +257,9 @@ class Decoder:
 
     def _generate(self, call: Call, streamer: Any) -> DecodingOutput:
         requests = self._requests(call)
+        if streamer is not None and len(requests) > 1:
+            raise UserError(f"a streamer reads one prompt; input_ids has {len(requests)} rows; stream them one by one")
         if streamer is not None:
-            if len(requests) > 1:
-                raise UserError(
-                    f"a streamer reads one prompt; input_ids has {len(requests)} rows; stream them one by one"
-                )
             streamer.put(call.inputs["input_ids"].cpu())
         for request in requests:
             with closing(self._decode(request)) as rounds:

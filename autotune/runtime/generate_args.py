@@ -167,17 +167,11 @@ def takes_vision_inputs(method: Callable[P, T]) -> Callable[P, T]:
 
 def check_names(model: Any, names: Iterable[str]) -> None:
     """Refuse a name that is neither a setting nor an input of the model: transformers would ignore it."""
-    known = _known_names(model.__class__)
+    known = {*inspect.signature(model.forward).parameters, *GenerationConfig().to_dict(), *_ARGUMENTS}
+    known.discard("transformers_version")
     for name in names:
         if name not in known:
             raise UserError(f"generate takes no {name!r}; {nearest(name, [*known, 'seed', 'streamer', 'workload'])}")
-
-
-@functools.cache
-def _known_names(model_class: Any) -> tuple[str, ...]:
-    settings = [name for name in GenerationConfig().to_dict() if name != "transformers_version"]
-    inputs = [name for name in inspect.signature(model_class.forward).parameters if name != "self"]
-    return (*inputs, *settings, *_ARGUMENTS)
 
 
 def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -205,11 +199,7 @@ def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any
 def prepare_call(
     model: Any, method: Callable[..., Call], processor: Any, inputs: dict[str, Any], **options: Any
 ) -> Any:
-    """Let ``model.generate`` prepare a call for a decoding method, without decoding; ``options`` go to the method.
-
-    Raises:
-        UserError: generate refuses the call, or stop strings are given without a tokenizer.
-    """
+    """Let ``model.generate`` prepare a call for a decoding method, without decoding; ``options`` go to the method."""
     config = inputs.get("generation_config") or model.generation_config
     if stop_strings := inputs.pop("stop_strings", None) or config.stop_strings:
         tokenizer = getattr(processor, "tokenizer", processor)
@@ -235,11 +225,7 @@ def prepared_call(
     seed: int | None,
     workload: str | None,
 ) -> Call:
-    """Make a ``Call`` from what generate passes to a custom method. Sampling without a seed draws one from torch.
-
-    Raises:
-        UserError: trees cannot honour a setting.
-    """
+    """Make a ``Call`` from what generate passes to a custom method. Sampling without a seed draws one from torch."""
     _check_call(config, inputs, processors, stops)
     if not inputs.get("mm_encoder_outputs"):  # generate adds an empty one
         inputs.pop("mm_encoder_outputs", None)

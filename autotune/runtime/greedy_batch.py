@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autotune.modeling.hybrid_cache import new_cache
-from autotune.modeling.masks import first_visible
+from autotune.modeling.masks import by_layer_type, first_visible
 from autotune.modeling.target import Prefilled, Target
 from autotune.runtime.generate_args import Request
 
@@ -29,10 +29,8 @@ def can_batch(target: Target, request: Request) -> bool:
 
 
 class GreedyBatch:
-    """The KV caches of several prompts, a row each, padded on the left so that all rows end in the same column.
-
-    Args:
-        requests: encoded, and not prefilled.
+    """The KV caches of several prompts, a row each, padded on the left so that all rows end in the same column. The requests
+    are encoded, and not prefilled.
     """
 
     def __init__(self, target: Target, requests: Sequence[Request]) -> None:
@@ -57,11 +55,8 @@ class GreedyBatch:
         return self._emit(self.requests[row], prefilled.logits)
 
     def decode(self, is_certain: list[bool]) -> Iterator[tuple[Request, bool]]:
-        """Decode all requests; yields each as soon as it is finished, and whether its tokens are certain: where they are not,
-        it is left unfinished and must be decoded by itself.
-
-        Args:
-            is_certain: results of ``insert``.
+        """Decode all requests, given the results of ``insert``; yields each as soon as it is finished, and whether its tokens
+        are certain: where they are not, it is left unfinished and must be decoded by itself.
         """
         rows = list(range(len(self.requests)))  # of the requests that go on
         while True:
@@ -102,7 +97,7 @@ class GreedyBatch:
         hidden = target.text.module(
             input_ids=torch.tensor(tokens, device=target.device)[:, None],
             position_ids=positions[0][:, None] if len(positions) == 1 else positions[..., None],
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            attention_mask=by_layer_type(masks),
             past_key_values=self.cache,
             use_cache=True,
         ).last_hidden_state[:, -1]

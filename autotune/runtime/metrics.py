@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,15 +62,11 @@ class PrometheusMetrics:
             self._accepted = counter("accepted", "Rounds that accepted a token at a depth", "depth")
             self._fallen_back = counter("fallen_back_requests", "Requests of points with a draft that decoded plainly")
             self._seconds = counter("seconds", "Time of requests by what it was spent on", "phase")
-            self._first_token = Histogram(
-                "autotune_first_token_seconds", "Time to the first token", buckets=_SECONDS, registry=registry
-            )
-            self._token = Histogram(
-                "autotune_token_seconds", "Mean time per later token", buckets=_SECONDS_A_TOKEN, registry=registry
-            )
-            info = Gauge(
-                "autotune_point", "Operating points of the decoder", ("point", "when", "tree"), registry=registry
-            )
+            timed = partial(Histogram, registry=registry)
+            self._first_token = timed("autotune_first_token_seconds", "Time to the first token", buckets=_SECONDS)
+            self._token = timed("autotune_token_seconds", "Mean time per later token", buckets=_SECONDS_A_TOKEN)
+            labels = "point", "when", "tree"
+            info = Gauge("autotune_point", "Operating points of the decoder", labels, registry=registry)
         except ValueError:  # the registry's answer to a name that it knows
             raise UserError("the registry counts another decoder; give each decoder a registry of its own") from None
         self._has_draft = [point.draft is not None for point in points]

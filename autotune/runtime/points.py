@@ -81,11 +81,7 @@ class LoadedPoint:
 
 
 def check_paths(points: Iterable[LoadedPoint], target: Target) -> None:
-    """Check that models with recurrent or convolution states, which follow one path, are not asked for trees.
-
-    Raises:
-        UserError: a tree policy that branches, with such a target or draft.
-    """
+    """Refuse a tree policy that branches for models with recurrent or convolution states, which follow one path."""
     for point in points:
         if point.draft is None or point.policy.is_chain:
             continue
@@ -98,11 +94,7 @@ def check_paths(points: Iterable[LoadedPoint], target: Target) -> None:
 
 
 def decoding_mode(mode: str, points: Iterable[LoadedPoint], target: Target) -> str:
-    """The mode of all forward passes after the prefill: that of the target, unless a draft keeps states.
-
-    Raises:
-        UserError: a mode that is unknown or not available for these models.
-    """
+    """The mode of all forward passes after the prefill: that of the target, unless a draft keeps states (see ``check_mode``)."""
     has_states = target.has_states or any(point.draft is not None and point.draft.has_states for point in points)
     return check_mode(mode, target.device, target.num_devices, has_states=has_states)
 

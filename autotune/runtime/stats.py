@@ -81,11 +81,7 @@ class DecodingOutput:
 
     @property
     def stats(self) -> DecodingStats:
-        """Statistics of a single prompt.
-
-        Raises:
-            UserError: the output has several rows.
-        """
+        """Statistics of a single prompt; a ``UserError`` for a batch."""
         if len(self.row_stats) != 1:
             raise UserError(f"stats are those of one prompt; this batch has {len(self.row_stats)}; read row_stats")
         return self.row_stats[0]

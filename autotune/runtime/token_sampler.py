@@ -36,10 +36,7 @@ PREFIX_FREE = frozenset(
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    """
-    Raises:
-        UserError: a setting is out of range.
-    """
+    """Refuse settings that are out of range."""
     if not (math.isfinite(temperature) and temperature >= 0.0):
         raise UserError(f"temperature must be a number of at least 0; got {temperature}; 0 is greedy decoding")
     if not 0.0 < top_p <= 1.0:
@@ -57,11 +54,7 @@ def mix_seed(seed: int, position: int) -> int:
 
 
 class TokenSampler:
-    """Turns logits into tokens.
-
-    Args:
-        processors: Hugging Face logits processors, which may read the prefix.
-    """
+    """Turns logits into tokens. ``processors`` are those of Hugging Face, which may read the prefix."""
 
     def __init__(
         self,
@@ -79,11 +72,8 @@ class TokenSampler:
         prefix_free = [processor for processor in processors if type(processor).__name__ in PREFIX_FREE]
         # If no processor reads the prefix, all tokens of a round are computed at once.
         is_prefix_free = len(prefix_free) == len(processors)
-        own: list[Any] = []
-        if temperature > 0.0 and top_k > 0:
-            own.append(TopKLogitsWarper(top_k))
-        if temperature > 0.0 and top_p < 1.0:
-            own.append(TopPLogitsWarper(top_p))
+        own: list[Any] = [TopKLogitsWarper(top_k)] if temperature > 0.0 and top_k > 0 else []
+        own += [TopPLogitsWarper(top_p)] if temperature > 0.0 and top_p < 1.0 else []
         self.processors = [] if is_prefix_free else list(processors)
         self.warpers = LogitsProcessorList([*(processors if is_prefix_free else ()), *own])
         self._proposal_warpers = LogitsProcessorList([*prefix_free, *own])
@@ -107,10 +97,8 @@ class TokenSampler:
             assert prefix is not None
             logits = LogitsProcessorList(self.processors)(prefix, logits[None].float().clone())[0]
         row = logits[None]
-        if self.temperature == 0.0:
-            scores = self._warped(row)
-        else:
-            scores = self._with_noise(row, self._noise_at(position, row.shape[-1]))
+        greedy = self.temperature == 0.0
+        scores = self._warped(row) if greedy else self._with_noise(row, self._noise_at(position, row.shape[-1]))
         return int(transfer.to_host(scores.argmax(-1))[0])
 
     def tokens(self, logits: Tensor, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -121,9 +109,7 @@ class TokenSampler:
         """The scores whose argmax is the token, [n, vocabulary]."""
         if self.temperature == 0.0:
             return self._warped(logits)
-        distinct, inverse = np.unique(positions, return_inverse=True)
-        noise = self.noise(distinct.tolist(), logits.shape[-1])
-        return self._with_noise(logits, noise[transfer.to_device(inverse, logits.device)])
+        return self._with_noise(logits, self._noise_of_rows(positions, logits))
 
     def _with_noise(self, logits: Tensor, noise: Tensor) -> Tensor:
         return self._warped(logits.float() / self.temperature) + noise
@@ -139,9 +125,7 @@ class TokenSampler:
         if len(positions) == 1:
             noise = self._noise_at(int(positions[0]), logits.shape[-1]).to(logits.device)
         else:
-            distinct, inverse = np.unique(positions, return_inverse=True)
-            noise = self.noise(distinct.tolist(), logits.shape[-1]).to(logits.device)
-            noise = noise[transfer.to_device(inverse, noise.device)]
+            noise = self._noise_of_rows(positions, logits)
         return _warped(logits.float() / self.temperature, self._proposal_warpers) + noise
 
     def logprobs(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -163,6 +147,12 @@ class TokenSampler:
     def noise(self, positions: Iterable[int], vocabulary: int) -> Tensor:
         """Standard Gumbel noise of each position, [positions, vocabulary]."""
         return torch.stack([self._noise_at(position, vocabulary) for position in positions])
+
+    def _noise_of_rows(self, positions: NDArray[np.int64], logits: Tensor) -> Tensor:
+        """The noise of each row of logits, [n, vocabulary], on their device."""
+        distinct, inverse = np.unique(positions, return_inverse=True)
+        noise = self.noise(distinct.tolist(), logits.shape[-1]).to(logits.device)
+        return noise[transfer.to_device(inverse, noise.device)]
 
     def _noise_at(self, position: int, vocabulary: int) -> Tensor:
         """The noise of a position, [vocabulary]. Draft and target ask for the same positions, so recent ones are kept."""

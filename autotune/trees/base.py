@@ -7,10 +7,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from autotune.files import Document
 from autotune.trees.limits import MAX_DEPTH, MAX_LEVEL_STEP, MAX_NODES, MAX_WIDTH, Floats
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+Tuples = BeforeValidator(_tuples)
+"""Accepts the lists of JSON and YAML as tuples."""
 
 
 class ForestBounds(Document):

@@ -45,10 +45,8 @@ class RoundPrice(Document):
 @compiled
 def reset(state: Floats) -> None:
     """Begin a request."""
-    state[_SAVED] = START
-    state[_STRETCH] = FIRST_STRETCH
-    state[_PLAIN_LEFT] = 0.0
-    state[_TOTAL] = 0.0
+    state[_SAVED], state[_STRETCH] = START, FIRST_STRETCH
+    state[_PLAIN_LEFT] = state[_TOTAL] = 0.0
 
 
 @compiled

@@ -45,11 +45,7 @@ STATE_SIZE = max(kind.state_size for kind in KINDS)
 
 
 def parse_policy(tree: Any, *, source: str = "tree") -> Policy:
-    """A policy from ``{"policy": name, hyperparameter: value, ...}``; the others take their published defaults.
-
-    Raises:
-        UserError: an unknown policy or hyperparameter, or a value out of range.
-    """
+    """A policy from ``{"policy": name, hyperparameter: value, ...}``; the others take their published defaults."""
     if isinstance(tree, TreePolicy):
         return tree
     return parse_kind(tree, POLICIES, key="policy", what="tree policy", source=source)

@@ -24,10 +24,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from autotune.files import Document
-from autotune.trees.base import ForestBounds, TreePolicy, TreeSize
+from autotune.trees.base import ForestBounds, TreePolicy, TreeSize, Tuples
 from autotune.trees.compilation import compiled
 from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats, Ints
 from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, add_child, best_first, keep_marked
@@ -52,14 +52,6 @@ MAX_MATCH = 16  # tokens of the longest match that is told apart
 MIN_ROW_SHARE = 0.25
 # Times the level: nodes of less cumulative probability are not expanded, as in ``ForestBounds.floor``.
 MIN_PROBABILITY = 0.1 / 12
-
-
-def _tuples(value: Any) -> Any:
-    """Accept the lists of JSON and YAML."""
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
-
-
-Tuples = BeforeValidator(_tuples)
 
 
 class TreePrices(Document):

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from autotune.trees.base import ForestBounds, TreePolicy, TreeSize
+from autotune.trees.base import ForestBounds, TreePolicy, TreeSize, Tuples
 from autotune.trees.compilation import compiled
 from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats
 from autotune.trees.tree import Proposals, Tree, Workspace, add_child
@@ -27,17 +27,9 @@ class StaticPolicy(TreePolicy):
     template_sizes: ClassVar[Mapping[str, int]] = {"budget": MAX_NODES, "depth": MAX_DEPTH}
 
     policy: Literal["static"] = "static"
-    paths: tuple[tuple[int, ...], ...] = Field(
+    paths: Annotated[tuple[tuple[int, ...], ...], Tuples] = Field(
         default=((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0)), min_length=1, max_length=MAX_NODES
     )
-
-    @field_validator("paths", mode="before")
-    @classmethod
-    def _lists_are_paths(cls, paths: Any) -> Any:
-        """Accept the lists of JSON and YAML."""
-        if isinstance(paths, list | tuple):
-            return tuple(tuple(path) if isinstance(path, list) else path for path in paths)
-        return paths
 
     @model_validator(mode="after")
     def _is_a_tree(self) -> StaticPolicy:

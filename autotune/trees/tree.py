@@ -96,14 +96,11 @@ def add_child(tree: Tree, parent: int, rank: int, proposals: Proposals) -> int:
     """Append a child proposed for ``parent`` and return its index. The caller checks that there is room."""
     node = tree.size[0]
     child = proposals[tree.row[parent], rank]
-    tree.token[node] = child.token
-    tree.parent[node] = parent
-    tree.depth[node] = tree.depth[parent] + 1
+    tree.token[node], tree.parent[node], tree.depth[node] = child.token, parent, tree.depth[parent] + 1
+    tree.rank[node] = rank
     tree.path_logprob[node] = tree.path_logprob[parent] + child.logprob
     tree.path_probability[node] = tree.path_probability[parent] * child.probability
-    tree.rank[node] = rank
-    tree.row[node] = child.row
-    tree.kv_slot[node] = -1
+    tree.row[node], tree.kv_slot[node] = child.row, -1
     tree.size[0] = node + 1
     return int(node)
 
@@ -195,14 +192,10 @@ def keep_marked(tree: Tree, mark: Ints) -> None:
     for node in range(1, tree.size[0]):
         if mark[node] == 0:
             continue
-        tree.token[size] = tree.token[node]
-        tree.parent[size] = mark[tree.parent[node]]
-        tree.depth[size] = tree.depth[node]
-        tree.path_logprob[size] = tree.path_logprob[node]
-        tree.path_probability[size] = tree.path_probability[node]
-        tree.rank[size] = tree.rank[node]
-        tree.row[size] = tree.row[node]
-        tree.kv_slot[size] = tree.kv_slot[node]
+        tree.token[size], tree.parent[size] = tree.token[node], mark[tree.parent[node]]
+        tree.depth[size], tree.rank[size] = tree.depth[node], tree.rank[node]
+        tree.path_logprob[size], tree.path_probability[size] = tree.path_logprob[node], tree.path_probability[node]
+        tree.row[size], tree.kv_slot[size] = tree.row[node], tree.kv_slot[node]
         mark[node] = size  # the node's new index
         size += 1
     tree.size[0] = size

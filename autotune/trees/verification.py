@@ -44,11 +44,7 @@ Verification = Annotated[LosslessVerification | WetapVerification, Field(discrim
 
 
 def parse_verification(verification: Any) -> LosslessVerification | WetapVerification:
-    """A verification from ``{"kind": "wetap", "threshold": 0.9}``; None is lossless.
-
-    Raises:
-        UserError: an unknown kind or key, or a threshold out of range.
-    """
+    """A verification from ``{"kind": "wetap", "threshold": 0.9}`` (see ``parse_kind``); None is lossless."""
     if verification is None:
         return LosslessVerification()
     if isinstance(verification, LosslessVerification | WetapVerification):

@@ -20,15 +20,9 @@ from tests.hybrids import HYBRIDS
 from tests.tiny_models import DRAFT_LAYERS
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "bos_token_id": None,
+    **{"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None},
 }
 TREE = {"policy": "eagle2", "depth": 4, "k": 3, "budget": 10}
 
@@ -81,15 +75,21 @@ def cohere() -> Any:
     return hf.CohereForCausalLM(hf.CohereConfig(**SIZES, logit_scale=0.5))
 
 
+def built(build: Any) -> Any:
+    """A model whose random weights keep a signal's size, so that its tokens vary."""
+    torch.manual_seed(0)
+    model = build().eval()
+    for weight in model.parameters():
+        if weight.dim() >= 2:
+            weight.data.normal_(0.0, 2.0 / weight.shape[-1] ** 0.5)
+    return model
+
+
 @pytest.mark.parametrize("build", [gemma2, mixtral, gpt2, granite, cohere])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_unlisted_text_model_that_passes_the_self_check_is_decoded(build: Any, dtype: torch.dtype) -> None:
     """With a notice that it is not in the test suite."""
-    torch.manual_seed(0)
-    model = build().eval().to(dtype)
-    for weight in model.parameters():
-        if weight.dim() >= 2:
-            weight.data.normal_(0.0, 2.0 / weight.shape[-1] ** 0.5)
+    model = built(build).to(dtype)
     with pytest.warns(SelfCheckNotice, match=rf"'{model.config.model_type}'; this one passed the self-check"):
         decoder = Decoder(model, model, tree=TREE)
     if dtype is torch.float32:
@@ -108,12 +108,8 @@ def bamba() -> Any:
 
 
 def olmo_hybrid() -> Any:
-    sizes = {
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_num_value_heads": 2,
-        "linear_value_head_dim": 8,
-    }
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
     return hf.OlmoHybridForCausalLM(hf.OlmoHybridConfig(**SIZES, layer_types=ALTERNATING, **sizes))
 
 
@@ -124,11 +120,7 @@ def lfm2_moe() -> Any:
 
 @pytest.mark.parametrize("build", [bamba, olmo_hybrid, lfm2_moe])
 def test_an_unlisted_hybrid_that_passes_the_self_check_is_decoded_in_chains(build: Any) -> None:
-    torch.manual_seed(0)
-    model = build().eval()
-    for weight in model.parameters():
-        if weight.dim() >= 2:
-            weight.data.normal_(0.0, 2.0 / weight.shape[-1] ** 0.5)
+    model = built(build)
     with pytest.warns(SelfCheckNotice, match=rf"'{model.config.model_type}'; this one passed .*allowed: 0.0001"):
         decoder = Decoder(model, model, tree={"policy": "chain", "depth": 3})
     inputs = {"input_ids": torch.arange(20, 40)[None]}
@@ -191,15 +183,11 @@ def mpt() -> Any:
 
 def test_a_text_model_that_fails_the_self_check_is_refused() -> None:
     known = f"known: {', '.join(KNOWN_TEXT_TYPES)}; use one of these"
-    with pytest.raises(UserError) as caught:
-        Decoder(bloom())
-    assert "type 'bloom' cannot be decoded with trees: the self-check failed, a tree does not run" in str(caught.value)
-    assert known in str(caught.value)
-    torch.manual_seed(0)
-    with pytest.raises(UserError) as caught:
-        Decoder(mpt())
-    assert "'mpt'" in str(caught.value) and "a tree's logits differ from token-by-token ones by" in str(caught.value)
-    assert known in str(caught.value)
+    for build, reason in ((bloom, "a tree does not run"), (mpt, "a tree's logits differ from token-by-token ones by")):
+        torch.manual_seed(0)
+        refused = f"type '{build.__name__}' cannot be decoded with trees: the self-check failed, {reason}"
+        with pytest.raises(UserError, match=f"{refused} .*{known}"):
+            Decoder(build())
 
 
 def test_a_wrong_answer_anywhere_fails_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,12 +248,8 @@ def test_the_context_ends_where_rotary_frequencies_change(rope: dict[str, Any], 
     """Frequencies that depend on the sequence length would be those of the longest branch for a whole tree. The last tree
     reaches past the limit and must not change any token.
     """
-    torch.manual_seed(0)
     config = hf.LlamaConfig(**SIZES, max_position_embeddings=256, rope_parameters={"rope_theta": 1e4, **rope})
-    model = hf.LlamaForCausalLM(config).eval()
-    for weight in model.parameters():
-        if weight.dim() == 2:
-            weight.data.normal_(0.0, 2.0 / weight.shape[-1] ** 0.5)
+    model = built(lambda: hf.LlamaForCausalLM(config))
     assert text_model_of(model).max_context == longest
     decoder = Decoder(model, model, tree={"policy": "chain", "depth": 9})
     inputs = {"input_ids": torch.arange(20, 20 + longest - 31)[None] % 300}

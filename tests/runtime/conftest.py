@@ -17,15 +17,8 @@ TREES: dict[str, dict[str, Any]] = {
     "chain": {"policy": "chain", "depth": 4},
     "sage": {"policy": "sage"},
     "sage-wide": {
-        "policy": "sage",
-        "confidence": "current",
-        "w_min": 6,
-        "w_max": 16,
-        "k": 16,
-        "d_min": 1,
-        "n_max": 100,
-        "depth_cap": 12,
-        "window": 3,
+        **{"policy": "sage", "confidence": "current", "w_min": 6, "w_max": 16, "k": 16},
+        **{"d_min": 1, "n_max": 100, "depth_cap": 12, "window": 3},
     },
     "sage-tight": {"policy": "sage", "n_max": 5},  # full trees: leaves that the draft has not read are accepted
     "eagle2": {"policy": "eagle2"},

@@ -13,6 +13,7 @@ import torch
 
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.checkpoint import load_draft
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.execution import DEFAULT_CAPTURE_SIZES
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import KV_LENGTH_STEP, padded_length
@@ -22,6 +23,7 @@ from autotune.runtime.points import as_draft
 from autotune.runtime.rounds import Round
 from autotune.runtime.stats import DecodingStats
 from autotune.trees.fallback import RoundPrice
+from tests.drafters.test_dflash import write_draft as write_dflash
 from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import KINDS, agreeing_draft
 from tests.drafters.test_mtp import random_draft as random_mtp
@@ -47,6 +49,10 @@ def make_draft(kind: str, pair: Pair, target: Target, folder: Path) -> Any:
         return load_draft(str(write_head(folder / "head", "speculators")), target)
     if kind == "mtp":
         return random_mtp(target)
+    if kind == "dflash":
+        return load_draft(str(write_dflash(folder, "authors")), target)
+    if kind == "retrieval":
+        return RetrievalDraft()
     return agreeing_draft(kind, target, injection_layer=2 if kind == "star" else 4)
 
 

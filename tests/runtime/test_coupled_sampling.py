@@ -20,39 +20,21 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.draft import Draft
 from autotune.drafters.independent import IndependentDraft
-from autotune.drafters.retrieval import RetrievalDraft
 from autotune.modeling.target import Target
 from autotune.runtime import token_sampler
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.tree import Tree
-from tests.drafters.test_dflash import write_draft as write_dflash
-from tests.drafters.test_eagle3 import write_head
-from tests.drafters.test_feature_draft import STAR_FOR_BOTH, agreeing_draft
-from tests.drafters.test_mtp import random_draft as random_mtp
+from tests.drafters.test_feature_draft import STAR_FOR_BOTH
 from tests.runtime.conftest import NEW_TOKENS, SAMPLED, TREES
+from tests.runtime.test_captured_rounds import make_draft
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair, new_llama
 
 PROMPTS = ("text", "image", "long")
 CHAIN = {"policy": "chain", "depth": 5}
 WARPERS = [TypicalLogitsWarper(0.9), EtaLogitsWarper(0.01), EpsilonLogitsWarper(0.001), MinPLogitsWarper(0.02)]
-
-
-def make_draft(kind: str, pair: Pair, target: Target, folder: Path) -> Any:
-    if kind == "independent":
-        return IndependentDraft(pair.draft)
-    if kind == "retrieval":
-        return RetrievalDraft()
-    if kind == "eagle3":
-        return load_draft(str(write_head(folder / "head", "speculators")), target)
-    if kind == "mtp":
-        return random_mtp(target)
-    if kind == "dflash":
-        return load_draft(str(write_dflash(folder, "authors")), target)
-    return agreeing_draft(kind, target, injection_layer=2 if kind == "star" else 4)
 
 
 @pytest.mark.parametrize("kind", ["independent", "retrieval", "eagle3", "mtp", "dflash", "specvlm", *STAR_FOR_BOTH])
@@ -125,12 +107,8 @@ def test_a_padded_vocabulary(text_pair: Pair, prompts: dict[str, Inputs], draft_
         for name, weight in text_pair.target.state_dict().items()
     }
     model.load_state_dict(weights)
-    settings = {
-        "suppress_tokens": list(range(known, VOCABULARY_SIZE)),
-        "max_new_tokens": 40,
-        "temperature": 1.0,
-        "seed": 2,
-    }
+    settings = {"max_new_tokens": 40, "temperature": 1.0, "seed": 2}
+    settings |= {"suppress_tokens": list(range(known, VOCABULARY_SIZE))}
     inputs = {"input_ids": prompts["text"]["input_ids"] % known}
     decoder = Decoder(target, IndependentDraft(model, tokenizer=tokenizer), tree=CHAIN)
     out = decoder.generate(**inputs, **settings)

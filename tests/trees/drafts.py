@@ -109,16 +109,7 @@ def tied_draft(seed: int) -> Draft:
     """A deterministic draft of probabilities 1, 1/2, 1/4 and 1/16, so that cumulative probabilities are often exactly
     equal, to each other and to their parent's. Some nodes have no candidates.
     """
-    tables = [
-        [1.0],
-        [0.5, 0.5],
-        [0.5, 0.25, 0.25],
-        [0.25] * 4,
-        [0.25] * 3 + [0.0625] * 4,
-        [0.0625] * 16,
-        [1.0, 1.0],
-        [],
-    ]
+    tables = [[1.0], [0.5, 0.5], [0.5, 0.25, 0.25], [0.25] * 4, [0.25] * 3 + [0.0625] * 4, [0.0625] * 16, [1.0] * 2, []]
 
     @functools.cache
     def draft(path: Ranks) -> list[float]:

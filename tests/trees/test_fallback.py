@@ -140,13 +140,8 @@ def test_requests_pause_after_two_that_lost_time() -> None:
 
 def test_a_request_that_gained_time_restarts_the_count() -> None:
     fallback = Fallback(PRICE)
-    assert [request(fallback, *rounds) for rounds in ([USELESS], [GOOD], [USELESS], [USELESS], [USELESS])] == [
-        True,
-        True,
-        True,
-        True,
-        False,
-    ]
+    speculated = [request(fallback, accepted) for accepted in (USELESS, GOOD, USELESS, USELESS, USELESS)]
+    assert speculated == [True, True, True, True, False]
 
 
 def test_a_request_that_gains_after_a_pause_ends_the_suspicion() -> None:
@@ -246,12 +241,6 @@ def test_without_a_price_every_request_speculates() -> None:
 
 
 def test_a_price_out_of_range_is_refused() -> None:
-    mistakes: list[dict[str, float]] = [
-        {"round_steps": 0.0},
-        {"level_steps": -0.1},
-        {"node_steps": float("inf")},
-        {"rounds": 1.0},
-    ]
-    for mistake in mistakes:
+    for mistake in ({"round_steps": 0.0}, {"level_steps": -0.1}, {"node_steps": float("inf")}, {"rounds": 1.0}):
         with pytest.raises(ValidationError):
             RoundPrice(**{"round_steps": 1.0, "level_steps": 0.1, "node_steps": 0.0, **mistake})

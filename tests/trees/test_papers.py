@@ -59,11 +59,8 @@ def test_eagle2_as_in_its_paper_and_as_released() -> None:
     rng, num_pruned, num_different, num_floored, num_spared = np.random.default_rng(2), 0, 0, 0, 0
     for seed in range(NUM_ROUNDS):
         draft = random_round(rng, seed)
-        depth, k, total = (
-            int(rng.integers(1, 8)),
-            int(rng.choice([1, 2, 3, 4, 6, 10])),
-            int(rng.choice([2, 5, 8, 16, 32, 60])),
-        )
+        depth, k = int(rng.integers(1, 8)), int(rng.choice([1, 2, 3, 4, 6, 10]))
+        total = int(rng.choice([2, 5, 8, 16, 32, 60]))
         floor = float(rng.choice([0.0, 0.0, 0.001, 0.03, 0.2]))
         logprob, paper = papers.eagle2(in_float32(draft), depth=depth, k=k, total=total, floor=floor)
         release = papers.eagle2_release(in_float32(draft), depth=depth, k=k, total=total)

@@ -97,11 +97,8 @@ def test_every_reading_agrees_with_the_reference(reading: dict[str, Any], num_ro
     for _ in range(num_rounds // ROUNDS_OF_A_REQUEST):
         hyperparameters = {**random_hyperparameters(rng), **reading}
         policy = parse_policy({"policy": "sage", **hyperparameters})
-        grower, reference, draft = (
-            TreeGrower(policy),
-            ReferenceSage(**hyperparameters),
-            DRAFTS[int(rng.integers(len(DRAFTS)))],
-        )
+        grower, reference = TreeGrower(policy), ReferenceSage(**hyperparameters)
+        draft = DRAFTS[int(rng.integers(len(DRAFTS)))]
         for _ in range(ROUNDS_OF_A_REQUEST):
             draft.root = int(rng.integers(NUM_ROWS))
             expected, expected_read = reference.round(draft)

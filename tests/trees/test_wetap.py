@@ -40,16 +40,8 @@ def test_defaults_are_those_of_the_paper() -> None:
     """Appendix B.4: 64 tokens, length 8, top-k 10, top-p 0.9; W in [16, 128], exponent 1.2, weight 0.6 (section 4.4)."""
     policy = parse_policy({"policy": "wetap"})
     assert policy.model_dump() == {
-        "policy": "wetap",
-        "length": 8,
-        "w_min": 16,
-        "w_max": 128,
-        "gamma": 1.2,
-        "alpha": 0.6,
-        "budget": 64,
-        "top_k": 10,
-        "top_p": 0.9,
-        "nucleus": "top_k",
+        **{"policy": "wetap", "length": 8, "w_min": 16, "w_max": 128, "gamma": 1.2, "alpha": 0.6},
+        **{"budget": 64, "top_k": 10, "top_p": 0.9, "nucleus": "top_k"},
     }
     assert (policy.max_nodes, policy.max_grown, policy.max_width) == (64, 10 + 7 * 128, 128)
     assert (policy.max_depth, policy.num_proposals) == (8, 10)
