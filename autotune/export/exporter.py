@@ -49,7 +49,7 @@ def export_profile(
         output: folder to write; None: ``exports/ENGINE``.
 
     Raises:
-        UserError: see ``select``; the engine refuses the models, the trace holds no chain of ``draft_tokens``, or nothing is predicted
+        UserError: see ``select_for_export``; the engine refuses the models, the trace holds no chain of ``draft_tokens``, or nothing is predicted
             to be faster than plain decoding.
     """
     engine = ENGINES[engine_name]
@@ -100,14 +100,9 @@ def _pair(engine: Engine, selected: Selection) -> Models:
         UserError: the engine refuses them.
     """
     folders, target, draft = bundled_models(), selected.profile.target.id, selected.draft
-    pair = Models(
-        str(folders.get(target, target)),
-        str(folders.get(draft, draft)),
-        selected.kind,
-        find_model(target),
-        find_model(draft),
-        selected.profile.precision,
-    )
+    dtype = (selected.profile.precision or "").partition(",")[0] or None  # how weights are quantized may follow
+    names = str(folders.get(target, target)), str(folders.get(draft, draft))
+    pair = Models(*names, selected.kind, find_model(target), find_model(draft), dtype)
     if (reason := engine.refusal(pair)) is not None:
         raise UserError(f"{engine.name} {engine.version} refuses {draft} as a draft of {target}: {reason}")
     return pair

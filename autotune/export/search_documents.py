@@ -34,11 +34,6 @@ class SearchDocuments:
     """Trace headers by file."""
     _evaluators: dict[Path, Evaluator] = field(default_factory=dict, init=False, repr=False)
 
-    @property
-    def draft_kinds(self) -> dict[str, str]:
-        """Kind of every recorded draft by its id, empty for kinds that no trace records."""
-        return {header.draft.id: header.draft_kind for header in self.headers.values()}
-
     def engine_trace(self, draft: str, vision: ImageInput) -> Trace | None:
         """The trace of a draft as an engine runs it, with every head; None if it was not recorded.
 

@@ -79,7 +79,7 @@ def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: E
     Raises:
         UserError: the draft was not recorded, or the engine does not serve its kind.
     """
-    methods, recorded = engine.served, documents.draft_kinds
+    methods, recorded = engine.served, {one.draft.id: one.draft_kind for one in documents.headers.values()}
     kinds = recorded | {point.draft.id: point.draft.kind for point in profile.points if point.draft is not None}
     if served := [name for name in recorded if kinds[name] in methods]:
         advice = f"export a recorded one: --draft {' or '.join(served)}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,25 +58,19 @@ def bench(
         folder: of the export; None: ``exports/ENGINE``.
 
     Raises:
-        UserError: see ``load_export`` and ``predict``; the engine's version was not checked, or it runs or refuses other settings; a
-            prompt is sampled.
+        UserError: see ``load_export`` and ``predict``; the engine's version was not checked, or it runs other settings or refuses them.
     """
-    require_greedy(workload)
     export = load_export(profile, engine.name if isinstance(engine, EngineClient) else "vllm", folder)
     arms: dict[str, EngineArm]
     if isinstance(engine, EngineClient):
         variant = running_variant(engine, export)
         arms = {SPECULATIVE: lambda: nullcontext(engine)}
-        is_interleaved = False
     else:
         (variant, *_) = export.variants
         commands = {SPECULATIVE: variant.command, PLAIN: without_speculation(variant.command)}
-        arms = {
-            arm: functools.partial(started_checked, command, engine, export, console)
-            for arm, command in commands.items()
-        }
-        is_interleaved = engine.interleaved
+        arms = {arm: partial(started_checked, command, engine, export, console) for arm, command in commands.items()}
     predicted = predict(export, variant, workload, device, console)
+    is_interleaved = isinstance(engine, ServerOptions) and engine.interleaved
     measured = measure_engines(arms, predicted, requests_at_once, console, interleaved=is_interleaved)
     compared = [_comparison(*pair) for pair in zip(predicted, measured[SPECULATIVE].prompts, strict=True)]
     accepted = _acceptance(measured[SPECULATIVE], variant)
@@ -93,26 +87,13 @@ def bench(
         "settings": variant.settings,
         "predicted": variant.predicted.model_dump(),
         "prompts": [asdict(one) for one in compared],
-        "plain_prompts_identical": _identical(measured[PLAIN], predicted) if PLAIN in measured else None,
+        "plain_prompts_identical": _num_identical(measured[PLAIN], predicted) if PLAIN in measured else None,
         "acceptance_by_position": {
             "predicted": acceptance_by_position(predicted, variant.tree.max_depth),
             "engine": accepted,
         },
         "throughput": [_throughput_json(arm, speed) for arm, runs in measured.items() for speed in runs.speeds],
     }
-
-
-def require_greedy(workload: Workload) -> None:
-    """Check that answers can be compared.
-
-    Raises:
-        UserError: a prompt is sampled.
-    """
-    for prompt in workload.prompts:
-        if prompt.settings.temperature > 0.0:
-            raise UserError(
-                f"{prompt.name}: engines are compared at temperature 0, because each samples with noise of its own; give --temperature 0"
-            )
 
 
 def require_checked(client: EngineClient, export: Export) -> None:
@@ -179,12 +160,11 @@ def _acceptance(runs: EngineRuns, variant: Variant) -> list[float] | None:
 
 
 def _first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int | None:
-    pairs = enumerate(zip(tokens, expected, strict=False))
-    first = next((index for index, (token, expected_token) in pairs if token != expected_token), None)
-    return min(len(tokens), len(expected)) if first is None and len(tokens) != len(expected) else first
+    pairs = enumerate(itertools.zip_longest(tokens, expected))
+    return next((index for index, (token, expected_token) in pairs if token != expected_token), None)
 
 
-def _identical(runs: EngineRuns, predicted: Sequence[PredictedPrompt]) -> int:
+def _num_identical(runs: EngineRuns, predicted: Sequence[PredictedPrompt]) -> int:
     return sum(run.answer.tokens == prompt.tokens for run, prompt in zip(runs.prompts, predicted, strict=True))
 
 
@@ -202,7 +182,7 @@ def _comparison(predicted: PredictedPrompt, run: PromptRun) -> PromptComparison:
         tokens=len(run.answer.tokens),
         first_difference=_first_difference(run.answer.tokens, predicted.tokens),
         reads_same_prompt=None if read is None else read == predicted.prompt_tokens,
-        predicted_rounds=predicted.num_rounds,
+        predicted_rounds=len(predicted.accepted_lengths),
         rounds=run.counts.rounds or 0,
     )
 

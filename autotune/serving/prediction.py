@@ -35,10 +35,6 @@ class PredictedPrompt:
     accepted_lengths: list[int]
     """Draft tokens accepted in each round."""
 
-    @property
-    def num_rounds(self) -> int:
-        return len(self.accepted_lengths)
-
 
 def load_export(source: Path, engine: str, folder: Path | None) -> Export:
     """The export of the profile in ``source`` to an engine; without a ``folder``, the one in ``exports/ENGINE``.
@@ -77,8 +73,13 @@ def predict(
     engine's draft sees of it what is not recorded.
 
     Raises:
-        UserError: a model has changed since the export, or every prompt is left out.
+        UserError: a prompt is sampled, a model has changed since the export, or every prompt is left out.
     """
+    for prompt in workload.prompts:
+        if prompt.settings.temperature > 0.0:
+            raise UserError(
+                f"{prompt.name}: engines are compared at temperature 0, because each samples with noise of its own; give --temperature 0"
+            )
     for wanted in (export.target, export.draft):
         if not (current := reference(wanted.id)).is_same(wanted):
             raise UserError(f"{current.id}: its weights have changed since the export; run autotune export again")

@@ -20,7 +20,7 @@ from autotune.documents.provenance import stamp
 from autotune.export.document import Export
 from autotune.export.engine_prices import EnginePrices, RoundTimes
 from autotune.serving.client import EngineClient
-from autotune.serving.comparison import require_greedy, started_checked
+from autotune.serving.comparison import started_checked
 from autotune.serving.measuring import throughput, warm_up
 from autotune.serving.prediction import PredictedPrompt, load_export, predict
 from autotune.serving.server import SPECULATION, ServerOptions, without_speculation
@@ -46,7 +46,6 @@ def measure_prices(
     Raises:
         UserError: as ``comparison.bench``.
     """
-    require_greedy(workload)
     export = load_export(profile, "vllm", folder)
     (variant, *_) = export.variants
     predicted = predict(export, variant, workload, device, console)
