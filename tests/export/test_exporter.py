@@ -421,12 +421,12 @@ def test_unreadable_study_is_ignored_unless_given(tmp_path: Path) -> None:
 
 def test_wrong_options_are_refused(pair: Path) -> None:
     for option, value, message in (
-        ("--study", "gone", "gone: no such folder; give the study folder that autotune search named"),
-        ("--point", -1, f"--point -1: {pair} has points 0 to 0; give one of them"),
-        ("--point", 1, f"--point 1: {pair} has points 0 to 0; give one of them"),
+        ("--study", "gone", "no such folder; give the study folder that autotune search named"),
+        ("--point", -1, f"{pair} has points 0 to 0; give one of them"),
+        ("--point", 1, f"{pair} has points 0 to 0; give one of them"),
         ("--draft", "tests/gone", "has traces of tests/draft; export a recorded one"),
     ):
-        assert_refused(pair, "vllm", option, value, messages=(message,))
+        assert_refused(pair, "vllm", option, value, messages=(f"{option} {value}: ", message))
     assert_refused(pair, "tgi", messages=("'tgi' is not one of 'vllm', 'sglang'",))
 
 
