@@ -94,11 +94,7 @@ def export_profile(
 
 
 def _pair(engine: Engine, selected: Selection) -> Models:
-    """The models as an engine is given them, which does not know the names of bundled models.
-
-    Raises:
-        UserError: the engine refuses them.
-    """
+    """The models as an engine is given them, which does not know the names of bundled models."""
     folders, target, draft = bundled_models(), selected.profile.target.id, selected.draft
     dtype = (selected.profile.precision or "").partition(",")[0] or None  # how weights are quantized may follow
     names = str(folders.get(target, target)), str(folders.get(draft, draft))
@@ -118,11 +114,7 @@ def _replay(engine: Engine, selected: Selection, draft_tokens: int | None, price
 
 
 def _fastest_first(engine: Engine, replay: EngineReplay) -> list[PricedTree]:
-    """The fastest chain and, if the engine runs trees, the fastest tree.
-
-    Raises:
-        UserError: neither is predicted to be faster than plain decoding, and no length was asked for.
-    """
+    """The fastest chain and, if the engine runs trees, the fastest tree; faster than plain decoding unless a length was asked for."""
     fastest = (replay.fastest(replay.chains()), replay.fastest(replay.trees() if engine.runs_trees else ()))
     found = sorted((one for one in fastest if one is not None), key=lambda one: one.predicted.ms_per_token)
     if (best := found[0].predicted.speedup) > 1.0 or replay.draft_tokens is not None:

@@ -15,13 +15,14 @@ from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import Export, Variant
 from autotune.serving.client import EngineClient
-from autotune.serving.measuring import EngineArm, EngineRuns, PromptRun, Throughput, measure_engines
+from autotune.serving.measuring import EngineArm, EngineRuns, PromptRun, measure_engines
 from autotune.serving.prediction import PredictedPrompt, acceptance_by_position, load_export, predict
-from autotune.serving.server import ServerOptions, started, without_speculation
+from autotune.serving.server import ServerOptions, started, with_draft_tokens
 from autotune.workloads.workload import Workload
 
 SPECULATIVE, PLAIN = "speculative", "plain"
 """The engine with the exported settings, and without speculation."""
+RATES = ("requests_per_second", "tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def bench(
         arms = {SPECULATIVE: lambda: nullcontext(engine)}
     else:
         (variant, *_) = export.variants
-        commands = {SPECULATIVE: variant.command, PLAIN: without_speculation(variant.command)}
+        commands = {SPECULATIVE: variant.command, PLAIN: with_draft_tokens(variant.command, 0)}
         arms = {arm: partial(started_checked, command, engine, export, console) for arm, command in commands.items()}
     predicted = predict(export, variant, workload, device, console)
     is_interleaved = isinstance(engine, ServerOptions) and engine.interleaved
@@ -92,7 +93,11 @@ def bench(
             "predicted": acceptance_by_position(predicted, variant.tree.max_depth),
             "engine": accepted,
         },
-        "throughput": [_throughput_json(arm, speed) for arm, runs in measured.items() for speed in runs.speeds],
+        "throughput": [
+            {"arm": arm, **asdict(speed)} | {name: getattr(speed, name) for name in RATES}
+            for arm, runs in measured.items()
+            for speed in runs.speeds
+        ],
     }
 
 
@@ -136,10 +141,8 @@ def started_checked(command: str, options: ServerOptions, export: Export, consol
 
 
 def _acceptance(runs: EngineRuns, variant: Variant) -> list[float] | None:
-    """Share of the rounds that accept a draft token at each position; None if the engine does not count them.
-
-    Raises:
-        UserError: the engine did not speculate, or drafted other numbers of tokens than the variant does.
+    """Share of the rounds that accept a draft token at each position; None if the engine does not count them. An engine that did
+    not speculate, or drafted other numbers of tokens than the variant, is refused.
     """
     counts = [run.counts for run in runs.prompts]
     num_rounds = sum(count.rounds or 0 for count in counts)
@@ -166,11 +169,6 @@ def _first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int | N
 
 def _num_identical(runs: EngineRuns, predicted: Sequence[PredictedPrompt]) -> int:
     return sum(run.answer.tokens == prompt.tokens for run, prompt in zip(runs.prompts, predicted, strict=True))
-
-
-def _throughput_json(arm: str, speed: Throughput) -> dict[str, Any]:
-    rates = {"requests_per_second": speed.requests_per_second, "tokens_per_second": speed.tokens_per_second}
-    return {"arm": arm} | asdict(speed) | rates
 
 
 def _comparison(predicted: PredictedPrompt, run: PromptRun) -> PromptComparison:

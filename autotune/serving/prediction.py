@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +88,7 @@ def predict(
     processor = load_processor(export.target.id)
     prompts = workload.readable_by(processor)
     if vision == "text":
-        prompts = Workload(
-            prompts.name, prompts.split, tuple(p for p in prompts.prompts if not p.pixels), prompts.format
-        )
+        prompts = dataclasses.replace(prompts, prompts=tuple(prompt for prompt in prompts.prompts if not prompt.pixels))
     if not prompts.prompts:
         raise UserError(
             f"{workload.name}: what {export.engine} shows the draft of an image is not recorded, and every prompt has one; name "

@@ -7,9 +7,7 @@ for CPUs has no synthetic acceptance.
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
-import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,13 +15,12 @@ from pathlib import Path
 from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.provenance import stamp
-from autotune.export.document import Export
 from autotune.export.engine_prices import EnginePrices, RoundTimes
 from autotune.serving.client import EngineClient
 from autotune.serving.comparison import started_checked
 from autotune.serving.measuring import throughput, warm_up
 from autotune.serving.prediction import PredictedPrompt, load_export, predict
-from autotune.serving.server import SPECULATION, ServerOptions, without_speculation
+from autotune.serving.server import ServerOptions, with_draft_tokens
 from autotune.workloads.workload import Workload
 
 PRICED_LENGTHS = (0, 1, 2, 4, 8)  # draft tokens; times between them are interpolated
@@ -41,7 +38,7 @@ def measure_prices(
     folder: Path | None = None,
     requests_at_once: Sequence[int] = PRICED_BATCHES,
 ) -> EnginePrices:
-    """Start vLLM with each draft length of an export's draft, and time its rounds.
+    """Start vLLM with each draft length of an export's draft, time its rounds, and print a table of them.
 
     Raises:
         UserError: as ``comparison.bench``.
@@ -83,19 +80,15 @@ def measure_prices(
             for (size, length), (rounds, prefills) in samples.items()
         ],
     )
-    print_prices(prices, export, console)
+    console.table(
+        f"{export.engine} {export.engine_version}: milliseconds of a step by the requests that share it",
+        ["draft tokens", *(f"{size} at once" for size in sizes)],
+        [
+            [f"{length}", *(f"{size * prices.round_ms(size, length):.2f}" for size in sizes)]
+            for length in prices.draft_lengths
+        ],
+    )
     return prices
-
-
-def with_draft_tokens(command: str, draft_tokens: int) -> str:
-    """The command of an export with a chain of another length for every batch size; 0: without speculation."""
-    if draft_tokens == 0:
-        return without_speculation(command)
-    words = shlex.split(command)
-    at = words.index(SPECULATION) + 1
-    settings = json.loads(words[at]) | {"num_speculative_tokens": draft_tokens}
-    settings.pop("num_speculative_tokens_per_batch_size", None)
-    return shlex.join([*words[:at], json.dumps(settings), *words[at + 1 :]])
 
 
 def _times(engine: EngineClient, predicted: Sequence[PredictedPrompt], size: int) -> tuple[float, float]:
@@ -108,16 +101,3 @@ def _times(engine: EngineClient, predicted: Sequence[PredictedPrompt], size: int
     answers = throughput(engine, predicted, size)
     num_rounds = answers.rounds or answers.tokens - answers.requests
     return 1e3 * (answers.seconds - prefills.seconds) / num_rounds, 1e3 * prefills.seconds / prefills.requests
-
-
-def print_prices(prices: EnginePrices, export: Export, console: Console) -> None:
-    """Print a row for each draft length with a column for each number of requests."""
-    sizes = prices.batch_sizes
-    console.table(
-        f"{export.engine} {export.engine_version}: milliseconds of a step by the requests that share it",
-        ["draft tokens", *(f"{size} at once" for size in sizes)],
-        [
-            [f"{length}", *(f"{size * prices.round_ms(size, length):.2f}" for size in sizes)]
-            for length in prices.draft_lengths
-        ],
-    )

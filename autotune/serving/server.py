@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -58,11 +59,15 @@ def find_executable(given: str | None) -> str:
     return executable
 
 
-def without_speculation(command: str) -> str:
-    """The command of an export that serves the target alone."""
+def with_draft_tokens(command: str, draft_tokens: int) -> str:
+    """The command of an export with a chain of another length for every batch size; 0: without speculation."""
     words = shlex.split(command)
     at = words.index(SPECULATION)
-    return shlex.join([*words[:at], *words[at + 2 :]])
+    if draft_tokens == 0:
+        return shlex.join([*words[:at], *words[at + 2 :]])
+    settings = json.loads(words[at + 1]) | {"num_speculative_tokens": draft_tokens}
+    settings.pop("num_speculative_tokens_per_batch_size", None)
+    return shlex.join([*words[: at + 1], json.dumps(settings), *words[at + 2 :]])
 
 
 @contextmanager
