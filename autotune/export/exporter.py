@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from autotune.console import Console
 from autotune.documents.provenance import stamp
@@ -87,7 +86,7 @@ def export_profile(
         conversion.write()
     for variant in variants:
         for file, content in {variant.file: variant.settings, **engine.companions(variant.by_batch)}.items():
-            write_settings(folder / file, content)
+            write_bytes(folder / file, (json.dumps(content, indent=1) + "\n").encode())
     result.save(folder / EXPORT)
     print_export(result, folder, console)
     return result
@@ -95,7 +94,7 @@ def export_profile(
 
 def _pair(engine: Engine, selected: Selection) -> Models:
     """The models as an engine is given them, which does not know the names of bundled models."""
-    folders, target, draft = bundled_models(), selected.profile.target.id, selected.draft
+    folders, target, draft = bundled_models(), selected.profile.target.id, selected.trace.header.draft.id
     dtype = (selected.profile.precision or "").partition(",")[0] or None  # how weights are quantized may follow
     names = str(folders.get(target, target)), str(folders.get(draft, draft))
     pair = Models(*names, selected.kind, find_model(target), find_model(draft), dtype)
@@ -152,11 +151,6 @@ def _variant(
     )
 
 
-def write_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Write an engine's settings as JSON."""
-    write_bytes(path, (json.dumps(settings, indent=1) + "\n").encode())
-
-
 # --------------------------------------------------------------------------------------------------------------- notes
 
 
@@ -208,12 +202,14 @@ def _points_note(selected: Selection) -> str:
     """The note on the other points of the profile."""
     combined = selected.documents.combined_speedup(selected.profile, selected.trace)
     requests = "all tuning prompts" if selected.prompts.all() else "the tuning prompts that it decodes"
-    together = (
-        "" if combined is None else f"; all points together are predicted at {combined:.2f}x on all tuning prompts"
+    note = (
+        f"the profile has {len(selected.profile.points)} points and an engine runs one: this is point {selected.number}, for "
+        f"{selected.point.when.label}, replayed on {requests}"
     )
     return (
-        f"the profile has {len(selected.profile.points)} points and an engine runs one: this is point {selected.number}, for "
-        f"{selected.point.when.label}, replayed on {requests}{together}"
+        note
+        if combined is None
+        else f"{note}; all points together are predicted at {combined:.2f}x on all tuning prompts"
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.acceptance.replay import Replay, plain_decode_ms
+from autotune.acceptance.replay import Replay
 from autotune.acceptance.trace import Trace, TraceHeader, load_trace
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import configuration_of
@@ -88,16 +88,14 @@ class SearchDocuments:
     def combined_speedup(self, profile: DecodingProfile, trace: Trace) -> float | None:
         """Predicted speedup of all points, each on what it decodes of the prompts; None if one of them was not recorded."""
         points = points_of_prompts(profile, trace)
-        prices = next(iter(Evaluator([trace], self.table).prices.values()))
-        plain_ms = plain_decode_ms(trace, prices)
+        plain_ms = Evaluator([trace], self.table).ar_ms
         ms = plain_ms.copy()
         for number in np.unique(points):
-            point, is_own = profile.points[number], points == number
-            if point.draft is None:
+            if profile.points[number].draft is None:
                 continue
-            if (replayed := self._replay(point)) is None:
+            if (replayed := self._replay(profile.points[number])) is None:
                 return None
-            ms[is_own] = replayed[1].decode_ms[is_own]
+            ms[points == number] = replayed[1].decode_ms[points == number]
         return float(plain_ms.sum() / ms.sum())
 
     def _evaluator(self, path: Path) -> Evaluator:

@@ -26,7 +26,6 @@ class Selection:
     number: int
     """Index of the operating point."""
     documents: SearchDocuments
-    draft: str
     kind: str
     """The draft's kind."""
     trace: Trace
@@ -70,7 +69,7 @@ def select_for_export(
     kind = _served_kind(documents, profile, engine, draft)
     trace = _engine_trace(engine, documents, profile, draft, kind)
     prompts = _prompts(engine, profile, trace, kind, point)
-    return Selection(profile, number, documents, draft, kind, trace, prompts)
+    return Selection(profile, number, documents, kind, trace, prompts)
 
 
 def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: Engine, draft: str) -> str:

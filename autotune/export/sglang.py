@@ -97,17 +97,16 @@ class Sglang(Engine):
         return {ADAPTIVE_FILE: slots}
 
     def settings(self, pair: Models, tree: TreePolicy, schedule: Sequence[BatchPrediction] = ()) -> SglangSettings:
-        return SglangSettings.model_validate(
-            {
-                "speculative_algorithm": self.served[pair.draft_kind].method,
-                "speculative_draft_model_path": pair.draft,
-                "speculative_num_steps": tree.max_depth,
-                "speculative_eagle_topk": tree.max_width,
-                "speculative_num_draft_tokens": tree.max_nodes + 1,
-                "speculative_adaptive": True if schedule else None,
-                "speculative_adaptive_config": ADAPTIVE_FILE if schedule else None,
-            }
-        )
+        settings: dict[str, Any] = {
+            "speculative_algorithm": self.served[pair.draft_kind].method,
+            "speculative_draft_model_path": pair.draft,
+            "speculative_num_steps": tree.max_depth,
+            "speculative_eagle_topk": tree.max_width,
+            "speculative_num_draft_tokens": tree.max_nodes + 1,
+        }
+        if schedule:
+            settings |= {"speculative_adaptive": True, "speculative_adaptive_config": ADAPTIVE_FILE}
+        return SglangSettings.model_validate(settings)
 
     def command(self, pair: Models, settings: Document, path: Path) -> str:
         words = ["python", "-m", "sglang.launch_server", "--model-path", pair.target]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,9 +48,7 @@ def measure_prices(
     (variant, *_) = export.variants
     predicted = predict(export, variant, workload, device, console)
     sizes = sorted({1, *requests_at_once})
-    samples: dict[tuple[int, int], tuple[list[float], list[float]]] = {
-        (size, length): ([], []) for size in sizes for length in PRICED_LENGTHS
-    }
+    samples: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     order = random.Random(0)
     groups = [list(PRICED_LENGTHS)] if options.interleaved else [[length] for length in PRICED_LENGTHS]
     for group in groups:
@@ -63,9 +62,7 @@ def measure_prices(
                 for repeat in range(REPEATS):
                     for size in sizes:
                         for length in order.sample(group, len(group)):
-                            round_ms, prefill_ms = _times(engines[length], predicted, size)
-                            samples[size, length][0].append(round_ms)
-                            samples[size, length][1].append(prefill_ms)
+                            samples[size, length].append(_times(engines[length], predicted, size))
                     update(repeat + 1, REPEATS, "")
     prices = EnginePrices(
         provenance=stamp(),
@@ -76,8 +73,13 @@ def measure_prices(
         draft=export.draft,
         workload=workload.name,
         times=[
-            RoundTimes(requests_at_once=size, draft_tokens=length, round_ms=rounds, prefill_ms=prefills)
-            for (size, length), (rounds, prefills) in samples.items()
+            RoundTimes(
+                requests_at_once=size,
+                draft_tokens=length,
+                round_ms=[round_ms for round_ms, _ in found],
+                prefill_ms=[prefill_ms for _, prefill_ms in found],
+            )
+            for (size, length), found in sorted(samples.items())
         ],
     )
     console.table(

@@ -78,7 +78,9 @@ def started(command: str, options: ServerOptions) -> Iterator[EngineClient]:
     Raises:
         UserError: the engine refuses its settings, with its message, or does not answer in time.
     """
-    port = _free_port()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
     words = [options.executable, *shlex.split(command)[1:], "--port", str(port), *options.arguments]
     with tempfile.TemporaryDirectory(prefix="autotune-engine-") as folder:
         log = Path(folder) / "log"
@@ -89,12 +91,6 @@ def started(command: str, options: ServerOptions) -> Iterator[EngineClient]:
             yield EngineClient(f"http://127.0.0.1:{port}")
         finally:
             _stop(process)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

@@ -35,17 +35,8 @@ def prices(round_ms: Callable[[int, int], float], *, sizes: tuple[int, ...] = SI
         for size in sizes
         for length in LENGTHS
     ]
-    known: dict[str, Any] = {
-        "provenance": PROVENANCE,
-        "engine": "vllm",
-        "engine_version": "0.32.0",
-        "hardware": DEVICE,
-        "target": TARGET,
-        "draft": DRAFT,
-        "workload": "by hand",
-        "times": times,
-    }
-    return EnginePrices(**{**known, **fields})
+    known = {"engine": "vllm", "engine_version": "0.32.0", "target": TARGET, "draft": DRAFT, "times": times} | fields
+    return EnginePrices(provenance=PROVENANCE, hardware=DEVICE, workload="by hand", **known)
 
 
 def by_hand(size: int, length: int) -> float:

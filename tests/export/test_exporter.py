@@ -38,10 +38,10 @@ from tests.export.studies import (
     write_search,
     write_study,
 )
+from tests.imports import ROOT
 from tests.sample_documents import DRAFT, TARGET, cost_table, surface
 
 OTHER = ModelReference(id="tests/other", sha256="f" * 64)
-REPOSITORY = Path(__file__).parents[2]
 
 
 def export(profile: Path, engine: str, *options: object) -> Result:
@@ -198,13 +198,10 @@ def test_another_recorded_draft_can_be_exported(tmp_path: Path) -> None:
 
 
 def test_without_the_points_trace_the_profiles_prediction_is_used(tmp_path: Path) -> None:
-    star, full = trace_of(aux_layers=(3,)), trace_of(OTHER, seed=5)
-    point = point_of(star, table_of(DRAFT), kind="star")
-    write_study(tmp_path / ".autotune" / "pair", table_of(DRAFT, OTHER), full)
-    profile = tmp_path / "profile.json"
-    profile_of(point, trace=star).save(profile)
+    full, point = trace_of(OTHER, seed=5), point_of(trace_of(aux_layers=(3,)), table_of(DRAFT), kind="star")
+    profile = write_search(tmp_path, table_of(DRAFT, OTHER), full, points=[point])
     assert exported(profile, "vllm", "--draft", OTHER.id).tuned == point.predicted
-    profile_of(point.model_copy(update={"predicted": None}), trace=star).save(profile)
+    profile_of(point.model_copy(update={"predicted": None}), trace=full).save(profile)
     message = "has no trace of tests/draft keep=1, and the profile has no prediction of its point"
     assert_refused(profile, "vllm", "--draft", OTHER.id, messages=(message,))
 
@@ -522,5 +519,5 @@ main(["export", {str(pair)!r}, "--to", "sglang", "-o", {str(tmp_path / "out")!r}
 heavy = {{"torch", "transformers", "optuna", "pandas"}} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from autotune.cli.export import EXPORT_ENGINES
 from autotune.evaluation.hf_generate import hf_generate
 from autotune.export.document import BatchPrediction
 from autotune.export.engine import Models
-from autotune.export.exporter import ENGINES, write_settings
+from autotune.export.exporter import ENGINES
 from autotune.export.sglang import SglangSettings
 from autotune.export.vllm import VllmSettings
 from autotune.files import Document
@@ -49,7 +49,7 @@ def test_documentation_lists_every_field_with_its_version() -> None:
         assert fields == list(engine.settings_type.model_fields), title
 
 
-def test_settings_files_hold_the_settings_without_fields_that_are_none(tmp_path: Path) -> None:
+def test_settings_are_complete_without_fields_that_are_none() -> None:
     """SGLang grows trees of any draft; the other engines run chains only."""
     assert [name for name, engine in ENGINES.items() if engine.runs_trees] == ["sglang"]
     for name, engine in ENGINES.items():
@@ -58,9 +58,7 @@ def test_settings_files_hold_the_settings_without_fields_that_are_none(tmp_path:
             for tree in (CHAIN, TREE) if engine.runs_trees else (CHAIN,):
                 schedule = SCHEDULE if engine.supports_schedule(pair) and tree is CHAIN else []
                 settings = engine.settings(pair, tree, schedule)
-                write_settings(tmp_path / "settings.json", settings.model_dump(exclude_none=True))
-                text = (tmp_path / "settings.json").read_text()
-                assert "null" not in text
+                text = json.dumps(settings.model_dump(exclude_none=True))
                 assert engine.settings_type.model_validate_json(text) == settings, (name, kind, tree)
 
 
@@ -182,12 +180,11 @@ def test_sglang_chooses_steps_by_batch_size_for_eagle3_heads() -> None:
         assert command.endswith(" --speculative-adaptive --speculative-adaptive-config out/adaptive.json")
 
 
-def test_assisted_generation_drafts_the_exported_number_of_tokens(text_pair: Pair, tmp_path: Path) -> None:
+def test_assisted_generation_drafts_the_exported_number_of_tokens(text_pair: Pair) -> None:
     """A target that assists itself accepts every draft. The same settings in the target's config have no effect."""
     import torch
 
-    patch = ENGINES["transformers"].settings(Models("t", "d", "independent"), ChainPolicy(depth=3))
-    write_settings(tmp_path / "generation_config.json", patch.model_dump())
+    patch = ENGINES["transformers"].settings(Models("t", "d", "independent"), ChainPolicy(depth=3)).model_dump()
     inputs = {"input_ids": torch.arange(5, 25)[None]}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
 
@@ -196,8 +193,8 @@ def test_assisted_generation_drafts_the_exported_number_of_tokens(text_pair: Pai
         return stats.accepted_lengths
 
     target, draft = copy.deepcopy(text_pair.target), copy.deepcopy(text_pair.target)
-    draft.generation_config.update(**json.loads((tmp_path / "generation_config.json").read_text()))
+    draft.generation_config.update(**patch)
     assert drafted(target, draft) == [3] * 6
     plain = drafted(target, copy.deepcopy(text_pair.target))
-    target.generation_config.update(**patch.model_dump())
+    target.generation_config.update(**patch)
     assert drafted(target, copy.deepcopy(text_pair.target)) == plain != [3] * 6

@@ -259,7 +259,7 @@ def test_profiles_and_exports_that_do_not_fit(world: Path, address: str, tmp_pat
     draft, settings = reference(point.draft.id), {"method": "draft_model"}
     for name, messages in {
         "sglang": ("an export to sglang, and the engine is vllm; name another folder with --export",),
-        "target": ("exported for other weights than those of", "run autotune export again"),
+        "target": ("exported for other weights than the ones of", "run autotune export again"),
         "draft": ("its weights have changed since the export; run autotune export again",),
     }.items():
         target = profile.target if name != "target" else DRAFT
