@@ -48,8 +48,8 @@ def export_profile(
         output: folder to write; None: ``exports/ENGINE``.
 
     Raises:
-        UserError: see ``select_for_export``; the engine refuses the models, the trace holds no chain of ``draft_tokens``, or nothing is predicted
-            to be faster than plain decoding.
+        UserError: see ``select_for_export``; the engine refuses the models, the trace holds no chain of ``draft_tokens``, or
+            nothing is predicted to be faster than plain decoding.
     """
     engine = ENGINES[engine_name]
     folder = output or Path("exports") / engine_name
@@ -113,7 +113,7 @@ def _replay(engine: Engine, selected: Selection, draft_tokens: int | None, price
 
 
 def _fastest_first(engine: Engine, replay: EngineReplay) -> list[PricedTree]:
-    """The fastest chain and, if the engine runs trees, the fastest tree; faster than plain decoding unless a length was asked for."""
+    """The fastest chain and, if the engine runs trees, tree; faster than plain decoding unless a length was asked for."""
     fastest = (replay.fastest(replay.chains()), replay.fastest(replay.trees() if engine.runs_trees else ()))
     found = sorted((one for one in fastest if one is not None), key=lambda one: one.predicted.ms_per_token)
     if (best := found[0].predicted.speedup) > 1.0 or replay.draft_tokens is not None:

@@ -111,7 +111,7 @@ def _engine_trace(engine: Engine, documents: SearchDocuments, profile: DecodingP
 
 
 def _prompts(engine: Engine, profile: DecodingProfile, trace: Trace, kind: str, point: int | None) -> NDArray[np.bool_]:
-    """The prompts that point ``point`` decodes, or all; without images where the engine shows the draft something unknown."""
+    """The prompts that ``point`` decodes, or all; without images where the engine shows the draft something unknown."""
     prompts = np.ones(trace.num_prompts, bool)
     if point is not None:
         prompts = points_of_prompts(profile, trace) == point

@@ -74,7 +74,7 @@ def write_study(folder: Path, table: CostTable, *traces: Trace) -> Path:
 
 
 def write_search(folder: Path, table: CostTable, *traces: Trace, points: Sequence[OperatingPoint] = ()) -> Path:
-    """Write a profile, by default of one point, tuned on the first trace, and its study next to it; return the profile's path."""
+    """Write a profile, by default of one point, tuned on the first trace, with its study; return the profile's path."""
     write_study(folder / ".autotune" / "pair", table, *traces)
     profile_of(*points or [point_of(traces[0], table)], trace=traces[0]).save(folder / "profile.json")
     return folder / "profile.json"
