@@ -75,8 +75,9 @@ def print_export(export: Export, folder: Path, console: Console) -> None:
     """Print the variants with their predictions, the notes and the files."""
     predictions = [("the profile's point", export.tuned, "-")]
     predictions += [(one.label, one.predicted, f"{100 * one.slowdown:+.0f} %") for one in export.variants]
+    mark = " (estimated)" if export.tuned.estimated else ""
     console.table(
-        f"Export to {export.engine} {export.engine_version}, predicted{' (estimated)' if export.tuned.estimated else ''}",
+        f"Export to {export.engine} {export.engine_version}, predicted{mark}",
         ["configuration", "speedup", "M", "time per token"],
         [
             [label, f"{p.speedup:.2f}x", "-" if p.tokens_per_round is None else f"{p.tokens_per_round:.2f}", slowdown]

@@ -32,7 +32,7 @@ class Models:
     """None if the model is not on this machine."""
     draft_files: ModelFiles | None = None
     dtype: str | None = None
-    """For the engine's ``--dtype``; None: its own choice. Left to itself, an engine may run float32 models in 16 bits."""
+    """For the engine's ``--dtype``; None: its own choice, which may be 16 bits for models in float32."""
 
     @property
     def is_complete_model(self) -> bool:

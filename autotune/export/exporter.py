@@ -48,8 +48,8 @@ def export_profile(
         output: folder to write; None: ``exports/ENGINE``.
 
     Raises:
-        UserError: see ``select_for_export``; the engine refuses the models, the trace holds no chain of ``draft_tokens``, or
-            nothing is predicted to be faster than plain decoding.
+        UserError: see ``select_for_export``; the engine refuses the models, the trace holds no chain of
+            ``draft_tokens``, or nothing is predicted to be faster than plain decoding.
     """
     engine = ENGINES[engine_name]
     folder = output or Path("exports") / engine_name
@@ -113,7 +113,7 @@ def _replay(engine: Engine, selected: Selection, draft_tokens: int | None, price
 
 
 def _fastest_first(engine: Engine, replay: EngineReplay) -> list[PricedTree]:
-    """The fastest chain and, if the engine runs trees, tree; faster than plain decoding unless a length was asked for."""
+    """The fastest chain and, if the engine runs them, tree; refused where plain decoding is faster."""
     fastest = (replay.fastest(replay.chains()), replay.fastest(replay.trees() if engine.runs_trees else ()))
     found = sorted((one for one in fastest if one is not None), key=lambda one: one.predicted.ms_per_token)
     if (best := found[0].predicted.speedup) > 1.0 or replay.draft_tokens is not None:
@@ -220,12 +220,13 @@ def _prompt_notes(
     if not isinstance(replay, MeasuredReplay):
         for batches in (variant.by_batch for variant in variants if variant.by_batch):
             yield (
-                f"batches of 2 to {batches[-1].end} requests were not measured: they are priced in lockstep by steps of one request that read "
-                f"as many tokens, at most {selected.documents.table.verify.max_tokens}, without each request's own KV cache"
+                f"batches of 2 to {batches[-1].end} requests were not measured: they are priced in lockstep by steps "
+                f"of one request that read as many tokens, at most {selected.documents.table.verify.max_tokens}, "
+                "without each request's own KV cache"
             )
     num_images = int((selected.trace.num_visual_tokens > 0).sum())
     if engine.served[selected.kind].images == "text" and num_images:
         yield (
-            f"{num_images} of {selected.trace.num_prompts} tuning prompts have an image and are left out, from the speed of the profile's "
-            "point too"
+            f"{num_images} of {selected.trace.num_prompts} tuning prompts have an image and are left out, from the "
+            "speed of the profile's point too"
         )

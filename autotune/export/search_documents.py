@@ -105,7 +105,7 @@ class SearchDocuments:
         return self._evaluators[path]
 
     def _replay(self, point: OperatingPoint) -> tuple[Evaluator, Replay] | None:
-        """The evaluator of a point's own trace, and the point's replay along it; None for plain decoding or without a trace."""
+        """The evaluator of a point's own trace, and the point's replay; None for plain decoding or without a trace."""
         configuration = configuration_of(point)
         if configuration is None or point.draft is None:
             return None

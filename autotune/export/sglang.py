@@ -15,8 +15,9 @@ from autotune.files import Document
 from autotune.trees.base import TreePolicy
 
 ADAPTIVE_FILE = "adaptive.json"
-"""The file of ``speculative_adaptive_config``: by the smallest batch size that uses them, after SGLang has rounded the batch up
-to one of its CUDA graphs, the ``candidate_steps`` among which SGLang chooses by the accepted lengths; 0 drafts nothing.
+"""The file of ``speculative_adaptive_config``: by the smallest batch size that uses them, after SGLang has rounded the
+batch up to one of its CUDA graphs, the ``candidate_steps`` among which SGLang chooses by the accepted lengths; 0 drafts
+nothing.
 """
 
 

@@ -54,8 +54,8 @@ def bench(
     """Compare an engine with the prediction of an export, and print tables; returns the figures as JSON.
 
     Args:
-        engine: one that runs, and serves no other clients; or options for vLLM, which is started with the exported command,
-            and without speculation.
+        engine: one that runs, and serves no other clients; or options for vLLM, which is started with the exported
+            command, and without speculation.
         folder: of the export; None: ``exports/ENGINE``.
 
     Raises:
@@ -141,8 +141,8 @@ def started_checked(command: str, options: ServerOptions, export: Export, consol
 
 
 def _acceptance(runs: EngineRuns, variant: Variant) -> list[float] | None:
-    """Share of the rounds that accept a draft token at each position; None if the engine does not count them. An engine that
-    did not speculate, or drafted other numbers of tokens than the variant, is refused.
+    """Share of the rounds that accept a draft token at each position; None if the engine does not count them. An engine
+    that did not speculate, or drafted other numbers of tokens than the variant, is refused.
     """
     counts = [run.counts for run in runs.prompts]
     num_rounds = sum(count.rounds or 0 for count in counts)

@@ -448,7 +448,7 @@ def test_no_settings_are_exported_for_a_kind_that_was_not_checked(tmp_path: Path
 
 
 def test_a_recorded_draft_is_of_the_kind_that_its_trace_names(tmp_path: Path) -> None:
-    """A dflash draft reads several of the target's layers, as EAGLE-3 heads do; a retrieval draft is no model to serve."""
+    """A dflash draft reads several of the target's layers, as EAGLE-3 heads do; a retrieval draft is no model."""
     for name, kind, aux_layers in (("tests/blocks", "dflash", (2, 4)), (RETRIEVAL, RETRIEVAL, ())):
         draft = ModelReference(id=name, sha256="")
         trace = trace_of(draft, draft_kind=kind, aux_layers=aux_layers)
