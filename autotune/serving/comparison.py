@@ -162,23 +162,19 @@ def _acceptance(runs: EngineRuns, variant: Variant) -> list[float] | None:
     return [sum(position) / num_rounds for position in accepted]
 
 
-def _first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int | None:
-    pairs = enumerate(itertools.zip_longest(tokens, expected))
-    return next((index for index, (token, expected_token) in pairs if token != expected_token), None)
-
-
 def _num_identical(runs: EngineRuns, predicted: Sequence[PredictedPrompt]) -> int:
     return sum(run.answer.tokens == prompt.tokens for run, prompt in zip(runs.prompts, predicted, strict=True))
 
 
 def _comparison(predicted: PredictedPrompt, run: PromptRun) -> PromptComparison:
     read = run.answer.prompt_tokens
+    pairs = enumerate(itertools.zip_longest(run.answer.tokens, predicted.tokens))
     return PromptComparison(
         prompt=predicted.prompt.name,
         task=predicted.prompt.settings.task,
         has_image=bool(predicted.prompt.pixels),
         tokens=len(run.answer.tokens),
-        first_difference=_first_difference(run.answer.tokens, predicted.tokens),
+        first_difference=next((index for index, (token, expected) in pairs if token != expected), None),
         reads_same_prompt=None if read is None else read == predicted.prompt_tokens,
         predicted_rounds=len(predicted.accepted_lengths),
         rounds=run.counts.rounds or 0,
