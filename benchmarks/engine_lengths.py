@@ -21,8 +21,8 @@ from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.serving.measuring import throughput, warm_up
 from autotune.serving.prediction import load_export, predict
-from autotune.serving.prices import PRICED_BATCHES, with_draft_tokens
-from autotune.serving.server import EXECUTABLE_VARIABLE, ServerOptions, find_executable, started
+from autotune.serving.prices import PRICED_BATCHES
+from autotune.serving.server import EXECUTABLE_VARIABLE, ServerOptions, find_executable, started, with_draft_tokens
 from autotune.workloads.workload import load_workload
 
 

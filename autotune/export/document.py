@@ -74,30 +74,26 @@ class Export(Document, kind="export", made_by="autotune export"):
 def print_export(export: Export, folder: Path, console: Console) -> None:
     """Print the variants with their predictions, the notes and the files."""
     predictions = [("the profile's point", export.tuned, "-")]
-    for variant in export.variants:
-        predictions.append((variant.label, variant.predicted, f"{100 * variant.slowdown:+.0f} %"))
-    rows = [
-        [label, f"{p.speedup:.2f}x", "-" if p.tokens_per_round is None else f"{p.tokens_per_round:.2f}", slowdown]
-        for label, p, slowdown in predictions
-    ]
+    predictions += [(one.label, one.predicted, f"{100 * one.slowdown:+.0f} %") for one in export.variants]
     mark = " (estimated)" if export.tuned.estimated else ""
     console.table(
         f"Export to {export.engine} {export.engine_version}, predicted{mark}",
         ["configuration", "speedup", "M", "time per token"],
-        rows,
+        [
+            [label, f"{p.speedup:.2f}x", "-" if p.tokens_per_round is None else f"{p.tokens_per_round:.2f}", slowdown]
+            for label, p, slowdown in predictions
+        ],
     )
-    for variant in export.variants:
-        batches = [
+    for batches in (variant.by_batch for variant in export.variants if variant.by_batch):
+        sizes = [f"{one.start} to {one.end}" if one.end > one.start else f"{one.end}" for one in batches]
+        console.table(
+            f"By batch size{' (estimated)' if any(one.estimated for one in batches) else ''}",
+            ["requests", "draft tokens", "speedup, at least"],
             [
-                f"{batch.start} to {batch.end}" if batch.end > batch.start else f"{batch.end}",
-                f"{batch.draft_tokens}",
-                f"{batch.least_speedup:.2f}x",
-            ]
-            for batch in variant.by_batch
-        ]
-        if batches:
-            is_estimated = " (estimated)" if any(batch.estimated for batch in variant.by_batch) else ""
-            console.table(f"By batch size{is_estimated}", ["requests", "draft tokens", "speedup, at least"], batches)
+                [size, f"{one.draft_tokens}", f"{one.least_speedup:.2f}x"]
+                for size, one in zip(sizes, batches, strict=True)
+            ],
+        )
     for note in (f"lossless: {export.lossless}", *export.notes):
         console.say(f"- {note}")
     files = [name for variant in export.variants for name in (variant.file, *variant.companions)]

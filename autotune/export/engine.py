@@ -31,18 +31,13 @@ class Pair:
     target_files: ModelFiles | None = None
     """None if the model is not on this machine."""
     draft_files: ModelFiles | None = None
-    precision: str | None = None
-    """Data type of the profile's target, and how its weights are quantized; None: the engine's own choice."""
+    dtype: str | None = None
+    """For the engine's ``--dtype``; None: its own choice, which may be 16 bits for models in float32."""
 
     @property
     def is_complete_model(self) -> bool:
         """Whether the draft is a Hugging Face model by itself."""
         return KINDS[self.draft_kind].is_complete_model
-
-    @property
-    def dtype(self) -> str | None:
-        """Data type for the engine's ``--dtype``; left to itself, an engine may run float32 models in 16 bits."""
-        return None if self.precision is None else self.precision.partition(",")[0]
 
 
 class Engine(ABC):

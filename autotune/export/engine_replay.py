@@ -133,8 +133,8 @@ class EngineReplay:
         return PricedTree(tree, predicted_on(self.prompts, *per_prompt, is_estimated=self.is_estimated))
 
     def schedule(self, longest: int) -> list[BatchPrediction]:
-        """The best chain length up to ``longest`` for every batch size that the table prices; empty if it prices one request only, or with
-        ``draft_tokens``.
+        """The best chain length up to ``longest`` for every batch size that the table prices; empty if it prices one
+        request only, or with ``draft_tokens``.
 
         ``batch`` requests run in lockstep: a verification of k + 1 tokens each is priced as one forward pass of ``batch *
         (k + 1)`` tokens, a draft level as one of ``batch`` tokens, a plain step as a verification of ``batch`` tokens;
@@ -231,8 +231,8 @@ class MeasuredReplay(EngineReplay):
 
 
 def predicted_on(prompts: NDArray[np.bool_], *per_prompt: NDArray[Any], is_estimated: bool) -> Predicted:
-    """The prediction on the selected ``prompts`` [prompts], by the time of plain decoding, the time, the tokens and the rounds of every
-    prompt, arrays [prompts].
+    """The prediction on the selected ``prompts`` [prompts], by the time of plain decoding, the time, the tokens and the
+    rounds of every prompt, arrays [prompts].
     """
     plain_ms, ms, tokens, rounds = (float(values[prompts].sum()) for values in per_prompt)
     return Predicted(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from autotune.console import Console
 from autotune.documents.provenance import stamp
@@ -49,8 +48,8 @@ def export_profile(
         output: folder to write; None: ``exports/ENGINE``.
 
     Raises:
-        UserError: see ``select``; the engine refuses the models, the trace holds no chain of ``draft_tokens``, or nothing is predicted
-            to be faster than plain decoding.
+        UserError: see ``select_for_export``; the engine refuses the models, the trace holds no chain of
+            ``draft_tokens``, or nothing is predicted to be faster than plain decoding.
     """
     engine = ENGINES[engine_name]
     folder = output or Path("exports") / engine_name
@@ -87,27 +86,18 @@ def export_profile(
         conversion.write()
     for variant in variants:
         for file, content in {variant.file: variant.settings, **engine.companions(variant.by_batch)}.items():
-            write_settings(folder / file, content)
+            write_bytes(folder / file, (json.dumps(content, indent=1) + "\n").encode())
     result.save(folder / EXPORT)
     print_export(result, folder, console)
     return result
 
 
 def _pair(engine: Engine, selected: Selection) -> Pair:
-    """The models as an engine is given them, which does not know the names of bundled models.
-
-    Raises:
-        UserError: the engine refuses them.
-    """
-    folders, target, draft = bundled_models(), selected.profile.target.id, selected.draft
-    pair = Pair(
-        str(folders.get(target, target)),
-        str(folders.get(draft, draft)),
-        selected.kind,
-        find_model(target),
-        find_model(draft),
-        selected.profile.precision,
-    )
+    """The models as an engine is given them, which does not know the names of bundled models."""
+    folders, target, draft = bundled_models(), selected.profile.target.id, selected.trace.header.draft.id
+    dtype = (selected.profile.precision or "").partition(",")[0] or None  # how weights are quantized may follow
+    names = str(folders.get(target, target)), str(folders.get(draft, draft))
+    pair = Pair(*names, selected.kind, find_model(target), find_model(draft), dtype)
     if (reason := engine.refusal(pair)) is not None:
         raise UserError(f"{engine.name} {engine.version} refuses {draft} as a draft of {target}: {reason}")
     return pair
@@ -123,11 +113,7 @@ def _replay(engine: Engine, selected: Selection, draft_tokens: int | None, price
 
 
 def _fastest_first(engine: Engine, replay: EngineReplay) -> list[PricedTree]:
-    """The fastest chain and, if the engine runs trees, the fastest tree.
-
-    Raises:
-        UserError: neither is predicted to be faster than plain decoding, and no length was asked for.
-    """
+    """The fastest chain and, if the engine runs them, tree; refused where plain decoding is faster."""
     fastest = (replay.fastest(replay.chains()), replay.fastest(replay.trees() if engine.runs_trees else ()))
     found = sorted((one for one in fastest if one is not None), key=lambda one: one.predicted.ms_per_token)
     if (best := found[0].predicted.speedup) > 1.0 or replay.draft_tokens is not None:
@@ -163,11 +149,6 @@ def _variant(
         settings=settings.model_dump(exclude_none=True),
         command=engine.command(pair, settings, path),
     )
-
-
-def write_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Write an engine's settings as JSON."""
-    write_bytes(path, (json.dumps(settings, indent=1) + "\n").encode())
 
 
 # --------------------------------------------------------------------------------------------------------------- notes
@@ -221,12 +202,14 @@ def _points_note(selected: Selection) -> str:
     """The note on the other points of the profile."""
     combined = selected.documents.combined_speedup(selected.profile, selected.trace)
     requests = "all tuning prompts" if selected.prompts.all() else "the tuning prompts that it decodes"
-    together = (
-        "" if combined is None else f"; all points together are predicted at {combined:.2f}x on all tuning prompts"
+    note = (
+        f"the profile has {len(selected.profile.points)} points and an engine runs one: this is point {selected.number}, for "
+        f"{selected.point.when.label}, replayed on {requests}"
     )
     return (
-        f"the profile has {len(selected.profile.points)} points and an engine runs one: this is point {selected.number}, for "
-        f"{selected.point.when.label}, replayed on {requests}{together}"
+        note
+        if combined is None
+        else f"{note}; all points together are predicted at {combined:.2f}x on all tuning prompts"
     )
 
 
@@ -237,12 +220,13 @@ def _prompt_notes(
     if not isinstance(replay, MeasuredReplay):
         for batches in (variant.by_batch for variant in variants if variant.by_batch):
             yield (
-                f"batches of 2 to {batches[-1].end} requests were not measured: they are priced in lockstep by steps of one request that read "
-                f"as many tokens, at most {selected.documents.table.verify.max_tokens}, without each request's own KV cache"
+                f"batches of 2 to {batches[-1].end} requests were not measured: they are priced in lockstep by steps "
+                f"of one request that read as many tokens, at most {selected.documents.table.verify.max_tokens}, "
+                "without each request's own KV cache"
             )
     num_images = int((selected.trace.num_visual_tokens > 0).sum())
     if engine.served[selected.kind].images == "text" and num_images:
         yield (
-            f"{num_images} of {selected.trace.num_prompts} tuning prompts have an image and are left out, from the speed of the profile's "
-            "point too"
+            f"{num_images} of {selected.trace.num_prompts} tuning prompts have an image and are left out, from the "
+            "speed of the profile's point too"
         )

@@ -40,10 +40,6 @@ class ModelFiles:
         return config if isinstance(config, dict) else self.config
 
     @property
-    def sees_images(self) -> bool:
-        return "vision_config" in self.config
-
-    @property
     def vocab_size(self) -> int | None:
         size = self.text_config.get("vocab_size", self.config.get("vocab_size"))
         return size if isinstance(size, int) else None
@@ -53,10 +49,6 @@ class ModelFiles:
         """Whether positions have several axes (time, height, width)."""
         settings = (self.text_config.get("rope_parameters") or {}, self.text_config.get("rope_scaling") or {})
         return any(isinstance(setting, dict) and "mrope_section" in setting for setting in settings)
-
-    @property
-    def has_weights(self) -> bool:
-        return any(self.folder.glob(WEIGHTS))
 
     def token_ids(self) -> dict[str, int] | None:
         """The tokenizer's map from tokens to ids; None without a ``tokenizer.json``."""
@@ -138,7 +130,7 @@ def text_part(source: ModelFiles, folder: Path, name: str) -> Conversion:
     reason = None
     if architecture is None:
         reason = f"transformers has no text model of type {text.get('model_type')!r}"
-    elif not source.has_weights:
+    elif not any(source.folder.glob(WEIGHTS)):
         reason = "its weights are not on this machine"
     if reason is not None:
         raise UserError(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.acceptance.replay import Replay, plain_decode_ms
+from autotune.acceptance.replay import Replay
 from autotune.acceptance.trace import Trace, TraceHeader, load_trace
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import configuration_of
@@ -33,11 +33,6 @@ class SearchDocuments:
     headers: dict[Path, TraceHeader]
     """Trace headers by file."""
     _evaluators: dict[Path, Evaluator] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def draft_kinds(self) -> dict[str, str]:
-        """Kind of every recorded draft by its id, empty for kinds that no trace records."""
-        return {header.draft.id: header.draft_kind for header in self.headers.values()}
 
     def engine_trace(self, draft: str, vision: ImageInput) -> Trace | None:
         """The trace of a draft as an engine runs it, with every head; None if it was not recorded.
@@ -93,16 +88,14 @@ class SearchDocuments:
     def combined_speedup(self, profile: DecodingProfile, trace: Trace) -> float | None:
         """Predicted speedup of all points, each on what it decodes of the prompts; None if one of them was not recorded."""
         points = points_of_prompts(profile, trace)
-        prices = next(iter(Evaluator([trace], self.table).prices.values()))
-        plain_ms = plain_decode_ms(trace, prices)
+        plain_ms = Evaluator([trace], self.table).ar_ms
         ms = plain_ms.copy()
         for number in np.unique(points):
-            point, is_own = profile.points[number], points == number
-            if point.draft is None:
+            if profile.points[number].draft is None:
                 continue
-            if (replayed := self._replay(point)) is None:
+            if (replayed := self._replay(profile.points[number])) is None:
                 return None
-            ms[is_own] = replayed[1].decode_ms[is_own]
+            ms[points == number] = replayed[1].decode_ms[points == number]
         return float(plain_ms.sum() / ms.sum())
 
     def _evaluator(self, path: Path) -> Evaluator:
@@ -112,7 +105,7 @@ class SearchDocuments:
         return self._evaluators[path]
 
     def _replay(self, point: OperatingPoint) -> tuple[Evaluator, Replay] | None:
-        """The evaluator of a point's own trace, and the point's replay along it; None for plain decoding and without a trace."""
+        """The evaluator of a point's own trace, and the point's replay; None for plain decoding or without a trace."""
         configuration = configuration_of(point)
         if configuration is None or point.draft is None:
             return None

@@ -26,7 +26,6 @@ class Selection:
     number: int
     """Index of the operating point."""
     documents: SearchDocuments
-    draft: str
     kind: str
     """The draft's kind."""
     trace: Trace
@@ -70,16 +69,12 @@ def select_for_export(
     kind = _served_kind(documents, profile, engine, draft)
     trace = _engine_trace(engine, documents, profile, draft, kind)
     prompts = _prompts(engine, profile, trace, kind, point)
-    return Selection(profile, number, documents, draft, kind, trace, prompts)
+    return Selection(profile, number, documents, kind, trace, prompts)
 
 
 def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: Engine, draft: str) -> str:
-    """The kind of a draft that the engine serves.
-
-    Raises:
-        UserError: the draft was not recorded, or the engine does not serve its kind.
-    """
-    methods, recorded = engine.served, documents.draft_kinds
+    """The kind of a draft that was recorded and that the engine serves."""
+    methods, recorded = engine.served, {one.draft.id: one.draft_kind for one in documents.headers.values()}
     kinds = recorded | {point.draft.id: point.draft.kind for point in profile.points if point.draft is not None}
     if served := [name for name in recorded if kinds[name] in methods]:
         advice = f"export a recorded one: --draft {' or '.join(served)}"
@@ -98,11 +93,7 @@ def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: E
 
 
 def _engine_trace(engine: Engine, documents: SearchDocuments, profile: DecodingProfile, draft: str, kind: str) -> Trace:
-    """The trace of the draft as the engine runs it and shows it images.
-
-    Raises:
-        UserError: it was not recorded.
-    """
+    """The trace of the draft as the engine runs it and shows it images."""
     vision = engine.served[kind].images
     if (trace := documents.engine_trace(draft, vision)) is not None:
         return trace
@@ -120,11 +111,7 @@ def _engine_trace(engine: Engine, documents: SearchDocuments, profile: DecodingP
 
 
 def _prompts(engine: Engine, profile: DecodingProfile, trace: Trace, kind: str, point: int | None) -> NDArray[np.bool_]:
-    """The prompts that point ``point`` decodes, or all; without images where the engine shows the draft something unknown.
-
-    Raises:
-        UserError: no prompt is left.
-    """
+    """The prompts that ``point`` decodes, or all; without images where the engine shows the draft something unknown."""
     prompts = np.ones(trace.num_prompts, bool)
     if point is not None:
         prompts = points_of_prompts(profile, trace) == point

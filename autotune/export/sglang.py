@@ -15,8 +15,9 @@ from autotune.files import Document
 from autotune.trees.base import TreePolicy
 
 ADAPTIVE_FILE = "adaptive.json"
-"""The file of ``speculative_adaptive_config``: by the smallest batch size that uses them, after SGLang has rounded the batch up to one
-of its CUDA graphs, the ``candidate_steps`` among which SGLang chooses by the accepted lengths; 0 drafts nothing.
+"""The file of ``speculative_adaptive_config``: by the smallest batch size that uses them, after SGLang has rounded the
+batch up to one of its CUDA graphs, the ``candidate_steps`` among which SGLang chooses by the accepted lengths; 0 drafts
+nothing.
 """
 
 
@@ -97,17 +98,16 @@ class Sglang(Engine):
         return {ADAPTIVE_FILE: slots}
 
     def settings(self, pair: Pair, tree: TreePolicy, schedule: Sequence[BatchPrediction] = ()) -> SglangSettings:
-        return SglangSettings.model_validate(
-            {
-                "speculative_algorithm": self.served[pair.draft_kind].method,
-                "speculative_draft_model_path": pair.draft,
-                "speculative_num_steps": tree.max_depth,
-                "speculative_eagle_topk": tree.max_width,
-                "speculative_num_draft_tokens": tree.max_nodes + 1,
-                "speculative_adaptive": True if schedule else None,
-                "speculative_adaptive_config": ADAPTIVE_FILE if schedule else None,
-            }
-        )
+        settings: dict[str, Any] = {
+            "speculative_algorithm": self.served[pair.draft_kind].method,
+            "speculative_draft_model_path": pair.draft,
+            "speculative_num_steps": tree.max_depth,
+            "speculative_eagle_topk": tree.max_width,
+            "speculative_num_draft_tokens": tree.max_nodes + 1,
+        }
+        if schedule:
+            settings |= {"speculative_adaptive": True, "speculative_adaptive_config": ADAPTIVE_FILE}
+        return SglangSettings.model_validate(settings)
 
     def command(self, pair: Pair, settings: Document, path: Path) -> str:
         words = ["python", "-m", "sglang.launch_server", "--model-path", pair.target]

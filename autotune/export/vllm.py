@@ -93,7 +93,7 @@ class Vllm(Engine):
         if pair.target_files is not None and has_short_vision_names(pair.target_files):
             conversions.append(with_long_vision_names(pair.target_files, folder / "target"))
             target = str(folder / "target")
-        if pair.is_complete_model and pair.draft_files is not None and pair.draft_files.sees_images:
+        if pair.is_complete_model and pair.draft_files is not None and "vision_config" in pair.draft_files.config:
             conversions.append(text_part(pair.draft_files, folder / "draft", pair.draft))
             draft = str(folder / "draft")
         return dataclasses.replace(pair, target=target, draft=draft), conversions

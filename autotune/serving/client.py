@@ -221,16 +221,11 @@ def _message(body: bytes) -> str:
 
 def _messages(prompt: WorkloadPrompt) -> list[dict[str, Any]]:
     """The prompt as messages of OpenAI's API, its images as PNG: no pixel changes."""
-    images = iter(prompt.pixels)
+    images = ({"type": "image_url", "image_url": {"url": _data_url(image)}} for image in prompt.pixels)
     return [
         {
             "role": message["role"],
-            "content": [
-                {"type": "image_url", "image_url": {"url": _data_url(next(images))}}
-                if part["type"] == "image"
-                else part
-                for part in message["content"]
-            ],
+            "content": [next(images) if part["type"] == "image" else part for part in message["content"]],
         }
         for message in chat_messages(prompt.content, num_images=len(prompt.pixels))
     ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import Export, Variant
 from autotune.serving.client import EngineClient
-from autotune.serving.measuring import EngineArm, EngineRuns, PromptRun, Throughput, measure_engines
+from autotune.serving.measuring import EngineArm, EngineRuns, PromptRun, measure_engines
 from autotune.serving.prediction import PredictedPrompt, acceptance_by_position, load_export, predict
-from autotune.serving.server import ServerOptions, started, without_speculation
+from autotune.serving.server import ServerOptions, started, with_draft_tokens
 from autotune.workloads.workload import Workload
 
 SPECULATIVE, PLAIN = "speculative", "plain"
 """The engine with the exported settings, and without speculation."""
+RATES = ("requests_per_second", "tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -53,30 +54,24 @@ def bench(
     """Compare an engine with the prediction of an export, and print tables; returns the figures as JSON.
 
     Args:
-        engine: one that runs, and serves no other clients; or options for vLLM, which is started with the exported command, and without
-            speculation.
+        engine: one that runs, and serves no other clients; or options for vLLM, which is started with the exported
+            command, and without speculation.
         folder: of the export; None: ``exports/ENGINE``.
 
     Raises:
-        UserError: see ``load_export`` and ``predict``; the engine's version was not checked, or it runs or refuses other settings; a
-            prompt is sampled.
+        UserError: see ``load_export`` and ``predict``; the engine's version was not checked, or it runs other settings.
     """
-    require_greedy(workload)
     export = load_export(profile, engine.name if isinstance(engine, EngineClient) else "vllm", folder)
     arms: dict[str, EngineArm]
     if isinstance(engine, EngineClient):
         variant = running_variant(engine, export)
         arms = {SPECULATIVE: lambda: nullcontext(engine)}
-        is_interleaved = False
     else:
         (variant, *_) = export.variants
-        commands = {SPECULATIVE: variant.command, PLAIN: without_speculation(variant.command)}
-        arms = {
-            arm: functools.partial(started_checked, command, engine, export, console)
-            for arm, command in commands.items()
-        }
-        is_interleaved = engine.interleaved
+        commands = {SPECULATIVE: variant.command, PLAIN: with_draft_tokens(variant.command, 0)}
+        arms = {arm: partial(started_checked, command, engine, export, console) for arm, command in commands.items()}
     predicted = predict(export, variant, workload, device, console)
+    is_interleaved = isinstance(engine, ServerOptions) and engine.interleaved
     measured = measure_engines(arms, predicted, requests_at_once, console, interleaved=is_interleaved)
     compared = [_comparison(*pair) for pair in zip(predicted, measured[SPECULATIVE].prompts, strict=True)]
     accepted = _acceptance(measured[SPECULATIVE], variant)
@@ -93,26 +88,17 @@ def bench(
         "settings": variant.settings,
         "predicted": variant.predicted.model_dump(),
         "prompts": [asdict(one) for one in compared],
-        "plain_prompts_identical": _identical(measured[PLAIN], predicted) if PLAIN in measured else None,
+        "plain_prompts_identical": _num_identical(measured[PLAIN], predicted) if PLAIN in measured else None,
         "acceptance_by_position": {
             "predicted": acceptance_by_position(predicted, variant.tree.max_depth),
             "engine": accepted,
         },
-        "throughput": [_throughput_json(arm, speed) for arm, runs in measured.items() for speed in runs.speeds],
+        "throughput": [
+            {"arm": arm, **asdict(speed)} | {name: getattr(speed, name) for name in RATES}
+            for arm, runs in measured.items()
+            for speed in runs.speeds
+        ],
     }
-
-
-def require_greedy(workload: Workload) -> None:
-    """Check that answers can be compared.
-
-    Raises:
-        UserError: a prompt is sampled.
-    """
-    for prompt in workload.prompts:
-        if prompt.settings.temperature > 0.0:
-            raise UserError(
-                f"{prompt.name}: engines are compared at temperature 0, because each samples with noise of its own; give --temperature 0"
-            )
 
 
 def require_checked(client: EngineClient, export: Export) -> None:
@@ -155,10 +141,8 @@ def started_checked(command: str, options: ServerOptions, export: Export, consol
 
 
 def _acceptance(runs: EngineRuns, variant: Variant) -> list[float] | None:
-    """Share of the rounds that accept a draft token at each position; None if the engine does not count them.
-
-    Raises:
-        UserError: the engine did not speculate, or drafted other numbers of tokens than the variant does.
+    """Share of the rounds that accept a draft token at each position; None if the engine does not count them. An engine
+    that did not speculate, or drafted other numbers of tokens than the variant, is refused.
     """
     counts = [run.counts for run in runs.prompts]
     num_rounds = sum(count.rounds or 0 for count in counts)
@@ -178,31 +162,21 @@ def _acceptance(runs: EngineRuns, variant: Variant) -> list[float] | None:
     return [sum(position) / num_rounds for position in accepted]
 
 
-def _first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int | None:
-    pairs = enumerate(zip(tokens, expected, strict=False))
-    first = next((index for index, (token, expected_token) in pairs if token != expected_token), None)
-    return min(len(tokens), len(expected)) if first is None and len(tokens) != len(expected) else first
-
-
-def _identical(runs: EngineRuns, predicted: Sequence[PredictedPrompt]) -> int:
+def _num_identical(runs: EngineRuns, predicted: Sequence[PredictedPrompt]) -> int:
     return sum(run.answer.tokens == prompt.tokens for run, prompt in zip(runs.prompts, predicted, strict=True))
-
-
-def _throughput_json(arm: str, speed: Throughput) -> dict[str, Any]:
-    rates = {"requests_per_second": speed.requests_per_second, "tokens_per_second": speed.tokens_per_second}
-    return {"arm": arm} | asdict(speed) | rates
 
 
 def _comparison(predicted: PredictedPrompt, run: PromptRun) -> PromptComparison:
     read = run.answer.prompt_tokens
+    pairs = enumerate(itertools.zip_longest(run.answer.tokens, predicted.tokens))
     return PromptComparison(
         prompt=predicted.prompt.name,
         task=predicted.prompt.settings.task,
         has_image=bool(predicted.prompt.pixels),
         tokens=len(run.answer.tokens),
-        first_difference=_first_difference(run.answer.tokens, predicted.tokens),
+        first_difference=next((index for index, (token, expected) in pairs if token != expected), None),
         reads_same_prompt=None if read is None else read == predicted.prompt_tokens,
-        predicted_rounds=predicted.num_rounds,
+        predicted_rounds=len(predicted.accepted_lengths),
         rounds=run.counts.rounds or 0,
     )
 

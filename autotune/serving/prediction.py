@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +35,6 @@ class PredictedPrompt:
     tokens: list[int]
     accepted_lengths: list[int]
     """Draft tokens accepted in each round."""
-
-    @property
-    def num_rounds(self) -> int:
-        return len(self.accepted_lengths)
 
 
 def load_export(source: Path, engine: str, folder: Path | None) -> Export:
@@ -77,8 +74,13 @@ def predict(
     engine's draft sees of it what is not recorded.
 
     Raises:
-        UserError: a model has changed since the export, or every prompt is left out.
+        UserError: a prompt is sampled, a model has changed since the export, or every prompt is left out.
     """
+    for prompt in workload.prompts:
+        if prompt.settings.temperature > 0.0:
+            raise UserError(
+                f"{prompt.name}: engines are compared at temperature 0, because each samples with noise of its own; give --temperature 0"
+            )
     for wanted in (export.target, export.draft):
         if not (current := reference(wanted.id)).is_same(wanted):
             raise UserError(f"{current.id}: its weights have changed since the export; run autotune export again")
@@ -86,9 +88,7 @@ def predict(
     processor = load_processor(export.target.id)
     prompts = workload.readable_by(processor)
     if vision == "text":
-        prompts = Workload(
-            prompts.name, prompts.split, tuple(p for p in prompts.prompts if not p.pixels), prompts.format
-        )
+        prompts = dataclasses.replace(prompts, prompts=tuple(prompt for prompt in prompts.prompts if not prompt.pixels))
     if not prompts.prompts:
         raise UserError(
             f"{workload.name}: what {export.engine} shows the draft of an image is not recorded, and every prompt has one; name "

@@ -7,9 +7,8 @@ for CPUs has no synthetic acceptance.
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
-import shlex
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,13 +16,12 @@ from pathlib import Path
 from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.provenance import stamp
-from autotune.export.document import Export
 from autotune.export.engine_prices import EnginePrices, RoundTimes
 from autotune.serving.client import EngineClient
-from autotune.serving.comparison import require_greedy, started_checked
+from autotune.serving.comparison import started_checked
 from autotune.serving.measuring import throughput, warm_up
 from autotune.serving.prediction import PredictedPrompt, load_export, predict
-from autotune.serving.server import SPECULATION, ServerOptions, without_speculation
+from autotune.serving.server import ServerOptions, with_draft_tokens
 from autotune.workloads.workload import Workload
 
 PRICED_LENGTHS = (0, 1, 2, 4, 8)  # draft tokens; times between them are interpolated
@@ -41,19 +39,16 @@ def measure_prices(
     folder: Path | None = None,
     requests_at_once: Sequence[int] = PRICED_BATCHES,
 ) -> EnginePrices:
-    """Start vLLM with each draft length of an export's draft, and time its rounds.
+    """Start vLLM with each draft length of an export's draft, time its rounds, and print a table of them.
 
     Raises:
         UserError: as ``comparison.bench``.
     """
-    require_greedy(workload)
     export = load_export(profile, "vllm", folder)
     (variant, *_) = export.variants
     predicted = predict(export, variant, workload, device, console)
     sizes = sorted({1, *requests_at_once})
-    samples: dict[tuple[int, int], tuple[list[float], list[float]]] = {
-        (size, length): ([], []) for size in sizes for length in PRICED_LENGTHS
-    }
+    samples: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     order = random.Random(0)
     groups = [list(PRICED_LENGTHS)] if options.interleaved else [[length] for length in PRICED_LENGTHS]
     for group in groups:
@@ -67,9 +62,7 @@ def measure_prices(
                 for repeat in range(REPEATS):
                     for size in sizes:
                         for length in order.sample(group, len(group)):
-                            round_ms, prefill_ms = _times(engines[length], predicted, size)
-                            samples[size, length][0].append(round_ms)
-                            samples[size, length][1].append(prefill_ms)
+                            samples[size, length].append(_times(engines[length], predicted, size))
                     update(repeat + 1, REPEATS, "")
     prices = EnginePrices(
         provenance=stamp(),
@@ -80,23 +73,24 @@ def measure_prices(
         draft=export.draft,
         workload=workload.name,
         times=[
-            RoundTimes(requests_at_once=size, draft_tokens=length, round_ms=rounds, prefill_ms=prefills)
-            for (size, length), (rounds, prefills) in samples.items()
+            RoundTimes(
+                requests_at_once=size,
+                draft_tokens=length,
+                round_ms=[round_ms for round_ms, _ in found],
+                prefill_ms=[prefill_ms for _, prefill_ms in found],
+            )
+            for (size, length), found in sorted(samples.items())
         ],
     )
-    print_prices(prices, export, console)
+    console.table(
+        f"{export.engine} {export.engine_version}: milliseconds of a step by the requests that share it",
+        ["draft tokens", *(f"{size} at once" for size in sizes)],
+        [
+            [f"{length}", *(f"{size * prices.round_ms(size, length):.2f}" for size in sizes)]
+            for length in prices.draft_lengths
+        ],
+    )
     return prices
-
-
-def with_draft_tokens(command: str, draft_tokens: int) -> str:
-    """The command of an export with a chain of another length for every batch size; 0: without speculation."""
-    if draft_tokens == 0:
-        return without_speculation(command)
-    words = shlex.split(command)
-    at = words.index(SPECULATION) + 1
-    settings = json.loads(words[at]) | {"num_speculative_tokens": draft_tokens}
-    settings.pop("num_speculative_tokens_per_batch_size", None)
-    return shlex.join([*words[:at], json.dumps(settings), *words[at + 1 :]])
 
 
 def _times(engine: EngineClient, predicted: Sequence[PredictedPrompt], size: int) -> tuple[float, float]:
@@ -109,16 +103,3 @@ def _times(engine: EngineClient, predicted: Sequence[PredictedPrompt], size: int
     answers = throughput(engine, predicted, size)
     num_rounds = answers.rounds or answers.tokens - answers.requests
     return 1e3 * (answers.seconds - prefills.seconds) / num_rounds, 1e3 * prefills.seconds / prefills.requests
-
-
-def print_prices(prices: EnginePrices, export: Export, console: Console) -> None:
-    """Print a row for each draft length with a column for each number of requests."""
-    sizes = prices.batch_sizes
-    console.table(
-        f"{export.engine} {export.engine_version}: milliseconds of a step by the requests that share it",
-        ["draft tokens", *(f"{size} at once" for size in sizes)],
-        [
-            [f"{length}", *(f"{size * prices.round_ms(size, length):.2f}" for size in sizes)]
-            for length in prices.draft_lengths
-        ],
-    )

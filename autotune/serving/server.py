@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -58,11 +59,15 @@ def find_executable(given: str | None) -> str:
     return executable
 
 
-def without_speculation(command: str) -> str:
-    """The command of an export that serves the target alone."""
+def with_draft_tokens(command: str, draft_tokens: int) -> str:
+    """The command of an export with a chain of another length for every batch size; 0: without speculation."""
     words = shlex.split(command)
     at = words.index(SPECULATION)
-    return shlex.join([*words[:at], *words[at + 2 :]])
+    if draft_tokens == 0:
+        return shlex.join([*words[:at], *words[at + 2 :]])
+    settings = json.loads(words[at + 1]) | {"num_speculative_tokens": draft_tokens}
+    settings.pop("num_speculative_tokens_per_batch_size", None)
+    return shlex.join([*words[: at + 1], json.dumps(settings), *words[at + 2 :]])
 
 
 @contextmanager
@@ -73,7 +78,9 @@ def started(command: str, options: ServerOptions) -> Iterator[EngineClient]:
     Raises:
         UserError: the engine refuses its settings, with its message, or does not answer in time.
     """
-    port = _free_port()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
     words = [options.executable, *shlex.split(command)[1:], "--port", str(port), *options.arguments]
     with tempfile.TemporaryDirectory(prefix="autotune-engine-") as folder:
         log = Path(folder) / "log"
@@ -84,12 +91,6 @@ def started(command: str, options: ServerOptions) -> Iterator[EngineClient]:
             yield EngineClient(f"http://127.0.0.1:{port}")
         finally:
             _stop(process)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,12 @@ def point_of(
 
 
 def profile_of(*points: OperatingPoint, trace: Trace) -> DecodingProfile:
-    """A profile tuned on the trace's prompts."""
+    """A profile tuned on the trace's prompts, for its target."""
     profile = decoding_profile()
     workload = profile.workload.model_copy(
         update={"tune_sha256": trace.header.workload_sha256, "num_tune_prompts": trace.num_prompts}
     )
-    return profile.model_copy(update={"points": list(points), "workload": workload})
+    return profile.model_copy(update={"points": list(points), "workload": workload, "target": trace.header.target})
 
 
 def write_study(folder: Path, table: CostTable, *traces: Trace) -> Path:
@@ -72,12 +73,17 @@ def write_study(folder: Path, table: CostTable, *traces: Trace) -> Path:
     return folder
 
 
-def write_pair(folder: Path, *, kind: str = "independent", table: CostTable | None = None, **fields: Any) -> Path:
-    """Write a profile of one point and its study next to it; return the profile's path."""
-    trace, table = trace_of(**fields), table or cost_table()
-    write_study(folder / ".autotune" / "pair", table, trace)
-    profile_of(point_of(trace, table, kind=kind), trace=trace).save(folder / "profile.json")
+def write_search(folder: Path, table: CostTable, *traces: Trace, points: Sequence[OperatingPoint] = ()) -> Path:
+    """Write a profile, by default of one point, tuned on the first trace, with its study; return the profile's path."""
+    write_study(folder / ".autotune" / "pair", table, *traces)
+    profile_of(*points or [point_of(traces[0], table)], trace=traces[0]).save(folder / "profile.json")
     return folder / "profile.json"
+
+
+def write_pair(folder: Path, *, kind: str = "independent", table: CostTable | None = None, **fields: Any) -> Path:
+    """As ``write_search``, of one trace with these ``fields``."""
+    trace, table = trace_of(**fields), table or cost_table()
+    return write_search(folder, table, trace, points=[point_of(trace, table, kind=kind)])
 
 
 def cheap_table() -> CostTable:

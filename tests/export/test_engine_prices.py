@@ -35,17 +35,8 @@ def prices(round_ms: Callable[[int, int], float], *, sizes: tuple[int, ...] = SI
         for size in sizes
         for length in LENGTHS
     ]
-    known: dict[str, Any] = {
-        "provenance": PROVENANCE,
-        "engine": "vllm",
-        "engine_version": "0.32.0",
-        "hardware": DEVICE,
-        "target": TARGET,
-        "draft": DRAFT,
-        "workload": "by hand",
-        "times": times,
-    }
-    return EnginePrices(**{**known, **fields})
+    known = {"engine": "vllm", "engine_version": "0.32.0", "target": TARGET, "draft": DRAFT, "times": times} | fields
+    return EnginePrices(provenance=PROVENANCE, hardware=DEVICE, workload="by hand", **known)
 
 
 def by_hand(size: int, length: int) -> float:
@@ -69,9 +60,8 @@ def test_chains_cost_their_rounds_and_the_drafts_prefill() -> None:
         counted = replay(trace, ChainPolicy(depth=depth), free_prices())
         rounds, tokens = int(counted.rounds.sum()), int(counted.tokens.sum())
         for batch in (1, 2, 4):
-            found = (
-                MeasuredReplay(trace, cost_table(), prices(by_hand)).price(ChainPolicy(depth=depth), batch).predicted
-            )
+            replayed = MeasuredReplay(trace, cost_table(), prices(by_hand))
+            found = replayed.price(ChainPolicy(depth=depth), batch).predicted
             ms = rounds * by_hand(batch, depth) + 0.5 * trace.num_prompts
             assert found.ms_per_token == pytest.approx(ms / tokens), (depth, batch)
             assert found.speedup == pytest.approx(tokens * by_hand(batch, 0) / ms), (depth, batch)
@@ -90,10 +80,9 @@ def test_the_fastest_chain_and_the_schedule_are_the_least_sums() -> None:
     assert schedule[0].start == 1 and schedule[-1].end == 4 and not any(one.estimated for one in schedule)
     for one in schedule:
         for batch in range(one.start, one.end + 1):
-            times = {0: by_hand(batch, 0)} | {
-                depth: replayed.price(ChainPolicy(depth=depth), batch).predicted.ms_per_token
-                for depth in range(1, longest + 1)
-            }
+            chains = [ChainPolicy(depth=depth) for depth in range(1, longest + 1)]
+            times = {chain.depth: replayed.price(chain, batch).predicted.ms_per_token for chain in chains}
+            times[0] = by_hand(batch, 0)
             assert one.draft_tokens == min(times, key=lambda depth: times[depth]), (batch, times)
     assert len({one.draft_tokens for one in schedule}) > 1, "the batch size changes nothing here"
 
@@ -132,10 +121,8 @@ def test_an_export_chooses_at_the_engines_prices(tmp_path: Path) -> None:
     dear = export(prices(lambda size, length: 3.0 + 99.0 * length))
     assert dear.exit_code == 2 and "serve the target alone" in dear.stderr and "at once" not in dear.stderr
     together = export(prices(lambda size, length: 3.0 + (99.0 if size == 1 else 0.0) * length))
-    assert (
-        together.exit_code == 2
-        and "with 4 draft tokens and 4 requests at once; serve the target alone" in together.stderr
-    )
+    message = "with 4 draft tokens and 4 requests at once; serve the target alone"
+    assert together.exit_code == 2 and message in together.stderr
     for changed, what in (
         (prices(by_hand, engine="sglang"), "engine"),
         (prices(by_hand, engine_version="0.1"), "version"),
@@ -143,9 +130,8 @@ def test_an_export_chooses_at_the_engines_prices(tmp_path: Path) -> None:
         (prices(by_hand, draft=TARGET), "draft"),
     ):
         refused = export(changed)
-        assert (
-            refused.exit_code == 2 and f"prices are valid for the {what} that they were measured with" in refused.stderr
-        )
+        message = f"prices are valid for the {what} that they were measured with"
+        assert refused.exit_code == 2 and message in refused.stderr
 
 
 def test_prices_are_a_grid() -> None:

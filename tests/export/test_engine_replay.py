@@ -16,7 +16,7 @@ from autotune.export.engine_replay import EngineReplay
 from autotune.prediction.evaluator import Evaluator
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
-from tests.export.studies import trace_of
+from tests.export.studies import WHOLE, trace_of
 from tests.sample_documents import DRAFT, cost_table, surface
 
 LENGTHS = (16, 256, 400)
@@ -94,24 +94,18 @@ def test_space_is_limited_by_trace_and_table() -> None:
     assert {(tree.depth, tree.budget) for tree in small.trees()} == {(2, 3)}
 
 
-def test_trees_of_the_space_are_replayed_exactly() -> None:
-    trace, table = trace_of(), cost_table()
-    (prices,) = Evaluator([trace], table).prices.values()
-    missing = [replay(trace, tree, prices).missing.sum() for tree in EngineReplay(trace, table).trees()]
-    assert not any(missing)
-
-
 def test_trace_without_beams_has_no_trees() -> None:
     """A search over chains only records no trees to replay."""
-    trace = trace_of()
-    bounds = trace.header.bounds.model_copy(update={"beam": 0, "beam_depth": 0})
+    bounds = WHOLE.model_copy(update={"beam": 0, "beam_depth": 0})
     replayed = EngineReplay(trace_of(bounds=bounds), cost_table())
     assert list(replayed.trees()) == [] and replayed.fastest(replayed.trees()) is None
 
 
 def test_fastest_tree_has_the_least_time() -> None:
+    """Every tree of the space is replayed exactly: the trace holds all of it."""
     replayed = EngineReplay(trace_of(), cost_table())
     trees = list(replayed.trees())
+    assert not any(replay(replayed.trace, tree, replayed.prices).missing.sum() for tree in trees)
     found = replayed.fastest(trees)
     assert found is not None
     assert found.predicted.ms_per_token == min(replayed.price(tree).predicted.ms_per_token for tree in trees)
@@ -164,12 +158,9 @@ def test_every_batch_size_gets_its_best_length() -> None:
     longest = 4
     for found in replayed.schedule(4):
         for batch in range(max(2, found.start), found.end + 1):
-            speedups = {
-                depth: replayed.price(ChainPolicy(depth=depth), batch).predicted.speedup
-                for depth in range(1, longest + 1)
-            }
-            best = max(speedups, key=lambda depth: speedups[depth], default=0)
-            longest = best if best and speedups[best] > 1 else 0
+            chains = [ChainPolicy(depth=depth) for depth in range(1, longest + 1)]
+            speedups = {chain.depth: replayed.price(chain, batch).predicted.speedup for chain in chains} | {0: 1.0}
+            longest = max(speedups, key=lambda depth: speedups[depth])
             assert longest == found.draft_tokens
 
 

@@ -28,12 +28,20 @@ from autotune.export.sglang import SglangSettings
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, RETRIEVAL, bundled_models
 from autotune.prediction.evaluator import Evaluator
 from autotune.trees.chain import ChainPolicy
-from autotune.trees.eagle2 import Eagle2Policy
-from tests.export.studies import PRUNED, cheap_table, point_of, profile_of, trace_of, write_pair, write_study
+from tests.export.studies import (
+    PRUNED,
+    cheap_table,
+    point_of,
+    profile_of,
+    trace_of,
+    write_pair,
+    write_search,
+    write_study,
+)
+from tests.imports import ROOT
 from tests.sample_documents import DRAFT, TARGET, cost_table, surface
 
 OTHER = ModelReference(id="tests/other", sha256="f" * 64)
-REPOSITORY = Path(__file__).parents[2]
 
 
 def export(profile: Path, engine: str, *options: object) -> Result:
@@ -91,6 +99,8 @@ def test_every_engine_writes_files_and_predictions(pair: Path) -> None:
             assert json.loads(file.read_text()) == variant.settings, engine
             assert variant.slowdown == pytest.approx(variant.predicted.ms_per_token / found.tuned.ms_per_token - 1)
             assert TARGET.id in variant.command and variant.predicted.estimated is False, engine
+            if engine != "transformers":  # an engine left to itself runs models in float32 in 16 bits
+                assert "--dtype float32" in variant.command
 
 
 def test_sglang_gets_the_best_tree_and_the_best_chain(pair: Path) -> None:
@@ -115,17 +125,8 @@ def test_a_chain_of_a_given_length_is_exported_however_fast_it_is(pair: Path) ->
     assert_refused(slow, "vllm", messages=("export a chain all the same with --draft-tokens",))
     (variant,) = exported(slow, "vllm", "--draft-tokens", 2).variants
     assert variant.predicted.speedup < 1 and variant.settings["num_speculative_tokens"] == 2
-    message = (
-        "--draft-tokens 9: the trace of tests/draft and the cost table hold chains of 1 to 4 tokens; give one of them"
-    )
-    assert_refused(pair, "vllm", "--draft-tokens", 9, messages=(message,))
-
-
-def test_commands_name_the_data_type_of_the_profile(pair: Path) -> None:
-    """An engine left to itself runs models in float32 in 16 bits."""
-    for engine in ("vllm", "sglang"):
-        words = shlex.split(exported(pair, engine).variants[0].command)
-        assert words[words.index("--dtype") + 1] == DecodingProfile.load(pair).precision == "float32", engine
+    message = "the trace of tests/draft and the cost table hold chains of 1 to 4 tokens; give one of them"
+    assert_refused(pair, "vllm", "--draft-tokens", 9, messages=(f"--draft-tokens 9: {message}",))
 
 
 def test_eagle3_heads(tmp_path: Path) -> None:
@@ -137,9 +138,8 @@ def test_eagle3_heads(tmp_path: Path) -> None:
     assert chain.companions == ["adaptive.json"] and chain.by_batch
     for batch in chain.by_batch:
         assert steps[str(batch.start)] == {"candidate_steps": [batch.draft_tokens]}
-    assert_refused(
-        profile, "transformers", messages=("transformers cannot serve tests/draft, a draft of kind eagle3; ",)
-    )
+    message = "transformers cannot serve tests/draft, a draft of kind eagle3; "
+    assert_refused(profile, "transformers", messages=(message,))
 
 
 def test_vllm_command_contains_the_settings_file(pair: Path) -> None:
@@ -156,36 +156,25 @@ def test_vllm_command_contains_the_settings_file(pair: Path) -> None:
     assert all(one.estimated == (one.end > 1) for one in ranges) and ranges[-1].end > 8
 
 
-def test_json_is_the_document(pair: Path) -> None:
-    result = export(pair, "vllm", "--json")
-    assert result.stdout == (pair.parent / "out" / "vllm" / EXPORT).read_text()
-
-
-def test_without_json_the_commands_are_printed(pair: Path) -> None:
+def test_the_commands_or_the_document_are_printed(pair: Path) -> None:
+    path = pair.parent / "out" / "sglang" / EXPORT
+    assert export(pair, "sglang", "--json").stdout == path.read_text()
     result = export(pair, "sglang")
-    document = json.loads((pair.parent / "out" / "sglang" / EXPORT).read_text())
-    assert result.stdout.splitlines() == [variant["command"] for variant in document["variants"]]
+    assert result.stdout.splitlines() == [variant["command"] for variant in json.loads(path.read_text())["variants"]]
     for word in ("lossless: ", "attention_backend trtllm_mha", "written to", "time per token", "An abacus"):
         assert word in result.stderr, result.stderr
 
 
 def test_bundled_models_are_exported_as_folders(tmp_path: Path) -> None:
     target, draft = (ModelReference(id=name, sha256="9" * 64) for name in (BUNDLED_TARGET, BUNDLED_DRAFT))
-    trace, table = trace_of(draft, target=target), table_of(draft, target=target)
-    write_study(tmp_path / ".autotune" / "pair", table, trace)
-    profile = profile_of(point_of(trace, table), trace=trace).model_copy(update={"target": target})
-    profile.save(tmp_path / "profile.json")
-    (variant,) = exported(tmp_path / "profile.json", "transformers").variants
-    assert (
-        str(bundled_models()[BUNDLED_TARGET]) in variant.command
-        and str(bundled_models()[BUNDLED_DRAFT]) in variant.command
-    )
-    found = exported(tmp_path / "profile.json", "vllm")
+    profile = write_pair(tmp_path, draft=draft, target=target, table=table_of(draft, target=target))
+    (variant,) = exported(profile, "transformers").variants
+    assert all(str(bundled_models()[name]) in variant.command for name in (BUNDLED_TARGET, BUNDLED_DRAFT))
+    found = exported(profile, "vllm")
     (variant,) = found.variants
     folder = tmp_path / "out" / "vllm"
-    assert shlex.split(variant.command)[2] == str(folder / "target") and variant.settings["model"] == str(
-        folder / "draft"
-    )
+    assert shlex.split(variant.command)[2] == str(folder / "target")
+    assert variant.settings["model"] == str(folder / "draft")
     for part, change in (("target", "weights named vision_tower.vision_model.*"), ("draft", "the text part of ")):
         assert (folder / part / "model.safetensors").exists()
         assert any(note.startswith(f"{folder / part} holds ") and change in note for note in found.notes)
@@ -198,9 +187,7 @@ def test_another_recorded_draft_can_be_exported(tmp_path: Path) -> None:
     """Its predictions are compared with the profile's point."""
     star, full = trace_of(aux_layers=(3,)), trace_of(OTHER, seed=5)
     table = table_of(DRAFT, OTHER)
-    write_study(tmp_path / ".autotune" / "pair", table, star, full)
-    profile = tmp_path / "profile.json"
-    profile_of(point_of(star, table, kind="star"), trace=star).save(profile)
+    profile = write_search(tmp_path, table, star, full, points=[point_of(star, table, kind="star")])
     message = "vllm cannot serve tests/draft, a draft of kind star; export a recorded one: --draft tests/other"
     assert_refused(profile, "vllm", messages=(message,))
     assert not (tmp_path / "out").exists()
@@ -211,13 +198,10 @@ def test_another_recorded_draft_can_be_exported(tmp_path: Path) -> None:
 
 
 def test_without_the_points_trace_the_profiles_prediction_is_used(tmp_path: Path) -> None:
-    star, full = trace_of(aux_layers=(3,)), trace_of(OTHER, seed=5)
-    point = point_of(star, table_of(DRAFT), kind="star")
-    write_study(tmp_path / ".autotune" / "pair", table_of(DRAFT, OTHER), full)
-    profile = tmp_path / "profile.json"
-    profile_of(point, trace=star).save(profile)
+    full, point = trace_of(OTHER, seed=5), point_of(trace_of(aux_layers=(3,)), table_of(DRAFT), kind="star")
+    profile = write_search(tmp_path, table_of(DRAFT, OTHER), full, points=[point])
     assert exported(profile, "vllm", "--draft", OTHER.id).tuned == point.predicted
-    profile_of(point.model_copy(update={"predicted": None}), trace=star).save(profile)
+    profile_of(point.model_copy(update={"predicted": None}), trace=full).save(profile)
     message = "has no trace of tests/draft keep=1, and the profile has no prediction of its point"
     assert_refused(profile, "vllm", "--draft", OTHER.id, messages=(message,))
 
@@ -227,11 +211,8 @@ def test_engines_run_the_full_draft(tmp_path: Path) -> None:
     half = trace_of(subnet=PRUNED, seed=1, images=True)
     full = trace_of(seed=2, images=True, visual_input="placeholders")
     table = table_of(DRAFT)
-    write_study(tmp_path / ".autotune" / "pair", table, half, full)
-    profile_of(point_of(half, table), trace=half).save(tmp_path / "profile.json")
-    found = exported(tmp_path / "profile.json", "vllm")
+    found = exported(write_search(tmp_path, table, half, full), "vllm")
     (variant,) = found.variants
-    assert variant.tree is not None
     configuration = configuration_of(point_of(full, table, tree=variant.tree.model_dump()))
     assert configuration is not None
     assert variant.predicted.speedup == pytest.approx(Evaluator([full], table).evaluate(configuration).speedup)
@@ -239,20 +220,15 @@ def test_engines_run_the_full_draft(tmp_path: Path) -> None:
 
 
 def test_pruned_draft_is_refused_unless_prompts_have_no_images(tmp_path: Path) -> None:
-    assert_refused(
-        write_pair(tmp_path / "images", subnet=PRUNED, images=True, kind="eagle3", aux_layers=(1, 2, 3)),
-        "vllm",
-        messages=(
-            "vllm runs the full draft with every visual token; ",
-            "autotune record --target tests/target --draft tests/draft --visual-keep 1 --workload by hand --prompts 4 -o ",
-        ),
+    profile = write_pair(tmp_path / "images", subnet=PRUNED, images=True, kind="eagle3", aux_layers=(1, 2, 3))
+    messages = (
+        "vllm runs the full draft with every visual token; ",
+        "autotune record --target tests/target --draft tests/draft --visual-keep 1 --workload by hand --prompts 4 -o ",
     )
-    trace = trace_of(subnet=PRUNED)
-    table = cost_table()
-    write_study(tmp_path / ".autotune" / "pair", table, trace)
-    profile_of(point_of(trace, table), trace=trace).save(tmp_path / "profile.json")
-    for engine in ("transformers", "vllm", "sglang"):
-        assert not any("keeps 0.5" in note for note in exported(tmp_path / "profile.json", engine).notes), engine
+    assert_refused(profile, "vllm", messages=messages)
+    profile = write_pair(tmp_path, subnet=PRUNED)
+    for engine in EXPORT_ENGINES:
+        assert not any("keeps 0.5" in note for note in exported(profile, engine).notes), engine
 
 
 # --------------------------------------------------------------------------------------------------------------- images
@@ -272,16 +248,14 @@ def test_engines_that_show_placeholders_need_a_trace_recorded_so(tmp_path: Path)
     document = DecodingProfile.load(profile)
     shorter = document.workload.model_copy(update={"max_new_tokens": 31, "temperature": 0.5})
     document.model_copy(update={"workload": shorter}).save(profile)
-    assert_refused(
-        profile, "vllm", messages=("placeholders --max-new-tokens 31 --temperature 0.5 --workload by hand ",)
-    )
+    message = "placeholders --max-new-tokens 31 --temperature 0.5 --workload by hand "
+    assert_refused(profile, "vllm", messages=(message,))
     document.save(profile)
     seen, read = trace_of(images=True), trace_of(images=True, seed=5, visual_input="placeholders")
     write_study(tmp_path / ".autotune" / "pair", cost_table(), read)
     for engine in ("vllm", "transformers"):
         found = exported(profile, engine)
         (variant,) = found.variants
-        assert isinstance(variant.tree, ChainPolicy)
         for trace, is_replayed in ((read, True), (seen, False)):
             predicted = EngineReplay(trace, cost_table()).price(variant.tree).predicted
             assert (predicted == variant.predicted) == is_replayed, engine
@@ -292,14 +266,9 @@ def test_images_are_not_encoded_for_a_draft_that_reads_placeholders() -> None:
     prefill = PrefillCost(intercept_ms=0.1, per_token_ms=0.001, image_ms=5.0, samples=[])
     costs = cost_table().drafts[0].model_copy(update={"prefill": prefill})
     table = cost_table(drafts=[costs])
-    ms = [
-        EngineReplay(trace_of(images=True, visual_input=shown), table)
-        .price(ChainPolicy(depth=2))
-        .predicted.ms_per_token
-        for shown in ("features", "placeholders")
-    ]
-    num_tokens = trace_of(images=True).num_tokens
-    assert ms[0] - ms[1] == pytest.approx(2 * 5.0 / num_tokens), "two of the four prompts have an image"
+    traces = [trace_of(images=True, visual_input=shown) for shown in ("features", "placeholders")]
+    seen, read = (EngineReplay(trace, table).price(ChainPolicy(depth=2)).predicted.ms_per_token for trace in traces)
+    assert seen - read == pytest.approx(2 * 5.0 / traces[0].num_tokens), "two of the four prompts have an image"
 
 
 def test_engines_of_which_it_is_not_known_serve_prompts_without_images(tmp_path: Path) -> None:
@@ -308,33 +277,28 @@ def test_engines_of_which_it_is_not_known_serve_prompts_without_images(tmp_path:
     is_text = np.array([True, False, True, False])
     found = exported(profile, "sglang")
     for variant in found.variants:
-        assert isinstance(variant.tree, ChainPolicy | Eagle2Policy)
         priced = EngineReplay(trace_of(images=True), cost_table(), prompts=is_text).price(variant.tree)
         assert variant.predicted == priced.predicted
     assert any(note.startswith("2 of 4 tuning prompts have an image and are left out") for note in found.notes)
     assert any("predictions are for prompts without images" in note for note in found.notes)
     trace = trace_of()
     trace = dataclasses.replace(trace, num_visual_tokens=trace.num_visual_tokens + 9)
-    write_study(tmp_path / "images" / ".autotune" / "pair", cost_table(), trace)
-    profile_of(point_of(trace, cost_table()), trace=trace).save(tmp_path / "images" / "profile.json")
     message = "sglang: a draft of kind independent is exported for prompts without images"
-    assert_refused(tmp_path / "images" / "profile.json", "sglang", messages=(message, "every tuning prompt has one"))
+    profile = write_search(tmp_path / "images", cost_table(), trace)
+    assert_refused(profile, "sglang", messages=(message, "every tuning prompt has one"))
 
 
 def test_a_floor_is_not_exported_and_a_note_says_so(tmp_path: Path) -> None:
     trace, table = trace_of(), cost_table()
-    write_study(tmp_path / ".autotune" / "pair", table, trace)
     point = point_of(trace, table, tree={"policy": "chain", "depth": 3, "p_min": 0.3})
-    profile_of(point, trace=trace).save(tmp_path / "profile.json")
-    for engine, reason in (
-        ("vllm", "no such setting"),
-        ("transformers", "assistant_confidence_threshold also verifies"),
-    ):
-        found = exported(tmp_path / "profile.json", engine)
+    profile = write_search(tmp_path, table, trace, points=[point])
+    reasons = {"vllm": "no such setting", "transformers": "assistant_confidence_threshold also verifies"}
+    for engine, reason in reasons.items():
+        found = exported(profile, engine)
         (note,) = (note for note in found.notes if "floor" in note)
         assert "chain(depth=3, p_min=0.30) has a floor" in note and reason in note
         for variant in found.variants:
-            assert variant.tree is not None and not variant.tree.changed.keys() & {"p_min", "n_min"}
+            assert not variant.tree.changed.keys() & {"p_min", "n_min"}
 
 
 # --------------------------------------------------------------------------------------------------------------- points
@@ -344,9 +308,7 @@ def write_two_points(folder: Path, condition: Condition) -> tuple[Path, Operatin
     trace, table = trace_of(tasks=["sum", "sum", "read", "sum"]), cost_table()
     first = point_of(trace, table, tree={"policy": "chain", "depth": 4}, when=condition)
     last = point_of(trace, table, tree={"policy": "chain", "depth": 1})
-    write_study(folder / ".autotune" / "pair", table, trace)
-    profile_of(first, last, trace=trace).save(folder / "profile.json")
-    return folder / "profile.json", first, last
+    return write_search(folder, table, trace, points=[first, last]), first, last
 
 
 def test_last_point_serves_all_requests(tmp_path: Path) -> None:
@@ -424,19 +386,17 @@ def test_documents_of_other_searches_are_ignored(tmp_path: Path) -> None:
         "holds no cost table and traces of its target, device and tuning prompts",
         "give the study's folder with --study, or run autotune search again",
     )
-    cases: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-        ({"target": OTHER}, missing),
-        ({"workload": document.workload.model_copy(update={"tune_sha256": "0" * 64})}, missing),
-        ({"hardware": document.hardware.model_copy(update={"model": "Two abacuses"})}, missing),
-        ({"precision": "bfloat16"}, missing),
-        (
-            {"points": [document.point.model_copy(update={"draft": other_draft})]},
-            ("has no such trace of tests/other; record it: autotune record",),
-        ),
-    ]
-    for changed, messages in cases:
+    changes: tuple[dict[str, Any], ...] = (
+        {"target": OTHER},
+        {"workload": document.workload.model_copy(update={"tune_sha256": "0" * 64})},
+        {"hardware": document.hardware.model_copy(update={"model": "Two abacuses"})},
+        {"precision": "bfloat16"},
+    )
+    for changed in changes:
         document.model_copy(update=changed).save(profile)
-        assert_refused(profile, "vllm", messages=messages)
+        assert_refused(profile, "vllm", messages=missing)
+    document.model_copy(update={"points": [document.point.model_copy(update={"draft": other_draft})]}).save(profile)
+    assert_refused(profile, "vllm", messages=("has no such trace of tests/other; record it: autotune record",))
     document.save(profile)
     retrained = DRAFT.model_copy(update={"sha256": "1" * 64})  # traces of other weights under the same name
     write_study(tmp_path / ".autotune" / "pair", table_of(retrained), trace_of(retrained))
@@ -449,41 +409,30 @@ def test_unreadable_study_is_ignored_unless_given(tmp_path: Path) -> None:
     old.mkdir()
     (old / "pair.cost.json").write_text('{"schema": "autotune.cost-table/2"}')
     assert exported(profile, "vllm").study.endswith("/pair")
-    assert_refused(
-        profile,
-        "vllm",
-        "--study",
-        old,
-        messages=("this program reads schema 'autotune.cost-table/1'; got 'autotune.cost-table/2'",),
-    )
+    message = "this program reads schema 'autotune.cost-table/1'; got 'autotune.cost-table/2'"
+    assert_refused(profile, "vllm", "--study", old, messages=(message,))
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
 def test_wrong_options_are_refused(pair: Path) -> None:
-    cases: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
-        ("vllm", ("--study", "gone"), ("gone: no such folder; give the study folder that autotune search named",)),
-        ("vllm", ("--point", -1), (f"--point -1: {pair} has points 0 to 0; give one of them",)),
-        ("vllm", ("--point", 1), (f"--point 1: {pair} has points 0 to 0; give one of them",)),
-        (
-            "vllm",
-            ("--draft", "tests/gone"),
-            ("--draft tests/gone: ", "has traces of tests/draft; export a recorded one"),
-        ),
-        ("tgi", (), ("'tgi' is not one of 'vllm', 'sglang'",)),
-    ]
-    for engine, options, messages in cases:
-        assert_refused(pair, engine, *options, messages=messages)
+    for option, value, message in (
+        ("--study", "gone", "no such folder; give the study folder that autotune search named"),
+        ("--point", -1, f"{pair} has points 0 to 0; give one of them"),
+        ("--point", 1, f"{pair} has points 0 to 0; give one of them"),
+        ("--draft", "tests/gone", "has traces of tests/draft; export a recorded one"),
+    ):
+        assert_refused(pair, "vllm", option, value, messages=(f"{option} {value}: ", message))
+    assert_refused(pair, "tgi", messages=("'tgi' is not one of 'vllm', 'sglang'",))
 
 
 def test_draft_kinds_that_engines_do_not_serve_are_refused(tmp_path: Path) -> None:
+    advice = "search again with a kind that it serves"
     for kind in ("star", "dream", "specvlm", "dflash", "retrieval"):
         profile = write_pair(tmp_path / kind, kind=kind)
         for engine in EXPORT_ENGINES:
-            message = (
-                f"{engine} cannot serve tests/draft, a draft of kind {kind}; search again with a kind that it serves"
-            )
+            message = f"{engine} cannot serve tests/draft, a draft of kind {kind}; {advice}"
             assert_refused(profile, engine, messages=(message,))
 
 
@@ -498,25 +447,15 @@ def test_no_settings_are_exported_for_a_kind_that_was_not_checked(tmp_path: Path
         assert_refused(profile, engine, messages=(message,))
 
 
-def test_a_recorded_retrieval_draft_is_no_model_to_serve(tmp_path: Path) -> None:
-    draft = ModelReference(id=RETRIEVAL, sha256="")
-    trace = trace_of()
-    trace = dataclasses.replace(trace, header=trace.header.model_copy(update={"draft": draft, "draft_kind": RETRIEVAL}))
-    write_study(tmp_path / ".autotune" / "pair", table_of(draft), trace, trace_of())
-    profile_of(point_of(trace_of(), table_of(DRAFT)), trace=trace).save(tmp_path / "profile.json")
-    message = "vllm cannot serve retrieval, a draft of kind retrieval"
-    assert_refused(tmp_path / "profile.json", "vllm", "--draft", RETRIEVAL, messages=(message,))
-
-
 def test_a_recorded_draft_is_of_the_kind_that_its_trace_names(tmp_path: Path) -> None:
-    """A dflash draft reads several of the target's layers, as EAGLE-3 heads do."""
-    draft = ModelReference(id="tests/blocks", sha256="")
-    trace = trace_of()
-    named = trace.header.model_copy(update={"draft": draft, "draft_kind": "dflash", "aux_layers": (2, 4)})
-    write_study(tmp_path / ".autotune" / "pair", table_of(draft), dataclasses.replace(trace, header=named), trace_of())
-    profile_of(point_of(trace_of(), table_of(DRAFT)), trace=trace).save(tmp_path / "profile.json")
-    message = "vllm cannot serve tests/blocks, a draft of kind dflash"
-    assert_refused(tmp_path / "profile.json", "vllm", "--draft", draft.id, messages=(message,))
+    """A dflash draft reads several of the target's layers, as EAGLE-3 heads do; a retrieval draft is no model."""
+    for name, kind, aux_layers in (("tests/blocks", "dflash", (2, 4)), (RETRIEVAL, RETRIEVAL, ())):
+        draft = ModelReference(id=name, sha256="")
+        trace = trace_of(draft, draft_kind=kind, aux_layers=aux_layers)
+        points = [point_of(trace_of(), table_of(DRAFT))]
+        profile = write_search(tmp_path / kind, table_of(draft), trace, trace_of(), points=points)
+        message = f"vllm cannot serve {name}, a draft of kind {kind}"
+        assert_refused(profile, "vllm", "--draft", name, messages=(message,))
 
 
 def test_pair_that_the_engine_refuses(tmp_path: Path) -> None:
@@ -527,13 +466,10 @@ def test_pair_that_the_engine_refuses(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": size}))
         references.append(ModelReference(id=str(tmp_path / name), sha256="3" * 64))
     target, draft = references
-    trace, table = trace_of(draft, target=target), table_of(draft, target=target)
-    write_study(tmp_path / ".autotune" / "pair", table, trace)
-    profile = profile_of(point_of(trace, table), trace=trace).model_copy(update={"target": target})
-    profile.save(tmp_path / "profile.json")
+    profile = write_pair(tmp_path, draft=draft, target=target, table=table_of(draft, target=target))
     reason = "the draft's vocabulary has 9 tokens and the target's has 8; choose a draft with the target's vocabulary"
     message = f"vllm 0.32.0 refuses {draft.id} as a draft of {target.id}: {reason}"
-    assert_refused(tmp_path / "profile.json", "vllm", messages=(message,))
+    assert_refused(profile, "vllm", messages=(message,))
     assert not (tmp_path / "out").exists()
 
 
@@ -543,9 +479,8 @@ def test_sampled_prompts_are_noted(tmp_path: Path) -> None:
     assert not any("couple" in note for note in exported(profile, "vllm").notes)
     sampled = document.workload.model_copy(update={"temperature": 0.7})
     document.model_copy(update={"workload": sampled}).save(profile)
-    assert any(
-        "sampled at temperature 0.7" in note and "do not couple" in note for note in exported(profile, "vllm").notes
-    )
+    (note,) = (note for note in exported(profile, "vllm").notes if "do not couple" in note)
+    assert "sampled at temperature 0.7" in note
 
 
 def test_plain_decoding_is_not_exported_without_a_draft(tmp_path: Path) -> None:
@@ -584,5 +519,5 @@ main(["export", {str(pair)!r}, "--to", "sglang", "-o", {str(tmp_path / "out")!r}
 heavy = {{"torch", "transformers", "optuna", "pandas"}} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

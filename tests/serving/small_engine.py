@@ -50,7 +50,8 @@ class SmallEngine:
             return generate_latest(self.registry).decode()
         if path == "/v1/models":
             return {"data": [{"id": "served"}]}
-        return self.about if path == {"vllm": "/version", "sglang": "/server_info"}[self.name] else None
+        assert path == {"vllm": "/version", "sglang": "/server_info"}[self.name]
+        return self.about
 
     def decode(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to a completion or a chat."""
@@ -99,11 +100,7 @@ def running(engine: SmallEngine) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            found = engine.get(self.path)
-            if found is None:
-                self._reply(404, {"error": {"message": "no such path"}})
-            else:
-                self._reply(200, found)
+            self._reply(200, engine.get(self.path))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

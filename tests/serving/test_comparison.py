@@ -58,15 +58,12 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_of(
-    pair: Pair, *, depth: int = DEPTH, speculates: bool = True, name: str = "vllm", **about: Any
-) -> SmallEngine:
-    """An engine that runs a chain of the tiny draft."""
-    draft = None
-    if speculates:
-        draft = IndependentDraft(pair.draft)
+def engine_of(pair: Pair, *, depth: int = DEPTH, name: str = "vllm", **about: Any) -> SmallEngine:
+    """An engine that runs a chain of the tiny draft; with ``depth`` 0, plain decoding."""
+    draft = IndependentDraft(pair.draft) if depth > 0 else None
+    if draft is not None:
         draft.reads_placeholders = True
-    tree = {"policy": "chain", "depth": depth} if speculates else None
+    tree = {"policy": "chain", "depth": depth} if depth > 0 else None
     decoder = Decoder(Target(pair.target), draft, tree=tree)
     return SmallEngine(decoder, AutoProcessor.from_pretrained(pair.target_folder), name=name, **about)
 
@@ -78,10 +75,13 @@ def address(pair: Pair) -> Iterator[str]:
         yield url
 
 
-def bench(world: Path, url: str, *options: object, workload: str = "workload.jsonl") -> Result:
-    words = [world / "profile.json", "--engine", url, "--export", world / "exports" / "vllm", *options]
-    if "--workload" not in words:
-        words += ["--workload", world / workload]
+def bench(
+    world: Path, url: str, *options: object, workload: str = "workload.jsonl", folder: Path | None = None
+) -> Result:
+    """Run the bench with the profile of ``folder``, if it has one, and the export there."""
+    exported = folder or world / "exports" / "vllm"
+    profile = next(path for path in (exported / "profile.json", world / "profile.json") if path.exists())
+    words = [profile, "--engine", url, "--export", exported, "--workload", world / workload, *options]
     return CliRunner().invoke(main, ["bench-server", *map(str, words)])
 
 
@@ -109,10 +109,8 @@ def test_rounds_and_answers_are_those_predicted(world: Path, address: str) -> No
     shares = found["acceptance_by_position"]
     assert len(shares["predicted"]) == DEPTH and shares["predicted"][0] > shares["predicted"][-1] > 0
     assert shares["engine"] == pytest.approx(shares["predicted"])
-    assert [(speed["arm"], speed["requests_at_once"]) for speed in found["throughput"]] == [
-        ("speculative", 1),
-        ("speculative", 3),
-    ]
+    arms = [(speed["arm"], speed["requests_at_once"]) for speed in found["throughput"]]
+    assert arms == [("speculative", 1), ("speculative", 3)]
     assert all(speed["tokens_per_second"] > speed["requests_per_second"] > 0 for speed in found["throughput"])
     assert "5/5" not in result.stderr and "3/3" in result.stderr and "2/2" in result.stderr
 
@@ -148,22 +146,14 @@ def test_an_engine_of_sglang_is_known_by_its_metrics(world: Path, pair: Pair, tm
     ).model_dump(exclude_none=True)
     draft = reference(choice.id)
     write_export(tmp_path, "sglang", profile.target, draft, settings, command=COMMAND)
-    words = [
-        str(world / "profile.json"),
-        "--workload",
-        str(world / "workload.jsonl"),
-        "--export",
-        str(tmp_path),
-        "--json",
-    ]
     with running(engine_of(pair, name="sglang", **settings | {"version": "0.5.23"})) as url:
-        result = CliRunner().invoke(main, ["bench-server", *words, "--engine", url])
+        result = bench(world, url, "--json", folder=tmp_path)
     assert result.exit_code == 0, result.output
     prompts = json.loads(result.stdout)["prompts"]
     assert len(prompts) == 3 and all(one["rounds"] == one["predicted_rounds"] for one in prompts)
     others = settings | {"speculative_num_steps": 1, "version": "0.5.23"}
     with running(engine_of(pair, name="sglang", **others)) as url:
-        result = CliRunner().invoke(main, ["bench-server", *words, "--engine", url])
+        result = bench(world, url, folder=tmp_path)
     assert_refused(result, f"the engine runs none of the exported settings; start it with: {COMMAND}")
 
 
@@ -180,8 +170,7 @@ def commands(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(command)
         words = shlex.split(command)
         depth = json.loads(words[-1])["num_speculative_tokens"] if SPECULATION in words else 0
-        engine = engine_of(pair, depth=depth, speculates=depth > 0)
-        with running(engine) as url:
+        with running(engine_of(pair, depth=depth)) as url:
             yield EngineClient(url)
 
     monkeypatch.setattr(comparison, "started", start)
@@ -223,10 +212,9 @@ def test_engines_that_cannot_be_compared(world: Path, pair: Pair) -> None:
     with running(engine_of(pair, version="0.31.1")) as url:
         message = "vllm 0.31.1 runs there, and the export's settings were checked against 0.32.0; run vllm 0.32.0"
         assert_refused(bench(world, url), message)
-    with running(engine_of(pair, speculates=False)) as url:
-        assert_refused(
-            bench(world, url), "the engine counts no speculation in its metrics; start it with the exported", COMMAND
-        )
+    with running(engine_of(pair, depth=0)) as url:
+        message = "the engine counts no speculation in its metrics; start it with the exported"
+        assert_refused(bench(world, url), message, COMMAND)
     with running(engine_of(pair, depth=1)) as url:
         assert_refused(bench(world, url), "the engine drafted 1.00 tokens a round, and the export says 3", COMMAND)
     refusing = engine_of(pair)
@@ -235,7 +223,7 @@ def test_engines_that_cannot_be_compared(world: Path, pair: Pair) -> None:
         result = bench(world, url)
         assert_refused(result, "/completions: the engine answers 400, max_tokens is too large: 16; look into its log")
     foreign = engine_of(pair)
-    foreign.registry = engine_of(pair, speculates=False, name="other_engine").registry
+    foreign.registry = engine_of(pair, depth=0, name="other_engine").registry
     with running(foreign) as url:
         assert_refused(bench(world, url), "its metrics are of none of the engines that are known, vllm, sglang")
 
@@ -260,44 +248,32 @@ def test_tokens_of_other_clients_are_noticed(world: Path, pair: Pair, monkeypatc
 
 def test_profiles_and_exports_that_do_not_fit(world: Path, address: str, tmp_path: Path) -> None:
     profile = DecodingProfile.load(world / "profile.json")
-    missing = bench(world, address, "--export", tmp_path)
+    missing = bench(world, address, folder=tmp_path)
     assert_refused(missing, f"{tmp_path / EXPORT}: no such export; run autotune export")
     (point,) = profile.points
     assert point.draft is not None
     star = point.model_copy(update={"draft": point.draft.model_copy(update={"kind": "star", "id": "a/star"})})
     profile.model_copy(update={"points": [star]}).save(tmp_path / "profile.json")
-    words = [
-        "bench-server",
-        str(tmp_path / "profile.json"),
-        "--engine",
-        address,
-        "--workload",
-        str(world / "workload.jsonl"),
-    ]
-    result = CliRunner().invoke(main, [*words, "--export", str(tmp_path)])
-    assert_refused(
-        result, "vllm serves drafts of kind independent or eagle3, and", "has a/star, of kind star; export another"
-    )
+    messages = "vllm serves drafts of kind independent or eagle3, and", "has a/star, of kind star; export another"
+    assert_refused(bench(world, address, folder=tmp_path), *messages)
     draft, settings = reference(point.draft.id), {"method": "draft_model"}
     for name, messages in {
         "sglang": ("an export to sglang, and the engine is vllm; name another folder with --export",),
-        "target": ("exported for other weights than those of", "run autotune export again"),
+        "target": ("exported for other weights than the ones of", "run autotune export again"),
         "draft": ("its weights have changed since the export; run autotune export again",),
     }.items():
         target = profile.target if name != "target" else DRAFT
         changed = draft if name != "draft" else draft.model_copy(update={"sha256": "0" * 64})
         engine = "sglang" if name == "sglang" else "vllm"
         write_export(tmp_path / name, engine, target, changed, settings, command=COMMAND)
-        assert_refused(bench(world, address, "--export", tmp_path / name), *messages)
+        assert_refused(bench(world, address, folder=tmp_path / name), *messages)
 
 
 def test_options_and_prompts_that_cannot_be_compared(world: Path, address: str) -> None:
-    assert_refused(
-        bench(world, address, "--prices", "p.json"), "--prices: a server runs one draft length; give --engine vllm"
-    )
+    message = "--prices: a server runs one draft length; give --engine vllm"
+    assert_refused(bench(world, address, "--prices", "p.json"), message)
     missing = bench(world, "vllm", "--executable", "no/such")
     assert_refused(missing, "vllm is no executable: 'no/such'; install vLLM, or name its executable with")
-    assert_refused(
-        bench(world, address, workload="sampled.jsonl"), "engines are compared at temperature 0", "--temperature 0"
-    )
+    sampled = bench(world, address, workload="sampled.jsonl")
+    assert_refused(sampled, "engines are compared at temperature 0", "--temperature 0")
     assert bench(world, address, "--temperature", 0, workload="sampled.jsonl").exit_code == 0

@@ -84,7 +84,7 @@ def test_vllm_makes_the_predicted_rounds(vllm: str, workload: str, num_prompts: 
     names = f"{workload}/target", f"{workload}/independent"
     engine = Vllm()
     folders = [str(bundled_models()[name]) for name in names]
-    pair = Pair(folders[0], folders[1], "independent", *map(find_model, names), precision="float32")
+    pair = Pair(folders[0], folders[1], "independent", *map(find_model, names), dtype="float32")
     pair, conversions = engine.loadable(pair, tmp_path)
     for conversion in conversions:
         conversion.write()
