@@ -30,7 +30,7 @@ from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
 from autotune.recording.answers import Answer, AnswerRecorder
-from autotune.recording.recorder import read_target
+from autotune.recording.recorder import run_target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.limits import MAX_STEP
 from autotune.workloads.workload import Workload, load_workload
@@ -123,7 +123,7 @@ def draft_logits(target: Target, draft: LoadedDraft, inputs: dict[str, Any], ans
         (prompt,) = draft.prompts(inputs)
         draft.prefill(prompt, None, capacity=capacity)
         return teacher_forced(draft, answer)
-    reading = read_target(target, inputs, answer, draft.aux_layers)
+    reading = run_target(target, inputs, answer, draft.aux_layers)
     target.hidden = reading.prompt_hidden
     draft.prefill(reading.prompts[0], None, capacity=capacity)
     tokens = np.array(answer.tokens[:-1], np.int64)

@@ -21,7 +21,7 @@ import click
 from autotune.console import Console
 from autotune.modeling.loading import BUNDLED_TARGET
 from autotune.recording.answers import ANSWERS_AT_ONCE, AnswerRecorder
-from autotune.recording.recorder import read_target, record_forest
+from autotune.recording.recorder import record_forest, run_target
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
 from autotune.search.space import load_space
@@ -63,15 +63,13 @@ def main(prompts: int, drafts: tuple[str, ...], space: str) -> None:
         inputs, answer = prompt.inputs(pool.processor), answers[prompt.sha256]
         reading = None
         if layers:
-            reading = timed("reading", "now", lambda i=inputs, a=answer: read_target(pool.target, i, a, layers))
+            reading = timed("reading", "now", lambda i=inputs, a=answer: run_target(pool.target, i, a, layers))
         for name, model in models.items():
             model.visual_keep = 1.0
             own = None
             if model.aux_layers:
                 own = timed(
-                    "reading",
-                    "before",
-                    lambda i=inputs, a=answer, m=model: read_target(pool.target, i, a, m.aux_layers),
+                    "reading", "before", lambda i=inputs, a=answer, m=model: run_target(pool.target, i, a, m.aux_layers)
                 )
             arguments = pool.target, model, inputs, answer, bounds
             timed(name, "before", lambda a=arguments, r=own: record_forest(*a, r, shares_tokens=False))

@@ -32,8 +32,8 @@ class DraftKind:
     """Whether it is a Hugging Face model by itself, which serving engines load as it is."""
     is_checked: bool = True
     """Whether settings of engines that serve the kind were checked; without a check none are exported."""
-    token_draft: str | None = None
-    """``module:Class`` of a draft without files, which is loaded by the name of its kind (``drafters.token_draft.TokenDraft``)."""
+    has_files: bool = True
+    """False for a draft that is loaded by the name of its kind."""
 
 
 KINDS: dict[str, DraftKind] = {
@@ -55,9 +55,9 @@ KINDS: dict[str, DraftKind] = {
     "mtp": DraftKind(),
     "dflash": DraftKind(),
     "gemma4_assistant": DraftKind(is_checked=False),
-    "retrieval": DraftKind(token_draft="autotune.drafters.retrieval:RetrievalDraft"),
+    "retrieval": DraftKind(has_files=False),
 }
-TOKEN_DRAFTS = tuple(name for name, kind in KINDS.items() if kind.token_draft is not None)
+TOKEN_DRAFTS = tuple(name for name, kind in KINDS.items() if not kind.has_files)
 """Names of the drafts without files; a folder of such a name is given as ``./retrieval``."""
 
 

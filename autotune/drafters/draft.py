@@ -182,21 +182,22 @@ def num_kept(visual_keep: float, num_visual_tokens: int) -> int:
     return max(1, round(visual_keep * num_visual_tokens)) if num_visual_tokens else 0
 
 
-def kept_tokens(is_visual: Tensor, visual_scores: Tensor | None, visual_keep: float) -> Tensor | None:
-    """Indices of the prompt tokens that enter a draft's cache, ascending; None: all tokens.
+def kept_tokens(is_visual: Tensor, visual_scores: Tensor | None, visual_keep: float) -> Tensor:
+    """Indices of the prompt tokens that enter a draft's cache, ascending.
 
     Args:
         is_visual: whether each token is visual, bool [n]. All text tokens are kept.
         visual_scores: [visual tokens]; the highest are kept.
     """
+    everything = torch.arange(len(is_visual), device=is_visual.device)
     if visual_scores is None or not is_visual.any():  # a draft that does not see the image
-        return None
+        return everything
     if (number := num_kept(visual_keep, len(visual_scores))) == len(visual_scores):
-        return None
+        return everything
     best = visual_scores.to(is_visual.device).topk(number).indices
     is_kept = ~is_visual
     is_kept[is_visual.nonzero()[:, 0][best]] = True
-    return is_kept.nonzero()[:, 0]
+    return everything[is_kept]
 
 
 def top_proposals(logits: Tensor, num_proposals: int) -> tuple[Tensor, Tensor]:

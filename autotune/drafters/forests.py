@@ -6,7 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from autotune.acceptance.trace import Forest, ForestBounds
 from autotune.drafters.draft import Coupling, FeatureSource
 from autotune.modeling.step import Step
 from autotune.trees.limits import MAX_STEP, Floats, Ints
+
+if TYPE_CHECKING:
+    from autotune.drafters.cached_draft import CachedDraft
 
 ROOTS_AT_ONCE = 24  # limit on the positions whose forests grow together,
 NODES_AT_ONCE = 800  # and on their nodes: every node's mask has a column for each of the others
@@ -61,20 +64,6 @@ class AnswerToRecord:
     def num_slots(self) -> int:
         """KV slots that the answer and the forests after it take."""
         return len(self.tokens) + self.most_roots * largest_forest(self.bounds) + MAX_STEP
-
-
-class StepDraft(Protocol):
-    """A draft whose forward passes take any mask over the uncommitted tokens."""
-
-    aux_layers: tuple[int, ...]
-    device: torch.device
-
-    @property
-    def mask_value(self) -> float: ...
-
-    def forward(self, step: Step, source: FeatureSource) -> Tensor: ...
-
-    def best(self, logits: Tensor, num_proposals: int, coupling: Coupling | None) -> Any: ...
 
 
 class _Evaluated:
@@ -216,7 +205,7 @@ class ModelForestGrower(ForestGrower):
         draft: has evaluated the prompt.
     """
 
-    def __init__(self, draft: StepDraft, answer: AnswerToRecord) -> None:
+    def __init__(self, draft: CachedDraft, answer: AnswerToRecord) -> None:
         super().__init__(answer, num_levels=answer.bounds.depth)
         self.draft = draft
         self._read_answer()

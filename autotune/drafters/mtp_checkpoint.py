@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from autotune.drafters.mtp import MtpConfig, MtpNetwork, set_weights
+from autotune.drafters.mtp import MtpConfig, MtpNetwork, set_head
 from autotune.errors import UserError
 from autotune.modeling.loading import MTP_SUFFIX, resolve
 from autotune.modeling.target import Target
@@ -47,7 +47,7 @@ def load_own_mtp(name: str, target: Target, *, random_weights: bool = False) -> 
         tensors = _read(source, config.num_target_layers)
         if not tensors:
             raise UserError(f"{name}: {_why_missing(target, config.num_target_layers)}")
-        set_weights(network, _stack_experts(tensors, network), source=name)
+        set_head(network, _stack_experts(tensors, network), source=name)
     return network.eval().requires_grad_(False)
 
 

@@ -4,7 +4,6 @@ time.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,13 +38,13 @@ from autotune.workloads.conversations import Conversations
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
-MAX_READING_BYTES = 2 << 30  # of the readings kept in memory
+MAX_FEATURE_BYTES = 2 << 30  # of the features kept in memory
 Report = Callable[[int, int], None]
 """Called as report(done, of)."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class TargetFeatures:
     """The target's hidden states of a prompt and its answer, for drafts that read them. Both are by layer."""
 
     prompts: Sequence[EncodedPrompt]
@@ -70,8 +69,8 @@ class Recorder:
         self.processor = processor
         self.folder = folder
         self.layers: tuple[int, ...] = ()
-        """Layers of the target whose readings are kept in memory, to record several drafts that read them."""
-        self._readings: dict[tuple[str, int], Reading] = {}
+        """Layers of the target whose outputs are kept in memory, to record several drafts that read them."""
+        self._features: dict[tuple[str, int], TargetFeatures] = {}
         self._answers = AnswerRecorder(target, processor)
         self._retrieval = RetrievalDraft()
         self._retrieval.attach(target)
@@ -79,25 +78,23 @@ class Recorder:
     def answers(self, workload: Workload, report: Report | None = None) -> list[Answer]:
         """The target's answer to every prompt, by plain decoding."""
         answers: dict[str, Answer] = {}
-        num_done = itertools.count(1)
-
-        def add(prompt: WorkloadPrompt, answer: Answer) -> None:
+        for num_done, (prompt, answer) in enumerate(self._each_answer(workload.prompts), start=1):
             answers[prompt.sha256] = answer
             if report is not None:
-                report(next(num_done), len(workload.prompts))
+                report(num_done, len(workload.prompts))
+        return [answers[prompt.sha256] for prompt in workload.prompts]
 
-        for first in range(0, len(workload.prompts), ANSWERS_AT_ONCE):
+    def _each_answer(self, prompts: Sequence[WorkloadPrompt]) -> Iterator[tuple[WorkloadPrompt, Answer]]:
+        for first in range(0, len(prompts), ANSWERS_AT_ONCE):
             missing = []
-            for prompt in workload.prompts[first : first + ANSWERS_AT_ONCE]:
-                answer = read_answer(self._answer_path(prompt))
-                if answer is not None:
-                    add(prompt, answer)
+            for prompt in prompts[first : first + ANSWERS_AT_ONCE]:
+                if (answer := read_answer(self._answer_path(prompt))) is not None:
+                    yield prompt, answer
                 else:
                     missing.append(prompt)
             for prompt, answer in self._answers.record(missing):
                 write_bytes(self._answer_path(prompt), json.dumps(asdict(answer)).encode())
-                add(prompt, answer)
-        return [answers[prompt.sha256] for prompt in workload.prompts]
+                yield prompt, answer
 
     def follow(self, workload: Workload) -> Workload:
         """The workload with the target's answers that its later turns follow, which are recorded as all answers are."""
@@ -108,7 +105,6 @@ class Recorder:
         return Conversations(self.processor, decode).follow_workload(workload)
 
     def sampler(self, prompt: WorkloadPrompt) -> TokenSampler | None:
-        """See ``AnswerRecorder.sampler``."""
         return self._answers.sampler(prompt)
 
     def _answer_path(self, prompt: WorkloadPrompt) -> Path:
@@ -131,9 +127,6 @@ class Recorder:
     ) -> Trace:
         """The proposals of the draft, which sees the first ``visual_keep`` of the visual tokens by ``visual_ranking``, along the
         target's answers.
-
-        Raises:
-            UserError: see ``check_visual_input``.
         """
         check_visual_input(draft, draft_reference.id, visual_keep, visual_input)
         draft.visual_keep = visual_keep
@@ -149,15 +142,15 @@ class Recorder:
                 answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
                 inputs = prompt.inputs(self.processor, draft.device)
                 may_be_kept = bool(draft.aux_layers) and not draft.reads_target_cache
-                reading = self.reading(prompt, inputs, answer, draft.aux_layers) if may_be_kept else None
-                with _showing(draft, visual_input):
+                outputs = self.target_features(prompt, inputs, answer, draft.aux_layers) if may_be_kept else None
+                with _with_visual_input(draft, visual_input):
                     part = record_forest(
                         self.target,
                         draft,
                         inputs,
                         answer,
                         bounds,
-                        reading,
+                        outputs,
                         visual_ranking=visual_ranking,
                         sampler=self.sampler(prompt),
                     )
@@ -207,19 +200,21 @@ class Recorder:
             tasks=[prompt.settings.task for prompt in workload.prompts],
         )
 
-    def reading(self, prompt: WorkloadPrompt, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]) -> Reading:
-        """The target's reading of the prompt and its answer, for a draft that reads ``layers``. Readings of ``self.layers`` are
+    def target_features(
+        self, prompt: WorkloadPrompt, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]
+    ) -> TargetFeatures:
+        """The target's outputs for the prompt and its answer, for a draft that reads ``layers``. Those of ``self.layers`` are
         kept in memory.
         """
         if not set(layers) <= set(self.layers):
-            return read_target(self.target, inputs, answer, layers)
+            return run_target(self.target, inputs, answer, layers)
         key = prompt.sha256, len(answer.tokens)
-        if key not in self._readings:
-            reading = read_target(self.target, inputs, answer, self.layers)
-            if reading.num_bytes + sum(kept.num_bytes for kept in self._readings.values()) > MAX_READING_BYTES:
-                return reading
-            self._readings[key] = reading
-        return self._readings[key]
+        if key not in self._features:
+            outputs = run_target(self.target, inputs, answer, self.layers)
+            if outputs.num_bytes + sum(kept.num_bytes for kept in self._features.values()) > MAX_FEATURE_BYTES:
+                return outputs
+            self._features[key] = outputs
+        return self._features[key]
 
 
 def check_visual_input(draft: LoadedDraft, name: str, visual_keep: float, visual_input: VisualInput) -> None:
@@ -236,16 +231,14 @@ def check_visual_input(draft: LoadedDraft, name: str, visual_keep: float, visual
 
 
 @contextmanager
-def _showing(draft: LoadedDraft, visual_input: VisualInput) -> Iterator[None]:
+def _with_visual_input(draft: LoadedDraft, visual_input: VisualInput) -> Iterator[None]:
     """Show an independent draft the placeholders of images as text for a while."""
-    if visual_input == "features":
-        yield
-        return
-    draft.reads_placeholders = True
+    before = draft.reads_placeholders
+    draft.reads_placeholders = before if visual_input == "features" else True
     try:
         yield
     finally:
-        draft.reads_placeholders = False
+        draft.reads_placeholders = before
 
 
 _FOREST = tuple(field.name for field in fields(Forest))
@@ -272,7 +265,7 @@ def _write_part(path: Path, part: RecordedPrompt) -> None:
 
 
 @torch.inference_mode()
-def read_target(target: Target, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]) -> Reading:
+def run_target(target: Target, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]) -> TargetFeatures:
     """Run the target over a prompt and its own answer again, and keep the outputs of ``layers``."""
     tokens = np.array(answer.tokens[:-1], np.int64)  # nothing follows the last token
     target.use_mode(EAGER)  # recording has other sizes than decoding
@@ -287,7 +280,7 @@ def read_target(target: Target, inputs: dict[str, Any], answer: Answer, layers: 
         target.forward(Step.causal(part, target.mask_value))
         target.cache.advance(len(part))
         answer_hidden.append(target.hidden)
-    return Reading(
+    return TargetFeatures(
         prompts,
         prompt_hidden,
         {layer: torch.cat([hidden[layer] for hidden in answer_hidden])[: len(tokens)] for layer in layers},
@@ -301,13 +294,13 @@ def record_forest(
     inputs: dict[str, Any],
     answer: Answer,
     bounds: ForestBounds,
-    reading: Reading | None = None,
+    outputs: TargetFeatures | None = None,
     *,
     visual_ranking: VisualRanking = "text_after_image",
     sampler: TokenSampler | None = None,
     shares_tokens: bool = True,
 ) -> RecordedPrompt:
-    """The forest along one answer of the target to which the draft is attached. Without a ``reading`` the target is run for
+    """The forest along one answer of the target to which the draft is attached. Without a ``outputs`` the target is run for
     the layers that the draft reads. A draft that reads the target's cache needs that run, which fills it.
 
     Args:
@@ -315,20 +308,20 @@ def record_forest(
         shares_tokens: see ``ModelForestGrower``.
     """
     draft.use_mode(EAGER)
-    if reading is None and draft.aux_layers:
-        reading = read_target(target, inputs, answer, draft.aux_layers)
-    if reading is not None:
-        target.hidden = reading.prompt_hidden
+    if outputs is None and draft.aux_layers:
+        outputs = run_target(target, inputs, answer, draft.aux_layers)
+    if outputs is not None:
+        target.hidden = outputs.prompt_hidden
     recorded = AnswerToRecord(
         np.array(answer.tokens, np.int64),
         answer.prompt_length,
         bounds,
-        {} if reading is None else reading.answer_hidden,
+        {} if outputs is None else outputs.answer_hidden,
         sampler,
         shares_tokens and not draft.aux_layers,
     )
     scores = answer.visual_scores.get(visual_ranking)
-    (prompt,) = draft.prompts(inputs, () if reading is None else reading.prompts)
+    (prompt,) = draft.prompts(inputs, () if outputs is None else outputs.prompts)
     capacity = answer.prompt_length + recorded.num_slots
     draft.prefill(prompt, None if scores is None else torch.tensor(scores, device=draft.device), capacity=capacity)
     draft_length = draft.length

@@ -160,9 +160,3 @@ def test_concatenation_keeps_every_operator_in_its_place(rows: Tensor) -> None:
 def test_without_a_gate_tokens_stay(rows: Tensor) -> None:
     found, positions = compressor("none")(rows, POSITIONS, torch.randn(HIDDEN))
     assert found is rows and positions is POSITIONS
-
-
-def test_the_ratios_are_the_papers() -> None:
-    config = CompressionConfig()
-    assert (config.prune_ratio, config.pool_ratio, config.convolve_ratio, config.num_queries) == (20, 20, 3, 2)
-    assert config.operators == ("prune", "pool", "convolve", "resample", "text_only")

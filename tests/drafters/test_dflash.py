@@ -291,18 +291,10 @@ def test_drafts_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
     name = "layers.1.mlp.up_proj.weight"
-    refused("authors", f"config.json promises the tensor {name}, which is missing; give both files", (name, None))
-    refused("authors", "promises the tensor layers.2.*missing", num_hidden_layers=3)
-    refused(
-        "transformers",
-        r"fc.weight has the shape \(8, 8\), and config.json.*\(32, 64\)",
-        ("fc.weight", torch.zeros(8, 8)),
-    )
-    refused(
-        "authors",
-        "the tensor candidate_selector.a is no part of a DFlash draft",
-        ("candidate_selector.a", torch.zeros(2)),
-    )
+    refused("authors", f"config.json describes .*Missing.*{name}.*; give both files", (name, None))
+    refused("authors", "Missing.*layers.2", num_hidden_layers=3)
+    refused("transformers", r"fc.weight: .*\[8, 8\].*\[32, 64\]", ("fc.weight", torch.zeros(8, 8)))
+    refused("authors", "Unexpected.*candidate_selector.a", ("candidate_selector.a", torch.zeros(2)))
     refused("authors", "made for a target of width 64", hidden_size=64)
     refused("transformers", "reads the layers 2, 10; this one has width 32 and 4 layers", target_layer_ids=[1, 9])
     refused("speculators", "its mask token 300 is none of the target's 300 tokens", mask_token_id=300)
@@ -322,7 +314,7 @@ def test_drafts_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="only a star draft has heads to choose"):
         load_draft(str(folder), target, Subnet(heads=0.5))
     with pytest.raises(
-        UserError, match="a dflash draft reads the layers 2, 4 together; got injection_layer 2; leave it out"
+        UserError, match="this dflash draft reads the layers 2, 4 together; got injection_layer 2; leave it out"
     ):
         load_draft(str(folder), target, Subnet(injection_layer=2))
     one = write_draft(tmp_path / "one", "authors", dflash_config={"mask_token_id": MASK, "target_layer_ids": [2]})

@@ -37,12 +37,11 @@ from autotune.search.traces import record_trace
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import parse_policy
 from autotune.trees.priced import MAX_MATCH, identity_curves
-from autotune.trees.tree import Tree
 from autotune.workloads.workload import load_workload
 from tests.assistants import Stock, agreeing_assistant, new_assistant
 from tests.drafters.test_eagle3 import assert_lossless_and_replayed
 from tests.families import FAMILIES, Inputs, load, load_processor, random_inputs, save
-from tests.obvious import tokens_to
+from tests.obvious import Seen, with_true_tokens
 from tests.rehearsal import Rehearsal
 from tests.runtime.test_captured_rounds import SETTINGS, TREES, assert_same, two_decoders
 from tests.runtime.test_families import NUM_NIGHTLY_PROMPTS
@@ -97,33 +96,22 @@ def test_proposals_are_those_of_transformers(member: Member, monkeypatch: pytest
     """
     assistant = new_assistant(member.model, is_ordered=is_ordered)
     target, draft, stock = Target(member.model), Gemma4AssistantDraft(assistant), Stock(member.model, assistant)
-    inner = draft.propose
+    own_propose = draft.propose
     for inputs in member.prompts.values():
-        length, answer, num_checked = inputs["input_ids"].shape[1], greedy(member.model, inputs, 12), 0
-
-        def propose(tree: Tree, frontier: Any, num_proposals: int, coupling: Any) -> Any:
-            nonlocal num_checked
-            tokens, logprobs = inner(tree, frontier, num_proposals, coupling)
-            committed = answer[: draft.length - length]  # noqa: B023 (called in this iteration)
-            for row, node in enumerate(frontier):
-                path = tokens_to(tree, int(node))
-                expected = stock.logits_after(inputs, committed, path[1:])  # noqa: B023
-                best = expected[torch.from_numpy(tokens[row]).long()]
-                assert expected.argmax() == tokens[row, 0]
-                found = torch.from_numpy(logprobs[row] - logprobs[row, 0])
-                torch.testing.assert_close(found, best - best[0], atol=1e-3, rtol=0)
-                if len(path) == 1:
-                    assert stock.drafted(inputs, committed, 1) == [tokens[row, 0]]  # noqa: B023
-                num_checked += 1
-                following = len(committed) - 1 + len(path)
-                if path == answer[len(committed) - 1 : following] and following < len(answer) and num_checked % 2:  # noqa: B023
-                    tokens[row, 0] = answer[following]  # noqa: B023 (a true token now and then, that rounds accept some)
-            return tokens, logprobs
-
-        monkeypatch.setattr(draft, "propose", propose)
+        length, answer, seen = inputs["input_ids"].shape[1], greedy(member.model, inputs, 12), list[Seen]()
+        monkeypatch.setattr(draft, "propose", own_propose)
+        proposals = with_true_tokens(draft, answer, lambda length=length: draft.length - length, seen)
+        monkeypatch.setattr(draft, "propose", proposals)
         out = Decoder(target, draft, tree=TREE).generate(**inputs, max_new_tokens=12)
         assert out.sequences[0, length:].tolist() == answer
-        assert num_checked > 10 and max(out.stats.accepted_lengths) > 0
+        for num_committed, path, tokens, logprobs in seen:
+            expected = stock.logits_after(inputs, answer[:num_committed], path[1:])
+            best = expected[torch.from_numpy(tokens).long()]
+            assert expected.argmax() == tokens[0]
+            torch.testing.assert_close(logprobs - logprobs[0], best - best[0], atol=1e-3, rtol=0)
+            if len(path) == 1:
+                assert stock.drafted(inputs, answer[:num_committed], 1) == [tokens[0]]
+        assert len(seen) > 10 and max(out.stats.accepted_lengths) > 0
 
 
 def test_decoding_is_lossless_and_replayed(member: Member) -> None:

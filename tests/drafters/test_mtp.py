@@ -25,9 +25,8 @@ from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.trees.tree import Tree
 from tests.drafters.test_eagle3 import assert_lossless_and_replayed
-from tests.obvious import tokens_to
+from tests.obvious import Seen, with_true_tokens
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
 LAYERS = 3
@@ -180,28 +179,16 @@ def test_a_published_head_drafts_as_transformers_runs_it(
     check = Reference(model, head)
     length = TEXT["input_ids"].shape[1]
     answer = model.generate(**TEXT, max_new_tokens=12, do_sample=False)[0, length:].tolist()
-    inner, num_checked = draft.propose, 0
-
-    def propose(tree: Tree, frontier: Any, num_proposals: int, coupling: Any) -> Any:
-        nonlocal num_checked
-        tokens, logprobs = inner(tree, frontier, num_proposals, coupling)
-        committed = draft.length + 1 - length  # the first token is not in the cache
-        for row, node in enumerate(frontier):
-            path = tokens_to(tree, int(node))
-            ids = torch.tensor([*TEXT["input_ids"][0].tolist(), *answer[:committed]])
-            expected = check.logits_after(ids, path[1:]).log_softmax(-1)
-            found = torch.from_numpy(logprobs[row].copy())
-            torch.testing.assert_close(found, expected[torch.from_numpy(tokens[row]).long()], atol=1e-3, rtol=0)
-            num_checked += 1
-            following = committed - 1 + len(path)
-            if path == answer[committed - 1 : following] and following < len(answer) and num_checked % 2:
-                tokens[row, 0] = answer[following]  # a true token now and then, that rounds accept some
-        return tokens, logprobs
-
-    monkeypatch.setattr(draft, "propose", propose)
+    seen: list[Seen] = []
+    # The first token is not in the cache.
+    monkeypatch.setattr(draft, "propose", with_true_tokens(draft, answer, lambda: draft.length + 1 - length, seen))
     out = Decoder(target, draft, tree=TREE).generate(**TEXT, max_new_tokens=12)
     assert out.sequences[0, length:].tolist() == answer
-    assert num_checked > 10 and max(out.stats.accepted_lengths) > 0
+    for committed, path, tokens, logprobs in seen:
+        ids = torch.tensor([*TEXT["input_ids"][0].tolist(), *answer[:committed]])
+        expected = check.logits_after(ids, path[1:]).log_softmax(-1)
+        torch.testing.assert_close(logprobs, expected[torch.from_numpy(tokens).long()], atol=1e-3, rtol=0)
+    assert len(seen) > 10 and max(out.stats.accepted_lengths) > 0
 
 
 def test_keys_and_values_may_differ_in_size() -> None:

@@ -156,27 +156,6 @@ def test_the_length_of_the_root_s_match_is_kept() -> None:
     assert proposed(nothing, 3, 2) == [] and nothing.match_length == 0
 
 
-def test_the_longest_match_decides() -> None:
-    """7 follows 5 twice, but 8 follows (4, 5)."""
-    draft = draft_after(5, 7, 5, 7, 4, 5, 8, 4, 5)
-    assert proposed(draft, 5, 3) == [(8, 1.0)]
-    assert proposed(draft_after(5, 7, 5, 7, 4, 5, 8, 4, 5, max_match=1), 5, 3) == [(7, 0.6667), (8, 0.3333)]
-
-
-def test_frequent_followers_come_first_and_of_equal_ones_the_most_recent() -> None:
-    assert proposed(draft_after(5, 6, 5, 7, 5, 6, 5, max_match=1), 5, 3) == [(6, 0.6667), (7, 0.3333)]
-    assert proposed(draft_after(5, 6, 5, 7, 5), 5, 3) == [(7, 0.5), (6, 0.5)]
-    assert proposed(draft_after(5, 7, 5, 6, 5), 5, 3) == [(6, 0.5), (7, 0.5)]
-    assert proposed(draft_after(5, 7, 5, 6, 5), 5, 1) == [(6, 0.5)]
-
-
-def test_a_node_s_context_includes_its_path() -> None:
-    """The text repeats 1 2 3 4: the root 1 is followed by 2, and the path 1 2 3 by 4."""
-    tree = tree_of([1, 2, 3, 9], [-1, ROOT, 1, 1])
-    tokens, _ = draft_after(1, 2, 3, 4, 9, 1).propose(tree, np.array([ROOT, 1, 2, 3]), 1)
-    assert tokens[:, 0].tolist() == [2, 3, 4, 1]
-
-
 def test_a_row_is_filled_with_other_tokens_of_probability_zero() -> None:
     """The tokens are valid and distinct, and never image placeholders."""
     draft = draft_after(5, 2, 5, image=1)
@@ -195,12 +174,6 @@ def test_the_image_is_never_proposed() -> None:
     assert proposed(draft_after(5, image, image, image, 6, 5), 5, 3) == [(image, 1.0)]
     after_image = draft_after(5, image, image, image, 6, 5, image, image=image)
     assert proposed(after_image, image, 3) == [(6, 1.0)]
-
-
-def test_a_request_starts_with_an_empty_index() -> None:
-    draft = draft_after(5, 6, 5)
-    begin(draft, 8, 9, 5)
-    assert proposed(draft, 5, 3) == []
 
 
 def test_options_out_of_range_are_refused() -> None:
@@ -285,27 +258,7 @@ def test_a_corpus_changes_proposals_as_a_scan_of_its_texts_does() -> None:
         answers.append(answer)
 
 
-def test_a_corpus_is_filled_with_answers_that_fit() -> None:
-    draft = new_draft(corpus_tokens=5)
-    draft.add_answers([[5, 6], [5, 7]])
-    begin(draft, 92, 5)
-    assert [token for token, _ in proposed(draft, 5, 5)] == [7, 6]
-    with pytest.raises(
-        UserError, match="corpus_tokens=5 must hold all answers; they have 6 tokens; raise corpus_tokens"
-    ):
-        draft.add_answers([[1, 2]])
-
-
 # ------------------------------------------------------------------------------------------------------------ decoding
-
-
-@pytest.mark.parametrize("prompt", ["text", "image", "long"])
-def test_decoding_emits_the_target_s_own_tokens(pair: Pair, prompts: dict[str, Inputs], prompt: str) -> None:
-    inputs = prompts[prompt]
-    draft = RetrievalDraft()
-    expected = Decoder(pair.target).generate(**inputs, max_new_tokens=40)
-    found = Decoder(pair.target, draft, tree=CHAIN).generate(**inputs, max_new_tokens=40)
-    assert torch.equal(found.sequences, expected.sequences)
 
 
 def test_a_repetitive_answer_is_accepted(
@@ -328,12 +281,12 @@ def test_a_corpus_saves_rounds(pair: Pair, prompts: dict[str, Inputs]) -> None:
     plain = Decoder(pair.target)
     decoder = Decoder(pair.target, RetrievalDraft(corpus_tokens=500), tree={"policy": "chain", "depth": 8})
     rounds = []
-    for prompt in ("text", "image", "text"):
+    for prompt in ("text", "image", "long", "text"):
         found = decoder.generate(**prompts[prompt], max_new_tokens=40, temperature=1.0)
         expected = plain.generate(**prompts[prompt], max_new_tokens=40, temperature=1.0)
         assert torch.equal(found.sequences, expected.sequences)
         rounds.append(found.stats.rounds)
-    assert rounds[2] < rounds[0] / 2
+    assert rounds[3] < rounds[0] / 2
 
 
 def test_a_corpus_serves_as_the_second_source_of_a_tree(pair: Pair, prompts: dict[str, Inputs]) -> None:
