@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.random import Generator
 from torch import Tensor
 
 from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.network import BlocksNetwork
+from autotune.errors import UserError
 from autotune.trees.tree import ROOT, Tree, new_tree, set_root
 
 
@@ -69,6 +71,11 @@ def logits_after(model: Any, inputs: dict[str, Any], tokens: list[int]) -> Tenso
     with torch.inference_mode():
         logits = model(input_ids=torch.cat([inputs["input_ids"], more], 1), **extra, use_cache=False).logits[0]
     return logits[inputs["input_ids"].shape[1] - 1 :]
+
+
+def refused(message: str) -> Any:
+    """Expects a ``UserError`` whose text matches."""
+    return pytest.raises(UserError, match=message)
 
 
 Seen = tuple[int, list[int], Any, Any]

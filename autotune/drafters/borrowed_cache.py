@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 
 class BorrowedCache:
-    """Stands for the KV cache that a draft does not have, over the target's. ``length`` counts the tokens up to the root.
-
-    Args:
-        layer_types: types of the draft's layers; each reads the target's last layer of its type.
+    """Stands for the KV cache that a draft does not have, over the target's. ``length`` counts the tokens up to the root. Each
+    layer of the draft, whose types are ``layer_types``, reads the target's last layer of its type.
 
     Raises:
         UserError: the target has no layer of one of the types.

@@ -113,11 +113,7 @@ def largest_forest(bounds: ForestBounds) -> int:
 
 
 class ForestGrower(ABC):
-    """Grows the forests of several roots at a time, level by level.
-
-    Args:
-        num_levels: levels of drafted tokens of which ``_Evaluated`` keeps the ancestors.
-    """
+    """Grows the forests of several roots at a time, level by level. ``_Evaluated`` keeps the ancestors of ``num_levels`` levels."""
 
     def __init__(self, answer: AnswerToRecord, *, num_levels: int = 0) -> None:
         self.answer, self.tokens, self.bounds = answer, answer.tokens, answer.bounds
@@ -129,10 +125,8 @@ class ForestGrower(ABC):
 
     @abstractmethod
     def _evaluate_children(self, parents: Ints, ranks: Ints, num_before: int) -> Ints:
-        """Evaluate the children of ``parents``, except those that are; returns the index of each.
-
-        Args:
-            num_before: number of tokens evaluated before this block of roots.
+        """Evaluate the children of ``parents``, except those that are; returns the index of each. ``num_before`` tokens were
+        evaluated before this block of roots.
         """
 
     def _forget_block(self) -> None:
@@ -194,15 +188,12 @@ class ForestGrower(ABC):
 
 
 class ModelForestGrower(ForestGrower):
-    """Puts the answer after the prompt in the draft's KV cache, then grows forests after it.
+    """Puts the answer after the prompt, which the draft has evaluated, in its KV cache, then grows forests after it.
 
     The answer's tokens stay uncommitted, because a root must not see the tokens after it: the mask selects them.
 
     What a draft without features proposes depends on the tokens before it only. A child that continues the answer is
     therefore the answer's own next token, and a token that several roots reach is evaluated for the first of them only.
-
-    Args:
-        draft: has evaluated the prompt.
     """
 
     def __init__(self, draft: CachedDraft, answer: AnswerToRecord) -> None:

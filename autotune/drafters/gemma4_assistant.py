@@ -47,10 +47,8 @@ ROWS_AT_ONCE = 16
 class Gemma4AssistantDraft(CachedDraft):
     """Drafts with an assistant (see ``Draft``). Of the pending tokens only the root is read, because nothing is cached.
 
-    Pruning visual tokens has no effect, as the keys are the target's.
-
-    Args:
-        model: a Hugging Face model of a type ``gemma4_assistant`` or ``gemma4_unified_assistant``, on any device.
+    Pruning visual tokens has no effect, as the keys are the target's. ``model`` is a Hugging Face model of a type
+    ``gemma4_assistant`` or ``gemma4_unified_assistant``, on any device.
     """
 
     kind = GEMMA4_ASSISTANT

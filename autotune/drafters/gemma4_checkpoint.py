@@ -16,9 +16,6 @@ from autotune.modeling.target import Target
 def load_assistant(name: str, target: Target, *, random_weights: bool = False) -> Gemma4AssistantDraft:
     """Load an assistant in its target's precision.
 
-    Args:
-        random_weights: as in ``load_model``.
-
     Raises:
         UserError: as of ``load_model`` and ``attach``, or a checkpoint that lacks weights.
     """

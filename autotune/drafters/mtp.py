@@ -36,10 +36,7 @@ class MtpConfig(NetworkConfig):
 
 
 class MtpNetwork(UnrolledNetwork):
-    """One head.
-
-    Args:
-        target: the model whose layers and rotary embedding the head has.
+    """One head, which has layers and rotary embedding of its target.
 
     Raises:
         UserError: a target whose layers have no norm, or whose cache is not of keys and values.

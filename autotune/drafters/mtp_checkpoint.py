@@ -32,10 +32,7 @@ _HEAD_PARTS = ("enorm", "hnorm", "eh_proj", "norm")
 
 
 def load_own_mtp(name: str, target: Target, *, random_weights: bool = False) -> MtpNetwork:
-    """Load the first head of a target's checkpoint.
-
-    Args:
-        name: folder or Hugging Face id of the target, followed by ``:mtp``.
+    """Load the first head of a target's checkpoint, which ``name`` gives by its folder or Hugging Face id, followed by ``:mtp``.
 
     Raises:
         UserError: the checkpoint has no head, or a head of other sizes than the target's layers.

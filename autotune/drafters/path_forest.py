@@ -16,10 +16,8 @@ from autotune.modeling.step import Step
 
 
 class PathForestGrower:
-    """The forest of one answer. A root whose best child is the answer's next token shares the chain of the next root.
-
-    Args:
-        draft: has evaluated the prompt.
+    """The forest of one answer, for a draft that has evaluated its prompt. A root whose best child is the answer's next token
+    shares the chain of the next root.
     """
 
     def __init__(self, draft: Any, answer: AnswerToRecord) -> None:

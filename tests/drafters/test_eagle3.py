@@ -17,12 +17,11 @@ from autotune.acceptance.trace import ForestBounds, join
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
-from autotune.errors import UserError
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Answer, record_forest
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
-from tests.obvious import Seen, with_true_tokens
+from tests.obvious import Seen, refused, with_true_tokens
 from tests.sample_documents import free_prices, header
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
@@ -241,17 +240,17 @@ def test_heads_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
         folder = write_head(tmp_path / str(number), "eagle3", **change)
         if damage is not None:
             rename(folder, *damage)
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             load_draft(str(folder), target)
     folder = write_head(tmp_path / "layer", "eagle3")
-    with pytest.raises(UserError, match="reads the layers 1, 2, 3 together; got injection_layer 2"):
+    with refused("reads the layers 1, 2, 3 together; got injection_layer 2"):
         load_draft(str(folder), target, Subnet(injection_layer=2))
-    with pytest.raises(UserError, match="only a star draft has heads to choose"):
+    with refused("only a star draft has heads to choose"):
         load_draft(str(folder), target, Subnet(heads=0.5))
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "d2t": tensors["d2t"] + 200}, folder / "model.safetensors")
-    with pytest.raises(UserError, match="must share one vocabulary; the target has 300 tokens"):
+    with refused("must share one vocabulary; the target has 300 tokens"):
         load_draft(str(folder), target)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model\.bin is a pickle, which is never opened"):
+    with refused(r"pytorch_model\.bin is a pickle, which is never opened"):
         load_draft(str(folder), target)

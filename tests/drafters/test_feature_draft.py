@@ -20,12 +20,11 @@ from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.network import PromptRows
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.star import StarNetwork
-from autotune.errors import UserError
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Answer, record_forest
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
-from tests.obvious import Seen, assert_same_logits, read_whole_text, with_true_tokens
+from tests.obvious import Seen, assert_same_logits, read_whole_text, refused, with_true_tokens
 from tests.sample_documents import free_prices, header
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
@@ -344,9 +343,7 @@ def test_a_supernet_of_fewer_blocks_takes_the_shares_of_its_own(pair: Pair) -> N
 
 
 def test_a_block_that_a_supernet_does_not_have_is_refused(pair: Pair) -> None:
-    with pytest.raises(
-        UserError, match="blocks of a supernet are among initial, crossing, final; got initial, second_"
-    ):
+    with refused("blocks of a supernet are among initial, crossing, final; got initial, second_"):
         new_draft("star", Target(pair.target), blocks=["initial", "second_crossing"])
 
 
@@ -367,9 +364,7 @@ def test_slicing_is_real(pair: Pair) -> None:
 def test_a_share_that_would_cut_a_head_is_refused(pair: Pair) -> None:
     network = new_draft("star", Target(pair.target)).network
     assert isinstance(network, StarNetwork)
-    with pytest.raises(
-        UserError, match=r"heads are kept whole: a share of 0\.3 of 4 is 1\.2; choose among 0\.25, 0\.5"
-    ):
+    with refused(r"heads are kept whole: a share of 0\.3 of 4 is 1\.2; choose among 0\.25, 0\.5"):
         network.kept_heads((0.5, 0.3, 1.0))
 
 
@@ -408,13 +403,11 @@ def test_a_draft_of_another_target_is_refused(pair: Pair, tmp_path: Any) -> None
     target = Target(pair.target)
     network = new_draft("dream", target).network
     DreamNetwork(network.config.model_copy(update={"hidden_size": 64})).save(tmp_path)
-    with pytest.raises(UserError, match="made for a target with hidden_size 64; this one has 32"):
+    with refused("made for a target with hidden_size 64; this one has 32"):
         load_draft(str(tmp_path), target)
 
 
 def test_a_layer_that_the_network_cannot_read_is_refused(pair: Pair) -> None:
     network = new_draft("dream", Target(pair.target)).network
-    with pytest.raises(
-        UserError, match="dream reads the output of one of the target's layers 4; got injection_layer 2"
-    ):
+    with refused("dream reads the output of one of the target's layers 4; got injection_layer 2"):
         FeatureDraft(network, injection_layer=2)

@@ -21,7 +21,6 @@ from autotune.documents.decoding_profile import DraftChoice, OperatingPoint
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
-from autotune.errors import UserError
 from autotune.measuring.measurement import measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
@@ -41,7 +40,7 @@ from autotune.workloads.workload import load_workload
 from tests.assistants import Stock, agreeing_assistant, new_assistant
 from tests.drafters.test_eagle3 import assert_lossless_and_replayed
 from tests.families import FAMILIES, Inputs, load, load_processor, random_inputs, save
-from tests.obvious import Seen, with_true_tokens
+from tests.obvious import Seen, refused, with_true_tokens
 from tests.rehearsal import Rehearsal
 from tests.runtime.test_captured_rounds import SETTINGS, TREES, assert_same, two_decoders
 from tests.runtime.test_families import NUM_NIGHTLY_PROMPTS
@@ -305,9 +304,7 @@ def test_a_checkpoint_is_loaded_by_its_model_type(text: Member, tmp_path: Path) 
 
 def test_assistants_that_do_not_fit_are_refused(pair: Pair, text: Member, tmp_path: Path) -> None:
     target, assistant = Target(text.model), new_assistant(text.model)
-    with pytest.raises(
-        UserError, match="keys and values of a Gemma 4 target; this target is of type llama; use another"
-    ):
+    with refused("keys and values of a Gemma 4 target; this target is of type llama; use another"):
         Gemma4AssistantDraft(assistant).attach(Target(pair.target))
     for changes, message in (
         (
@@ -317,30 +314,28 @@ def test_assistants_that_do_not_fit_are_refused(pair: Pair, text: Member, tmp_pa
         ({"global_head_dim": 8}, "a target with full_attention head size 8; this one has 16"),
         ({"vocab_size": 300}, "must share one vocabulary; the target has 352 tokens, the draft 300"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             Gemma4AssistantDraft(new_assistant(text.model, **changes)).attach(target)
     wide = deepcopy(assistant)
     wide.config.backbone_hidden_size = 64
-    with pytest.raises(UserError, match="a target with hidden_size 64; this one has 32"):
+    with refused("a target with hidden_size 64; this one has 32"):
         Gemma4AssistantDraft(wide).attach(target)
-    with pytest.raises(UserError, match=r"the target's is torch.float32, the assistant's torch.bfloat16; load it with"):
+    with refused(r"the target's is torch.float32, the assistant's torch.bfloat16; load it with"):
         Gemma4AssistantDraft(deepcopy(assistant).to(torch.bfloat16)).attach(target)
     flash = deepcopy(assistant)
     flash.config.get_text_config()._attn_implementation = "flash_attention_2"
-    with pytest.raises(
-        UserError, match="an assistant needs attention that takes a mask: sdpa or eager; it runs 'flash_at"
-    ):
+    with refused("an assistant needs attention that takes a mask: sdpa or eager; it runs 'flash_at"):
         Gemma4AssistantDraft(flash).attach(target)
     assistant.save_pretrained(tmp_path / "whole")
-    with pytest.raises(UserError, match="a gemma4_assistant draft has no subnets; leave heads"):
+    with refused("a gemma4_assistant draft has no subnets; leave heads"):
         load_draft(str(tmp_path / "whole"), target, Subnet(heads=0.5))
     weights = assistant.state_dict()
     del weights["post_projection.weight"]
     assistant.save_pretrained(tmp_path / "part", state_dict=weights)
-    with pytest.raises(UserError, match=r"part: its checkpoint has no weights post_projection.weight; give the whole"):
+    with refused(r"part: its checkpoint has no weights post_projection.weight; give the whole"):
         load_draft(str(tmp_path / "part"), target)
     config = json.loads((tmp_path / "whole" / "config.json").read_text())
     config["text_config"]["num_kv_shared_layers"] = 1
     (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"whole: transformers cannot load it \(.*must be shared"):
+    with refused(r"whole: transformers cannot load it \(.*must be shared"):
         load_draft(str(tmp_path / "whole"), target)

@@ -21,12 +21,11 @@ from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.mtp import MtpNetwork
 from autotune.drafters.mtp_checkpoint import own_name
-from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from tests.drafters.test_eagle3 import assert_lossless_and_replayed
-from tests.obvious import Seen, with_true_tokens
+from tests.obvious import Seen, refused, with_true_tokens
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
 LAYERS = 3
@@ -261,34 +260,30 @@ def test_the_first_head_of_a_checkpoint_is_read() -> None:
 
 def test_heads_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
     target = Target(pair.target)
-    with pytest.raises(UserError, match=r"no mtp head, no tensors model.layers.4.* or mtp.*train a head with autotune"):
+    with refused(r"no mtp head, no tensors model.layers.4.* or mtp.*train a head with autotune"):
         load_draft(f"{pair.target_folder}:mtp", target)
     model = new_model("glm4_moe")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         promising = Target(model)
     model.save_pretrained(tmp_path / "promising")
-    with pytest.raises(
-        UserError, match=r"promises mtp heads \(num_mtp_layers: 1\), but its checkpoint has no tensors"
-    ) as caught:
+    with refused(r"promises mtp heads \(num_mtp_layers: 1\), but its checkpoint has no tensors") as caught:
         load_draft(f"{tmp_path / 'promising'}:mtp", promising)
     assert "\n" not in str(caught.value)
     folder = write_checkpoint(tmp_path / "other", model, {"model.layers.3.eh_proj.weight": torch.zeros(8, 16)})
-    with pytest.raises(
-        UserError, match=r"other:mtp: not the tensors of an mtp head for this target .*use a head made"
-    ) as caught:
+    with refused(r"other:mtp: not the tensors of an mtp head for this target .*use a head made") as caught:
         load_draft(f"{folder}:mtp", promising)
     assert "\n" not in str(caught.value)
     random_head(target).save(tmp_path / "saved")
-    with pytest.raises(UserError, match=r"saved.*: not the tensors of an mtp head for this target"):
+    with refused(r"saved.*: not the tensors of an mtp head for this target"):
         load_draft(str(tmp_path / "saved"), promising)
-    with pytest.raises(UserError, match="only a star draft has heads to choose"):
+    with refused("only a star draft has heads to choose"):
         load_draft(str(tmp_path / "saved"), target, Subnet(heads=0.5))
-    with pytest.raises(UserError, match="mtp reads the output of one of the target's layers 4; got injection_layer 2"):
+    with refused("mtp reads the output of one of the target's layers 4; got injection_layer 2"):
         load_draft(str(tmp_path / "saved"), target, Subnet(injection_layer=2))
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     (tmp_path / "saved" / "config.json").write_text(json.dumps({**config, "widht": 2}))
-    with pytest.raises(UserError, match="unknown key 'widht'"):
+    with refused("unknown key 'widht'"):
         load_draft(str(tmp_path / "saved"), target)
 
 

@@ -15,7 +15,6 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.drafters.suffix_index import FIRST_CAPACITY
-from autotune.errors import UserError
 from autotune.modeling.loading import RETRIEVAL, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -24,6 +23,7 @@ from autotune.search.space import load_space
 from autotune.trees.limits import MAX_RETRIEVED
 from autotune.trees.priced import MAX_MATCH, identity_curves
 from autotune.trees.tree import ROOT
+from tests.obvious import refused
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
 TEXT_END = -2  # in texts to scan
@@ -182,7 +182,7 @@ def test_options_out_of_range_are_refused() -> None:
         ({"min_match": 4, "max_match": 3}, "min_match must be from 1 to max_match, 3; got 4"),
         ({"corpus_tokens": -1}, "corpus_tokens must be at least 0; got -1"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             RetrievalDraft(**options)
 
 
@@ -191,7 +191,7 @@ def test_it_is_loaded_by_name_and_has_one_subnet(pair: Pair) -> None:
     draft = load_draft(RETRIEVAL, target)
     assert (draft.kind, draft.subnet, draft.vocab_size) == ("retrieval", Subnet(), VOCABULARY_SIZE)
     assert reference(RETRIEVAL) == ModelReference(id="retrieval", sha256="")
-    with pytest.raises(UserError, match="retrieval: a retrieval draft has no subnets; leave heads, injection_layer"):
+    with refused("retrieval: a retrieval draft has no subnets; leave heads, injection_layer"):
         load_draft(RETRIEVAL, target, Subnet(heads=0.5))
     pool = ModelPool(str(pair.target_folder), (RETRIEVAL, str(pair.draft_folder)), "cpu")
     subnets = Counter(draft for draft, _ in pool.subnets(load_space("quick")))
@@ -303,5 +303,5 @@ def test_a_corpus_serves_as_the_second_source_of_a_tree(pair: Pair, prompts: dic
         assert torch.equal(output.sequences, expected.sequences)
         forwards.append(output.stats.draft_forwards)
     assert forwards[2] < forwards[0] / 2
-    with pytest.raises(UserError, match="corpus_tokens must be at least 0; got -1"):
+    with refused("corpus_tokens must be at least 0; got -1"):
         Decoder(pair.target, pair.draft, corpus_tokens=-1)
