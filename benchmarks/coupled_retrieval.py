@@ -48,10 +48,10 @@ class CoupledRetrieval(RetrievalDraft):
 
     noise: Noise | None = None
 
-    def _followers(self, token: Ints, parent: Ints, nodes: Ints, num_visible: Ints, num_proposals: int) -> Any:
+    def followers(self, token: Ints, parent: Ints, nodes: Ints, num_visible: Ints, num_proposals: int) -> Any:
         if self.noise is None:
-            return super()._followers(token, parent, nodes, num_visible, num_proposals)
-        many = super()._followers(token, parent, nodes, num_visible, max(FOLLOWERS, num_proposals))
+            return super().followers(token, parent, nodes, num_visible, num_proposals)
+        many = super().followers(token, parent, nodes, num_visible, max(FOLLOWERS, num_proposals))
         tokens, scores, match_length = many[0], many[1].astype(np.float64), many[2]
         for row, node in enumerate(nodes):
             position = num_visible[row]
@@ -71,7 +71,7 @@ class CoupledRetrieval(RetrievalDraft):
         match_length = 0
         for step in range(MAX_RETRIEVED):
             arguments = found, parent, np.array([step]), np.array([self.length])
-            tokens, logprobs, length = self._followers(*arguments, 1)
+            tokens, logprobs, length = self.followers(*arguments, 1)
             if logprobs[0, 0] == -np.inf:
                 break
             found[step + 1] = tokens[0, 0]

@@ -1,6 +1,6 @@
 """Compares draft forward passes of a pruned prompt with those at the KV length that prices them (``Trace.draft_kv_length``).
 
-In a pruned prompt, blocks that cross attend to all tokens and the others to what is left; cost tables are measured with one
+In a pruned prompt, cross-attention blocks attend to all tokens and the others to what is left; cost tables are measured with one
 KV length for all blocks. Forward passes are interleaved; medians are printed. Takes about two minutes.
 
     python benchmarks/crossing_lengths.py [DRAFT] [--repeats 200]
@@ -46,7 +46,9 @@ def main(draft: str, repeats: int, threads: int, mode: str) -> None:
     torch.set_num_threads(threads)
     target = Target(load_model(BUNDLED_TARGET))
     loaded = load_draft(draft, target)
-    assert isinstance(loaded, FeatureDraft) and loaded.network.crosses, f"{draft} has no block that crosses"
+    assert isinstance(loaded, FeatureDraft) and loaded.network.has_cross_attention, (
+        f"{draft} has no cross-attention block"
+    )
     loaded.reserve(max(whole for _, whole in LENGTHS) + 256)
     loaded.use_mode(mode)
     share, rows, order = loaded.network.crossing_share, [], random.Random(0)

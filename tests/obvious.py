@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.random import Generator
 from torch import Tensor
 
 from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.network import BlocksNetwork
+from autotune.errors import UserError
 from autotune.trees.tree import ROOT, Tree, new_tree, set_root
 
 
@@ -70,13 +73,43 @@ def logits_after(model: Any, inputs: dict[str, Any], tokens: list[int]) -> Tenso
     return logits[inputs["input_ids"].shape[1] - 1 :]
 
 
+def refused(message: str) -> Any:
+    """Expects a ``UserError`` whose text matches."""
+    return pytest.raises(UserError, match=message)
+
+
+Seen = tuple[int, list[int], Any, Any]
+
+
+def with_true_tokens(draft: Any, answer: list[int], num_committed: Callable[[], int], seen: list[Seen]) -> Any:
+    """The draft's ``propose``, in which a true token takes the place of the best one now and then, so that rounds accept some.
+
+    ``seen`` receives the number of committed tokens of the answer, the path from the root, and the draft's own tokens and
+    log-probabilities of every node.
+    """
+    inner = draft.propose
+
+    def propose(tree: Tree, frontier: Any, num_proposals: int, coupling: Any) -> Any:
+        tokens, logprobs = inner(tree, frontier, num_proposals, coupling)
+        committed = num_committed()
+        for row, node in enumerate(frontier):
+            path = tokens_to(tree, int(node))
+            seen.append((committed, path, tokens[row].copy(), torch.from_numpy(logprobs[row].copy())))
+            following = committed - 1 + len(path)
+            if path == answer[committed - 1 : following] and following < len(answer) and len(seen) % 2:
+                tokens[row, 0] = answer[following]
+        return tokens, logprobs
+
+    return propose
+
+
 def read_whole_text(network: BlocksNetwork, stream: Tensor, features: Tensor, is_kept: Tensor) -> Tensor:
     """States of all tokens of one text: pruned tokens are hidden from self-attention, and their features are not."""
     causal = torch.ones(len(stream), len(stream), dtype=torch.bool).tril()
     visible = causal & (is_kept | torch.eye(len(stream), dtype=torch.bool))
     factors = network.factors(torch.arange(len(stream)))[None]
-    context = AttentionContext(visible[None, None])
-    (states,) = network(stream[None], features[None], factors, context, crossing=Crossing(causal[None, None]))
+    context = AttentionContext(visible[None, None], crossing=Crossing(causal[None, None]))
+    (states,) = network(stream[None], features[None], factors, context)
     return states
 
 

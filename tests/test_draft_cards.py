@@ -38,7 +38,7 @@ def test_ablations_of_dream_differ_from_their_baseline_in_one_setting(tmp_path: 
         network = DreamNetwork(config)
         network.save(tmp_path)
         assert load_network(tmp_path).config == config
-        found[name] = [block.crosses for block in network.blocks], stage.distillation
+        found[name] = [block.has_cross_attention for block in network.blocks], stage.distillation
     full = [False, True, False]
     assert baseline.stages[0].distillation == "entropy"
     assert found == {

@@ -23,7 +23,7 @@ class ModelShape(Document):
     bytes_per_parameter: int | float
     """Mean over the text parameters; of quantized weights with their scales, and not an integer."""
     crossing_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of the KV bytes per token in blocks that cross, whose KV length includes pruned tokens (``Trace.draft_kv_length``)."""
+    """Share of the KV bytes per token in cross-attention blocks, whose KV length includes pruned tokens (``Trace.draft_kv_length``)."""
     block_tokens: int = Field(default=0, ge=0)
     """Tokens that a draft's first forward pass of a round evaluates besides the committed ones, so that all levels are drafted by
     it; 0: every level is a forward pass.

@@ -62,8 +62,6 @@ class BlockDraft(FeatureDraft):
         self.reserve(max(capacity, len(prompt) + MAX_STEP))
         self._pending, self._pending_features = [], []
         kept = kept_tokens(prompt.is_visual, visual_scores, self.visual_keep)
-        if kept is None:
-            kept = torch.arange(len(prompt), device=self.device)
         kept = kept[kept < len(prompt) - 1]
         hidden = {layer: self._target.hidden[layer][kept] for layer in self.aux_layers}
         context = AttentionContext(None, self.cache.blocks)
@@ -73,7 +71,6 @@ class BlockDraft(FeatureDraft):
 
     @torch.inference_mode()
     def forest(self, answer: AnswerToRecord) -> Forest:
-        """See ``Draft``."""
         return BlockForestGrower(self, answer).grow_all()
 
     def read_pending(self) -> Tensor:
@@ -121,7 +118,7 @@ class BlockDraft(FeatureDraft):
         first = prefix + self._num_condensed
         context = AttentionContext(None, self.cache.blocks, prefix)
         window_mask = None
-        if (window := self._window) is not None and prefix + count + size > window:
+        if (window := self.network.window) is not None and prefix + count + size > window:
             slots = torch.arange(prefix + count + size, device=self.device)
             window_mask = self._window_mask(slots[-size:], slots, window)
         factors = self._factors.narrow(0, first, count + size)
@@ -134,10 +131,6 @@ class BlockDraft(FeatureDraft):
         stream = torch.cat([embedded, self._mask_embedding.expand(self.num_block_tokens - 1, -1)])
         (states,) = self.network(stream[None], features[None], factors[None], context, window_mask=window_mask)
         return self.logits(states[1:])
-
-    @property
-    def _window(self) -> int | None:
-        return next((window for window in self.network.windows if window is not None), None)
 
     def _window_mask(self, rows: Tensor, columns: Tensor, window: int) -> Tensor:
         """The additive mask of sliding layers for tokens in the slots ``rows`` [n], [1, 1, n, columns]."""
@@ -158,7 +151,7 @@ class BlockDraft(FeatureDraft):
         slots = torch.cat([of_context, of_block])
         hidden = torch.zeros(1, 1, size, length, dtype=self.dtype, device=self.device)
         mask = hidden.masked_fill_(columns >= prefix + count + size, self.mask_value)
-        window = self._window
+        window = self.network.window
         window_mask = None if window is None else torch.minimum(mask, self._window_mask(of_block, columns, window))
         context = AttentionContext(mask, self.cache.blocks, KVSlots(slots, length))
         factors = self._factors[slots + num_condensed]

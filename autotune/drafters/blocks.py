@@ -65,6 +65,17 @@ class BlockCache:
         return keys, values
 
 
+class Crossing(NamedTuple):
+    """Input of a cross-attention block: features of more tokens than its stream has, because visual tokens are pruned from
+    the stream only (DREAM, section 3.1; STAR, section 3.1).
+    """
+
+    mask: Tensor | None = None  # as in ``AttentionContext``, with a column for every feature
+    begin: int | KVSlots = 0  # where new keys and values are written to the block's cache
+    features: Tensor | None = None  # normalized features [batch, m, hidden]; None: those of the stream's tokens
+    factors: Tensor | None = None  # their rotary factors, [batch or 1, m, 3, 1, head size / 2]
+
+
 class AttentionContext(NamedTuple):
     """The keys that a forward pass of n tokens attends to; by default causal attention among the n tokens."""
 
@@ -72,6 +83,8 @@ class AttentionContext(NamedTuple):
     caches: Sequence[KeysValues | None] = (None,) * MAX_BLOCKS
     """Earlier keys and values of each block."""
     begin: int | KVSlots = 0  # where new keys and values are written to the caches
+    crossing: Crossing | None = None
+    """What cross-attention blocks attend to; None: the features of the n tokens."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output [batch, n, heads, head size] from inputs [batch, heads, tokens, head size]."""
@@ -82,38 +95,27 @@ class AttentionContext(NamedTuple):
 WITHIN_BATCH = AttentionContext()
 
 
-class Crossing(NamedTuple):
-    """Input of a block that crosses: features of more tokens than its stream has, because visual tokens are pruned from
-    the stream only (DREAM, section 3.1; STAR, section 3.1).
-    """
-
-    mask: Tensor | None = None  # as in ``AttentionContext``, with a column for every feature
-    begin: int | KVSlots = 0  # where new keys and values are written to the block's cache
-    features: Tensor | None = None  # normalized features [batch, m, hidden]; None: those of the stream's tokens
-    factors: Tensor | None = None  # their rotary factors, [batch or 1, m, 3, 1, head size / 2]
-
-
 class DraftBlock(nn.Module):
     """Attention and a gated MLP in parallel.
 
     Args:
         hidden_size: width of the residual stream, the target's hidden size.
         head_size: even, for rotary positions.
-        crosses: project keys and values from features of the target (a cross-attention block).
+        has_cross_attention: project keys and values from features of the target.
     """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, head_size: int, mlp_size: int, *, crosses: bool = False
+        self, hidden_size: int, num_heads: int, head_size: int, mlp_size: int, *, has_cross_attention: bool = False
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.head_size = head_size
         self.mlp_size = mlp_size
-        self.crosses = crosses
+        self.has_cross_attention = has_cross_attention
         width = num_heads * head_size
         self.norm = nn.LayerNorm(hidden_size, bias=False)
-        self.from_stream = nn.Linear(hidden_size, (1 if crosses else 3) * width + 2 * mlp_size, bias=False)
-        self.from_features = nn.Linear(hidden_size, 2 * width, bias=False) if crosses else None
+        self.from_stream = nn.Linear(hidden_size, (1 if has_cross_attention else 3) * width + 2 * mlp_size, bias=False)
+        self.from_features = nn.Linear(hidden_size, 2 * width, bias=False) if has_cross_attention else None
         self.to_stream = nn.Linear(width + mlp_size, hidden_size, bias=False)
 
     def forward(
@@ -124,16 +126,14 @@ class DraftBlock(nn.Module):
         context: AttentionContext,
         *,
         cache: KeysValues | None = None,
-        crossing: Crossing | None = None,
         head_mask: Tensor | None = None,
     ) -> Tensor:
         """The stream [batch, n, hidden] after this block.
 
         Args:
-            features: normalized target features [batch, n, hidden], for a block that crosses.
+            features: normalized target features [batch, n, hidden], for a cross-attention block.
             factors: rotary factors from ``rotation``, [batch or 1, n, 3, 1, head size / 2].
             cache: the block's cache among those of the context.
-            crossing: for a block that crosses, what it attends to; None: the features of the stream's own tokens.
             head_mask: 0 masks a head, [heads] or [batch, 1, heads].
         """
         # Functions instead of modules, because calling a module costs as much as a small kernel.
@@ -141,17 +141,14 @@ class DraftBlock(nn.Module):
         normed = functional.layer_norm(stream, self.norm.normalized_shape, self.norm.weight)
         projected = functional.linear(normed, self.from_stream.weight)
         attended, gate, up = projected.split((projected.shape[-1] - 2 * mlp, mlp, mlp), -1)
-        if self.from_features is None:
-            crossing = None
-        elif crossing is not None:
+        crossing = context.crossing if self.has_cross_attention else None
+        if crossing is not None:
             context = context._replace(mask=crossing.mask, begin=crossing.begin)
         if crossing is not None and crossing.features is not None:
             assert self.from_features is not None and crossing.factors is not None
             query = rotate(attended.unflatten(-1, (1, heads, size)), factors[..., :1, :, :]).transpose(1, 3)[:, :, 0]
-            crossed = functional.linear(crossing.features, self.from_features.weight)
-            keys_values = rotate(crossed.unflatten(-1, (2, heads, size)), crossing.factors[..., 1:, :, :]).transpose(
-                1, 3
-            )
+            crossed = functional.linear(crossing.features, self.from_features.weight).unflatten(-1, (2, heads, size))
+            keys_values = rotate(crossed, crossing.factors[..., 1:, :, :]).transpose(1, 3)
         else:
             if self.from_features is not None:
                 assert features is not None
@@ -170,7 +167,7 @@ class DraftBlock(nn.Module):
         """Sum of |gradient x weight| over the queries, keys and values of each head, [heads] (STAR, eq. 1)."""
         width = self.num_heads * self.head_size
         total = torch.zeros(self.num_heads, device=self.norm.weight.device)
-        for linear, number in ((self.from_stream, 1 if self.crosses else 3), (self.from_features, 2)):
+        for linear, number in ((self.from_stream, 1 if self.has_cross_attention else 3), (self.from_features, 2)):
             if linear is not None and linear.weight.grad is not None:
                 product = (linear.weight.grad * linear.weight.detach()).abs()[: number * width]
                 total += product.reshape(number, self.num_heads, -1).sum((0, 2))
@@ -187,10 +184,12 @@ class DraftBlock(nn.Module):
             return linear.weight.detach()[torch.cat([groups, others])].clone()
 
         hidden = self.norm.weight.shape[0]
-        block = DraftBlock(hidden, len(heads), size, self.mlp_size, crosses=self.crosses).to(self.norm.weight)
+        block = DraftBlock(hidden, len(heads), size, self.mlp_size, has_cross_attention=self.has_cross_attention).to(
+            self.norm.weight
+        )
         with torch.no_grad():
             block.norm.weight.copy_(self.norm.weight)
-            block.from_stream.weight.copy_(select(self.from_stream, 1 if self.crosses else 3))
+            block.from_stream.weight.copy_(select(self.from_stream, 1 if self.has_cross_attention else 3))
             if self.from_features is not None and block.from_features is not None:
                 block.from_features.weight.copy_(select(self.from_features, 2))
             columns = torch.cat([rows, torch.arange(width, self.to_stream.in_features, device=rows.device)])

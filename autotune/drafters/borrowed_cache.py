@@ -9,17 +9,14 @@ from torch import Tensor
 
 from autotune.errors import UserError
 from autotune.modeling.kv_cache import KVShape
-from autotune.modeling.text_model import TextModel
 
 if TYPE_CHECKING:
     from autotune.modeling.target import Target
 
 
 class BorrowedCache:
-    """Stands for the KV cache that a draft does not have, over the target's. ``length`` counts the tokens up to the root.
-
-    Args:
-        layer_types: types of the draft's layers; each reads the target's last layer of its type.
+    """Stands for the KV cache that a draft does not have, over the target's. ``length`` counts the tokens up to the root. Each
+    layer of the draft, whose types are ``layer_types``, reads the target's last layer of its type.
 
     Raises:
         UserError: the target has no layer of one of the types.
@@ -30,9 +27,18 @@ class BorrowedCache:
     def __init__(self, target: Target, layer_types: Collection[str]) -> None:
         self._target = target
         self.length = 0
-        shared = {name: shared_layer(target.text, name) for name in sorted(set(layer_types))}
-        self._numbers = {name: number for name, (number, _) in shared.items()}
-        self.shapes: dict[str, KVShape] = {name: shape for name, (_, shape) in shared.items()}
+        text = target.text
+        self._numbers: dict[str, int] = {}
+        self.shapes: dict[str, KVShape] = {}
+        for name in sorted(set(layer_types)):
+            for number in text.attending_layers:
+                if text.layer_types[number] == name and (shape := text.kv_shapes[number]) is not None:
+                    self._numbers[name], self.shapes[name] = number, shape  # the last one stays
+            if name not in self.shapes:
+                raise UserError(
+                    f"an assistant with layers of type {name} reads keys and values of such a layer; this target has none; use a "
+                    "draft made for this target"
+                )
 
     @property
     def capacity(self) -> int:
@@ -48,19 +54,3 @@ class BorrowedCache:
         self.length = 0
 
     release = clear
-
-
-def shared_layer(text: TextModel, layer_type: str) -> tuple[int, KVShape]:
-    """The target's last layer of a type that caches keys and values, which later layers and assistants read, and its shape.
-
-    Raises:
-        UserError: there is none.
-    """
-    for number in reversed(text.attending_layers):
-        shape = text.kv_shapes[number]
-        if text.layer_types[number] == layer_type and shape is not None:
-            return number, shape
-    raise UserError(
-        f"an assistant with layers of type {layer_type} reads keys and values of such a layer; this target has none; use a draft "
-        "made for this target"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from autotune.drafters.draft import Coupling, Dimensions, Draft, FeatureSource, 
 from autotune.drafters.forests import AnswerToRecord, ModelForestGrower
 from autotune.execution import round_up
 from autotune.modeling.cached_model import CachedModel
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Step
 from autotune.modeling.transfer import rows_to_host, to_device
 from autotune.trees.limits import MAX_LEVEL_STEP, MAX_STEP
@@ -35,6 +36,7 @@ class CachedDraft(CachedModel):
     sees_images: bool = True
     reads_placeholders: bool | None = None
     corpus_tokens: int = 0
+    standalone_model: Any | None = None
     aux_layers: tuple[int, ...] = ()
     capture_sizes: tuple[int, ...] = ()
     reads_target_cache: bool = False
@@ -62,22 +64,18 @@ class CachedDraft(CachedModel):
 
     @property
     def subnet(self) -> Subnet:
-        """The part of a supernet that this draft is."""
         return Subnet(visual_keep=self.visual_keep)
 
     @property
     def dimensions(self) -> Dimensions:
-        """See ``Draft``."""
         return Dimensions()
 
-    @property
-    def standalone_model(self) -> Any | None:
-        """See ``Draft``."""
-        return None
+    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt]) -> Sequence[EncodedPrompt]:
+        """The target's own, which a draft of the target's features reads."""
+        return target_prompts
 
     @torch.inference_mode()
     def forest(self, answer: AnswerToRecord) -> Forest:
-        """See ``Draft``."""
         return ModelForestGrower(self, answer).grow_all()
 
     @property
@@ -107,7 +105,7 @@ class CachedDraft(CachedModel):
 
         Args:
             num_pending: pending tokens.
-            num_pruned: tokens of the prompt that only blocks that cross see.
+            num_pruned: tokens of the prompt that only cross-attention blocks see.
             axes: of the positions.
         """
         self.cache.length = kv_length
@@ -145,26 +143,26 @@ class CachedDraft(CachedModel):
         return logits
 
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
-        if frontier[0] == ROOT:
-            logits = self.read_pending()
-        else:
-            if len(frontier) > MAX_LEVEL_STEP:  # nodes of a level do not see each other
-                parts = np.split(frontier, range(MAX_LEVEL_STEP, len(frontier), MAX_LEVEL_STEP))
-                found = [self.propose(tree, part, num_proposals, coupling) for part in parts]
-                return np.concatenate([tokens for tokens, _ in found]), np.concatenate([best for _, best in found])
-            count, begin = len(frontier), self._num_evaluated
-            size = round_up(count, self.capture_sizes)
-            tree.kv_slot[frontier] = np.arange(begin, begin + count)
-            tree_mask = np.empty((size, begin + size), np.float32)
-            write_frontier_mask(tree, frontier, tree_mask, begin + size, self.mask_value)
-            tokens = np.zeros(size, np.int64)
-            tokens[:count] = np.maximum(tree.token[frontier], 0)
-            # All nodes have one depth. The root ends the prefix, so its children have offset 0.
-            offsets = np.full(size, tree.depth[frontier[0]] - 1)
-            parents = tree.kv_slot[tree.parent[frontier]]  # -1 for the root
-            logits = self.forward(Step(tokens, offsets, tree_mask), parents)[:count]
-            self._num_evaluated = begin + count
+        if len(frontier) > MAX_LEVEL_STEP:  # nodes of a level do not see each other
+            parts = np.split(frontier, range(MAX_LEVEL_STEP, len(frontier), MAX_LEVEL_STEP))
+            found = [self.propose(tree, part, num_proposals, coupling) for part in parts]
+            return np.concatenate([tokens for tokens, _ in found]), np.concatenate([best for _, best in found])
+        logits = self.read_pending() if frontier[0] == ROOT else self._read_level(tree, frontier)
         return self.best(logits, num_proposals, coupling)
+
+    def _read_level(self, tree: Tree, frontier: Ints) -> Tensor:
+        """Evaluate nodes of one depth; returns the logits after each, [nodes, vocabulary]."""
+        count, begin = len(frontier), self._num_evaluated
+        size = round_up(count, self.capture_sizes)
+        tree.kv_slot[frontier] = np.arange(begin, begin + count)
+        tree_mask = np.empty((size, begin + size), np.float32)
+        write_frontier_mask(tree, frontier, tree_mask, begin + size, self.mask_value)
+        tokens = np.zeros(size, np.int64)
+        tokens[:count] = np.maximum(tree.token[frontier], 0)
+        offsets = np.full(size, tree.depth[frontier[0]] - 1)  # the root ends the prefix, so its children have offset 0
+        parents = tree.kv_slot[tree.parent[frontier]]  # -1 for the root
+        self._num_evaluated = begin + count
+        return self.forward(Step(tokens, offsets, tree_mask), parents)[:count]
 
     def best_on_device(
         self, logits: Tensor, num_proposals: int, coupling: Coupling | None = None

@@ -47,6 +47,10 @@ LoadedDraft = ModelDraft | TokenDraft
 """Result of ``load_draft``."""
 
 
+PUBLISHED = ((is_dflash, load_dflash), (is_eagle3, load_eagle3))
+"""Forms of drafts that read features and are published by other projects: whether a ``config.json`` is of one, and its loader."""
+
+
 def read_config(name: str) -> tuple[Path, dict[str, Any]] | None:
     """The folder of a draft or Hugging Face model and its ``config.json``; None for an id that is not found.
 
@@ -64,14 +68,8 @@ def read_config(name: str) -> tuple[Path, dict[str, Any]] | None:
     return folder, read_json(folder / CONFIG)
 
 
-def reads_features(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` describes a draft with a network that reads features."""
-    return str(config.get("schema", "")).startswith("autotune.draft/") or _is_published(config)
-
-
-def _is_published(content: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` describes a draft that reads features, in the form of its publication."""
-    return is_dflash(content) or is_eagle3(content)
+def _is_published(config: Mapping[str, Any]) -> bool:
+    return any(is_own(config) for is_own, _ in PUBLISHED)
 
 
 def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork:
@@ -86,11 +84,10 @@ def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork
     network_type = NETWORKS[config.kind]
     assert issubclass(network_type, TrainableBlocks) and isinstance(config, BlocksConfig)
     network = network_type(config)
-    if random_weights:
-        return network.eval().requires_grad_(False)
-    tensors = load_file(folder / WEIGHTS)
-    network.token_frequencies = tensors.pop(FREQUENCIES, None)
-    network.load_state_dict(tensors)
+    if not random_weights:
+        tensors = load_file(folder / WEIGHTS)
+        network.token_frequencies = tensors.pop(FREQUENCIES, None)
+        network.load_state_dict(tensors)
     return network.eval().requires_grad_(False)
 
 
@@ -109,28 +106,13 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
             weights.
     """
     subnet = subnet or Subnet()
-    is_own_mtp = name.endswith(MTP_SUFFIX)
-    found = None if name in TOKEN_DRAFTS or is_own_mtp else read_config(name)
-    folder = found[0] if found is not None and reads_features(found[1]) else None
-    if folder is None and not is_own_mtp:
-        is_of_target = found is not None and is_assistant(found[1].get("model_type"))
-        if subnet.network != Subnet().network:
-            kind = (
-                f"a {name}" if name in TOKEN_DRAFTS else f"a {GEMMA4_ASSISTANT}" if is_of_target else "an independent"
-            )
-            raise UserError(
-                f"{name}: {kind} draft has no subnets; leave heads, injection_layer, operator and vocabulary out"
-            )
-        if name in TOKEN_DRAFTS:
-            return _token_draft(name, target)
-        if is_of_target:
-            return load_assistant(name, target, random_weights=random_weights)
-        model = load_model(name, device=str(target.device), random_weights=random_weights)
-        return IndependentDraft(model, tokenizer=load_tokenizer(name))
-    if folder is None:
+    if name.endswith(MTP_SUFFIX):
         network: DraftNetwork = load_own_mtp(name, target, random_weights=random_weights)
     else:
-        network = load_feature_network(name, folder, target, random_weights=random_weights)
+        folder, config = (None if name in TOKEN_DRAFTS else read_config(name)) or (Path(), {})
+        if not (str(config.get("schema", "")).startswith("autotune.draft/") or _is_published(config)):
+            return _load_whole(name, target, subnet, config.get("model_type"), random_weights=random_weights)
+        network = load_feature_network(folder, target, random_weights=random_weights)
     if subnet.head_shares != (1.0, 1.0, 1.0):
         if not isinstance(network, StarNetwork):
             raise UserError(f"{name}: only a star draft has heads to choose; leave heads out")
@@ -140,26 +122,33 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     return draft
 
 
-def _token_draft(name: str, target: Target) -> TokenDraft:
-    """The draft without files of a kind."""
-    module, _, class_name = (KINDS[name].token_draft or "").partition(":")
-    draft: TokenDraft = getattr(importlib.import_module(module), class_name)()
-    draft.attach(target)
-    return draft
-
-
-def load_feature_network(name: str, folder: Path, target: Target, *, random_weights: bool = False) -> DraftNetwork:
-    """The network in a draft's folder, of whatever kind its config names."""
-    content, text = read_json(folder / CONFIG), target.text
-    sizes = {"hidden_size": text.config.hidden_size, "num_layers": len(text.layers)}
-    if is_dflash(content):
-        return load_dflash(folder, content, **sizes, vocab_size=target.vocab_size, random_weights=random_weights)
-    if is_eagle3(content) and random_weights:
+def _load_whole(
+    name: str, target: Target, subnet: Subnet, model_type: str | None, *, random_weights: bool
+) -> LoadedDraft:
+    """A draft without subnets: a draft without files, an assistant, or an independent model."""
+    kind = name if name in TOKEN_DRAFTS else GEMMA4_ASSISTANT if is_assistant(model_type) else IndependentDraft.kind
+    if subnet.network != Subnet().network:
+        article = "an" if kind == IndependentDraft.kind else "a"
         raise UserError(
-            f"{name}: the sizes of an EAGLE-3 head are read from its weights; leave --random-weights out, or name a draft of another kind"
+            f"{name}: {article} {kind} draft has no subnets; leave heads, injection_layer, operator and vocabulary out"
         )
-    if is_eagle3(content):
-        return load_eagle3(folder, content, **sizes)
-    if content.get("kind") == "mtp":
+    if kind == GEMMA4_ASSISTANT:
+        return load_assistant(name, target, random_weights=random_weights)
+    if name in TOKEN_DRAFTS:
+        module, _, class_name = (KINDS[name].token_draft or "").partition(":")
+        draft: TokenDraft = getattr(importlib.import_module(module), class_name)()
+        draft.attach(target)
+        return draft
+    model = load_model(name, device=str(target.device), random_weights=random_weights)
+    return IndependentDraft(model, tokenizer=load_tokenizer(name))
+
+
+def load_feature_network(folder: Path, target: Target, *, random_weights: bool = False) -> DraftNetwork:
+    """The network in a draft's folder, of whatever kind its config names."""
+    content = read_json(folder / CONFIG)
+    for is_own, load in PUBLISHED:
+        if is_own(content):
+            return load(folder, content, target, random_weights=random_weights)
+    if content.get("kind") == MtpNetwork.kind:
         return load_mtp(folder, target, random_weights=random_weights)
     return load_network(folder, random_weights=random_weights)

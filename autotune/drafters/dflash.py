@@ -22,26 +22,23 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing, KeysValues
-from autotune.drafters.network import DraftNetwork, NetworkConfig, rotary_factors
-from autotune.errors import UserError
+from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, KeysValues
+from autotune.drafters.network import JoinedLayersConfig, JoinedLayersNetwork, rotary_factors
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.grouped_attention import grouped_attention
 
 
-class DFlashConfig(NetworkConfig):
+class DFlashConfig(JoinedLayersConfig):
     """Sizes of a block-diffusion draft, besides those of its layers."""
 
     kind: str = "dflash"
-    layers: tuple[int, ...]
-    """Layers of the target, read together; layer i is the input of the target's layer i, counted from 0."""
     block_size: int = Field(ge=2)
     """Tokens of a block, the committed one included."""
     mask_token: int = Field(ge=0)
     """The token whose embedding stands for a token to be drafted."""
 
 
-class DFlashNetwork(DraftNetwork):
+class DFlashNetwork(JoinedLayersNetwork):
     """The draft, with the parameter names of its authors' checkpoints.
 
     Args:
@@ -62,34 +59,19 @@ class DFlashNetwork(DraftNetwork):
         self.layers = nn.ModuleList(DFlashLayer(layer, number) for number in range(layer.num_hidden_layers))
         self.norm = Qwen3RMSNorm(hidden, eps=eps)
         self.lm_head: nn.Linear | None = None
-        self.d2t: Tensor | None
         self.register_buffer("d2t", None)
         if draft_vocabulary_size is not None:
             self.lm_head = nn.Linear(hidden, draft_vocabulary_size, bias=False)
             self.d2t = torch.zeros(draft_vocabulary_size, dtype=torch.long)
 
     @property
-    def token_ids(self) -> Tensor | None:  # type: ignore[override]
-        if self.d2t is None:
-            return None
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """How far each layer sees, in tokens; None: everything."""
-        return tuple(layer.window for layer in self._blocks)
+    def window(self) -> int | None:
+        """How far sliding layers see, back and ahead, in tokens; None: there are none."""
+        return next((layer.window for layer in self._blocks if layer.window is not None), None)
 
     @property
     def _blocks(self) -> list[DFlashLayer]:
         return [layer for layer in self.layers if isinstance(layer, DFlashLayer)]
-
-    def layers_read(self, injection_layer: int | None) -> tuple[int, ...]:
-        if injection_layer is not None and (injection_layer,) != self.config.layers:
-            raise UserError(
-                f"a dflash draft reads the layers {', '.join(map(str, self.config.layers))} together; "
-                f"got injection_layer {injection_layer}; leave it out"
-            )
-        return self.config.layers
 
     def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
         config = self.layer_config
@@ -100,7 +82,7 @@ class DFlashNetwork(DraftNetwork):
 
     def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
         """The concatenated layers, projected and normalized."""
-        return self.hidden_norm(self.fc(torch.cat([hidden[layer] for layer in self.config.layers], -1)))  # type: ignore[no-any-return]
+        return self.hidden_norm(super().target_features(hidden))  # type: ignore[no-any-return]
 
     def factors(self, positions: Tensor) -> Tensor:
         """Cosines and sines, [..., n, 2, head size]. No buffer holds the angles, because they are float32 in every precision."""
@@ -120,7 +102,6 @@ class DFlashNetwork(DraftNetwork):
         factors: Tensor,
         context: AttentionContext = WITHIN_BATCH,
         *,
-        crossing: Crossing | None = None,
         window_mask: Tensor | None = None,
     ) -> Tensor:
         """States [batch, n, hidden] of the n tokens of one or several blocks.

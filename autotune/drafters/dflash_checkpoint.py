@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config
 
 from autotune.drafters.dflash import DFlashConfig, DFlashNetwork
+from autotune.drafters.network import set_weights
+from autotune.drafters.trainable import CONFIG, WEIGHTS, read_tensors
 from autotune.errors import UserError
 from autotune.files import describe
+from autotune.modeling.target import Target
 
-WEIGHTS = "model.safetensors"
 ARCHITECTURE = "DFlashDraftModel"
 LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -54,21 +55,16 @@ def is_dflash(config: Mapping[str, Any]) -> bool:
 
 
 def load_dflash(
-    folder: Path,
-    content: Mapping[str, Any],
-    *,
-    hidden_size: int,
-    num_layers: int,
-    vocab_size: int,
-    random_weights: bool = False,
+    folder: Path, content: Mapping[str, Any], target: Target, *, random_weights: bool = False
 ) -> DFlashNetwork:
-    """Load the draft in a folder, for a target with these sizes, or make one of its config with random weights.
+    """Load the draft in a folder with the ``config.json`` ``content``, or make one with random weights.
 
     Raises:
         UserError: a form or setting that is not supported, missing or other tensors than the config promises, or a draft for
             another target.
     """
-    path = folder / "config.json"
+    path = folder / CONFIG
+    hidden_size, num_layers, vocab_size = target.text.config.hidden_size, len(target.text.layers), target.vocab_size
     config, layer = _configs(path, content, num_layers=num_layers)
     if config.hidden_size != hidden_size or not all(0 <= number <= num_layers for number in config.layers):
         raise UserError(
@@ -93,7 +89,8 @@ def load_dflash(
         del tensors["lm_head.weight"]  # a copy of the target's
     vocabulary = len(tensors["d2t"]) if "d2t" in tensors else None
     network = DFlashNetwork(config, layer, draft_vocabulary_size=vocabulary)
-    _fill(network, tensors, source=folder / WEIGHTS)
+    what = "the DFlash draft that config.json describes"
+    set_weights(network, tensors, source=folder / WEIGHTS, what=what, advice="give both files of one draft")
     return network.eval().requires_grad_(False)
 
 
@@ -143,31 +140,5 @@ def _sees_ahead(content: Mapping[str, Any]) -> bool:
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint, by their names in ``DFlashNetwork``."""
-    if not (path := folder / WEIGHTS).exists():
-        raise UserError(
-            f"{folder}: a DFlash draft is read from {WEIGHTS}; there is none; save it as one safetensors file"
-        )
-    named = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
+    named = {name.removeprefix("model."): tensor for name, tensor in read_tensors(folder, "a DFlash draft").items()}
     return {NAMES.get(name, name): tensor for name, tensor in named.items() if name not in OF_TARGET}
-
-
-def _fill(network: DFlashNetwork, tensors: Mapping[str, Tensor], *, source: Path) -> None:
-    """Set all weights.
-
-    Raises:
-        UserError: missing or other tensors, or tensors of other shapes.
-    """
-    expected = network.state_dict()
-    for name in (*expected, *tensors):
-        if name not in tensors:
-            raise UserError(
-                f"{source}: config.json promises the tensor {name}, which is missing; give both files of one draft"
-            )
-        if name not in expected:
-            raise UserError(f"{source}: the tensor {name} is no part of a DFlash draft; use a plain DFlash draft")
-        if expected[name].shape != tensors[name].shape:
-            raise UserError(
-                f"{source}: {name} has the shape {tuple(tensors[name].shape)}, and config.json describes "
-                f"{tuple(expected[name].shape)}; give both files of one draft"
-            )
-    network.load_state_dict(tensors)

@@ -16,11 +16,8 @@ LK_DECAY = 3.0  # LK losses (arXiv 2602.23881), section 4.2: the decay eta of th
 
 
 def divergence(logits: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(teacher || draft) of every token, and 1 where the most probable tokens agree, otherwise 0; [tokens] each.
-
-    Args:
-        logits: of the draft, [tokens, vocabulary].
-        teacher_logprobs: of the target, [tokens, vocabulary], float32.
+    """KL(teacher || draft) of every token, and 1 where the most probable tokens agree, otherwise 0; [tokens] each, from the
+    draft's ``logits`` and the target's log-probabilities in float32, [tokens, vocabulary] each.
     """
     logprobs = logits.float().log_softmax(-1)
     found = functional.kl_div(logprobs, teacher_logprobs, reduction="none", log_target=True).sum(-1)

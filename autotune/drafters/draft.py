@@ -124,19 +124,13 @@ class Draft(Protocol):
         """Set ``mode``."""
 
     def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt]) -> Sequence[Any]:
-        """The draft's prompt for each row of a batch, without padding.
-
-        Args:
-            inputs: outputs of the target's processor.
-            target_prompts: the target's prompts for the same rows.
+        """The draft's prompt for each row of a batch, without padding, from the outputs of the target's processor and the
+        target's prompts for the same rows.
         """
 
     def prefill(self, prompt: Any, visual_scores: Tensor | None, *, capacity: int) -> None:
-        """Evaluate one of ``prompts``.
-
-        Args:
-            visual_scores: ranks the visual tokens, [visual tokens]; may be None if all are kept.
-            capacity: KV length that the request can reach, trees included.
+        """Evaluate one of ``prompts``. ``visual_scores`` [visual tokens] rank the visual tokens, and may be None if all are kept;
+        ``capacity`` is the KV length that the request can reach, trees included.
         """
 
     def append(self, token: int) -> None:
@@ -145,10 +139,8 @@ class Draft(Protocol):
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
         """The most probable children of the frontier's nodes, which have one depth. Each round begins with the root.
 
-        Drafts with a KV cache set ``tree.kv_slot`` of the nodes.
-
-        Args:
-            coupling: gives the scores whose log-softmax ranks children; None, as at temperature 0: that of the logits.
+        Drafts with a KV cache set ``tree.kv_slot`` of the nodes. ``coupling`` gives the scores whose log-softmax ranks children;
+        None, as at temperature 0: that of the logits.
         """
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
@@ -182,21 +174,19 @@ def num_kept(visual_keep: float, num_visual_tokens: int) -> int:
     return max(1, round(visual_keep * num_visual_tokens)) if num_visual_tokens else 0
 
 
-def kept_tokens(is_visual: Tensor, visual_scores: Tensor | None, visual_keep: float) -> Tensor | None:
-    """Indices of the prompt tokens that enter a draft's cache, ascending; None: all tokens.
-
-    Args:
-        is_visual: whether each token is visual, bool [n]. All text tokens are kept.
-        visual_scores: [visual tokens]; the highest are kept.
+def kept_tokens(is_visual: Tensor, visual_scores: Tensor | None, visual_keep: float) -> Tensor:
+    """Indices of the prompt tokens that enter a draft's cache, ascending: all that are not ``is_visual`` [n], and the visual
+    ones of the highest ``visual_scores`` [visual tokens].
     """
+    everything = torch.arange(len(is_visual), device=is_visual.device)
     if visual_scores is None or not is_visual.any():  # a draft that does not see the image
-        return None
+        return everything
     if (number := num_kept(visual_keep, len(visual_scores))) == len(visual_scores):
-        return None
+        return everything
     best = visual_scores.to(is_visual.device).topk(number).indices
     is_kept = ~is_visual
     is_kept[is_visual.nonzero()[:, 0][best]] = True
-    return is_kept.nonzero()[:, 0]
+    return everything[is_kept]
 
 
 def top_proposals(logits: Tensor, num_proposals: int) -> tuple[Tensor, Tensor]:

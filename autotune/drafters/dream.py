@@ -38,7 +38,7 @@ class DreamNetwork(TrainableBlocks):
     def __init__(self, config: DreamConfig) -> None:
         super().__init__(config)
         for name in config.blocks:
-            self.add_module(name, self.new_block(crosses="crossing" in name))
+            self.add_module(name, self.new_block(has_cross_attention="crossing" in name))
 
     @property
     def blocks(self) -> list[DraftBlock]:

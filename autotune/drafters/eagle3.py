@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 from pydantic import Field, ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
@@ -25,36 +25,27 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing
-from autotune.drafters.network import NetworkConfig, require_layers, rotary_factors
-from autotune.drafters.trainable import CONFIG, WEIGHTS
+from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache
+from autotune.drafters.network import JoinedLayersConfig, JoinedLayersNetwork, rotary_factors, set_weights
+from autotune.drafters.trainable import CONFIG, WEIGHTS, read_tensors
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
 from autotune.files import Document, describe, write_bytes
 from autotune.modeling.target import Target
 
 LAYER_FIELDS = (
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "num_hidden_layers",
-    ),
-    *("vocab_size", "rms_norm_eps", "max_position_embeddings"),
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("num_hidden_layers", "vocab_size", "rms_norm_eps", "max_position_embeddings"),
 )
 """Fields of ``LlamaConfig`` that a saved head has."""
-LAYER_PREFIXES = ("midlayer.", "layers.0.")  # of the layer, in EAGLE's and in speculators' format
+LAYER_PREFIXES = r"^(midlayer|layers\.0)\."  # of the layer, in EAGLE's and in speculators' format
 
 
-class Eagle3Config(NetworkConfig):
+class Eagle3Config(JoinedLayersConfig):
     """Sizes of an EAGLE-3 head, besides those of its layer."""
 
     kind: str = "eagle3"
     state_size: int = Field(ge=1)
-    layers: tuple[int, ...]
-    """Layers of the target, read together; layer i is the input of the target's layer i, counted from 0."""
     draft_vocabulary_size: int = Field(ge=1)
     norm_before_residual: bool = False
     """Whether the residual stream starts from the normalized features, as in some speculators heads."""
@@ -64,7 +55,7 @@ class Eagle3Config(NetworkConfig):
         return self.state_size
 
 
-class Eagle3Network(UnrolledNetwork):
+class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
     """The head, with the parameter names of its checkpoint except ``layer``."""
 
     kind = "eagle3"
@@ -89,18 +80,6 @@ class Eagle3Network(UnrolledNetwork):
         """The checkpoint's embedding, if it has one."""
         return self.embed_tokens
 
-    @property
-    def token_ids(self) -> Tensor:  # type: ignore[override]
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    def layers_read(self, injection_layer: int | None) -> tuple[int, ...]:
-        if injection_layer is not None:
-            raise UserError(
-                f"an eagle3 head reads the layers {', '.join(map(str, self.config.layers))} together; "
-                f"got injection_layer {injection_layer}; leave it out"
-            )
-        return self.config.layers
-
     @classmethod
     def new(cls, sizes: Mapping[str, Any], target: Target, *, source: str) -> Self:
         """A head over the target's whole vocabulary, with a copy of its output head, which must not be quantized."""
@@ -110,7 +89,10 @@ class Eagle3Network(UnrolledNetwork):
             raise UserError(f"{source}: draft: {describe(error, Eagle3Sizes)}") from None
         text, num_layers = target.text.config, len(target.text.layers)
         layers = given.layers or published_layers(num_layers)
-        require_layers(layers, num_layers, source=source)
+        if not all(0 <= number <= num_layers for number in layers):
+            raise UserError(
+                f"{source}: layers of the target are 0 to {num_layers}; got {list(layers)}; fix layers in draft"
+            )
         if not target.text.has_plain_head:
             kind = target.text.quantization or f"of type {type(target.text.head).__name__}"
             raise UserError(
@@ -160,23 +142,13 @@ class Eagle3Network(UnrolledNetwork):
         num_heads, head_size = self.layer_config.num_key_value_heads, self.layer.self_attn.head_dim
         return [BlockCache(num_heads, head_size, capacity, dtype=dtype, device=device)]
 
-    def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """The concatenated layers, projected to the head's width."""
-        return self.fc(torch.cat([hidden[layer] for layer in self.config.layers], -1))  # type: ignore[no-any-return]
-
     def factors(self, positions: Tensor) -> Tensor:
         """Cosines and sines, [..., n, 2, head size]. No buffer holds the angles, because they are float32 in every precision."""
         rotary = LlamaRotaryEmbedding(self.layer_config).to(positions.device)
         return rotary_factors(rotary, self.norm.weight, positions)
 
     def forward(
-        self,
-        stream: Tensor,
-        features: Tensor,
-        factors: Tensor,
-        context: AttentionContext = WITHIN_BATCH,
-        *,
-        crossing: Crossing | None = None,
+        self, stream: Tensor, features: Tensor, factors: Tensor, context: AttentionContext = WITHIN_BATCH
     ) -> Tensor:
         """The layer's output [batch, n, state size] for embeddings ``stream`` and ``features``."""
         return self.layer(stream, features, factors, context)  # type: ignore[no-any-return]
@@ -236,18 +208,21 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
     return "draft_vocab_size" in config
 
 
-def load_eagle3(folder: Path, content: Mapping[str, Any], *, hidden_size: int, num_layers: int) -> Eagle3Network:
-    """Load the head in a folder, for a target with this hidden size and number of layers.
+def load_eagle3(
+    folder: Path, content: Mapping[str, Any], target: Target, *, random_weights: bool = False
+) -> Eagle3Network:
+    """Load the head in a folder with the ``config.json`` ``content``.
 
     Raises:
-        UserError: no safetensors file, tensors of another kind of model, or a head for another target.
+        UserError: no safetensors file, tensors of another kind of model, a head for another target, or random weights.
     """
-    if not (folder / WEIGHTS).exists():
-        pickled = " (pytorch_model.bin is a pickle, which is never opened)" if any(folder.glob("*.bin")) else ""
+    if random_weights:
         raise UserError(
-            f"{folder}: an EAGLE-3 head is read from {WEIGHTS}; there is none{pickled}; save it as safetensors"
+            f"{folder}: the sizes of an EAGLE-3 head are read from its weights; leave --random-weights out, or name a draft of another kind"
         )
-    tensors = {_layer_name(name): tensor for name, tensor in load_file(folder / WEIGHTS).items() if name != "t2d"}
+    hidden_size, num_layers = target.text.config.hidden_size, len(target.text.layers)
+    named = read_tensors(folder, "an EAGLE-3 head").items()
+    tensors = {re.sub(LAYER_PREFIXES, "layer.", name): tensor for name, tensor in named if name != "t2d"}
     layer = LlamaConfig(**content.get("transformer_layer_config", content))
     if missing := {"fc.weight", "lm_head.weight", "norm.weight"} - tensors.keys():
         raise UserError(
@@ -274,25 +249,14 @@ def load_eagle3(folder: Path, content: Mapping[str, Any], *, hidden_size: int, n
         has_embedding="embed_tokens.weight" in tensors,
         fc_bias="fc.bias" in tensors,
     )
-    if "d2t" not in tensors:  # the target's whole vocabulary
-        tensors["d2t"] = network.d2t
-    try:
-        network.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise UserError(
-            f"{folder / WEIGHTS}: not the tensors of the EAGLE-3 head that config.json describes "
-            f"({' '.join(str(error).split())[:200]}); give both files of one head"
-        ) from None
+    tensors.setdefault(
+        "d2t", torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.long)
+    )  # the target's whole vocabulary
+    what = "the EAGLE-3 head that config.json describes"
+    set_weights(network, tensors, source=folder / WEIGHTS, what=what, advice="give both files of one head")
     if network.embed_tokens is None and layer.hidden_size != hidden_size:
         raise UserError(
             f"{folder}: a head of width {layer.hidden_size} for a target of width {hidden_size} needs embed_tokens; "
             "give a checkpoint that has them"
         )
     return network.eval().requires_grad_(False)
-
-
-def _layer_name(name: str) -> str:
-    for prefix in LAYER_PREFIXES:
-        if name.startswith(prefix):
-            return "layer." + name[len(prefix) :]
-    return name

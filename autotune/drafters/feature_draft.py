@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +35,7 @@ class FeatureCache:
     """Keys and values of all blocks. ``length`` counts committed tokens only: nodes are evaluated with the draft's own
     features, and evaluated again with the target's once they are accepted.
 
-    A block that crosses also holds the tokens of the prompt that were pruned: its slot of a token is that of the other
+    A cross-attention block also holds the tokens of the prompt that were pruned: its slot of a token is that of the other
     blocks plus their number. All blocks have the capacity of a prompt without pruning.
     """
 
@@ -61,7 +61,7 @@ class FeatureCache:
 class FeatureDraft(CachedDraft):
     """Drafts with a network that reads outputs of the target's layers (see ``Draft``).
 
-    Pruned tokens are missing from the stream and from self-attention. Blocks that cross attend to the features of all
+    Pruned tokens are missing from the stream and from self-attention. Cross-attention blocks attend to the features of all
     tokens (DREAM, section 3.1; STAR, section 3.1).
 
     A pending token is stored with the target's features of the token before it. After a round, the accepted nodes and the
@@ -95,6 +95,10 @@ class FeatureDraft(CachedDraft):
         self._num_condensed = 0  # tokens of the prompt that are not in the stream
 
     @property
+    def description(self) -> str:
+        return f"a {self.kind} draft"
+
+    @property
     def subnet(self) -> Subnet:
         layer = self.aux_layers[0] if len(self.aux_layers) == 1 else None
         used = {"injection_layer": layer, "visual_keep": self.visual_keep, "visual_ranking": Subnet().visual_ranking}
@@ -125,12 +129,16 @@ class FeatureDraft(CachedDraft):
 
     @property
     def dimensions(self) -> Dimensions:
-        """See ``Draft``. A supernet without a block that crosses reads no features, so that all layers would make one draft: the
+        """See ``Draft``. A supernet without a cross-attention block reads no features, so that all layers would make one draft: the
         last one stands for them.
         """
         network = self.network
         layers = network.config.injection_layers if network.is_supernet else ()
-        return Dimensions(layers if network.crosses else layers[-1:], network.operators, network.has_frequencies)
+        return Dimensions(
+            layers if network.has_cross_attention else layers[-1:],
+            network.operators,
+            network.token_frequencies is not None,
+        )
 
     @property
     def head_parameters(self) -> int:
@@ -181,17 +189,10 @@ class FeatureDraft(CachedDraft):
     def _allocate(self, capacity: int) -> None:
         self.cache = FeatureCache(self.network, capacity, dtype=self.dtype, device=self.device)
         self._masks = MaskBuffer({"mask": None}, capacity, dtype=self.dtype, device=self.device)
-        if self.network.crosses:
+        if self.network.has_cross_attention:
             self._crossing_masks = MaskBuffer({"mask": None}, capacity, dtype=self.dtype, device=self.device)
         self._factors = self.network.factors(torch.arange(2 * capacity, device=self.device))
         self._own = torch.zeros(capacity, self._own.shape[1], dtype=self.dtype, device=self.device)
-
-    @property
-    def description(self) -> str:
-        return f"a {self.kind} draft"
-
-    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt]) -> Sequence[EncodedPrompt]:
-        return target_prompts
 
     def reserve(self, num_tokens: int) -> None:
         super().reserve(num_tokens)
@@ -207,8 +208,6 @@ class FeatureDraft(CachedDraft):
         first = before.new_zeros(1, before.shape[1]) if network.first_feature is None else network.first_feature[None]
         features = torch.cat([first, before])
         kept = kept_tokens(prompt.is_visual, visual_scores, self.visual_keep)
-        if kept is None:
-            kept = torch.arange(len(prompt), device=self.device)
         if network.first_feature is None:
             kept = kept[kept > 0]
         stream, kept_features, is_visual = self._embeddings(prompt)[kept], features[kept], prompt.is_visual[kept]
@@ -222,8 +221,8 @@ class FeatureDraft(CachedDraft):
             mask = (columns <= positions[:, None])[None, None]
             crossing = Crossing(mask, 0, features[None], self._factors[columns][None])
         if len(positions) > 0:
-            context = AttentionContext(None, self.cache.blocks)
-            network(stream[None], kept_features[None], self._factors[positions][None], context, crossing=crossing)
+            context = AttentionContext(None, self.cache.blocks, crossing=crossing)
+            network(stream[None], kept_features[None], self._factors[positions][None], context)
 
     def _embeddings(self, prompt: EncodedPrompt) -> Tensor:
         """The target's embeddings [n, hidden], with the draft's own embeddings for text if it has any."""
@@ -239,8 +238,8 @@ class FeatureDraft(CachedDraft):
 
     @property
     def _is_crossing(self) -> bool:
-        """Whether blocks that cross attend to more tokens than the others."""
-        return self._num_condensed > 0 and self.network.crosses
+        """Whether cross-attention blocks attend to more tokens than the others."""
+        return self._num_condensed > 0 and self.network.has_cross_attention
 
     def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0, axes: int = 1) -> None:
         super().prepare_step(kv_length, num_pending=num_pending)
@@ -249,8 +248,8 @@ class FeatureDraft(CachedDraft):
         self._pending_features = [dict.fromkeys(self.aux_layers, states)] if num_pending else []
 
     def pruned_lengths(self, visual_keep: float, kv_length: int) -> list[int]:
-        """One for each padded length of the blocks that cross."""
-        if visual_keep == 1.0 or not self.network.crosses:
+        """One for each padded length of cross-attention blocks."""
+        if visual_keep == 1.0 or not self.network.has_cross_attention:
             return [0]
         return [0, 1, *(length - kv_length for length in self.padded_lengths if length > kv_length)]
 
@@ -274,8 +273,8 @@ class FeatureDraft(CachedDraft):
                     )
             crossing = Crossing(crossing_mask, whole_prefix + first) if self._is_crossing else None
             ids = to_device(step.tokens, self.device)
-            context = AttentionContext(mask, self.cache.blocks, prefix + first)
-            states = self._states(ids, features, table_rows(self._factors, positions), context, crossing)
+            context = AttentionContext(mask, self.cache.blocks, prefix + first, crossing)
+            states = self._states(ids, features, table_rows(self._factors, positions), context)
             logits = self.logits(states[step.first_logits :])
         self._own[1 + first : 1 + first + count] = states
         return logits
@@ -300,12 +299,10 @@ class FeatureDraft(CachedDraft):
             return self.network.target_features(source)
         return self.network.own_features(table_rows(self._own, source + 1))
 
-    def _states(
-        self, ids: Tensor, features: Tensor, factors: Tensor, context: AttentionContext, crossing: Crossing | None
-    ) -> Tensor:
+    def _states(self, ids: Tensor, features: Tensor, factors: Tensor, context: AttentionContext) -> Tensor:
         """The network's states of n tokens, [n, state size]."""
         stream = self.network.fuse(self._embed(ids), features)
-        (states,) = self.network(stream[None], features[None], factors[None], context, crossing=crossing)
+        (states,) = self.network(stream[None], features[None], factors[None], context)
         return states  # type: ignore[no-any-return]
 
     def logits(self, states: Tensor) -> Tensor:
@@ -319,9 +316,9 @@ class FeatureDraft(CachedDraft):
             return self._layer_masks(step, key, number)["mask"], KVSlots(step.slots(number), key.kv_lengths[number])
 
         mask, slots = mask_and_slots(0)
-        context = AttentionContext(mask, self.cache.blocks, slots)
         crossing = Crossing(*mask_and_slots(1)) if len(key.kv_lengths) > 1 else None
-        states = self._states(step.tokens, inputs["features"], self._factors[step.rows[0]], context, crossing)
+        context = AttentionContext(mask, self.cache.blocks, slots, crossing)
+        states = self._states(step.tokens, inputs["features"], self._factors[step.rows[0]], context)
         return states, self.logits(states)
 
     def _pending_hidden(self) -> Mapping[int, Tensor]:

@@ -10,7 +10,7 @@ cached before it, so that nodes of a tree do not see each other, and a level is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autotune.cost.draft_costs import ModelShape
 from autotune.device import check_room
-from autotune.drafters.borrowed_cache import BorrowedCache, shared_layer
+from autotune.drafters.borrowed_cache import BorrowedCache
 from autotune.drafters.cached_draft import CachedDraft, pad_rows, table_rows
 from autotune.drafters.draft import FeatureSource, check_vocabulary
 from autotune.errors import UserError
@@ -47,10 +47,8 @@ ROWS_AT_ONCE = 16
 class Gemma4AssistantDraft(CachedDraft):
     """Drafts with an assistant (see ``Draft``). Of the pending tokens only the root is read, because nothing is cached.
 
-    Pruning visual tokens has no effect, as the keys are the target's.
-
-    Args:
-        model: a Hugging Face model of a type ``gemma4_assistant`` or ``gemma4_unified_assistant``, on any device.
+    Pruning visual tokens has no effect, as the keys are the target's. ``model`` is a Hugging Face model of a type
+    ``gemma4_assistant`` or ``gemma4_unified_assistant``, on any device.
     """
 
     kind = GEMMA4_ASSISTANT
@@ -59,11 +57,15 @@ class Gemma4AssistantDraft(CachedDraft):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model.eval().requires_grad_(False)
+        self.model = self.standalone_model = model.eval().requires_grad_(False)
         self.dtype: torch.dtype = model.dtype
         self.config = model.config.get_text_config()
         self.vocab_size: int = self.config.vocab_size
         self._target: Any = None
+
+    @property
+    def description(self) -> str:
+        return f"a {self.kind} draft"
 
     @property
     def num_parameters(self) -> int:
@@ -74,18 +76,15 @@ class Gemma4AssistantDraft(CachedDraft):
         return weight_bytes(self.model)
 
     @property
-    def standalone_model(self) -> Any:
-        return self.model
-
-    @property
     def shape(self) -> ModelShape:
-        """See ``Draft``. Keys and values are read from the target's cache."""
+        """See ``Draft``. Every layer reads the keys and values of its type in the target's cache."""
+        shapes = [self.cache.shapes[layer_type] for layer_type in self.config.layer_types]
         return ModelShape(
             num_layers=self.config.num_hidden_layers,
             hidden_size=self.config.hidden_size,
             text_parameters=self.step_parameters,
             vision_parameters=0,
-            kv_bytes_per_token=self.kv_bytes_read_per_token,
+            kv_bytes_per_token=2 * sum(heads * size for heads, size in shapes) * self.dtype.itemsize,
             bytes_per_parameter=self.dtype.itemsize,
         )
 
@@ -101,18 +100,7 @@ class Gemma4AssistantDraft(CachedDraft):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Nothing is cached."""
-        return 0
-
-    @property
-    def kv_bytes_read_per_token(self) -> int:
-        """Bytes of a token's keys and values that a forward pass reads: every layer reads those of its type."""
-        shapes = [self.cache.shapes[layer_type] for layer_type in self.config.layer_types]
-        return 2 * sum(heads * size for heads, size in shapes) * self.dtype.itemsize
-
-    @property
-    def description(self) -> str:
-        return f"a {self.kind} draft"
+        return 0  # nothing is cached
 
     @property
     def mask_value(self) -> float:
@@ -122,8 +110,6 @@ class Gemma4AssistantDraft(CachedDraft):
         """The root alone."""
         return min(num_committed, 1)
 
-    # ------------------------------------------------------------------------------------------------------- requests
-
     def attach(self, target: Target) -> None:
         """See ``Draft``. The draft uses the target's embedding, and keys and values.
 
@@ -132,17 +118,17 @@ class Gemma4AssistantDraft(CachedDraft):
         """
         if self._target is target:
             return
-        self._check(target)
+        cache = self._checked_cache(target)
         self._target = target
         self.device, self.target_vocab_size = target.device, target.vocab_size
         self.model.to(target.device)
         self.aux_layers = (len(target.text.layers),)
         self._embed = target.text.module.get_input_embeddings()
         self._hidden = torch.zeros(0, self.model.config.backbone_hidden_size, dtype=self.dtype, device=self.device)
-        self.cache = BorrowedCache(target, self.config.layer_types)
+        self.cache = cache
         self._allocate(DEFAULT_CAPACITY)
 
-    def _check(self, target: Target) -> None:
+    def _checked_cache(self, target: Target) -> BorrowedCache:
         text, config = target.text, self.config
         if text.config.model_type not in TARGET_TYPES:
             raise UserError(
@@ -154,10 +140,11 @@ class Gemma4AssistantDraft(CachedDraft):
                 f"an assistant needs attention that takes a mask: {' or '.join(MASKED_ATTENTION)}; it runs "
                 f"{config._attn_implementation!r}; load it with attn_implementation='sdpa'"
             )
+        cache = BorrowedCache(target, config.layer_types)
         differences = [("hidden_size", self.model.config.backbone_hidden_size, text.config.hidden_size)]
         for number, layer_type in enumerate(config.layer_types):
             ours = config.per_layer_config[number]
-            heads, size = shared_layer(text, layer_type)[1]
+            heads, size = cache.shapes[layer_type]
             differences.append((f"{layer_type} KV heads", ours.num_key_value_heads, heads))
             differences.append((f"{layer_type} head size", ours.head_dim, size))
         for name, for_ours, theirs in differences:
@@ -172,6 +159,7 @@ class Gemma4AssistantDraft(CachedDraft):
                 f"an assistant reads the target's states as they are, so both have one precision; the target's is "
                 f"{target.dtype}, the assistant's {self.dtype}; load it with dtype={target.dtype}"
             )
+        return cache
 
     def use_mode(self, name: str) -> None:
         super().use_mode(name)
@@ -201,9 +189,6 @@ class Gemma4AssistantDraft(CachedDraft):
             self._allocate(capacity)
         self.cache.clear()
         self.begin_round()
-
-    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt]) -> Sequence[EncodedPrompt]:
-        return target_prompts
 
     def prefill(self, prompt: EncodedPrompt, visual_scores: Tensor | None, *, capacity: int) -> None:
         """See ``Draft``. The target must have prefilled the same prompt just before."""
@@ -235,8 +220,6 @@ class Gemma4AssistantDraft(CachedDraft):
     def _commit_pending(self, count: int) -> None:
         self._hidden[0], self._num_visible[0] = self._hidden[count], self._num_visible[count]
         self.cache.length += count
-
-    # -------------------------------------------------------------------------------------------------- forward passes
 
     def forward(self, step: Step, source: FeatureSource) -> Tensor:
         """See ``CachedDraft``. Committed tokens see what the target has cached before them, drafted ones what their parents see;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
@@ -15,9 +15,6 @@ from autotune.modeling.target import Target
 
 def load_assistant(name: str, target: Target, *, random_weights: bool = False) -> Gemma4AssistantDraft:
     """Load an assistant in its target's precision.
-
-    Args:
-        random_weights: as in ``load_model``.
 
     Raises:
         UserError: as of ``load_model`` and ``attach``, or a checkpoint that lacks weights.
@@ -36,21 +33,15 @@ def keys_of_another_model() -> Iterator[None]:
     """Within the context, transformers builds assistants. Release 5.23 looks for the layers that compute keys and values among
     the assistant's own, of which there are none, and raises.
     """
-    configs: tuple[Any, ...] = (Gemma4TextConfig, Gemma4UnifiedTextConfig)
-    originals = [config.kv_sharing_modes for config in configs]
+    with ExitStack() as stack:
+        for config_type in (Gemma4TextConfig, Gemma4UnifiedTextConfig):
+            original: Any = config_type.kv_sharing_modes
 
-    def modes_by(original: Any) -> Any:
-        def modes(config: Any) -> list[str | None]:
-            if config.num_kv_shared_layers == config.num_hidden_layers:
-                return ["reuse"] * config.num_hidden_layers
-            return original.fget(config)  # type: ignore[no-any-return]
+            def modes(config: Any, original: Any = original) -> list[str | None]:
+                if config.num_kv_shared_layers == config.num_hidden_layers:
+                    return ["reuse"] * config.num_hidden_layers
+                return original.fget(config)  # type: ignore[no-any-return]
 
-        return property(modes)
-
-    for config, original in zip(configs, originals, strict=True):
-        config.kv_sharing_modes = modes_by(original)
-    try:
+            stack.callback(setattr, config_type, "kv_sharing_modes", original)
+            config_type.kv_sharing_modes = property(modes)
         yield
-    finally:
-        for config, original in zip(configs, originals, strict=True):
-            config.kv_sharing_modes = original

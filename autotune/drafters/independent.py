@@ -45,7 +45,7 @@ class IndependentDraft(CachedDraft, TreeModel):
     def __init__(self, model: Any, *, visual_keep: float = 1.0, tokenizer: Any = None) -> None:
         CachedDraft.__init__(self)
         TreeModel.__init__(self, model)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.standalone_model = tokenizer, model
         self.visual_keep = visual_keep
         self.sees_images = True  # whether the model type is the target's
         self.reads_placeholders: bool | None = False  # True to record what a serving engine shows a draft
@@ -61,12 +61,7 @@ class IndependentDraft(CachedDraft, TreeModel):
     def weight_bytes(self) -> int:
         return weight_bytes(self.model)
 
-    @property
-    def standalone_model(self) -> Any:
-        return self.model
-
     def forest(self, answer: AnswerToRecord) -> Forest:
-        """See ``Draft``."""
         return PathForestGrower(self, answer).grow_all() if self.has_states else super().forest(answer)
 
     def attach(self, target: Target) -> None:
@@ -107,7 +102,7 @@ class IndependentDraft(CachedDraft, TreeModel):
         self.reserve(capacity)
         self._pending = []
         kept = kept_tokens(prompt.is_visual, visual_scores, self.visual_keep)
-        if kept is None:
+        if len(kept) == len(prompt):
             self.prefill_prompt(prompt)
         else:
             self.prefill_prompt(prompt.keep(kept), full_prompt=prompt)
@@ -117,9 +112,8 @@ class IndependentDraft(CachedDraft, TreeModel):
 
     def forward(self, step: Step, source: FeatureSource | None = None) -> Tensor:
         """Logits [n, shared vocabulary]. Features are not read."""
-        tokens = np.where(
-            step.tokens < self.vocab_size, step.tokens, 0
-        )  # ids in the padding of the target's vocabulary
+        # Ids in the padding of the target's vocabulary are unknown.
+        tokens = np.where(step.tokens < self.vocab_size, step.tokens, 0)
         return TreeModel.forward(self, step._replace(tokens=tokens))[:, : self._num_common]
 
     def _pending_hidden(self) -> Mapping[int, Tensor]:

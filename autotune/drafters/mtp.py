@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing, KeysValues
-from autotune.drafters.network import NetworkConfig, rotary_factors
+from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, KeysValues
+from autotune.drafters.network import NetworkConfig, rotary_factors, set_weights
 from autotune.drafters.trainable import CONFIG, WEIGHTS, LossSettings
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
@@ -36,10 +36,7 @@ class MtpConfig(NetworkConfig):
 
 
 class MtpNetwork(UnrolledNetwork):
-    """One head.
-
-    Args:
-        target: the model whose layers and rotary embedding the head has.
+    """One head, which has layers and rotary embedding of its target.
 
     Raises:
         UserError: a target whose layers have no norm, or whose cache is not of keys and values.
@@ -136,13 +133,7 @@ class MtpNetwork(UnrolledNetwork):
         return self.eh_proj(torch.cat(parts, -1))  # type: ignore[no-any-return]
 
     def forward(
-        self,
-        stream: Tensor,
-        features: Tensor,
-        factors: Tensor,
-        context: AttentionContext = WITHIN_BATCH,
-        *,
-        crossing: Crossing | None = None,
+        self, stream: Tensor, features: Tensor, factors: Tensor, context: AttentionContext = WITHIN_BATCH
     ) -> Tensor:
         """The layer's normalized output [batch, n, hidden], input of the target's head and features of the next token."""
         cache = context.caches[0]
@@ -194,20 +185,11 @@ def load_mtp(folder: Path, target: Target, *, random_weights: bool = False) -> M
     """
     network = MtpNetwork(MtpConfig.load(folder / CONFIG), target)
     if not random_weights:
-        set_weights(network, load_file(folder / WEIGHTS), source=str(folder / WEIGHTS))
+        set_head(network, load_file(folder / WEIGHTS), source=str(folder / WEIGHTS))
     return network.eval().requires_grad_(False)
 
 
-def set_weights(network: MtpNetwork, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    """Set all weights of a head.
-
-    Raises:
-        UserError: missing or other tensors, or tensors of other shapes.
-    """
-    try:
-        network.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise UserError(
-            f"{source}: not the tensors of an mtp head for this target ({' '.join(str(error).split())[:200]}); use a head "
-            "made for this target"
-        ) from None
+def set_head(network: MtpNetwork, tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """``set_weights`` of a head."""
+    advice = "use a head made for this target"
+    set_weights(network, tensors, source=source, what="an mtp head for this target", advice=advice)

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from autotune.drafters.mtp import MtpConfig, MtpNetwork, set_weights
+from autotune.drafters.mtp import MtpConfig, MtpNetwork, set_head
 from autotune.errors import UserError
 from autotune.modeling.loading import MTP_SUFFIX, resolve
 from autotune.modeling.target import Target
@@ -32,10 +32,7 @@ _HEAD_PARTS = ("enorm", "hnorm", "eh_proj", "norm")
 
 
 def load_own_mtp(name: str, target: Target, *, random_weights: bool = False) -> MtpNetwork:
-    """Load the first head of a target's checkpoint.
-
-    Args:
-        name: folder or Hugging Face id of the target, followed by ``:mtp``.
+    """Load the first head of a target's checkpoint, which ``name`` gives by its folder or Hugging Face id, followed by ``:mtp``.
 
     Raises:
         UserError: the checkpoint has no head, or a head of other sizes than the target's layers.
@@ -47,7 +44,7 @@ def load_own_mtp(name: str, target: Target, *, random_weights: bool = False) -> 
         tensors = _read(source, config.num_target_layers)
         if not tensors:
             raise UserError(f"{name}: {_why_missing(target, config.num_target_layers)}")
-        set_weights(network, _stack_experts(tensors, network), source=name)
+        set_head(network, _stack_experts(tensors, network), source=name)
     return network.eval().requires_grad_(False)
 
 

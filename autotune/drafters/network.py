@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from autotune.documents.subnet import Operator
-from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing, DraftBlock, rotation
+from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, DraftBlock, rotation
 from autotune.errors import UserError
 from autotune.files import Document
 
@@ -59,6 +59,12 @@ class DraftNetwork(nn.Module, ABC):
     is_supernet = False
     """Whether heads and the injection layer can be chosen."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_frequencies: Tensor | None
+        """How often the target emitted each token of its vocabulary in training, [vocabulary]; None: not known."""
+        self.register_buffer("token_frequencies", None, persistent=False)
+
     @property
     def operators(self) -> tuple[Operator, ...]:
         """Operators that compress visual tokens, of which one can be chosen."""
@@ -90,11 +96,6 @@ class DraftNetwork(nn.Module, ABC):
             "and ratio out"
         )
 
-    @property
-    def has_frequencies(self) -> bool:
-        """Whether the network knows how frequent tokens are, so that its vocabulary can be cut."""
-        return False
-
     def cut_vocabulary(self, share: float) -> None:
         """Propose only the most frequent tokens: this share of the vocabulary. The draft's head then computes fewer logits,
         and the target verifies with its whole vocabulary (FR-Spec, Zhao et al. 2025).
@@ -102,19 +103,22 @@ class DraftNetwork(nn.Module, ABC):
         Raises:
             UserError: a network without token frequencies.
         """
-        raise UserError(
-            f"this {self.config.kind} draft has no token frequencies, so its vocabulary cannot be cut; got vocabulary {share}; "
-            "leave it out, or train the draft with autotune train, which counts tokens"
-        )
+        if (frequencies := self.token_frequencies) is None:
+            raise UserError(
+                f"this {self.config.kind} draft has no token frequencies, so its vocabulary cannot be cut; got vocabulary {share}; "
+                "leave it out, or train the draft with autotune train, which counts tokens"
+            )
+        ranked = frequencies.argsort(descending=True, stable=True)
+        self.token_ids = ranked[: max(1, round(share * len(frequencies)))].sort().values
 
     @property
-    def crosses(self) -> bool:
-        """Whether some blocks cross: they attend to the features of all prompt tokens, pruned ones included."""
-        return False
+    def has_cross_attention(self) -> bool:
+        """Whether some blocks attend to the features of all prompt tokens, pruned ones included."""
+        return self.crossing_share > 0
 
     @property
     def crossing_share(self) -> float:
-        """Share of the keys and values of a token in blocks that cross."""
+        """Share of the keys and values of a token in cross-attention blocks."""
         return 0.0
 
     @abstractmethod
@@ -155,13 +159,7 @@ class DraftNetwork(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self,
-        stream: Tensor,
-        features: Tensor,
-        factors: Tensor,
-        context: AttentionContext = WITHIN_BATCH,
-        *,
-        crossing: Crossing | None = None,
+        self, stream: Tensor, features: Tensor, factors: Tensor, context: AttentionContext = WITHIN_BATCH
     ) -> Tensor:
         """States [batch, n, hidden], inputs of the target's head.
 
@@ -169,7 +167,6 @@ class DraftNetwork(nn.Module, ABC):
             stream: output of ``fuse``, [batch, n, hidden].
             features: output of ``target_features`` or ``own_features`` for each of the n tokens.
             factors: output of ``factors`` for each of the n tokens.
-            crossing: what blocks that cross attend to; None: the features of the n tokens.
         """
 
     def logits(self, states: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
@@ -202,21 +199,6 @@ class BlocksNetwork(DraftNetwork):
         self.embedding = None
         self.token_ids: Tensor | None
         self.register_buffer("token_ids", None, persistent=False)
-        self.token_frequencies: Tensor | None
-        """How often the target emitted each token of its vocabulary in training, [vocabulary]; None: not known."""
-        self.register_buffer("token_frequencies", None, persistent=False)
-
-    @property
-    def has_frequencies(self) -> bool:
-        return self.token_frequencies is not None
-
-    def cut_vocabulary(self, share: float) -> None:
-        if self.token_frequencies is None:
-            super().cut_vocabulary(share)
-            return
-        frequencies = self.token_frequencies
-        ranked = frequencies.argsort(descending=True, stable=True)
-        self.token_ids = ranked[: max(1, round(share * len(frequencies)))].sort().values
 
     @property
     @abstractmethod
@@ -224,16 +206,14 @@ class BlocksNetwork(DraftNetwork):
         """Blocks in execution order."""
 
     @property
-    def crosses(self) -> bool:
-        return any(block.crosses for block in self.blocks)
-
-    @property
     def crossing_share(self) -> float:
-        return sum(block.num_heads for block in self.blocks if block.crosses) / sum(b.num_heads for b in self.blocks)
+        across = sum(block.num_heads for block in self.blocks if block.has_cross_attention)
+        return across / sum(block.num_heads for block in self.blocks)
 
-    def new_block(self, *, crosses: bool = False) -> DraftBlock:
+    def new_block(self, *, has_cross_attention: bool = False) -> DraftBlock:
         config = self.config
-        block = DraftBlock(config.hidden_size, config.num_heads, config.head_size, config.mlp_size, crosses=crosses)
+        sizes = config.hidden_size, config.num_heads, config.head_size, config.mlp_size
+        block = DraftBlock(*sizes, has_cross_attention=has_cross_attention)
         for linear in (block.from_stream, block.from_features, block.to_stream):
             if linear is not None:
                 nn.init.normal_(linear.weight, std=0.02 if linear is block.to_stream else linear.in_features**-0.5)
@@ -262,7 +242,6 @@ class BlocksNetwork(DraftNetwork):
         factors: Tensor,
         context: AttentionContext = WITHIN_BATCH,
         *,
-        crossing: Crossing | None = None,
         head_masks: Sequence[Tensor] | None = None,
         fan_out: Sequence[Tensor] | None = None,
         early: list[Tensor] | None = None,
@@ -283,7 +262,6 @@ class BlocksNetwork(DraftNetwork):
                 factors,
                 context,
                 cache=context.caches[number],
-                crossing=crossing,
                 head_mask=None if head_masks is None else head_masks[number],
             )
             if number == 0 and early is not None:
@@ -291,19 +269,54 @@ class BlocksNetwork(DraftNetwork):
         return self.norm(stream)  # type: ignore[no-any-return]
 
 
+class JoinedLayersConfig(NetworkConfig):
+    """Sizes of a network that reads several layers of the target together."""
+
+    layers: tuple[int, ...]
+    """Layers of the target that are read; layer i is the input of the target's layer i, counted from 0."""
+
+
+class JoinedLayersNetwork(DraftNetwork):
+    """A network that reads several layers of the target together, over a vocabulary that may be smaller than the target's."""
+
+    config: JoinedLayersConfig
+    fc: nn.Linear
+    """Projects the concatenated layers."""
+    d2t: Tensor | None
+    """Offsets of a smaller vocabulary: its token i is the target's token ``i + d2t[i]``. None: the target's vocabulary."""
+
+    @property
+    def token_ids(self) -> Tensor | None:  # type: ignore[override]
+        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def layers_read(self, injection_layer: int | None) -> tuple[int, ...]:
+        layers = self.config.layers
+        if injection_layer is not None and (injection_layer,) != layers:
+            raise UserError(
+                f"this {self.config.kind} draft reads the layers {', '.join(map(str, layers))} together; "
+                f"got injection_layer {injection_layer}; leave it out"
+            )
+        return layers
+
+    def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
+        """The concatenated layers, projected to the network's width."""
+        return self.fc(torch.cat([hidden[layer] for layer in self.config.layers], -1))  # type: ignore[no-any-return]
+
+
+def set_weights(network: nn.Module, tensors: Mapping[str, Tensor], *, source: object, what: str, advice: str) -> None:
+    """Set all weights of a network. Messages name the weights' ``source``, ``what`` they are for, and the next step.
+
+    Raises:
+        UserError: missing or other tensors, or tensors of other shapes.
+    """
+    try:
+        network.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{source}: not the tensors of {what} ({reason}); {advice}") from None
+
+
 def rotary_factors(rotary: nn.Module, like: Tensor, positions: Tensor, **options: Any) -> Tensor:
     """Cosines and sines, [..., n, 2, head size], of a transformers rotary embedding, in the data type of ``like``."""
     cos, sin = rotary(like, positions.reshape(1, -1), **options)
     return torch.stack([cos, sin], -2).reshape(*positions.shape, 2, -1)
-
-
-def require_layers(layers: Sequence[int], num_layers: int, *, source: str) -> None:
-    """Check that a target of ``num_layers`` layers has outputs of these layers; 0 are its embeddings.
-
-    Raises:
-        UserError: it has not.
-    """
-    if not all(0 <= number <= num_layers for number in layers):
-        raise UserError(
-            f"{source}: layers of the target are 0 to {num_layers}; got {list(layers)}; fix layers in draft"
-        )

@@ -71,10 +71,8 @@ class StarNetwork(DreamNetwork):
         return tuple(shares[SELF_CROSS_SELF.index(name)] for name in self.config.blocks)
 
     def kept_heads(self, shares: Sequence[float]) -> list[Tensor]:
-        """Indices of the most important heads of each block, ascending.
-
-        Args:
-            shares: of the paper's three blocks, also if the network has fewer.
+        """Indices of the most important heads of each block, ascending. ``shares`` are those of the paper's three blocks, also if
+        the network has fewer.
 
         Raises:
             UserError: a share that is not a whole number of heads.

@@ -23,6 +23,8 @@ _MULTIPLIER = 6364136223846793005  # Knuth's, of MMIX
 Bools = NDArray[np.bool_]
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
+Text = tuple[Int32s, Int32s, Int32s, int, Bools]
+"""Tokens, the previous position of each one's chain, the newest position of each chain, ``min_match`` and ``is_excluded``."""
 
 
 class SuffixIndex:
@@ -38,10 +40,9 @@ class SuffixIndex:
         self.length = 0
         """Number of tokens."""
         self._min_match, self._is_excluded = min_match, is_excluded
-        self._context = np.zeros(max_match, np.int32)
-        # Followers of the matches of one context: tokens, counts, and for each token its index among them.
-        self._follower, self._count = np.zeros((2, MAX_CANDIDATES), np.int32)
-        self._index_of = np.zeros(len(is_excluded), np.int32)
+        # A context, and the followers of its matches: tokens, counts, and for each token its index among them.
+        follower, count = np.zeros((2, MAX_CANDIDATES), np.int32)
+        self._scratch = np.zeros(max_match, np.int32), follower, count, np.zeros(len(is_excluded), np.int32)
         self._reserve(FIRST_CAPACITY)
 
     def _reserve(self, capacity: int) -> None:
@@ -62,13 +63,16 @@ class SuffixIndex:
         end = self.length + len(tokens)
         if end > len(self._tokens):
             self._reserve(2 * end)
-        text = self._tokens, self._previous, self._newest
-        _append(*text, self.length, tokens, self._min_match, self._is_excluded)
+        _append(self._text, self.length, tokens)
         self.length = end
+
+    @property
+    def _text(self) -> Text:
+        return self._tokens, self._previous, self._newest, self._min_match, self._is_excluded
 
     def truncate(self, length: int) -> None:
         """Remove all tokens after the first ``length``."""
-        _truncate(self._tokens, self._previous, self._newest, self.length, length, self._min_match)
+        _truncate(self._text, self.length, length)
         self.length = length
 
     def followers(
@@ -92,44 +96,16 @@ class SuffixIndex:
         tokens = np.empty((len(nodes), num_proposals), np.int32)
         logprobs = np.empty((len(nodes), num_proposals), np.float32)
         match_length = np.empty(len(nodes), np.int32)
-        _find_followers(
-            self._tokens,
-            self._previous,
-            self._newest,
-            self._min_match,
-            self._is_excluded,
-            token,
-            parent,
-            nodes,
-            visible,
-            self._context,
-            self._follower,
-            self._count,
-            self._index_of,
-            tokens,
-            logprobs,
-            match_length,
-        )
-        return tokens, logprobs, match_length
+        out = tokens, logprobs, match_length
+        _find_followers(self._text, token, parent, nodes, visible, self._scratch, *out)
+        return out
 
     def continuation(self) -> Retrieved:
         """The most frequent follower of the longest match of the text's end, then that of the match which it continues, and so
         on, up to ``MAX_RETRIEVED`` tokens.
         """
         tokens = np.full(MAX_RETRIEVED, -1)
-        match_length = _find_continuation(
-            self._tokens,
-            self._previous,
-            self._newest,
-            self._min_match,
-            self._is_excluded,
-            self.length,
-            self._context,
-            self._follower,
-            self._count,
-            self._index_of,
-            tokens,
-        )
+        match_length = _find_continuation(self._text, self.length, self._scratch, tokens)
         return Retrieved(tokens, match_length)
 
 
@@ -143,9 +119,8 @@ def _bucket(tokens: Int32s, end: int, min_match: int, num_buckets: int) -> int:
 
 
 @njit(cache=True)
-def _append(
-    tokens: Int32s, previous: Int32s, newest: Int32s, length: int, new: Int32s, min_match: int, is_excluded: Bools
-) -> None:
+def _append(text: Text, length: int, new: Int32s) -> None:
+    tokens, previous, newest, min_match, is_excluded = text
     for token in new:
         tokens[length] = token
         previous[length] = _UNLINKED
@@ -157,7 +132,8 @@ def _append(
 
 
 @njit(cache=True)
-def _truncate(tokens: Int32s, previous: Int32s, newest: Int32s, length: int, new_length: int, min_match: int) -> None:
+def _truncate(text: Text, length: int, new_length: int) -> None:
+    tokens, previous, newest, min_match, _ = text
     for at in range(length - 1, new_length - 1, -1):
         if previous[at] != _UNLINKED:
             newest[_bucket(tokens, at, min_match, len(newest))] = previous[at]
@@ -165,24 +141,19 @@ def _truncate(tokens: Int32s, previous: Int32s, newest: Int32s, length: int, new
 
 @njit(cache=True)
 def _find_followers(
-    tokens: Int32s,
-    previous: Int32s,
-    newest: Int32s,
-    min_match: int,
-    is_excluded: Bools,
+    text: Text,
     drafted: Ints,
     parent: Ints,
     nodes: Ints,
     visible: Ints,
-    context: Int32s,
-    follower: Int32s,
-    count: Int32s,
-    index_of: Int32s,
+    scratch: tuple[Int32s, Int32s, Int32s, Int32s],
     out_tokens: Int32s,
     out_logprobs: Float32s,
     out_match_length: Int32s,
 ) -> None:
-    """See ``SuffixIndex.followers``. ``context`` [max_match], ``follower``, ``count`` and ``index_of`` are scratch memory."""
+    """See ``SuffixIndex.followers``."""
+    tokens, previous, newest, min_match, is_excluded = text
+    context, follower, count, index_of = scratch
     max_match = len(context)
     for row in range(len(nodes)):
         # The context from its end backwards.
@@ -229,28 +200,14 @@ def _find_followers(
 
 
 @njit(cache=True)
-def _find_continuation(
-    tokens: Int32s,
-    previous: Int32s,
-    newest: Int32s,
-    min_match: int,
-    is_excluded: Bools,
-    length: int,
-    context: Int32s,
-    follower: Int32s,
-    count: Int32s,
-    index_of: Int32s,
-    out: Ints,
-) -> int:
+def _find_continuation(text: Text, length: int, scratch: tuple[Int32s, Int32s, Int32s, Int32s], out: Ints) -> int:
     """Write the tokens of ``SuffixIndex.continuation``; returns the length of the first match."""
     drafted, parent = np.zeros(len(out) + 1, np.int64), np.arange(-1, len(out))
     visible, match_length = np.full(1, length), 0
     found, logprob, found_length = np.empty((1, 1), np.int32), np.empty((1, 1), np.float32), np.empty(1, np.int32)
-    text = tokens, previous, newest, min_match, is_excluded
     for step in range(len(out)):
         node = parent[step + 1 : step + 2]
-        scratch = context, follower, count, index_of
-        _find_followers(*text, drafted, parent, node, visible, *scratch, found, logprob, found_length)
+        _find_followers(text, drafted, parent, node, visible, scratch, found, logprob, found_length)
         if logprob[0, 0] == -np.inf:
             break
         out[step] = drafted[step + 1] = found[0, 0]

@@ -9,13 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from autotune.documents.subnet import Subnet
 from autotune.drafters.divergence import Divergence, DivergenceName, divergence
 from autotune.drafters.network import DraftNetwork, NetworkConfig
 from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
+from autotune.errors import UserError
 from autotune.files import Document
 from autotune.modeling.target import Target
 
@@ -66,11 +67,7 @@ class TrainableNetwork(DraftNetwork):
     @classmethod
     @abstractmethod
     def new(cls, sizes: Mapping[str, Any], target: Target, *, source: str) -> Self:
-        """Make a network with new weights for a target.
-
-        Args:
-            sizes: config fields of the draft.
-            source: the recipe, for messages.
+        """Make a network with new weights for a target. ``sizes`` are config fields of the draft, from the recipe ``source``.
 
         Raises:
             UserError: unknown or invalid sizes, or a target that cannot have such a draft.
@@ -117,3 +114,15 @@ class TrainableNetwork(DraftNetwork):
         folder.mkdir(parents=True, exist_ok=True)
         save_file(self.saved_tensors(), folder / WEIGHTS)
         self.config.save(folder / CONFIG)
+
+
+def read_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
+    """The tensors of a published draft; ``kind`` names it in messages.
+
+    Raises:
+        UserError: no safetensors file.
+    """
+    if not (folder / WEIGHTS).exists():
+        pickled = " (pytorch_model.bin is a pickle, which is never opened)" if any(folder.glob("*.bin")) else ""
+        raise UserError(f"{folder}: {kind} is read from {WEIGHTS}; there is none{pickled}; save it as safetensors")
+    return load_file(folder / WEIGHTS)

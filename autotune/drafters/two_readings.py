@@ -36,7 +36,7 @@ class DraftRows:
     """The column of the teacher batch that each row comes from."""
     loss_mask: Tensor
     all_features: Tensor
-    """The features of every column of the teacher batch, which blocks that cross attend to, [batch, columns, hidden]."""
+    """The features of every column of the teacher batch, which cross-attention blocks read, [batch, columns, hidden]."""
     num_rows: Tensor
     """Number of rows of each example, [batch]."""
     is_pruned: bool
@@ -64,8 +64,6 @@ def rows_of(
     for row, length in enumerate(batch.lengths.tolist()):
         is_visual = batch.is_visual[row, :length]
         kept = kept_tokens(is_visual, batch.visual_scores.get(row), visual_keep)
-        if kept is None:
-            kept = torch.arange(length, device=is_visual.device)
         rows = PromptRows(stream[row, kept], features[row, kept], kept, is_visual[kept])
         question = batch.hidden[injection_layer][row, batch.loss_start[row]]
         condensed.append(network.condense(rows, question, generator, operators[row] if operators else None))
@@ -100,7 +98,6 @@ class TwoPasses:
         self._first: Tensor | None = None
 
     def write(self, keys_values: Tensor, begin: int | KVSlots) -> tuple[Tensor, Tensor]:
-        """See ``KeysValues``."""
         if self._first is None:
             merged = self._first = keys_values
         else:
@@ -124,12 +121,12 @@ class TwoReadings:
         columns = torch.arange(rows.positions.shape[1], device=first.device)
         self._caches = [self._cache(columns, first) for _ in network.blocks]
         self._factors = network.factors(rows.positions)
-        self._is_crossing = rows.is_pruned and network.crosses  # blocks that cross attend to more columns than rows
+        self._is_crossing = rows.is_pruned and network.has_cross_attention
         if self._is_crossing:
             self._all_columns = torch.arange(rows.all_features.shape[1], device=first.device)
             first_column = rows.positions.gather(1, first)
             for number, block in enumerate(network.blocks):
-                if block.crosses:
+                if block.has_cross_attention:
                     self._caches[number] = self._cache(self._all_columns, first_column)
 
     def _cache(self, columns: Tensor, first: Tensor) -> TwoPasses:
@@ -149,16 +146,9 @@ class TwoReadings:
                 features=rows.all_features,
                 factors=network.factors(self._all_columns)[None],
             )
-        context = AttentionContext(caches=self._caches)
-        return network(
-            rows.stream,
-            rows.features,
-            self._factors,
-            context,
-            crossing=crossing,
-            head_masks=self.head_masks,
-            early=early,
-        )
+        context = AttentionContext(caches=self._caches, crossing=crossing)
+        masks = self.head_masks
+        return network(rows.stream, rows.features, self._factors, context, head_masks=masks, early=early)
 
     def with_own_features(self, states: Tensor, is_own: Tensor) -> Tensor:
         """States [batch, most loss tokens, hidden] of the rows ``again``. Where ``is_own`` [batch, n], they read the state of
@@ -174,12 +164,11 @@ class TwoReadings:
         features = torch.where(reads_own, own, select(rows.features))
         stream = torch.where(reads_own, network.fuse(select(rows.embeddings), own), select(rows.stream))
         columns = torch.arange(rows.positions.shape[1], device=self.again.device)
-        context = AttentionContext((columns <= self.again[:, :, None])[:, None], self._caches)
         positions = rows.positions.gather(1, self.again)
         crossing = Crossing((self._all_columns <= positions[:, :, None])[:, None]) if self._is_crossing else None
-        return network(
-            stream, features, network.factors(positions), context, crossing=crossing, head_masks=self.head_masks
-        )
+        mask = (columns <= self.again[:, :, None])[:, None]
+        context = AttentionContext(mask, self._caches, crossing=crossing)
+        return network(stream, features, network.factors(positions), context, head_masks=self.head_masks)
 
 
 def own_feature_mask(rows: DraftRows, generator: torch.Generator, *, copies: int = 1) -> Tensor:

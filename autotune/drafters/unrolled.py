@@ -29,7 +29,6 @@ class UnrolledKeys:
         self._all: Tensor | None = None
 
     def write(self, keys_values: Tensor, begin: int | KVSlots) -> tuple[Tensor, Tensor]:
-        """See ``KeysValues``."""
         self._all = keys_values if self._all is None else torch.cat([self._all, keys_values], 3)
         keys, values = self._all.unbind(2)
         return keys, values

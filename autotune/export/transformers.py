@@ -43,9 +43,7 @@ class Transformers(Engine):
         "with sampling, assisted generation samples its drafts too, so fewer of them are accepted than predicted",
     )
 
-    def settings(
-        self, pair: Pair, tree: TreePolicy, schedule: Sequence[BatchPrediction] = ()
-    ) -> TransformersSettings:
+    def settings(self, pair: Pair, tree: TreePolicy, schedule: Sequence[BatchPrediction] = ()) -> TransformersSettings:
         return TransformersSettings(num_assistant_tokens=tree.max_depth)
 
     def command(self, pair: Pair, settings: Document, path: Path) -> str:

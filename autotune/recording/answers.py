@@ -95,16 +95,14 @@ class AnswerRecorder:
 
     def _record_batch(self, batch: list[tuple[WorkloadPrompt, Request]]) -> Iterator[tuple[WorkloadPrompt, Answer]]:
         decoded = GreedyBatch(self.target, [request for _, request in batch])
-        scores, is_certain = [], []
-        for row, (_, request) in enumerate(batch):
+        known, is_certain = {}, []
+        for row, (prompt, request) in enumerate(batch):
             prefilled = self._prefill(request)
-            scores.append(_as_lists(prefilled.visual_scores))
+            known[id(request)] = prompt, _as_lists(prefilled.visual_scores)
             is_certain.append(decoded.insert(row, prefilled))
-        index = {id(request): row for row, (_, request) in enumerate(batch)}
         for request, certain in decoded.decode(is_certain):
-            prompt = batch[index[id(request)]][0]
-            tokens = request.tokens if certain else self._alone(prompt)
-            yield prompt, Answer(tokens, len(request.prompt), scores[index[id(request)]])
+            prompt, scores = known[id(request)]
+            yield prompt, Answer(request.tokens if certain else self._alone(prompt), len(request.prompt), scores)
 
     def _inputs(self, prompt: WorkloadPrompt) -> dict[str, Any]:
         return prompt.inputs(self.processor, self.target.device)
@@ -124,4 +122,4 @@ class AnswerRecorder:
 
 
 def _as_lists(scores: Mapping[VisualRanking, Tensor]) -> dict[VisualRanking, list[float]]:
-    return {ranking: scores[ranking].tolist() for ranking in scores}
+    return {ranking: of_ranking.tolist() for ranking, of_ranking in scores.items()}

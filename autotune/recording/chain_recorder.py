@@ -111,10 +111,10 @@ def chain_traces(
     parts = []
     for prompt, whole in zip(workload.prompts, recorder.answers(workload), strict=True):
         answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
-        target_features = recorder.features(prompt, prompt.inputs(recorder.processor, draft.device), answer, (layer,))
+        outputs = recorder.target_features(prompt, prompt.inputs(recorder.processor, draft.device), answer, (layer,))
         sampler = recorder.sampler(prompt)
         parts.append(
-            record_chains(recorder.target, draft, subnets, answer, target_features, depth=bounds.depth, sampler=sampler)
+            record_chains(recorder.target, draft, subnets, answer, outputs, depth=bounds.depth, sampler=sampler)
         )
     return [
         join(recorder.header(draft, draft_reference, subnet, (layer,), workload, bounds), list(of_subnet))
@@ -127,7 +127,7 @@ def record_chains(
     draft: Any,
     subnets: Sequence[Subnet],
     answer: Answer,
-    target_features: TargetFeatures,
+    outputs: TargetFeatures,
     *,
     depth: int,
     sampler: TokenSampler | None = None,
@@ -140,15 +140,13 @@ def record_chains(
     Args:
         draft: the whole supernet, attached to the target.
         subnets: subnets that differ in their heads only.
-        target_features: the target's outputs for the prompt and the answer, at the injection layer of the subnets.
+        outputs: the target's outputs for the prompt and the answer, at the injection layer of the subnets.
         sampler: that of a sampled answer, to which the draft's proposals are coupled.
     """
-    rows = len(target_features.prompts[0]) + len(answer.tokens)
+    rows = len(outputs.prompts[0]) + len(answer.tokens)
     at_once = max(1, ROWS_AT_ONCE // rows)
     parts = (subnets[first : first + at_once] for first in range(0, len(subnets), at_once))
-    return [
-        recorded for part in parts for recorded in _record(target, draft, part, answer, target_features, depth, sampler)
-    ]
+    return [recorded for part in parts for recorded in _record(target, draft, part, answer, outputs, depth, sampler)]
 
 
 @torch.inference_mode()
@@ -157,26 +155,25 @@ def _record(
     draft: Any,
     subnets: Sequence[Subnet],
     answer: Answer,
-    target_features: TargetFeatures,
+    outputs: TargetFeatures,
     depth: int,
     sampler: TokenSampler | None,
 ) -> list[RecordedPrompt]:
     network: StarNetwork = draft.network
     device, batch = draft.device, len(subnets)
     config = network.config
-    (prompt,) = target_features.prompts
+    (prompt,) = outputs.prompts
     layer = subnets[0].injection_layer or draft.aux_layers[0]
-    prompt_hidden = target_features.prompt_hidden[layer]
+    prompt_hidden = outputs.prompt_hidden[layer]
     tokens = torch.tensor(answer.tokens, device=device)
     num_prompt, num_roots = len(prompt), len(tokens) - 1
     embed = target.text.module.get_input_embeddings()
-    hidden = torch.cat([prompt_hidden[:-1], target_features.answer_hidden[layer]])  # of the token before each
+    hidden = torch.cat([prompt_hidden[:-1], outputs.answer_hidden[layer]])  # of the token before each
     features = torch.cat([network.first_feature[None], network.target_features({layer: hidden})])
     stream = network.fuse(torch.cat([target.embeddings(prompt), embed(tokens[:-1])]), features)
     scores = answer.visual_scores.get(subnets[0].visual_ranking)
     scored = None if scores is None else torch.tensor(scores, device=device)
     kept = kept_tokens(prompt.is_visual, scored, subnets[0].visual_keep)
-    kept = torch.arange(num_prompt, device=device) if kept is None else kept
     columns = torch.arange(num_prompt + num_roots, device=device)
     positions = torch.cat([kept, columns[num_prompt:]])
     masks = [network.head_masks(subnet.head_shares) for subnet in subnets]
@@ -188,22 +185,19 @@ def _record(
         for rows in shared
     ]
     # The first level: every token of the prompt and the answer, with the target's features.
+    is_before = (columns <= positions[:, None])[None, None]
+    crossing = Crossing(is_before, features=features[None], factors=network.factors(columns)[None])
     states = network(
         stream[positions][None],
         features[positions][None],
         network.factors(positions)[None],
-        AttentionContext(caches=caches),
-        crossing=Crossing(
-            mask=(columns <= positions[:, None])[None, None],
-            features=features[None],
-            factors=network.factors(columns)[None],
-        ),
+        AttentionContext(caches=caches, crossing=crossing),
         head_masks=[mask[rows.example] for mask, rows in zip(head_masks, shared, strict=True)],
         fan_out=[rows.before for rows in shared],
     )[shared[-1].of_subnet, len(kept) :]
     roots = torch.arange(num_roots, device=device).expand(batch, -1)
     is_node = torch.ones_like(roots, dtype=torch.bool)
-    best, logprobs = _best(target, draft, states, sampler, num_prompt + roots + 1)
+    best, logprobs = _best(draft, states, sampler, num_prompt + roots + 1)
     levels = [_Level(roots, is_node, best, logprobs)]
     # Every further level: the tokens whose chains equal the answer so far, with the draft's own features.
     latest = states  # of the last node of every root's chain, [batch, roots, hidden]
@@ -220,29 +214,26 @@ def _record(
         own = network.own_features(latest.gather(1, wide))
         offsets = (roots + level).clamp(max=num_roots - 1)
         is_own_chain = evaluated[:, None] == roots[..., None]
-        before_root, before_root_crossing = (
-            torch.arange(length + num_roots, device=device) <= length + roots[..., None]
+        own_mask, crossing_mask = (
+            torch.cat([columns[: length + num_roots] <= length + roots[..., None], is_own_chain], 2)[:, None]
             for length in (len(kept), num_prompt)
         )
         states = network(
             network.fuse(embed(tokens[offsets]), own),
             own,
             network.factors(num_prompt + offsets),
-            AttentionContext(torch.cat([before_root, is_own_chain], 2)[:, None], caches),
-            crossing=Crossing(torch.cat([before_root_crossing, is_own_chain], 2)[:, None]),
+            AttentionContext(own_mask, caches, crossing=Crossing(crossing_mask)),
             head_masks=head_masks,
         )
         latest = latest.scatter(1, wide, states)
-        best, logprobs = _best(target, draft, states, sampler, num_prompt + offsets + 1)
+        best, logprobs = _best(draft, states, sampler, num_prompt + offsets + 1)
         levels.append(_Level(roots, is_node, best, logprobs))
     on_host = [_Level(*(array.cpu().numpy() for array in of_level)) for of_level in levels]
     forests = [_forest(np.array(answer.tokens), on_host, row, depth) for row in range(batch)]
     return [RecordedPrompt(forest, num_prompt, len(kept), answer.num_visual_tokens) for forest in forests]
 
 
-def _best(
-    target: Target, draft: Any, states: Tensor, sampler: TokenSampler | None, positions: Tensor
-) -> tuple[Tensor, Tensor]:
+def _best(draft: Any, states: Tensor, sampler: TokenSampler | None, positions: Tensor) -> tuple[Tensor, Tensor]:
     """The most probable token after each state and its log-probability, [batch, n] each; ``positions`` [batch, n] are those
     of these tokens.
     """

@@ -4,7 +4,6 @@ time.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,7 +45,7 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class TargetFeatures:
-    """The target's outputs for a prompt and its answer, for drafts that read them. Both are by layer."""
+    """The target's hidden states of a prompt and its answer, for drafts that read them. Both are by layer."""
 
     prompts: Sequence[EncodedPrompt]
     prompt_hidden: dict[int, Tensor]
@@ -79,25 +78,23 @@ class Recorder:
     def answers(self, workload: Workload, report: Report | None = None) -> list[Answer]:
         """The target's answer to every prompt, by plain decoding."""
         answers: dict[str, Answer] = {}
-        num_done = itertools.count(1)
-
-        def add(prompt: WorkloadPrompt, answer: Answer) -> None:
+        for num_done, (prompt, answer) in enumerate(self._each_answer(workload.prompts), start=1):
             answers[prompt.sha256] = answer
             if report is not None:
-                report(next(num_done), len(workload.prompts))
+                report(num_done, len(workload.prompts))
+        return [answers[prompt.sha256] for prompt in workload.prompts]
 
-        for first in range(0, len(workload.prompts), ANSWERS_AT_ONCE):
+    def _each_answer(self, prompts: Sequence[WorkloadPrompt]) -> Iterator[tuple[WorkloadPrompt, Answer]]:
+        for first in range(0, len(prompts), ANSWERS_AT_ONCE):
             missing = []
-            for prompt in workload.prompts[first : first + ANSWERS_AT_ONCE]:
-                answer = read_answer(self._answer_path(prompt))
-                if answer is not None:
-                    add(prompt, answer)
+            for prompt in prompts[first : first + ANSWERS_AT_ONCE]:
+                if (answer := read_answer(self._answer_path(prompt))) is not None:
+                    yield prompt, answer
                 else:
                     missing.append(prompt)
             for prompt, answer in self._answers.record(missing):
                 write_bytes(self._answer_path(prompt), json.dumps(asdict(answer)).encode())
-                add(prompt, answer)
-        return [answers[prompt.sha256] for prompt in workload.prompts]
+                yield prompt, answer
 
     def follow(self, workload: Workload) -> Workload:
         """The workload with the target's answers that its later turns follow, which are recorded as all answers are."""
@@ -108,7 +105,6 @@ class Recorder:
         return Conversations(self.processor, decode).follow_workload(workload)
 
     def sampler(self, prompt: WorkloadPrompt) -> TokenSampler | None:
-        """See ``AnswerRecorder.sampler``."""
         return self._answers.sampler(prompt)
 
     def _answer_path(self, prompt: WorkloadPrompt) -> Path:
@@ -131,9 +127,6 @@ class Recorder:
     ) -> Trace:
         """The proposals of the draft, which sees the first ``visual_keep`` of the visual tokens by ``visual_ranking``, along the
         target's answers.
-
-        Raises:
-            UserError: see ``check_visual_input``.
         """
         check_visual_input(draft, draft_reference.id, visual_keep, visual_input)
         draft.visual_keep = visual_keep
@@ -149,7 +142,7 @@ class Recorder:
                 answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
                 inputs = prompt.inputs(self.processor, draft.device)
                 may_be_kept = bool(draft.aux_layers) and not draft.reads_target_cache
-                features = self.features(prompt, inputs, answer, draft.aux_layers) if may_be_kept else None
+                outputs = self.target_features(prompt, inputs, answer, draft.aux_layers) if may_be_kept else None
                 with _with_visual_input(draft, visual_input):
                     part = record_forest(
                         self.target,
@@ -157,7 +150,7 @@ class Recorder:
                         inputs,
                         answer,
                         bounds,
-                        features,
+                        outputs,
                         visual_ranking=visual_ranking,
                         sampler=self.sampler(prompt),
                     )
@@ -207,7 +200,7 @@ class Recorder:
             tasks=[prompt.settings.task for prompt in workload.prompts],
         )
 
-    def features(
+    def target_features(
         self, prompt: WorkloadPrompt, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]
     ) -> TargetFeatures:
         """The target's outputs for the prompt and its answer, for a draft that reads ``layers``. Those of ``self.layers`` are
@@ -217,10 +210,10 @@ class Recorder:
             return run_target(self.target, inputs, answer, layers)
         key = prompt.sha256, len(answer.tokens)
         if key not in self._features:
-            features = run_target(self.target, inputs, answer, self.layers)
-            if features.num_bytes + sum(kept.num_bytes for kept in self._features.values()) > MAX_FEATURE_BYTES:
-                return features
-            self._features[key] = features
+            outputs = run_target(self.target, inputs, answer, self.layers)
+            if outputs.num_bytes + sum(kept.num_bytes for kept in self._features.values()) > MAX_FEATURE_BYTES:
+                return outputs
+            self._features[key] = outputs
         return self._features[key]
 
 
@@ -239,15 +232,13 @@ def check_visual_input(draft: LoadedDraft, name: str, visual_keep: float, visual
 
 @contextmanager
 def _with_visual_input(draft: LoadedDraft, visual_input: VisualInput) -> Iterator[None]:
-    """Let a draft read the prompts of the context so."""
-    if visual_input == "features":
-        yield
-        return
-    draft.reads_placeholders = True
+    """Show an independent draft the placeholders of images as text for a while."""
+    before = draft.reads_placeholders
+    draft.reads_placeholders = before if visual_input == "features" else True
     try:
         yield
     finally:
-        draft.reads_placeholders = False
+        draft.reads_placeholders = before
 
 
 _FOREST = tuple(field.name for field in fields(Forest))
@@ -303,13 +294,13 @@ def record_forest(
     inputs: dict[str, Any],
     answer: Answer,
     bounds: ForestBounds,
-    features: TargetFeatures | None = None,
+    outputs: TargetFeatures | None = None,
     *,
     visual_ranking: VisualRanking = "text_after_image",
     sampler: TokenSampler | None = None,
     shares_tokens: bool = True,
 ) -> RecordedPrompt:
-    """The forest along one answer of the target to which the draft is attached. Without ``features`` the target is run for
+    """The forest along one answer of the target to which the draft is attached. Without ``outputs`` the target is run for
     the layers that the draft reads. A draft that reads the target's cache needs that run, which fills it.
 
     Args:
@@ -317,20 +308,20 @@ def record_forest(
         shares_tokens: see ``ModelForestGrower``.
     """
     draft.use_mode(EAGER)
-    if features is None and draft.aux_layers:
-        features = run_target(target, inputs, answer, draft.aux_layers)
-    if features is not None:
-        target.hidden = features.prompt_hidden
+    if outputs is None and draft.aux_layers:
+        outputs = run_target(target, inputs, answer, draft.aux_layers)
+    if outputs is not None:
+        target.hidden = outputs.prompt_hidden
     recorded = AnswerToRecord(
         np.array(answer.tokens, np.int64),
         answer.prompt_length,
         bounds,
-        {} if features is None else features.answer_hidden,
+        {} if outputs is None else outputs.answer_hidden,
         sampler,
         shares_tokens and not draft.aux_layers,
     )
     scores = answer.visual_scores.get(visual_ranking)
-    (prompt,) = draft.prompts(inputs, () if features is None else features.prompts)
+    (prompt,) = draft.prompts(inputs, () if outputs is None else outputs.prompts)
     capacity = answer.prompt_length + recorded.num_slots
     draft.prefill(prompt, None if scores is None else torch.tensor(scores, device=draft.device), capacity=capacity)
     draft_length = draft.length

@@ -59,8 +59,8 @@ def draw_curve(log: Path, path: Path) -> None:
         begins[stage] = num_steps
         num_steps += max(record["step"] for record in steps if record["stage"] == stage)
     layers = distilled_layers(steps)
-    figure = Figure(figsize=(8, 3 * len(PANELS) + 2 * bool(layers)), dpi=150, layout="constrained")
     heights = [3] * len(PANELS) + [2] * bool(layers)
+    figure = Figure(figsize=(8, sum(heights)), dpi=150, layout="constrained")
     panels = figure.subplots(len(heights), 1, gridspec_kw={"height_ratios": heights}, squeeze=False)[:, 0]
     last = panels[len(PANELS) - 1]
     for panel in panels[: len(PANELS) - 1]:
@@ -87,12 +87,11 @@ def draw_curve(log: Path, path: Path) -> None:
     last.set_xlim(0, max(num_steps, 1))
     if layers:
         total = sum(layers.values())
-        panels[-1].bar(list(layers), [number / total for number in layers.values()], color="tab:blue")
-        panels[-1].set_xticks(range(1, max(layers) + 1))
-        panels[-1].set_xlim(0.4, max(layers) + 0.6)
-        panels[-1].set_xlabel("distilled layer of the target")
-        panels[-1].set_ylabel("share of steps")
-        panels[-1].yaxis.set_major_formatter(PercentFormatter(1.0))
+        bars = panels[-1]
+        bars.bar(list(layers), [number / total for number in layers.values()], color="tab:blue")
+        bars.set(xticks=range(1, max(layers) + 1), xlim=(0.4, max(layers) + 0.6))
+        bars.set(xlabel="distilled layer of the target", ylabel="share of steps")
+        bars.yaxis.set_major_formatter(PercentFormatter(1.0))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     write_bytes(path, buffer.getvalue())

@@ -17,8 +17,8 @@ from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
-from autotune.recording.recorder import Recorder
-from autotune.training.examples import JsonlExamples, Report, read_examples, split_file
+from autotune.recording.recorder import Recorder, Report
+from autotune.training.examples import JsonlExamples, read_examples, split_file
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
 from autotune.training.recipe import Recipe, teacher_name
 from autotune.training.teacher import Teacher, TeacherBatches
@@ -69,27 +69,24 @@ class DraftTask:
         self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
 
     def _new_module(self) -> TrainableNetwork:
-        recipe = self.recipe
-        if recipe.trained_stages > 0:
-            return self._stored_module("trained_stages needs the draft of these stages", "0")
-        if recipe.initial_weights == "stored":
-            return self._stored_module("initial_weights: stored needs a draft", "new")
-        return NETWORKS[recipe.model].new(recipe.draft, self.target, source=str(self.recipe_path))
-
-    def _stored_module(self, needs: str, default: str) -> TrainableNetwork:
-        """The draft beside the recipe, from which training continues.
+        """A new draft, or the one beside the recipe, from which training continues.
 
         Raises:
-            UserError: there is none, or it is of another kind.
+            UserError: none is stored, or one of another kind.
         """
-        folder = self.recipe_path.parent
+        recipe, folder = self.recipe, self.recipe_path.parent
+        if recipe.trained_stages == 0 and recipe.initial_weights == "new":
+            return NETWORKS[recipe.model].new(recipe.draft, self.target, source=str(self.recipe_path))
         if not (folder / CONFIG).exists():
+            needs, default = "initial_weights: stored needs a draft", "new"
+            if recipe.trained_stages > 0:
+                needs, default = "trained_stages needs the draft of these stages", "0"
             raise UserError(f"{self.recipe_path}: {needs} in {folder}; set it to {default}")
-        network = load_feature_network(str(folder), folder, self.target)
-        if network.config.kind != self.recipe.model:
+        network = load_feature_network(folder, self.target)
+        if network.config.kind != recipe.model:
             raise UserError(
                 f"{self.recipe_path}: training continues from the draft in {folder}, which is of kind {network.config.kind}; "
-                f"got model {self.recipe.model}; set trained_stages to 0 and initial_weights to new"
+                f"got model {recipe.model}; set trained_stages to 0 and initial_weights to new"
             )
         return cast(TrainableNetwork, network.requires_grad_(True))
 
@@ -110,19 +107,15 @@ class DraftTask:
     def _batches_of(self, number: int) -> TeacherBatches:
         """The teacher batches that this process reads in a stage."""
         data, stage, share = self.recipe.data, self.recipe.stages[number], self.share
-        size, layers, rule = (
-            stage.batch_size,
-            {*self.module.layers_in_training, self.teacher.num_layers},
-            stage.distillation,
-        )
+        layers, rule = {*self.module.layers_in_training, self.teacher.num_layers}, stage.distillation
         if isinstance(rule, int):
             layers, rule = layers | {rule}, "none"
-        lines = self._training_lines
-        examples = JsonlExamples(lines, self.target, self.processor, batch_size=size, seed=data.seed, share=share)
+        options: dict[str, Any] = {"batch_size": stage.batch_size, "seed": data.seed, "share": share}
+        examples = JsonlExamples(self._training_lines, self.target, self.processor, **options)
         content: dict[str, Any] = {
             "target": self.target_reference.sha256 or self.target_reference.id,
             "data": data.model_dump(exclude={"file"}),
-            "batch_size": size,
+            "batch_size": stage.batch_size,
             "share": list(share),
             "lines": examples.key,
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from autotune.errors import UserError, errors_about
 from autotune.files import content_key
 from autotune.modeling.prompt import EncodedPrompt, visual_tokens
 from autotune.modeling.target import Target
-from autotune.recording.recorder import Recorder
+from autotune.recording.recorder import Recorder, Report
 from autotune.training.memory import BatchShape
 from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt, Prompt, load_prompt
@@ -27,8 +27,6 @@ HELD_OUT_SHARE = 20  # one example in 20 is held out
 PER_TOKEN = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}
 Share = tuple[int, int]
 """(process, number of processes): a process reads its part of every batch."""
-Report = Callable[[int, int], None]
-"""Called as report(done, of)."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,7 @@ def split_file(
     if not held_out:
         number = max(1, min(max(len(training) // HELD_OUT_SHARE, batch_size), len(training) - batch_size))
         training, held_out = training[:-number], training[-number:]
-    num_needed = max(num_examples or 0, batch_size)
-    if len(training) < num_needed:
+    if len(training) < (num_needed := max(num_examples or 0, batch_size)):
         raise UserError(
             f"{path}: training needs at least num_examples lines, and at least one batch; got {len(training)} for {num_needed}, "
             f"with {len(held_out)} held out; add lines, or lower num_examples or batch_size"
@@ -120,11 +117,7 @@ def read_examples(
 
 
 def read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Recorder) -> Line:
-    """A line with its answer, which the target generates if it is missing.
-
-    Raises:
-        UserError: see ``read_examples``.
-    """
+    """A line with its answer, which the target generates if it is missing."""
     target, source = recorder.target, f"{path}:{number}"
     settings = answered.unanswered
     prompt = load_prompt(path, number, settings)

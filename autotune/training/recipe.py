@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -80,16 +79,13 @@ def load_recipe(path: Path) -> Recipe:
         UserError: missing file, invalid YAML, unknown or missing key, or settings that contradict each other.
     """
     recipe = Recipe.load(path)
-    for contradiction in _contradictions(recipe):
+    if recipe.trained_stages >= len(recipe.stages):
+        raise UserError(
+            f"{path}: trained_stages must leave a stage to train; got {recipe.trained_stages} of {len(recipe.stages)}; add a stage"
+        )
+    for contradiction in NETWORKS[recipe.model].contradictions(recipe.draft, recipe.stages):
         raise UserError(f"{path}: {contradiction}")
     return recipe
-
-
-def _contradictions(recipe: Recipe) -> Iterator[str]:
-    """The rules that a recipe breaks, with the value and the next step."""
-    if recipe.trained_stages >= len(recipe.stages):
-        yield f"trained_stages must leave a stage to train; got {recipe.trained_stages} of {len(recipe.stages)}; add a stage"
-    yield from NETWORKS[recipe.model].contradictions(recipe.draft, recipe.stages)
 
 
 def teacher_name(recipe: Recipe, recipe_path: Path) -> str:

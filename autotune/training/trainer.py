@@ -115,16 +115,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def make_optimizers(module: nn.Module, parameters: Sequence[nn.Parameter], stage: Stage) -> list[torch.optim.Optimizer]:
     """AdamW of all parameters; or Muon of the layers' matrices, and AdamW of embeddings, heads, norms and vectors."""
-    matrices: list[nn.Parameter] = []
-    if stage.optimizer == "muon":
-        linear = {
-            part.weight
-            for name, part in module.named_modules()
-            if isinstance(part, nn.Linear) and "lm_head" not in name
-        }
-        linear -= {part.weight for part in module.modules() if isinstance(part, nn.Embedding)}
-        matrices = [parameter for parameter in parameters if parameter in linear]
-    others = [parameter for parameter in parameters if all(parameter is not matrix for matrix in matrices)]
+    linear = {
+        one.weight for name, one in module.named_modules() if isinstance(one, nn.Linear) and "lm_head" not in name
+    }
+    linear -= {one.weight for one in module.modules() if isinstance(one, nn.Embedding)}
+    matrices = [one for one in parameters if one in linear and stage.optimizer == "muon"]
+    others = [one for one in parameters if one not in linear or stage.optimizer != "muon"]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(others, weight_decay=stage.weight_decay, betas=stage.betas, fused=True)
     ]

@@ -17,13 +17,11 @@ from autotune.acceptance.trace import ForestBounds, join
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
-from autotune.errors import UserError
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Answer, record_forest
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
-from autotune.trees.tree import Tree
-from tests.obvious import tokens_to
+from tests.obvious import Seen, refused, with_true_tokens
 from tests.sample_documents import free_prices, header
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
@@ -44,18 +42,17 @@ def write_head(folder: Path, kind: str, *, norm_before_residual: bool = False, *
             len(shape) == 1
         )
 
-    layer = {
-        "self_attn.q_proj.weight": random(HEADS * HEAD_SIZE, 2 * HIDDEN),
-        "self_attn.k_proj.weight": random(KV_HEADS * HEAD_SIZE, 2 * HIDDEN),
-        "self_attn.v_proj.weight": random(KV_HEADS * HEAD_SIZE, 2 * HIDDEN),
-        "self_attn.o_proj.weight": random(HIDDEN, HEADS * HEAD_SIZE),
-        "mlp.gate_proj.weight": random(MLP, HIDDEN),
-        "mlp.up_proj.weight": random(MLP, HIDDEN),
-        "mlp.down_proj.weight": random(HIDDEN, MLP),
-        "hidden_norm.weight": random(HIDDEN),
-        "input_layernorm.weight": random(HIDDEN),
-        "post_attention_layernorm.weight": random(HIDDEN),
+    heads, kv_heads = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (heads, 2 * HIDDEN),
+        "self_attn.k_proj": (kv_heads, 2 * HIDDEN),
+        "self_attn.v_proj": (kv_heads, 2 * HIDDEN),
+        "self_attn.o_proj": (HIDDEN, heads),
+        **{f"mlp.{name}_proj": (MLP, HIDDEN) for name in ("gate", "up")},
+        "mlp.down_proj": (HIDDEN, MLP),
+        **dict.fromkeys(("hidden_norm", "input_layernorm", "post_attention_layernorm"), (HIDDEN,)),
     }
+    layer = {f"{name}.weight": random(*shape) for name, shape in shapes.items()}
     kept = torch.randperm(VOCABULARY_SIZE, generator=rng)[:DRAFT_VOCABULARY].sort().values
     tensors = {
         **{("midlayer." if kind == "eagle3" else "layers.0.") + name: tensor for name, tensor in layer.items()},
@@ -177,31 +174,17 @@ def test_proposals_equal_eagles_algorithm(
     reference = Reference(folder, pair.target, norm_before_residual=norm_before_residual)
     length = inputs["input_ids"].shape[1]
     answer = Decoder(target).generate(**inputs, max_new_tokens=12).sequences[0, length:].tolist()
-    inner, seen = draft.propose, []
-
-    def propose(tree: Tree, frontier: Any, num_proposals: int, coupling: Any) -> Any:
-        tokens, logprobs = inner(tree, frontier, num_proposals, coupling)
-        committed = draft.length + 1 - length  # the first token is not in the cache
-        seen.append((committed, [tokens_to(tree, int(node)) for node in frontier], tokens.copy(), logprobs))
-        for row, path in enumerate(seen[-1][1]):  # a true token now and then, that rounds accept some
-            following = committed - 1 + len(path)
-            if path == answer[committed - 1 : following] and following < len(answer) and len(seen) % 2:
-                tokens[row, 0] = answer[following]
-        return tokens, logprobs
-
-    monkeypatch.setattr(draft, "propose", propose)
+    seen: list[Seen] = []
+    # The first token is not in the cache.
+    monkeypatch.setattr(draft, "propose", with_true_tokens(draft, answer, lambda: draft.length + 1 - length, seen))
     out = Decoder(target, draft, tree=TREE).generate(**inputs, max_new_tokens=12)
     assert out.sequences[0, length:].tolist() == answer
-    num_checked = 0
-    for committed, paths, tokens, logprobs in seen:
-        for row, path in enumerate(paths):
-            expected = reference.logprobs_after(inputs, answer[:committed], path[1:])
-            # Rounding errors accumulate over drafted tokens, but stay far below the effect of a mistake.
-            found = torch.from_numpy(logprobs[row].copy())
-            torch.testing.assert_close(found, expected[torch.from_numpy(tokens[row]).long()], atol=1e-3, rtol=0)
-            assert expected.argmax() == tokens[row, 0], "the target's id of the token"
-            num_checked += 1
-    assert num_checked > 20 and max(out.stats.accepted_lengths) > 0
+    for committed, path, tokens, logprobs in seen:
+        expected = reference.logprobs_after(inputs, answer[:committed], path[1:])
+        # Rounding errors accumulate over drafted tokens, but stay far below the effect of a mistake.
+        torch.testing.assert_close(logprobs, expected[torch.from_numpy(tokens).long()], atol=1e-3, rtol=0)
+        assert expected.argmax() == tokens[0], "the target's id of the token"
+    assert len(seen) > 20 and max(out.stats.accepted_lengths) > 0
 
 
 def assert_lossless_and_replayed(target: Target, draft: FeatureDraft, prompts: dict[str, Inputs]) -> None:
@@ -257,17 +240,17 @@ def test_heads_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
         folder = write_head(tmp_path / str(number), "eagle3", **change)
         if damage is not None:
             rename(folder, *damage)
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             load_draft(str(folder), target)
     folder = write_head(tmp_path / "layer", "eagle3")
-    with pytest.raises(UserError, match="reads the layers 1, 2, 3 together; got injection_layer 2"):
+    with refused("reads the layers 1, 2, 3 together; got injection_layer 2"):
         load_draft(str(folder), target, Subnet(injection_layer=2))
-    with pytest.raises(UserError, match="only a star draft has heads to choose"):
+    with refused("only a star draft has heads to choose"):
         load_draft(str(folder), target, Subnet(heads=0.5))
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "d2t": tensors["d2t"] + 200}, folder / "model.safetensors")
-    with pytest.raises(UserError, match="must share one vocabulary; the target has 300 tokens"):
+    with refused("must share one vocabulary; the target has 300 tokens"):
         load_draft(str(folder), target)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model\.bin is a pickle, which is never opened"):
+    with refused(r"pytorch_model\.bin is a pickle, which is never opened"):
         load_draft(str(folder), target)

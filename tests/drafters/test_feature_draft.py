@@ -21,13 +21,11 @@ from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.network import PromptRows
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.star import StarNetwork
-from autotune.errors import UserError
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Answer, record_forest
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
-from autotune.trees.tree import Tree
-from tests.obvious import assert_same_logits, read_whole_text, tokens_to
+from tests.obvious import Seen, assert_same_logits, read_whole_text, refused, with_true_tokens
 from tests.sample_documents import free_prices, header
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
@@ -104,7 +102,7 @@ class Stock:
         committed_features = network.target_features({layer: hidden[layer][0, :-1]})
         features = torch.cat([network.first_feature[None], committed_features])
         number, length = ids.shape[1], self.inputs["input_ids"].shape[1]
-        if network.crosses:
+        if network.has_cross_attention:
             is_kept = torch.ones(number + len(path), dtype=torch.bool)
             is_kept[:length] = False
             is_kept[self.kept] = True
@@ -174,31 +172,13 @@ def test_proposals_equal_forward_passes_over_the_whole_text(
     stock = Stock(target, draft, inputs, is_kept.nonzero()[:, 0])
     decoder = Decoder(target, draft, tree=tree, visual_keep=keep, mode=mode)
     answer = Decoder(target).generate(**inputs, max_new_tokens=16).sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    inner, seen = draft.propose, []
-
-    def propose(tree: Tree, frontier: Any, num_proposals: int, coupling: Any) -> Any:
-        tokens, logprobs = inner(tree, frontier, num_proposals, coupling)
-        paths = [tokens_to(tree, int(node)) for node in frontier]
-        seen.append((draft.length - prompt_length, paths, tokens.copy(), logprobs))
-        root = draft.length - prompt_length - 1  # index in the answer
-        for row, path in enumerate(paths):
-            following = root + len(path)
-            if path == answer[root:following] and following < len(answer) and len(seen) % 2:
-                tokens[row, 0] = answer[following]
-        return tokens, logprobs
-
-    monkeypatch.setattr(draft, "propose", propose)
-    prompt_length = stock.prompt_length
+    prompt_length, seen = stock.prompt_length, list[Seen]()
+    monkeypatch.setattr(draft, "propose", with_true_tokens(draft, answer, lambda: draft.length - prompt_length, seen))
     out = decoder.generate(**inputs, max_new_tokens=16)
-    num_checked = 0
-    for num_committed, paths, tokens, logprobs in seen:
-        for row, path in enumerate(paths):
-            logits = stock.logits_after(answer[:num_committed], path[1:])
-            actual = torch.from_numpy(logprobs[row].copy())
-            expected = logits.log_softmax(-1)
-            assert_same_logits(actual, expected[torch.from_numpy(tokens[row].astype(np.int64))], expected)
-            num_checked += 1
-    assert num_checked > 20 and max(out.stats.accepted_lengths) > 0
+    for num_committed, path, tokens, logprobs in seen:
+        expected = stock.logits_after(answer[:num_committed], path[1:]).log_softmax(-1)
+        assert_same_logits(logprobs, expected[torch.from_numpy(tokens.astype(np.int64))], expected)
+    assert len(seen) > 20 and max(out.stats.accepted_lengths) > 0
 
 
 def test_decoding_is_lossless(pair: Pair, prompts: dict[str, Inputs]) -> None:
@@ -235,7 +215,7 @@ def test_requests_with_other_shares_of_visual_tokens_do_not_mix(
 
 
 def test_a_longer_prompt_gets_room_for_its_pruned_tokens(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """Blocks that cross hold all tokens of a prompt, however few the others hold."""
+    """Cross-attention blocks hold all tokens of a prompt, however few the others hold."""
     target = Target(pair.target)
     draft = new_draft("dream", target)
     draft.visual_keep = 0.1
@@ -256,18 +236,14 @@ def test_a_longer_prompt_gets_room_for_its_pruned_tokens(pair: Pair, prompts: di
     assert draft.kv_bytes_per_token == sum(slab.nbytes for slab in slabs) // draft.cache.capacity
 
 
-def test_alternating_requests_do_not_mix(pair: Pair, prompts: dict[str, Inputs]) -> None:
+def test_a_plain_request_reads_no_output_layers(pair: Pair, prompts: dict[str, Inputs]) -> None:
     target = Target(pair.target)
     decoder = Decoder(target, new_draft("dream", target), tree=TREES[1])
-    first = decoder.generate(**prompts["image"], max_new_tokens=24)
-    decoder.generate(**prompts["long"], max_new_tokens=24)
-    again = decoder.generate(**prompts["image"], max_new_tokens=24)
-    assert again.stats.accepted_lengths == first.stats.accepted_lengths
     stream = decoder.stream(**prompts["image"], max_new_tokens=24)
     next(stream)
     assert target.output_layers == (4,)
     next(Decoder(target).stream(**prompts["image"], max_new_tokens=2))
-    assert target.output_layers == (), "plain decoding reads no output layers"
+    assert target.output_layers == ()
 
 
 def test_a_new_decoder_with_the_same_draft_keeps_the_cache_of_a_running_request(
@@ -368,9 +344,7 @@ def test_a_supernet_of_fewer_blocks_takes_the_shares_of_its_own(pair: Pair) -> N
 
 
 def test_a_block_that_a_supernet_does_not_have_is_refused(pair: Pair) -> None:
-    with pytest.raises(
-        UserError, match="blocks of a supernet are among initial, crossing, final; got initial, second_"
-    ):
+    with refused("blocks of a supernet are among initial, crossing, final; got initial, second_"):
         new_draft("star", Target(pair.target), blocks=["initial", "second_crossing"])
 
 
@@ -391,9 +365,7 @@ def test_slicing_is_real(pair: Pair) -> None:
 def test_a_share_that_would_cut_a_head_is_refused(pair: Pair) -> None:
     network = new_draft("star", Target(pair.target)).network
     assert isinstance(network, StarNetwork)
-    with pytest.raises(
-        UserError, match=r"heads are kept whole: a share of 0\.3 of 4 is 1\.2; choose among 0\.25, 0\.5"
-    ):
+    with refused(r"heads are kept whole: a share of 0\.3 of 4 is 1\.2; choose among 0\.25, 0\.5"):
         network.kept_heads((0.5, 0.3, 1.0))
 
 
@@ -404,7 +376,7 @@ def test_head_importance_is_gradient_times_weight(pair: Pair) -> None:
     embeddings, features = torch.randn(2, 2, 9, 32, generator=rng)
     network(embeddings, features, network.factors(torch.arange(9))[None]).pow(3).sum().backward()
     for block in network.blocks:
-        linears = [(block.from_stream, range(1 if block.crosses else 3))]
+        linears = [(block.from_stream, range(1 if block.has_cross_attention else 3))]
         linears += [(block.from_features, range(2))] if block.from_features is not None else []
         for head in range(4):
             expected = 0.0
@@ -432,13 +404,11 @@ def test_a_draft_of_another_target_is_refused(pair: Pair, tmp_path: Any) -> None
     target = Target(pair.target)
     network = new_draft("dream", target).network
     DreamNetwork(network.config.model_copy(update={"hidden_size": 64})).save(tmp_path)
-    with pytest.raises(UserError, match="made for a target with hidden_size 64; this one has 32"):
+    with refused("made for a target with hidden_size 64; this one has 32"):
         load_draft(str(tmp_path), target)
 
 
 def test_a_layer_that_the_network_cannot_read_is_refused(pair: Pair) -> None:
     network = new_draft("dream", Target(pair.target)).network
-    with pytest.raises(
-        UserError, match="dream reads the output of one of the target's layers 4; got injection_layer 2"
-    ):
+    with refused("dream reads the output of one of the target's layers 4; got injection_layer 2"):
         FeatureDraft(network, Subnet(injection_layer=2))

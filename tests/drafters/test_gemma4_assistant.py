@@ -21,7 +21,6 @@ from autotune.documents.decoding_profile import DraftChoice, OperatingPoint
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
-from autotune.errors import UserError
 from autotune.measuring.measurement import measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
@@ -37,12 +36,11 @@ from autotune.search.traces import record_trace
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import parse_policy
 from autotune.trees.priced import MAX_MATCH, identity_curves
-from autotune.trees.tree import Tree
 from autotune.workloads.workload import load_workload
 from tests.assistants import Stock, agreeing_assistant, new_assistant
 from tests.drafters.test_eagle3 import assert_lossless_and_replayed
 from tests.families import FAMILIES, Inputs, load, load_processor, random_inputs, save
-from tests.obvious import tokens_to
+from tests.obvious import Seen, refused, with_true_tokens
 from tests.rehearsal import Rehearsal
 from tests.runtime.test_captured_rounds import SETTINGS, TREES, assert_same, two_decoders
 from tests.runtime.test_families import NUM_NIGHTLY_PROMPTS
@@ -97,33 +95,22 @@ def test_proposals_are_those_of_transformers(member: Member, monkeypatch: pytest
     """
     assistant = new_assistant(member.model, is_ordered=is_ordered)
     target, draft, stock = Target(member.model), Gemma4AssistantDraft(assistant), Stock(member.model, assistant)
-    inner = draft.propose
+    own_propose = draft.propose
     for inputs in member.prompts.values():
-        length, answer, num_checked = inputs["input_ids"].shape[1], greedy(member.model, inputs, 12), 0
-
-        def propose(tree: Tree, frontier: Any, num_proposals: int, coupling: Any) -> Any:
-            nonlocal num_checked
-            tokens, logprobs = inner(tree, frontier, num_proposals, coupling)
-            committed = answer[: draft.length - length]  # noqa: B023 (called in this iteration)
-            for row, node in enumerate(frontier):
-                path = tokens_to(tree, int(node))
-                expected = stock.logits_after(inputs, committed, path[1:])  # noqa: B023
-                best = expected[torch.from_numpy(tokens[row]).long()]
-                assert expected.argmax() == tokens[row, 0]
-                found = torch.from_numpy(logprobs[row] - logprobs[row, 0])
-                torch.testing.assert_close(found, best - best[0], atol=1e-3, rtol=0)
-                if len(path) == 1:
-                    assert stock.drafted(inputs, committed, 1) == [tokens[row, 0]]  # noqa: B023
-                num_checked += 1
-                following = len(committed) - 1 + len(path)
-                if path == answer[len(committed) - 1 : following] and following < len(answer) and num_checked % 2:  # noqa: B023
-                    tokens[row, 0] = answer[following]  # noqa: B023 (a true token now and then, that rounds accept some)
-            return tokens, logprobs
-
-        monkeypatch.setattr(draft, "propose", propose)
+        length, answer, seen = inputs["input_ids"].shape[1], greedy(member.model, inputs, 12), list[Seen]()
+        monkeypatch.setattr(draft, "propose", own_propose)
+        proposals = with_true_tokens(draft, answer, lambda length=length: draft.length - length, seen)
+        monkeypatch.setattr(draft, "propose", proposals)
         out = Decoder(target, draft, tree=TREE).generate(**inputs, max_new_tokens=12)
         assert out.sequences[0, length:].tolist() == answer
-        assert num_checked > 10 and max(out.stats.accepted_lengths) > 0
+        for num_committed, path, tokens, logprobs in seen:
+            expected = stock.logits_after(inputs, answer[:num_committed], path[1:])
+            best = expected[torch.from_numpy(tokens).long()]
+            assert expected.argmax() == tokens[0]
+            torch.testing.assert_close(logprobs - logprobs[0], best - best[0], atol=1e-3, rtol=0)
+            if len(path) == 1:
+                assert stock.drafted(inputs, answer[:num_committed], 1) == [tokens[0]]
+        assert len(seen) > 10 and max(out.stats.accepted_lengths) > 0
 
 
 def test_decoding_is_lossless_and_replayed(member: Member) -> None:
@@ -317,9 +304,7 @@ def test_a_checkpoint_is_loaded_by_its_model_type(text: Member, tmp_path: Path) 
 
 def test_assistants_that_do_not_fit_are_refused(pair: Pair, text: Member, tmp_path: Path) -> None:
     target, assistant = Target(text.model), new_assistant(text.model)
-    with pytest.raises(
-        UserError, match="keys and values of a Gemma 4 target; this target is of type llama; use another"
-    ):
+    with refused("keys and values of a Gemma 4 target; this target is of type llama; use another"):
         Gemma4AssistantDraft(assistant).attach(Target(pair.target))
     for changes, message in (
         (
@@ -329,30 +314,28 @@ def test_assistants_that_do_not_fit_are_refused(pair: Pair, text: Member, tmp_pa
         ({"global_head_dim": 8}, "a target with full_attention head size 8; this one has 16"),
         ({"vocab_size": 300}, "must share one vocabulary; the target has 352 tokens, the draft 300"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             Gemma4AssistantDraft(new_assistant(text.model, **changes)).attach(target)
     wide = deepcopy(assistant)
     wide.config.backbone_hidden_size = 64
-    with pytest.raises(UserError, match="a target with hidden_size 64; this one has 32"):
+    with refused("a target with hidden_size 64; this one has 32"):
         Gemma4AssistantDraft(wide).attach(target)
-    with pytest.raises(UserError, match=r"the target's is torch.float32, the assistant's torch.bfloat16; load it with"):
+    with refused(r"the target's is torch.float32, the assistant's torch.bfloat16; load it with"):
         Gemma4AssistantDraft(deepcopy(assistant).to(torch.bfloat16)).attach(target)
     flash = deepcopy(assistant)
     flash.config.get_text_config()._attn_implementation = "flash_attention_2"
-    with pytest.raises(
-        UserError, match="an assistant needs attention that takes a mask: sdpa or eager; it runs 'flash_at"
-    ):
+    with refused("an assistant needs attention that takes a mask: sdpa or eager; it runs 'flash_at"):
         Gemma4AssistantDraft(flash).attach(target)
     assistant.save_pretrained(tmp_path / "whole")
-    with pytest.raises(UserError, match="a gemma4_assistant draft has no subnets; leave heads"):
+    with refused("a gemma4_assistant draft has no subnets; leave heads"):
         load_draft(str(tmp_path / "whole"), target, Subnet(heads=0.5))
     weights = assistant.state_dict()
     del weights["post_projection.weight"]
     assistant.save_pretrained(tmp_path / "part", state_dict=weights)
-    with pytest.raises(UserError, match=r"part: its checkpoint has no weights post_projection.weight; give the whole"):
+    with refused(r"part: its checkpoint has no weights post_projection.weight; give the whole"):
         load_draft(str(tmp_path / "part"), target)
     config = json.loads((tmp_path / "whole" / "config.json").read_text())
     config["text_config"]["num_kv_shared_layers"] = 1
     (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"whole: transformers cannot load it \(.*must be shared"):
+    with refused(r"whole: transformers cannot load it \(.*must be shared"):
         load_draft(str(tmp_path / "whole"), target)

@@ -13,9 +13,8 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from autotune.drafters.draft import Proposals, num_kept, top_proposals
 from autotune.drafters.independent import IndependentDraft
-from autotune.errors import UserError
 from autotune.trees.tree import ROOT, Tree, new_tree, set_root
-from tests.obvious import add_node, ancestors_of, children_of, logits_after, tokens_to
+from tests.obvious import add_node, ancestors_of, children_of, logits_after, refused, tokens_to
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair, new_llama
 
 NUM_PROPOSALS = 10
@@ -189,7 +188,7 @@ def test_pruning_does_not_affect_the_next_request(pair: Pair, prompts: dict[str,
     draft = IndependentDraft(pair.draft, visual_keep=0.3)
     scores = torch.arange(NUM_VISUAL_TOKENS).float()
     draft.prefill(draft.prompts(prompts["image"])[0], scores, capacity=CAPACITY)
-    with pytest.raises(UserError, match="do not fit its pixels"):
+    with refused("do not fit its pixels"):
         draft.prompts({**prompts["image"], "pixel_values": torch.zeros(1, 3, 16, 16)})
     assert not draft.text.module._forward_pre_hooks
     draft.prefill(draft.prompts(prompts["text"])[0], None, capacity=CAPACITY)
@@ -232,7 +231,5 @@ def test_top_proposals_are_sorted_log_probabilities() -> None:
 def test_an_unsupported_draft_is_refused() -> None:
     """Its layers keep a state instead of keys and values, from which rejected tokens cannot be removed."""
     config = MambaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(
-        UserError, match=r"text models of type .mamba. cannot be decoded with trees: .*; known: llama, "
-    ):
+    with refused(r"text models of type .mamba. cannot be decoded with trees: .*; known: llama, "):
         IndependentDraft(MambaForCausalLM(config))

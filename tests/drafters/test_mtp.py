@@ -21,13 +21,11 @@ from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.mtp import MtpNetwork
 from autotune.drafters.mtp_checkpoint import own_name
-from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.trees.tree import Tree
 from tests.drafters.test_eagle3 import assert_lossless_and_replayed
-from tests.obvious import tokens_to
+from tests.obvious import Seen, refused, with_true_tokens
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
 LAYERS = 3
@@ -180,28 +178,16 @@ def test_a_published_head_drafts_as_transformers_runs_it(
     check = Reference(model, head)
     length = TEXT["input_ids"].shape[1]
     answer = model.generate(**TEXT, max_new_tokens=12, do_sample=False)[0, length:].tolist()
-    inner, num_checked = draft.propose, 0
-
-    def propose(tree: Tree, frontier: Any, num_proposals: int, coupling: Any) -> Any:
-        nonlocal num_checked
-        tokens, logprobs = inner(tree, frontier, num_proposals, coupling)
-        committed = draft.length + 1 - length  # the first token is not in the cache
-        for row, node in enumerate(frontier):
-            path = tokens_to(tree, int(node))
-            ids = torch.tensor([*TEXT["input_ids"][0].tolist(), *answer[:committed]])
-            expected = check.logits_after(ids, path[1:]).log_softmax(-1)
-            found = torch.from_numpy(logprobs[row].copy())
-            torch.testing.assert_close(found, expected[torch.from_numpy(tokens[row]).long()], atol=1e-3, rtol=0)
-            num_checked += 1
-            following = committed - 1 + len(path)
-            if path == answer[committed - 1 : following] and following < len(answer) and num_checked % 2:
-                tokens[row, 0] = answer[following]  # a true token now and then, that rounds accept some
-        return tokens, logprobs
-
-    monkeypatch.setattr(draft, "propose", propose)
+    seen: list[Seen] = []
+    # The first token is not in the cache.
+    monkeypatch.setattr(draft, "propose", with_true_tokens(draft, answer, lambda: draft.length + 1 - length, seen))
     out = Decoder(target, draft, tree=TREE).generate(**TEXT, max_new_tokens=12)
     assert out.sequences[0, length:].tolist() == answer
-    assert num_checked > 10 and max(out.stats.accepted_lengths) > 0
+    for committed, path, tokens, logprobs in seen:
+        ids = torch.tensor([*TEXT["input_ids"][0].tolist(), *answer[:committed]])
+        expected = check.logits_after(ids, path[1:]).log_softmax(-1)
+        torch.testing.assert_close(logprobs, expected[torch.from_numpy(tokens).long()], atol=1e-3, rtol=0)
+    assert len(seen) > 10 and max(out.stats.accepted_lengths) > 0
 
 
 def test_keys_and_values_may_differ_in_size() -> None:
@@ -274,34 +260,30 @@ def test_the_first_head_of_a_checkpoint_is_read() -> None:
 
 def test_heads_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
     target = Target(pair.target)
-    with pytest.raises(UserError, match=r"no mtp head, no tensors model.layers.4.* or mtp.*train a head with autotune"):
+    with refused(r"no mtp head, no tensors model.layers.4.* or mtp.*train a head with autotune"):
         load_draft(f"{pair.target_folder}:mtp", target)
     model = new_model("glm4_moe")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         promising = Target(model)
     model.save_pretrained(tmp_path / "promising")
-    with pytest.raises(
-        UserError, match=r"promises mtp heads \(num_mtp_layers: 1\), but its checkpoint has no tensors"
-    ) as caught:
+    with refused(r"promises mtp heads \(num_mtp_layers: 1\), but its checkpoint has no tensors") as caught:
         load_draft(f"{tmp_path / 'promising'}:mtp", promising)
     assert "\n" not in str(caught.value)
     folder = write_checkpoint(tmp_path / "other", model, {"model.layers.3.eh_proj.weight": torch.zeros(8, 16)})
-    with pytest.raises(
-        UserError, match=r"other:mtp: not the tensors of an mtp head for this target .*use a head made"
-    ) as caught:
+    with refused(r"other:mtp: not the tensors of an mtp head for this target .*use a head made") as caught:
         load_draft(f"{folder}:mtp", promising)
     assert "\n" not in str(caught.value)
     random_head(target).save(tmp_path / "saved")
-    with pytest.raises(UserError, match=r"saved.*: not the tensors of an mtp head for this target"):
+    with refused(r"saved.*: not the tensors of an mtp head for this target"):
         load_draft(str(tmp_path / "saved"), promising)
-    with pytest.raises(UserError, match="only a star draft has heads to choose"):
+    with refused("only a star draft has heads to choose"):
         load_draft(str(tmp_path / "saved"), target, Subnet(heads=0.5))
-    with pytest.raises(UserError, match="mtp reads the output of one of the target's layers 4; got injection_layer 2"):
+    with refused("mtp reads the output of one of the target's layers 4; got injection_layer 2"):
         load_draft(str(tmp_path / "saved"), target, Subnet(injection_layer=2))
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     (tmp_path / "saved" / "config.json").write_text(json.dumps({**config, "widht": 2}))
-    with pytest.raises(UserError, match="unknown key 'widht'"):
+    with refused("unknown key 'widht'"):
         load_draft(str(tmp_path / "saved"), target)
 
 

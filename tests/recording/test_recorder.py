@@ -16,7 +16,6 @@ from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.forests import ROOTS_AT_ONCE, choose_expanded
 from autotune.drafters.independent import IndependentDraft
-from autotune.errors import UserError
 from autotune.modeling.prompt import visual_tokens
 from autotune.modeling.target import Target
 from autotune.recording.answers import AnswerRecorder
@@ -27,6 +26,7 @@ from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, load_workload
+from tests.obvious import refused
 from tests.sample_documents import write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS
 
@@ -230,11 +230,11 @@ def test_placeholders_that_cannot_be_read_are_refused(
     workload: Workload,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(UserError, match=r"of kind independent with 0\.5 of them; leave --visual-input out"):
+    with refused(r"of kind independent with 0\.5 of them; leave --visual-input out"):
         record(fresh, draft, draft_reference, workload, visual_input="placeholders", visual_keep=0.5)
     monkeypatch.setattr(draft, "vocab_size", 10)
     message = "the draft's vocabulary has 10 tokens, so it cannot read the placeholder"
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         record(fresh, draft, draft_reference, workload, visual_input="placeholders")
     assert not draft.reads_placeholders
 

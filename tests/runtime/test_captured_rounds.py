@@ -77,7 +77,7 @@ def assert_same(eager: Decoder, other: Decoder, inputs: Inputs, **settings: Any)
 def test_steps_over_static_buffers_are_those_of_eager_mode(
     pair: Pair, prompts: dict[str, Inputs], kind: str, tmp_path: Path
 ) -> None:
-    """With blocks that cross, which have KV slots and a mask of their own where visual tokens are pruned."""
+    """With cross-attention blocks, which have KV slots and a mask of their own where visual tokens are pruned."""
     target = Target(pair.target)
     draft = make_draft(kind, pair, target, tmp_path)
     num_accepted = 0

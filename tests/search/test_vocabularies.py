@@ -141,7 +141,7 @@ def test_drafts_without_frequencies_are_refused(pair: Pair, tmp_path: Path) -> N
     target = Target(pair.target)
     with torch.inference_mode():
         agreeing_draft("dream", target, injection_layer=4).network.save(tmp_path)  # type: ignore[operator]
-    assert not load_network(tmp_path).has_frequencies
+    assert load_network(tmp_path).token_frequencies is None
     with pytest.raises(UserError, match=r"dream draft has no token frequencies.* got vocabulary 0\.5; leave it out"):
         load_draft(str(tmp_path), target, Subnet(vocabulary=SHARE))
     with pytest.raises(UserError, match="leave heads, injection_layer, operator and vocabulary out"):

@@ -15,7 +15,6 @@ from accelerate import Accelerator
 
 from autotune.drafters.checkpoint import NETWORKS, load_draft, load_network
 from autotune.drafters.losses import TrainableBlocks
-from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
@@ -25,6 +24,7 @@ from autotune.training.trainer import train
 from autotune.workloads.prompt import load_prompt
 from autotune.workloads.workload import load_workload
 from tests.families import FAMILIES, Family, load, load_processor, random_picture, save
+from tests.obvious import refused
 from tests.tiny_models import Pair
 from tests.training.conftest import STAGE
 
@@ -223,32 +223,20 @@ def test_the_cache_key_covers_the_content_of_the_lines(recorder: Recorder, proce
 
 
 @pytest.mark.parametrize(
-    ("lines", "options", "message"),
+    ("lines", "batch_size", "num_examples", "message"),
     [
-        (numbered(4), {"batch_size": 4}, r"at least one batch; got 3 for 4, with 1 held out; add lines, or"),
-        (
-            numbered(9),
-            {"batch_size": 2, "num_examples": 8},
-            r"at least num_examples lines.*got 7 for 8, with 2 held out; add lines",
-        ),
-        (
-            numbered(9),
-            {"batch_size": 3, "num_examples": 2},
-            r"num_examples must be at least the batch size 3; got 2; raise it",
-        ),
-        (
-            numbered(9, split="evaluate"),
-            {"batch_size": 3},
-            r"at least one batch; got 0 for 3, with 9 held out; add lines",
-        ),
-        ([*numbered(2), {"prompt": "x", "anwser": "y"}], {}, r":3: unknown key 'anwser'; did you mean 'answer'"),
+        (numbered(4), 4, None, r"at least one batch; got 3 for 4, with 1 held out; add lines, or"),
+        (numbered(9), 2, 8, r"at least num_examples lines.*got 7 for 8, with 2 held out; add lines"),
+        (numbered(9), 3, 2, r"num_examples must be at least the batch size 3; got 2; raise it"),
+        (numbered(9, split="evaluate"), 3, None, r"at least one batch; got 0 for 3, with 9 held out; add lines"),
+        ([*numbered(2), {"prompt": "x", "anwser": "y"}], 1, None, r":3: unknown key 'anwser'; did you mean 'answer'"),
     ],
 )
 def test_file_with_too_few_or_invalid_lines(
-    lines: list[dict[str, Any]], options: dict[str, Any], message: str, tmp_path: Path
+    lines: list[dict[str, Any]], batch_size: int, num_examples: int | None, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=message) as error:
-        split_file(write(tmp_path, lines), **{"batch_size": 1, **options})
+    with refused(message) as error:
+        split_file(write(tmp_path, lines), batch_size=batch_size, num_examples=num_examples)
     assert "\n" not in str(error.value)
 
 
@@ -263,7 +251,7 @@ def test_missing_or_invalid_file(
     (tmp_path / "examples.jsonl").unlink()
     if content is not None:
         (tmp_path / "examples.jsonl").write_text(content)
-    with pytest.raises(UserError, match=rf"examples\.jsonl.*{message}"):
+    with refused(rf"examples\.jsonl.*{message}"):
         train(recipe(teacher="no/where"))
 
 
@@ -283,7 +271,7 @@ def test_line_that_the_target_cannot_read(
     recorder: Recorder, line: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder.target, "max_context", 60)
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         read(write(tmp_path, [line, *numbered(2)]), recorder)
 
 
@@ -293,7 +281,7 @@ def test_image_for_a_text_model(text_pair: Pair, processor: Any, tmp_path: Path)
     recorder = Recorder(
         Target(text_pair.target), reference(str(text_pair.target_folder)), processor.tokenizer, tmp_path
     )
-    with pytest.raises(UserError, match=r"examples\.jsonl:1: the prompt has an image, but the target reads text only"):
+    with refused(r"examples\.jsonl:1: the prompt has an image, but the target reads text only"):
         read(path, recorder)
 
 
@@ -337,5 +325,5 @@ def test_checkpoint_of_another_file(recipe: Callable[..., Path], tmp_path: Path)
     write(tmp_path, numbered(4))
     train(path)
     write(tmp_path, numbered(5))
-    with pytest.raises(UserError, match=r"the recipe or its file of examples has changed since this checkpoint"):
+    with refused(r"the recipe or its file of examples has changed since this checkpoint"):
         train(path)

@@ -33,9 +33,7 @@ def test_masks_of_the_crossing_are_made_only_where_blocks_cross_to_pruned_tokens
 ) -> None:
     network = NETWORKS[kind].new(SIZES, target, source="test")
     crossings: list[bool] = []
-    network.register_forward_pre_hook(
-        lambda _, inputs, options: crossings.append(options["crossing"] is not None), with_kwargs=True
-    )
+    network.register_forward_pre_hook(lambda _, inputs: crossings.append(inputs[3].crossing is not None))
     rows = rows_of(network, Teacher(target).read(examples, layers=()), visual_keep=visual_keep, injection_layer=LAST)
     readings = TwoReadings(network, rows, None)
     states = readings.with_target_features([])

@@ -14,12 +14,12 @@ from autotune.drafters.eagle3 import Eagle3Network
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.trainable import LossSettings
 from autotune.drafters.unrolled import UnrolledNetwork
-from autotune.errors import UserError
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.training.examples import Example
 from autotune.training.recipe import load_recipe
 from autotune.training.teacher import Teacher
+from tests.obvious import refused
 from tests.training.conftest import SIZES as BLOCK_SIZES
 from tests.training.conftest import STAGE, write_recipe
 
@@ -109,7 +109,7 @@ def test_a_new_head_has_the_targets_output_head(target: Target) -> None:
     ],
 )
 def test_sizes_that_cannot_be(target: Target, sizes: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         Eagle3Network.new(sizes, target, source="recipe.yaml")
 
 
@@ -127,5 +127,5 @@ def test_sizes_that_cannot_be(target: Target, sizes: dict[str, object], message:
     ],
 )
 def test_settings_that_a_head_does_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         load_recipe(write_recipe(tmp_path / "recipe.yaml", "../target", **changes))
