@@ -15,7 +15,7 @@ lint: .venv/installed
 check: lint  ## lint, types and the tests that need no torch: about a minute
 	$(BIN)/pytest -n auto --without-torch -m "not nightly"
 
-test: lint  ## what every change needs: five to eight minutes on two cores
+test: lint  ## what every change needs: about five minutes on two cores
 	$(BIN)/pytest -n auto --dist worksteal -m "not nightly" --durations=25
 
 nightly: test docs  ## everything else

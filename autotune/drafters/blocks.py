@@ -84,7 +84,7 @@ class AttentionContext(NamedTuple):
     """Earlier keys and values of each block."""
     begin: int | KVSlots = 0  # where new keys and values are written to the caches
     crossing: Crossing | None = None
-    """What cross-attention blocks attend to; None: the features of the n tokens."""
+    """The features that cross-attention blocks attend to; None: the features of the n tokens."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output [batch, n, heads, head size] from inputs [batch, heads, tokens, head size]."""
