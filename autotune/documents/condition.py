@@ -40,7 +40,7 @@ class Range(Document):
         )
 
 
-class Request(TypedDict):
+class RequestProperties(TypedDict):
     """The arguments of ``Condition.matches``."""
 
     temperature: float
@@ -90,6 +90,6 @@ class Condition(Document):
         )
 
 
-def first_match(conditions: Iterable[Condition], **request: Unpack[Request]) -> int:
+def first_match(conditions: Iterable[Condition], **request: Unpack[RequestProperties]) -> int:
     """Index of the first condition that matches a request; the last condition must match every request."""
     return next(number for number, condition in enumerate(conditions) if condition.matches(**request))
