@@ -91,11 +91,11 @@ def load(
         corpus_tokens=corpus_tokens,
     )
     if context_tokens > 0 and decoder.mode == CUDA_GRAPH:
-        prepare(decoder, context_tokens, console)
+        _prepare(decoder, context_tokens, console)
     return decoder
 
 
-def prepare(decoder: Decoder, context_tokens: int, console: Console | None = None) -> None:
+def _prepare(decoder: Decoder, context_tokens: int, console: Console | None = None) -> None:
     """Capture what requests can need."""
     if console is None:
         decoder.prepare(context_tokens)
