@@ -167,11 +167,17 @@ def takes_vision_inputs(method: Callable[P, T]) -> Callable[P, T]:
 
 def check_names(model: Any, names: Iterable[str]) -> None:
     """Refuse a name that is neither a setting nor an input of the model: transformers would ignore it."""
-    known = {*inspect.signature(model.forward).parameters, *GenerationConfig().to_dict(), *_ARGUMENTS}
-    known.discard("transformers_version")
+    known = _known_names(model.__class__)
     for name in names:
         if name not in known:
             raise UserError(f"generate takes no {name!r}; {nearest(name, [*known, 'seed', 'streamer', 'workload'])}")
+
+
+@functools.cache
+def _known_names(model_class: Any) -> tuple[str, ...]:
+    settings = [name for name in GenerationConfig().to_dict() if name != "transformers_version"]
+    inputs = [name for name in inspect.signature(model_class.forward).parameters if name != "self"]
+    return (*inputs, *settings, *_ARGUMENTS)
 
 
 def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
