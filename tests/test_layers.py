@@ -132,20 +132,22 @@ def test_the_package_itself_imports_nothing() -> None:
         assert {name.partition(".")[0] for name in imported_names(path, deferred=False)} <= {"__future__", "typing"}
 
 
+DRAFT_CLASSES = {
+    node.name
+    for name, path in PACKAGE.items()
+    if name.startswith("drafters.")
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.ClassDef)
+}
+
+
 def draft_tests(source: str) -> list[str]:
     """Where code asks which kind a draft is: ``isinstance`` with a class of ``drafters/``, or a kind compared with a name."""
-    classes = {
-        node.name
-        for name, path in PACKAGE.items()
-        if name.startswith("drafters.")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    }
     asked = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
             named = {child.id for child in ast.walk(node.args[1]) if isinstance(child, ast.Name)}
-            asked += [ast.unparse(node)] if named & classes else []
+            asked += [ast.unparse(node)] if named & DRAFT_CLASSES else []
         elif isinstance(node, ast.Compare):
             words = {child.value for child in ast.walk(node) if isinstance(child, ast.Constant)}
             asked += [ast.unparse(node)] if "kind" in ast.unparse(node) and words & KINDS.keys() else []

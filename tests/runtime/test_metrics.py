@@ -92,5 +92,5 @@ def test_prometheus_metrics_add_up_to_the_statistics(decoder: Decoder, prompts: 
 
 def test_without_the_package_metrics_are_refused_in_one_line(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(UserError, match=r'need prometheus-client; pip install "autotune\[metrics\]"'):
+    with pytest.raises(UserError, match=r'need prometheus-client; pip install "autotune-speculative\[metrics\]"'):
         PrometheusMetrics(decoder.points)

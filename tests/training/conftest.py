@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 if TYPE_CHECKING:
-    from autotune.modeling.prompt import Prompt
+    from autotune.modeling.prompt import EncodedPrompt
     from autotune.modeling.target import Target
     from tests.tiny_models import Inputs, Pair
 
@@ -29,7 +29,7 @@ def target(pair: Pair) -> Target:
 
 
 @pytest.fixture(scope="module")
-def encoded(target: Target, prompts: dict[str, Inputs]) -> list[Prompt]:
+def encoded(target: Target, prompts: dict[str, Inputs]) -> list[EncodedPrompt]:
     """Three prompts of different lengths: one is text only, two have an image."""
     import torch
 

@@ -15,7 +15,7 @@ from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.trainable import LossSettings
 from autotune.drafters.two_readings import TwoReadings, rows_of
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.training.examples import Example
 from autotune.training.teacher import Teacher
@@ -28,7 +28,7 @@ OPERATORS: tuple[Operator, ...] = ("prune", "pool", "convolve", "resample", "tex
 
 
 @pytest.fixture(scope="module")
-def batch(target: Target, encoded: list[Prompt]) -> TeacherBatch:
+def batch(target: Target, encoded: list[EncodedPrompt]) -> TeacherBatch:
     """The two prompts with images, with answers of 6 and 8 tokens."""
     with_image = [prompt for prompt in encoded if prompt.num_visual_tokens]
     return Teacher(target).read([Example(p, len(p) - 6 - 2 * n) for n, p in enumerate(with_image[:2])], layers=())
@@ -153,7 +153,7 @@ def test_a_cost_for_visual_rows_decides_between_equal_operators(target: Target, 
     assert chosen == ["text_only", "text_only"]
 
 
-def test_texts_without_images_do_not_train_the_gate(target: Target, encoded: list[Prompt]) -> None:
+def test_texts_without_images_do_not_train_the_gate(target: Target, encoded: list[EncodedPrompt]) -> None:
     texts = [prompt for prompt in encoded if not prompt.num_visual_tokens]
     batch = Teacher(target).read([Example(prompt, len(prompt) - 6) for prompt in texts], layers=())
     network = new_specvlm(target).train()

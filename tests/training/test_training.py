@@ -27,7 +27,7 @@ from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.two_readings import own_feature_mask, rows_of
 from autotune.errors import UserError
 from autotune.files import read_lines
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.training import trainer
@@ -45,7 +45,7 @@ ALL_LAYERS = range(LAST + 1)  # layer 0 is the input of the first layer
 
 
 @pytest.fixture(scope="module")
-def examples(encoded: list[Prompt]) -> list[Example]:
+def examples(encoded: list[EncodedPrompt]) -> list[Example]:
     """Three examples of different lengths; the last five tokens of each are its answer."""
     return [Example(prompt, len(prompt) - 6) for prompt in encoded]
 
@@ -88,7 +88,7 @@ def test_visual_scores_depend_on_the_prompt_only(
 
 
 def test_attention_entropies_equal_those_of_an_eager_model(
-    pair: Pair, target: Target, encoded: list[Prompt], prompts: dict[str, Inputs]
+    pair: Pair, target: Target, encoded: list[EncodedPrompt], prompts: dict[str, Inputs]
 ) -> None:
     """Mean attention entropy (AE) of every layer, over the sampled query tokens."""
     prompt = encoded[list(prompts).index("image")]

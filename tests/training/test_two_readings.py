@@ -11,7 +11,7 @@ from autotune.drafters.checkpoint import NETWORKS
 from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.trainable import LossSettings
 from autotune.drafters.two_readings import TwoReadings, own_feature_mask, rows_of
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.training.examples import Example
 from autotune.training.teacher import Teacher
@@ -22,7 +22,7 @@ LAST = 4
 
 
 @pytest.fixture(scope="module")
-def examples(encoded: list[Prompt]) -> list[Example]:
+def examples(encoded: list[EncodedPrompt]) -> list[Example]:
     """Three examples of different lengths; the answers have 5, 7 and 9 tokens."""
     return [Example(prompt, len(prompt) - 6 - 2 * number) for number, prompt in enumerate(encoded)]
 
