@@ -69,7 +69,9 @@ def test_every_step_is_what_drafting_token_by_token_would_read(target: Target, k
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_the_loss_ignores_padding_and_reaches_every_weight(target: Target, encoded: list[EncodedPrompt], kind: str) -> None:
+def test_the_loss_ignores_padding_and_reaches_every_weight(
+    target: Target, encoded: list[EncodedPrompt], kind: str
+) -> None:
     head, generator = new_head(kind, target), torch.Generator()
     layers = head.layers_in_training
     examples = [Example(prompt, len(prompt) - 9) for prompt in encoded]
