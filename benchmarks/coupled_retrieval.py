@@ -109,7 +109,7 @@ def record(recorder: Recorder, workload: Workload, *, is_coupled: bool) -> tuple
             if number + 1 < len(answer.tokens) and num_followers[number] > 0:
                 counts[int(num_followers[number] > 1)] += 1, found.tokens[0] == answer.tokens[number + 1]
         parts.append(part)
-    trace = join(recorder.header(reference(RETRIEVAL), draft.subnet, (), workload, bounds), parts)
+    trace = join(recorder.header(draft, reference(RETRIEVAL), draft.subnet, (), workload, bounds), parts)
     continued = replace(trace.forest, retrieved=np.array(tokens), match_length=np.array(lengths, np.int64))
     return trace, continued, counts.ravel().tolist()
 

@@ -44,14 +44,14 @@ class Round:
         self.mode = mode  # of all forward passes after the prefill
         self.capture_sizes = capture_sizes
         self.retrieval = RetrievalDraft(corpus_tokens=corpus_tokens)
-        """The second source of trees that use one, which follows the tokens of one request."""
+        """The retrieval of trees that use it, which follows the tokens of one request."""
         self.decides_at_once = target.device.type != "cpu"
         """Whether the tokens of all nodes are computed together, for one transfer; else those of visited nodes only."""
         self._path = np.zeros(MAX_STEP, np.int64)
         self._tree_mask = np.zeros((MAX_STEP, MAX_STEP), np.float32)
 
     def run(self, request: Request, point: LoadedPoint, retrieved: Retrieved = NOTHING) -> RoundResult:
-        """Draft, verify, accept, commit. ``retrieved`` comes from the second source of trees that use one."""
+        """Draft, verify, accept, commit. ``retrieved`` follows the longest match, for trees with retrieval."""
         assert point.draft is not None
         num_levels = self._grow_tree(request, point.draft, point, retrieved)
         path, next_token = self.verify(request, point)

@@ -62,7 +62,7 @@ class Session:
         self.capacity, self.threads, self.prefill_threads = capacity, threads, prefill_threads
         self._rounds = rounds
         self._prefilled: Prefilled | None = None
-        self._retrieval: RetrievalDraft | None = None  # the second source of trees that use one
+        self._retrieval: RetrievalDraft | None = None  # of trees that use it
         self._retrieved = NOTHING  # what it finds after the last emitted token
         images = request.prompt.is_visual.nonzero()
         # First position that is no longer near the prompt's last image.
@@ -170,7 +170,7 @@ class Session:
             self._retrieve([self.request.tokens[-1]])
 
     def _retrieve(self, tokens: Sequence[int]) -> None:
-        """Give emitted tokens to the second source, if there is one."""
+        """Give emitted tokens to the retrieval, where the tree uses it."""
         if self._retrieval is not None:
             self._retrieval.extend(tokens)
             self._retrieved = self._retrieval.continuation()
