@@ -1,4 +1,4 @@
-"""How forward passes run, eagerly or captured, and the capture sizes that their inputs are padded to."""
+"""How forward passes run, eagerly or captured, and the capture sizes and KV lengths that captured ones are padded to."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ FIXED = "fixed"
 """Over static buffers, but run eagerly: what the tests compare captures with. Users are not offered it."""
 DEFAULT_CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, MAX_STEP)
 """Numbers of tokens, for every mode but eager."""
+KV_LENGTH_STEP = 256
+"""The shortest padded KV length; cache capacities are multiples of it."""
 
 
 def check_capture_sizes(capture_sizes: Sequence[int]) -> tuple[int, ...]:
@@ -39,3 +41,24 @@ def capture_sizes_for(mode: str, capture_sizes: Sequence[int]) -> tuple[int, ...
     if mode == EAGER:
         return sizes
     return (*sizes, *(size for size in DEFAULT_CAPTURE_SIZES if size > max(sizes, default=0)))
+
+
+def rounded_capacity(num_tokens: int) -> int:
+    """Cache capacity: ``num_tokens`` rounded up to a multiple of ``KV_LENGTH_STEP``."""
+    return -(-num_tokens // KV_LENGTH_STEP) * KV_LENGTH_STEP
+
+
+def padded_length(num_tokens: int, capacity: int | None = None) -> int:
+    """KV length padded to ``KV_LENGTH_STEP`` tokens, doubled until they suffice, but no more than a cache of ``capacity`` has."""
+    length = KV_LENGTH_STEP
+    while length < num_tokens:
+        length *= 2
+    return length if capacity is None else min(length, capacity)
+
+
+def padded_lengths(capacity: int) -> list[int]:
+    """All padded KV lengths of a cache, ascending."""
+    lengths = [padded_length(1, capacity)]
+    while lengths[-1] < capacity:
+        lengths.append(padded_length(lengths[-1] + 1, capacity))
+    return lengths

@@ -54,7 +54,9 @@ def uncertainty(repetitions: Iterable[Sequence[float]], held_out_error: float | 
 
 
 class Point(Document):
-    """Samples of a forward that reads ``tokens`` tokens with ``kv_length`` tokens in the KV cache."""
+    """Samples of a forward that reads ``tokens`` tokens with ``kv_length`` tokens in the KV cache; of a captured one, ``kv_length`` is
+    the padded KV length that it attends to.
+    """
 
     tokens: int = Field(ge=1)
     kv_length: int = Field(ge=0)

@@ -23,8 +23,9 @@ from autotune.drafters.borrowed_cache import BorrowedCache
 from autotune.drafters.cached_draft import CachedDraft, pad_rows, table_rows
 from autotune.drafters.draft import FeatureSource, check_vocabulary
 from autotune.errors import UserError
+from autotune.execution import rounded_capacity
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import GraphKey, rounded_capacity
+from autotune.modeling.graph_runner import GraphKey
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.loading import GEMMA4_ASSISTANT
 from autotune.modeling.prompt import EncodedPrompt

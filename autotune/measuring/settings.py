@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from autotune.cost.table import EVERY_ROW, TOKENS
@@ -17,7 +18,9 @@ HELD_OUT_TOKENS = (1, 3, 6, 11, 20, 40, 100)
 @dataclass(frozen=True)
 class CostSettings:
     kv_lengths: tuple[int, ...] = (160, 256, 400)
-    """The first and last are always measured, the others where the surface is not linear."""
+    """The first and last are always measured, the others where the surface is not linear. Captured steps are measured at the padded
+    KV lengths between them.
+    """
     held_out_kv_length: int = 208
     """Between the first two; its mirror image is held out too."""
     capture_sizes: tuple[int, ...] = ()
@@ -55,11 +58,14 @@ class CostSettings:
         return self.capture_sizes or COARSE_TOKENS
 
     @property
-    def held_out_kv_lengths(self) -> tuple[int, int]:
+    def held_out_kv_lengths(self) -> tuple[int, ...]:
+        """There are none where steps are captured, because no step lies between two padded KV lengths."""
+        if self.mode != EAGER:
+            return ()
         return self.held_out_kv_length, self.kv_lengths[0] + self.kv_lengths[-1] - self.held_out_kv_length
 
     @property
     def held_out(self) -> tuple[Size, ...]:
         """Held-out sizes, between the sizes of the grid; capture sizes differ from the grid in KV length only."""
-        tokens = enumerate(self.capture_sizes or HELD_OUT_TOKENS)
-        return tuple((size, self.held_out_kv_lengths[number % 2]) for number, size in tokens)
+        lengths = itertools.cycle(self.held_out_kv_lengths)
+        return tuple(zip(self.capture_sizes or HELD_OUT_TOKENS, lengths, strict=False))

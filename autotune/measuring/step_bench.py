@@ -11,6 +11,7 @@ import torch
 
 from autotune.cost.surface import standard_error
 from autotune.drafters.checkpoint import LoadedDraft
+from autotune.execution import EAGER
 from autotune.measuring.jobs import plain_steps_ms
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.clock import now_ms
@@ -23,6 +24,7 @@ from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import Floats
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Ints, Tree, add_child, new_tree, set_root
 
+STEP_ROOM = MAX_STEP + 32  # the largest step, and the tokens that a draft in blocks adds
 WARM_UPS = 3
 WARM_UP_MS = 500.0  # no warm-up begins after it, except the first
 THREAD_REPEATS = 15
@@ -51,6 +53,11 @@ class StepBench:
                 if now_ms(target.device) - started > WARM_UP_MS:
                     break
 
+    def _prefix(self, kv_length: int) -> int:
+        """Committed tokens for a step at a KV length: where steps are captured, so few that all of them attend to its padded length."""
+        target = self.decoder.target
+        return kv_length if target.mode == EAGER else min(kv_length, target.padded_length(kv_length) - STEP_ROOM)
+
     def _request(self) -> Request:
         tokens = torch.zeros(1, dtype=torch.long)
         return Request(Call({}, 1), self.token_sampler, EncodedPrompt(tokens, tokens.bool()), tokens[None], tokens=[1])
@@ -63,7 +70,7 @@ class StepBench:
 
     def decode_ms(self, kv_length: int) -> float:
         self.decoder.target.output_layers = ()  # plain decoding needs no features
-        self.decoder.target.cache.length = kv_length
+        self.decoder.target.cache.length = self._prefix(kv_length)
         request = self._request()
         self.decoder.rounds.plain_step(request)
         return request.stats.verify_ms
@@ -73,7 +80,7 @@ class StepBench:
         read again. The time hardly depends on how many they are; a round that accepts all of them is faster than its price.
         """
         self.decoder.target.output_layers = self.draft.aux_layers
-        self.decoder.target.cache.length = kv_length
+        self.decoder.target.cache.length = self._prefix(kv_length)
         _plant_star(self.tree, tokens - 1)
         request = self._request()
         self.decoder.rounds.verify(request, self.decoder.point)
@@ -83,12 +90,12 @@ class StepBench:
 
     def draft_first_ms(self, tokens: int, kv_length: int) -> float:
         """The draft's first forward after a round that committed ``tokens`` tokens; it proposes after the last of them."""
-        self.draft.prepare_step(kv_length, num_pending=self.draft.num_pending_after(tokens))
+        self.draft.prepare_step(self._prefix(kv_length), num_pending=self.draft.num_pending_after(tokens))
         _plant_star(self.tree, 0)
         return self._propose_ms(np.array([ROOT]))
 
     def draft_level_ms(self, tokens: int, kv_length: int) -> float:
-        self.draft.prepare_step(kv_length)
+        self.draft.prepare_step(self._prefix(kv_length))
         _plant_star(self.tree, tokens)
         return self._propose_ms(np.arange(1, tokens + 1))
 

@@ -15,16 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.device import check_room, free_memory
-from autotune.execution import EAGER
+from autotune.execution import EAGER, padded_length, padded_lengths, rounded_capacity
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import (
-    GraphKey,
-    GraphRunner,
-    check_mode,
-    padded_length,
-    padded_lengths,
-    rounded_capacity,
-)
+from autotune.modeling.graph_runner import GraphKey, GraphRunner, check_mode
 from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.packed_step import PackedStep, pack, padded_columns
 from autotune.modeling.step import Step

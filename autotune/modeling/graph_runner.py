@@ -28,9 +28,6 @@ from autotune.errors import UserError
 from autotune.execution import AUTO, CUDA_GRAPH, EAGER, FIXED, MODES
 from autotune.modeling.graph_memory import CapturedForward, Outputs, graph_memory
 
-KV_LENGTH_STEP = 256
-"""The shortest padded KV length; cache capacities are multiples of it."""
-
 Values = Mapping[str, NDArray[Any] | Tensor]
 Function = Callable[[Mapping[str, Tensor]], Outputs]
 """Maps named buffers to tensors. It may depend on its key and on the shapes of the buffers, on no other value of the host."""
@@ -141,27 +138,6 @@ def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_sta
     if name == CUDA_GRAPH and device.type != "cuda":
         raise UserError(f"mode {name} needs a CUDA device; the model is on {device}; choose eager")
     return name
-
-
-def rounded_capacity(num_tokens: int) -> int:
-    """Cache capacity: ``num_tokens`` rounded up to a multiple of ``KV_LENGTH_STEP``."""
-    return -(-num_tokens // KV_LENGTH_STEP) * KV_LENGTH_STEP
-
-
-def padded_length(num_tokens: int, capacity: int) -> int:
-    """KV length padded to ``KV_LENGTH_STEP`` tokens, doubled until they suffice, but no more than the cache has."""
-    length = KV_LENGTH_STEP
-    while length < num_tokens:
-        length *= 2
-    return min(length, capacity)
-
-
-def padded_lengths(capacity: int) -> list[int]:
-    """All padded KV lengths of a cache, ascending."""
-    lengths = [padded_length(1, capacity)]
-    while lengths[-1] < capacity:
-        lengths.append(padded_length(lengths[-1] + 1, capacity))
-    return lengths
 
 
 def fill(inputs: Mapping[str, Tensor], values: Values) -> None:

@@ -21,6 +21,7 @@ from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import check_mode
+from autotune.report.cost_curves import middle_kv_length
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import MAX_PRICED
 from autotune.study.ledger import Ledger, Record
@@ -213,9 +214,8 @@ def print_table(table: CostTable, console: Console) -> None:
 
 
 def _print_latencies(table: CostTable, console: Console) -> None:
-    """Print the latency of every part by number of tokens, in the middle of the measured KV lengths."""
-    lengths = [point.kv_length for point in table.verify.points]
-    middle = (min(lengths) + max(lengths)) // 2
+    """Print the latency of every part by number of tokens, at a measured KV length near the middle."""
+    middle = middle_kv_length(table)
     surfaces = {"target, plain step": table.decode, "target, verification": table.verify}
     for costs in table.drafts:
         surfaces |= {f"{costs.name}, first": costs.draft_first, f"{costs.name}, level": costs.draft_level}

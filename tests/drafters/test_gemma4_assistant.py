@@ -21,11 +21,11 @@ from autotune.documents.decoding_profile import DraftChoice, OperatingPoint
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
+from autotune.execution import KV_LENGTH_STEP
 from autotune.measuring.measurement import measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
 from autotune.modeling.graph_memory import graph_memory
-from autotune.modeling.graph_runner import KV_LENGTH_STEP
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.prediction.evaluator import Evaluator

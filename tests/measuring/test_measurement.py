@@ -28,6 +28,7 @@ from autotune.measuring import request_timing
 from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.request_timing import choose_prefill_threads, overhead_runs
 from autotune.measuring.settings import CostSettings
+from autotune.modeling.graph_runner import GraphRunner
 from autotune.modeling.loading import RETRIEVAL, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -264,6 +265,26 @@ def test_forwards_have_capture_sizes_only(
     assert table.capture_sizes == (4, 9) and sizes == {1, 4, 9}, "1 is a plain step"
     for surface in (table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
         assert {p.tokens for p in (*surface.points, *surface.examined, *surface.held_out)} == {4, 9}
+
+
+def test_captured_steps_attend_to_the_kv_length_that_they_are_measured_at(
+    pair: Pair, workload: Workload, processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded lengths from the shortest prefix to the longest one with the largest step; every size is measured at its own."""
+    target, draft = Target(pair.target), IndependentDraft(pair.draft)
+    attended: list[tuple[str, int]] = []
+    run = GraphRunner.run
+    monkeypatch.setattr(
+        GraphRunner,
+        "run",
+        lambda self, function, key, values: (attended.append(key.kv_lengths), run(self, function, key, values))[1],
+    )
+    monkeypatch.setattr("autotune.measuring.measurement.overhead_runs", lambda *_, **__: [])
+    settings = replace(SETTINGS, capture_sizes=(1, 9, 160), kv_lengths=(257, 400, 600), mode="fixed")
+    ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
+    table = measure_costs(target, ids[0], [(draft, ids[1])], processor, workload, settings=settings)
+    assert {point.kv_length for surface in table.surfaces.values() for point in surface.measured} == {512, 1024}
+    assert set(attended) == {(512,), (1024,)}
 
 
 def test_a_draft_without_a_model_is_timed_like_others(pair: Pair, workload: Workload, processor: Any) -> None:

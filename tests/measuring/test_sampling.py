@@ -26,6 +26,7 @@ from autotune.measuring.sampling import (
     Sampler,
 )
 from autotune.measuring.settings import COARSE_TOKENS, HELD_OUT_TOKENS, CostSettings, Size
+from tests.sample_documents import DRAFT, cost_table
 
 SETTINGS = CostSettings(kv_lengths=(32, 64, 128), held_out_kv_length=48, time_limit_s=1000.0)
 Latency = Callable[[int, int], float]
@@ -231,6 +232,25 @@ def test_only_capture_sizes_are_measured() -> None:
     surface = sampler.surface(sampler.verify)
     assert tokens_of(surface) == [4, 9, 24] and {p.tokens for p in surface.held_out} == {4, 9, 24}
     assert {entry[1] for entry in log if entry[0] != "decode"} == {4, 9, 24}
+
+
+def test_captured_steps_are_priced_at_the_kv_length_that_they_are_padded_to() -> None:
+    """A plain step after 1,023 tokens attends to 1,024, the next one to 2,048, and with its tokens a verification does so earlier."""
+    stairs = {512: 5.0, 1024: 6.0, 2048: 11.0}
+
+    def step(n: int, m: int) -> float:
+        return stairs[m] + 0.1 * n  # no other KV length is measured
+
+    sampler = measured(Bench(step, step), mode="cuda-graph", capture_sizes=(1, 8, 32), kv_lengths=tuple(stairs))
+    surfaces = map(sampler.surface, (sampler.decode, sampler.verify, *sampler.draft_firsts, *sampler.draft_levels))
+    decode, verify, draft_first, draft_level = surfaces
+    (costs,) = cost_table().drafts
+    costs = costs.model_copy(update={"draft_first": draft_first, "draft_level": draft_level})
+    table = cost_table(mode="cuda-graph", capture_sizes=(1, 8, 32), decode=decode, verify=verify, drafts=[costs])
+    prices = table.prices(DRAFT, max_tokens=20, max_kv_length=1500)
+    assert [prices.decode_ms[kv // 16] for kv in (300, 1023, 1024, 1500)] == pytest.approx([5.1, 6.1, 11.1, 11.1])
+    assert [prices.verify_ms[20, kv // 16] for kv in (960, 1000)] == pytest.approx([9.2, 14.2]), "padded to 32 tokens"
+    assert [prices.draft_level_ms[5, kv // 16] for kv in (1000, 1024)] == pytest.approx([6.8, 11.8])
 
 
 # -------------------------------------------------------------------------------------------------------------- rounds

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from autotune.errors import UserError
+from autotune.execution import KV_LENGTH_STEP
 from autotune.modeling.graph_memory import graph_memory
-from autotune.modeling.graph_runner import KV_LENGTH_STEP, EagerNotice, GraphKey, GraphRunner
+from autotune.modeling.graph_runner import EagerNotice, GraphKey, GraphRunner
 from autotune.modeling.masks import MaskBuffer, first_visible
 from autotune.modeling.packed_step import PackedStep, pack, padded_columns
 from autotune.modeling.step import Step

@@ -14,9 +14,8 @@ import torch
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.retrieval import RetrievalDraft
-from autotune.execution import DEFAULT_CAPTURE_SIZES
+from autotune.execution import DEFAULT_CAPTURE_SIZES, KV_LENGTH_STEP, padded_length
 from autotune.modeling.graph_memory import graph_memory
-from autotune.modeling.graph_runner import KV_LENGTH_STEP, padded_length
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import as_draft
