@@ -25,15 +25,7 @@ from autotune.acceptance.reference_replay import ReplayedRound, rounds
 from autotune.acceptance.replay import plain_decode_ms
 from autotune.acceptance.trace import Trace
 from autotune.cost.draft_costs import ModelShape
-from autotune.cost.roofline import (
-    DatasheetLimits,
-    datasheets,
-    first_level_ms,
-    later_level_ms,
-    load_limits,
-    operations,
-    step_ms,
-)
+from autotune.cost.roofline import DatasheetLimits, datasheets, load_limits, operations, step_ms
 from autotune.documents.configuration import configuration_of
 from autotune.documents.run import length_bands, time_shares
 from autotune.files import write_table
@@ -204,8 +196,8 @@ def estimated_speedup(
     ``estimate_table``; ``kv_lengths`` are those of the draft and of the target.
     """
     draft_kv, kv = kv_lengths
-    round_ms = first_level_ms(draft, limits, subnet.tokens_per_round, draft_kv)
-    round_ms += (subnet.depth - 1) * later_level_ms(draft, limits, 1, draft_kv)
+    round_ms = step_ms(draft, limits, subnet.tokens_per_round + draft.block_tokens, draft_kv)
+    round_ms += 0.0 if draft.block_tokens else (subnet.depth - 1) * step_ms(draft, limits, 1, draft_kv)
     round_ms += step_ms(target, limits, subnet.depth + 1, kv) + limits.round_ms * (1 + subnet.depth / 8)
     return step_ms(target, limits, 1, kv) * subnet.tokens_per_round / round_ms
 

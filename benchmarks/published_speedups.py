@@ -1,9 +1,10 @@
 """Speedups that papers published, predicted from datasheets and shapes alone, with the published tokens per round.
 
 ``published_speedups.csv`` has the pairs of (tokens per round, speedup) with their paper, table and row, and
-``published_speedups.yaml`` the rule by which rows were taken, the models' shapes, the methods' rounds, and published times of plain
-steps. Two constants of ``autotune/cost/roofline.py`` are fitted here: ``EAGER_LAYER_MS`` to the plain steps, and ``LAYERS_OUTSIDE`` to
-the speedups, where every paper weighs the same. Every paper is also predicted with the constant that the others give::
+``published_speedups.yaml`` the rule by which rows were taken, the models' shapes, the methods' rounds, and published times of eager and
+captured plain steps. Three constants of ``autotune/cost/roofline.py`` are fitted here: ``EAGER_LAYER_MS`` to the eager steps,
+``KERNEL_MS`` to the captured ones, and ``LAYERS_OUTSIDE`` to the speedups, which are eager, where every paper and page weighs the
+same. Every paper is also predicted with the constant that the others give::
 
     python benchmarks/published_speedups.py
 
@@ -24,6 +25,7 @@ import yaml
 from autotune.cost import roofline
 from autotune.cost.draft_costs import ModelShape
 from autotune.cost.roofline import DatasheetLimits, load_limits, step_ms
+from autotune.execution import CUDA_GRAPH
 from autotune.trees.limits import Floats
 
 HERE = Path(__file__).parent
@@ -56,7 +58,7 @@ def limits_of(device: str, layers_outside: float) -> DatasheetLimits:
 
 
 def shape_of(model: dict[str, int], layers: int | None = None) -> ModelShape:
-    """A model in 16 bits, or a draft with some of its layers and its output head."""
+    """A model in 16 bits, or a draft with some of its layers and its output head. Layers with norms of queries and keys have four."""
     num_layers = model["layers"] if layers is None else layers
     hidden, keys = model["hidden"], 2 * model["kv"]
     layer = hidden * (2 * model["q"] + keys + 3 * model["mlp"])
@@ -67,6 +69,7 @@ def shape_of(model: dict[str, int], layers: int | None = None) -> ModelShape:
         vision_parameters=0,
         kv_bytes_per_token=2 * num_layers * keys,
         bytes_per_parameter=2,
+        layer_kernels=24 + 8 * model.get("norms", 2),
     )
 
 
@@ -112,6 +115,26 @@ def plain_layer_ms(inputs: dict[str, Any]) -> Floats:
     return np.array(times)
 
 
+def captured_steps(inputs: dict[str, Any], kernel_ms: float) -> pd.DataFrame:
+    """Published captured plain steps, in milliseconds, and those predicted with the time of a kernel."""
+    steps = pd.DataFrame(inputs["captured_steps"])
+    limits = [load_limits(device).model_copy(update={"kernel_ms": kernel_ms}) for device in steps.device]
+    shapes = [shape_of(inputs["models"][model]) for model in steps.model]
+    predicted = [step_ms(*pair, 1, KV_LENGTH, CUDA_GRAPH) for pair in zip(shapes, limits, strict=True)]
+    return steps.assign(predicted=predicted, error=predicted / steps.ms - 1)
+
+
+def fit_kernel_ms(inputs: dict[str, Any]) -> float:
+    """The ``kernel_ms`` of least mean absolute log error, where every page weighs the same."""
+    from scipy.optimize import minimize_scalar
+
+    def error(kernel_ms: float) -> float:
+        steps = captured_steps(inputs, kernel_ms)
+        return float(np.log1p(steps.error).abs().groupby(steps.page).mean().mean())
+
+    return float(minimize_scalar(error, bounds=(1e-4, 1e-2), method="bounded", options={"xatol": 1e-6}).x)
+
+
 def errors_table(pairs: pd.DataFrame, found: Floats, by: list[str]) -> pd.DataFrame:
     """Number of pairs, medians of published and predicted speedups, and medians of the errors and their sizes, by group."""
     frame = pairs.assign(predicted=found, error=found / pairs.speedup - 1, size=np.abs(found / pairs.speedup - 1))
@@ -126,6 +149,10 @@ def main() -> None:
     pairs, inputs = load()
     times = plain_layer_ms(inputs)
     click.echo(f"eager_layer_ms {np.exp(np.log(times).mean()):.2f} ({times.min():.2f} to {times.max():.2f})")
+    steps = captured_steps(inputs, roofline.KERNEL_MS)
+    click.echo(f"kernel_ms {fit_kernel_ms(inputs):.5f}; captured plain steps with {roofline.KERNEL_MS}:")
+    click.echo(steps.to_string(float_format="{:.2f}".format))
+    click.echo(f"all {len(steps)} captured steps: median error {steps.error.abs().median():.1%}\n")
     fitted = fit_layers_outside(pairs, inputs)
     click.echo(f"layers_outside {fitted:.2f}; predictions below use {roofline.LAYERS_OUTSIDE}\n")
     found = predictions(pairs, inputs, roofline.LAYERS_OUTSIDE)

@@ -25,6 +25,8 @@ def test_constants_of_estimates_are_those_that_published_figures_give() -> None:
     assert module.fit_layers_outside(pairs, inputs) == pytest.approx(roofline.LAYERS_OUTSIDE, abs=0.1)
     times = module.plain_layer_ms(inputs)
     assert np.exp(np.log(times).mean()) == pytest.approx(roofline.EAGER_LAYER_MS, abs=0.05)
+    assert module.fit_kernel_ms(inputs) == pytest.approx(roofline.KERNEL_MS, abs=1e-4)
+    assert module.captured_steps(inputs, roofline.KERNEL_MS).error.abs().median() < 0.25
     errors = np.abs(module.predictions(pairs, inputs, roofline.LAYERS_OUTSIDE) / pairs.speedup - 1)
     assert np.median(errors) < 0.2
 

@@ -1,37 +1,41 @@
 """Estimated cost tables from the limits in a device's datasheet (roofline model).
 
-Latency is the largest of: bytes over bandwidth, operations over peak throughput, and kernel launches by the host. Limits are
-scaled to tables that were measured on the device with other models. Everything made from an estimate is marked ``estimated``.
-Speedups that papers published are predicted with a median error of 13 % (``benchmarks/published_speedups.py``), single ones with far
-larger ones: an estimate serves to rank configurations.
+Traffic takes bytes over reached bandwidth, and arithmetic operations over peak throughput. An eager step takes the longest of both and
+the host's kernel launches; a captured step the longer of both, and the time of its kernels. Limits are scaled to tables that were
+measured on the device with other models. Everything made from an estimate is marked ``estimated``. Eager speedups that papers published
+are predicted with a median error of 13 %, captured plain steps with one of 20 % (``benchmarks/published_speedups.py``), single ones
+with far larger ones: an estimate serves to rank configurations.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from pydantic import Field
 
-from autotune.cost.draft_costs import DraftCosts, ModelShape
+from autotune.cost.draft_costs import LAYER_KERNELS, DraftCosts, ModelShape
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Point, Surface
 from autotune.cost.table import TOKENS, CostTable
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet
-from autotune.execution import CUDA_GRAPH, EAGER
+from autotune.execution import EAGER, padded_lengths
 from autotune.files import Document, data_root
 from autotune.trees.limits import Floats
 
 COMPUTE_SLICES, MEMORY_SLICES = 7, 8  # of a GPU that is split into MIG slices
 KV_LENGTHS = (64, 512, 4096)
-# Eager PyTorch, whatever the GPU; fitted by benchmarks/published_speedups.py to what papers and blogs published, and tested against it.
+PADDED_KV_LENGTHS = padded_lengths(8192)
+REACHED_BANDWIDTH = 0.88  # of the datasheet's
+# Whatever the GPU; fitted by benchmarks/published_speedups.py to what papers and others published, and tested against it.
 EAGER_LAYER_MS = 0.9  # the host launches the kernels of a layer; published plain steps lie between 0.25 and 1.55
-LAYERS_OUTSIDE = 2.4  # a forward pass launches as much outside its layers (embedding, head, choice) as in this many
+KERNEL_MS = 0.0017  # a kernel of a captured step, besides its memory traffic
+LAYERS_OUTSIDE = 2.4  # a forward pass has as many kernels outside its layers (embedding, head, choice) as in this many
 ROUND_MS = 0.4  # a round outside the models, an assumption
 REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
 
@@ -46,6 +50,7 @@ class DatasheetLimits(Document, kind="device-limits"):
     bfloat16_tflops: float = Field(gt=0)
     float32_tflops: float = Field(gt=0)
     eager_layer_ms: float = Field(default=EAGER_LAYER_MS, gt=0)
+    kernel_ms: float = Field(default=KERNEL_MS, gt=0)
     layers_outside: float = Field(default=LAYERS_OUTSIDE, ge=0)
     round_ms: float = Field(default=ROUND_MS, ge=0)
     has_mig: bool = False
@@ -96,26 +101,15 @@ def load_limits(name: str) -> DatasheetLimits:
     return limits
 
 
-def step_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float) -> float:
-    """Latency of a forward of ``tokens`` tokens with ``kv_length`` tokens in the KV cache."""
-    # The host launches kernels ahead of the device, so the slower of the two determines the latency.
-    return max(_bounds_ms(shape, limits, tokens, kv_length))
-
-
-def first_level_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float) -> float:
-    """Latency of a draft's first forward pass of a round, which reads ``tokens`` committed tokens."""
-    return step_ms(shape, limits, tokens + shape.block_tokens, kv_length)
-
-
-def later_level_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float) -> float:
-    """Latency of any other draft level, of ``tokens`` nodes; 0 where the first forward pass has drafted it."""
-    return 0.0 if shape.block_tokens else step_ms(shape, limits, tokens, kv_length)
+def step_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float, mode: str = EAGER) -> float:
+    """Latency of a forward of ``tokens`` tokens with ``kv_length`` tokens in the KV cache, padded unless the mode is ``eager``."""
+    return float(_latency_ms(np.array(_parts_ms(shape, limits, tokens, kv_length, mode)), mode))
 
 
 def device_bound_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float) -> float:
     """The least latency of the same forward that the device allows, however fast the host is: memory traffic or arithmetic."""
-    memory_ms, arithmetic_ms, _ = _bounds_ms(shape, limits, tokens, kv_length)
-    return max(memory_ms, arithmetic_ms)
+    memory_ms, arithmetic_ms, _ = _parts_ms(shape, limits, tokens, kv_length, EAGER)
+    return max(REACHED_BANDWIDTH * memory_ms, arithmetic_ms)
 
 
 def operations(shape: ModelShape, tokens: float, kv_length: float) -> float:
@@ -124,23 +118,38 @@ def operations(shape: ModelShape, tokens: float, kv_length: float) -> float:
     return 2 * shape.text_parameters * tokens + attention
 
 
-def _bounds_ms(
-    shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float
+def _parts_ms(
+    shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float, mode: str
 ) -> tuple[float, float, float]:
-    """Lower bounds of the latency of a forward: memory, arithmetic, kernel launches; 0 for a draft without forward passes."""
+    """Times of a forward: memory traffic, arithmetic, and the host's launches or else the captured kernels; 0 for a draft
+    without forward passes.
+    """
     if not shape.has_forward_pass:
         return 0.0, 0.0, 0.0
     read = shape.text_parameters * shape.bytes_per_parameter + (kv_length + tokens) * shape.kv_bytes_per_token
     peak = limits.float32_tflops if shape.bytes_per_parameter == 4 else limits.bfloat16_tflops
+    if mode == EAGER:
+        kernels_ms = (shape.num_layers + limits.layers_outside) * limits.eager_layer_ms
+    else:
+        num_kernels = shape.num_layers * shape.layer_kernels + limits.layers_outside * LAYER_KERNELS
+        kernels_ms = num_kernels * limits.kernel_ms
     return (
-        read / (limits.memory_gb_per_second * 1e6),
+        read / (REACHED_BANDWIDTH * limits.memory_gb_per_second * 1e6),
         operations(shape, tokens, kv_length) / (peak * 1e9),
-        (shape.num_layers + limits.layers_outside) * limits.eager_layer_ms,
+        kernels_ms,
     )
 
 
-def anchored(limits: DatasheetLimits, measured: Sequence[CostTable]) -> DatasheetLimits:
-    """Scale bandwidth, peak throughput and launch time to tables measured on the device, by least squares of log latency.
+def _latency_ms(parts_ms: Floats, mode: str) -> Floats:
+    """Latency [...] of forwards whose ``_parts_ms`` are given, [..., 3]."""
+    device_ms = parts_ms[..., :2].max(-1)
+    # The host launches kernels ahead of the device. Captured, each small kernel waits for the one before it.
+    return np.maximum(device_ms, parts_ms[..., 2]) if mode == EAGER else device_ms + parts_ms[..., 2]
+
+
+def anchored(limits: DatasheetLimits, measured: Sequence[CostTable], mode: str = EAGER) -> DatasheetLimits:
+    """Scale bandwidth, peak throughput and the time of launches, or else of captured kernels, to tables measured on the device in a
+    mode, by least squares of log latency.
 
     Limits that no measured point depends on are not changed. ``round_ms`` becomes the median of the tables.
     """
@@ -155,41 +164,41 @@ def anchored(limits: DatasheetLimits, measured: Sequence[CostTable]) -> Datashee
     if not points:
         return limits
     latency_ms = np.array([point.latency_ms for _, point in points])
-    bounds_ms = np.array(
-        [_bounds_ms(shape, limits, point.tokens + shape.block_tokens, point.kv_length) for shape, point in points]
+    parts_ms = np.array(
+        [_parts_ms(shape, limits, point.tokens + shape.block_tokens, point.kv_length, mode) for shape, point in points]
     )
 
     def error(logs: Floats) -> float:
-        """Mean squared error with bounds scaled by ``exp(logs)``."""
-        residuals = np.log((bounds_ms * np.exp(logs)).max(1) / latency_ms)
+        """Mean squared error with the parts scaled by ``exp(logs)``."""
+        residuals = np.log(_latency_ms(parts_ms * np.exp(logs), mode) / latency_ms)
         return float((residuals**2).mean() + REGULARIZATION * (logs**2).sum())
 
-    # The error has no slope in a bound that is never the largest, so minimize from several starting points.
-    starts = [np.array(start, np.float64) for start in itertools.product((0.0, 2.0), repeat=bounds_ms.shape[1])]
+    # The error has no slope in a part that is never the largest, so minimize from several starting points.
+    starts = [np.array(start, np.float64) for start in itertools.product((0.0, 2.0), repeat=parts_ms.shape[1])]
     fits = [minimize(error, start, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-10}) for start in starts]
-    memory, arithmetic, launches = np.exp(min(fits, key=lambda fit: float(fit.fun)).x).tolist()
+    memory, arithmetic, kernels = np.exp(min(fits, key=lambda fit: float(fit.fun)).x).tolist()
+    kernel_time = "eager_layer_ms" if mode == EAGER else "kernel_ms"
     rounds = [draft.overhead.round_ms for table in measured for draft in table.drafts]
     return limits.model_copy(
         update={
             "memory_gb_per_second": limits.memory_gb_per_second / memory,
             "bfloat16_tflops": limits.bfloat16_tflops / arithmetic,
             "float32_tflops": limits.float32_tflops / arithmetic,
-            "eager_layer_ms": limits.eager_layer_ms * launches,
+            kernel_time: getattr(limits, kernel_time) * kernels,
             "round_ms": float(np.median(rounds)),
         }
     )
 
 
 def _surface(
-    shape: ModelShape,
-    limits: DatasheetLimits,
-    tokens: tuple[int, ...],
-    latency_ms: Callable[[ModelShape, DatasheetLimits, float, float], float] = step_ms,
+    shape: ModelShape, limits: DatasheetLimits, tokens: tuple[int, ...], mode: str, *, is_drafted: bool = False
 ) -> Surface:
-    sizes = itertools.product(tokens, KV_LENGTHS)
-    return Surface(
-        points=[Point(tokens=n, kv_length=m, samples_ms=[latency_ms(shape, limits, n, m)]) for n, m in sizes]
-    )
+    """Latencies of forwards, also of a block's tokens; 0 if another forward pass has drafted what they propose."""
+    points = []
+    for n, m in itertools.product(tokens, KV_LENGTHS if mode == EAGER else PADDED_KV_LENGTHS):
+        ms = 0.0 if is_drafted else step_ms(shape, limits, n + shape.block_tokens, m, mode)
+        points.append(Point(tokens=n, kv_length=m, samples_ms=[ms]))
+    return Surface(points=points)
 
 
 def _prefill(shape: ModelShape, limits: DatasheetLimits) -> PrefillCost:
@@ -212,8 +221,7 @@ def estimate_table(
     capture_sizes: tuple[int, ...] = (),
     measured: Sequence[CostTable] = (),
 ) -> CostTable:
-    """Estimate the cost table of a pair from the datasheet of a device. Unless the mode is ``eager``, the host launches nothing after
-    the prefill.
+    """Estimate the cost table of a pair from the datasheet of a device. Prefills are eager in every mode.
 
     Args:
         name: the device, which ``find_limits`` knows.
@@ -228,10 +236,7 @@ def estimate_table(
         and not table.estimated
         and table.target_shape is not None
     ]
-    datasheet = load_limits(name)
-    captured = mode == CUDA_GRAPH
-    limits = anchored(datasheet.model_copy(update={"eager_layer_ms": 0.0}) if captured else datasheet, anchors)
-    prefill_limits = limits.model_copy(update={"eager_layer_ms": datasheet.eager_layer_ms}) if captured else limits
+    limits = anchored(load_limits(name), anchors, mode)
     tokens = capture_sizes or TOKENS
     overhead = Overhead(round_ms=limits.round_ms, level_ms=float(np.round(limits.round_ms / 8, 3)))
     memory_bytes = int(limits.memory_gb * 1e9)
@@ -245,18 +250,18 @@ def estimate_table(
         num_anchors=len(anchors),
         target=target,
         target_shape=target_shape,
-        decode=_surface(target_shape, limits, (1,)),
-        verify=_surface(target_shape, limits, tokens),
-        prefill=_prefill(target_shape, prefill_limits),
+        decode=_surface(target_shape, limits, (1,), mode),
+        verify=_surface(target_shape, limits, tokens, mode),
+        prefill=_prefill(target_shape, limits),
         drafts=[
             DraftCosts(
                 draft=draft,
                 heads=subnet.heads,
                 vocabulary=subnet.vocabulary,
                 shape=draft_shape,
-                draft_first=_surface(draft_shape, limits, tokens, first_level_ms),
-                draft_level=_surface(draft_shape, limits, tokens, later_level_ms),
-                prefill=_prefill(draft_shape, prefill_limits),
+                draft_first=_surface(draft_shape, limits, tokens, mode),
+                draft_level=_surface(draft_shape, limits, tokens, mode, is_drafted=draft_shape.block_tokens > 0),
+                prefill=_prefill(draft_shape, limits),
                 overhead=overhead,
             )
         ],

@@ -80,6 +80,7 @@ class TreeModel(CachedModel):
             vision_parameters=sum(p.numel() for part in vision_parts(full) for p in part.parameters()),
             kv_bytes_per_token=text.kv_bytes_per_token,
             bytes_per_parameter=num_bytes,
+            layer_kernels=24 + 8 * sum("RMSNorm" in type(module).__name__ for module in text.layers[0].modules()),
         )
 
     @property

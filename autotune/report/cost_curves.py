@@ -57,7 +57,7 @@ def middle_kv_length(table: CostTable) -> int:
 
 def cost_curves(table: CostTable, study: StudyDocument | None) -> list[CostCurve]:
     """Curves of the target's steps, and of the first and the other draft levels of every draft."""
-    limits = None if table.estimated else find_limits(table.device.name)  # an estimated table equals the limit
+    limits = None if table.estimated else find_limits(table.device.name)  # an estimated table rests on the limits
     kv_length = middle_kv_length(table)
     shapes = {entry.reference.sha256: entry.shape for entry in (study.drafts if study else [])}
     target = study.target_shape if study else None

@@ -23,6 +23,7 @@ from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable
 from autotune.device import short_name
 from autotune.documents.subnet import Subnet
+from autotune.execution import CUDA_GRAPH, DEFAULT_CAPTURE_SIZES, EAGER
 from tests.sample_documents import DRAFT, TARGET, header
 
 # One layer of a billion parameters of two bytes, and a kilobyte of keys and values per token.
@@ -57,8 +58,9 @@ def estimated(
 
 
 def test_one_token_is_bound_by_memory() -> None:
-    """Two gigabytes of weights and a megabyte of KV cache, at a terabyte per second."""
-    assert step_ms(SHAPE, LIMITS, 1, 999) == pytest.approx(2.001)
+    """Two gigabytes of weights and a megabyte of KV cache, at what is reached of a terabyte per second."""
+    assert step_ms(SHAPE, LIMITS, 1, 999) == pytest.approx(2.001 / 0.88)
+    assert device_bound_ms(SHAPE, LIMITS, 1, 999) == pytest.approx(2.001)
 
 
 def test_many_tokens_are_bound_by_arithmetic() -> None:
@@ -75,6 +77,14 @@ def test_tiny_model_is_bound_by_launches() -> None:
     assert step_ms(tiny, LIMITS, 1, 0) == pytest.approx(2.6)
 
 
+def test_captured_steps_take_the_time_of_their_kernels_too() -> None:
+    """A layer and two outside it have 40 kernels of 2 us each, which a step takes besides the traffic of its weights."""
+    limits = LIMITS.model_copy(update={"kernel_ms": 0.002})
+    assert step_ms(SHAPE, limits, 1, 999, CUDA_GRAPH) == pytest.approx(2.001 / 0.88 + 3 * 40 * 0.002)
+    more_norms = SHAPE.model_copy(update={"layer_kernels": 56})
+    assert step_ms(more_norms, limits, 1, 999, CUDA_GRAPH) == pytest.approx(2.001 / 0.88 + (56 + 2 * 40) * 0.002)
+
+
 def test_every_shipped_datasheet_gives_a_table() -> None:
     """Files are named as the device is, and latencies increase with tokens and KV length."""
     small = SHAPE.model_copy(update={"text_parameters": 10**8})
@@ -89,17 +99,34 @@ def test_every_shipped_datasheet_gives_a_table() -> None:
         assert (prices.draft_level_ms[1:] < prices.verify_ms[1:]).all(), name
 
 
-def test_captured_forward_passes_launch_nothing_after_the_prefill() -> None:
-    """Steps take the time of the device alone; sizes are the capture sizes."""
+def test_captured_forward_passes_are_estimated_at_the_sizes_of_captures() -> None:
+    """Capture sizes and padded KV lengths; prefills are eager."""
     eager = estimated(SHAPE, SHAPE)
-    captured = estimated(SHAPE, SHAPE, mode="cuda-graph", capture_sizes=(1, 8, 160))
+    captured = estimated(SHAPE, SHAPE, mode=CUDA_GRAPH, capture_sizes=(1, 8, 160))
     assert (eager.mode, captured.mode, captured.capture_sizes) == ("eager", "cuda-graph", (1, 8, 160))
     for point in (*captured.decode.points, *captured.drafts[0].draft_level.points):
-        bound = device_bound_ms(SHAPE, load_limits("h100"), point.tokens, point.kv_length)
-        assert point.latency_ms == pytest.approx(bound)
+        ms = step_ms(SHAPE, load_limits("h100"), point.tokens, point.kv_length, CUDA_GRAPH)
+        assert point.latency_ms == pytest.approx(ms)
     assert {point.tokens for point in captured.verify.points} == {1, 8, 160}
+    assert {point.kv_length for point in captured.verify.points} == {256, 512, 1024, 2048, 4096, 8192}
     assert eager.decode.points[0].latency_ms > 3 * captured.decode.points[0].latency_ms
     assert captured.prefill == eager.prefill
+
+
+def test_a_small_independent_draft_pays_for_its_kernels() -> None:
+    """Qwen3-8B and chains of 5 of Qwen3-0.6B on an H100: the draft's 28 layers of 56 kernels take most of a level's 3 ms, and a
+    round of 3.5 tokens is hardly faster than plain steps.
+    """
+    known = {"vision_parameters": 0, "bytes_per_parameter": 2, "layer_kernels": 56}
+    target = {"num_layers": 36, "hidden_size": 4096, "text_parameters": 7_568_000_000, "kv_bytes_per_token": 147_456}
+    draft = {"num_layers": 28, "hidden_size": 1024, "text_parameters": 596_000_000, "kv_bytes_per_token": 114_688}
+    shapes = [ModelShape(**known, **sizes) for sizes in (draft, target)]
+    table = estimated(*shapes, mode=CUDA_GRAPH, capture_sizes=DEFAULT_CAPTURE_SIZES)
+    prices = table.prices(DRAFT, max_tokens=6, max_kv_length=400)
+    plain, level, verification = prices.decode_ms[-1], prices.draft_level_ms[1, -1], prices.verify_ms[6, -1]
+    assert level == pytest.approx(3.1, rel=0.1) and plain == pytest.approx(8.8, rel=0.05)
+    round_ms = 5 * (level + prices.overhead_level_ms) + verification + prices.overhead_round_ms
+    assert 3.5 * plain / round_ms < 1.2 * 1.3
 
 
 def test_mig_slices_have_shares_of_their_gpu() -> None:
@@ -135,17 +162,18 @@ def test_estimate_of_a_draft_with_blocks_that_cross() -> None:
     (kv_length,) = trace.draft_kv_length(0.25)
     num_bytes = 2 * 10**11 + 10**6 * (0.75 * (1000 + 1) + 0.25 * (3000 + 1))
     limits = load_limits("h100")
-    assert step_ms(shape, limits, 1, kv_length) == pytest.approx(num_bytes / (limits.memory_gb_per_second * 1e6))
+    assert step_ms(shape, limits, 1, kv_length) == pytest.approx(num_bytes / (0.88 * limits.memory_gb_per_second * 1e6))
 
 
-def measured_table(limits: DatasheetLimits, **fields: object) -> CostTable:
-    """A table of a device with the given limits, whose steps are bound by memory, arithmetic and launches."""
+def measured_table(limits: DatasheetLimits, mode: str = EAGER, **fields: object) -> CostTable:
+    """A table of a device with the given limits, whose steps take the time of memory, arithmetic and kernels."""
     draft = SHAPE.model_copy(update={"text_parameters": 10**6, "num_layers": 2})
-    table = estimated(draft)
+    table = estimated(draft, mode=mode)
 
     def surface(shape: ModelShape, known: Surface) -> Surface:
         points = [
-            p.model_copy(update={"samples_ms": [step_ms(shape, limits, p.tokens, p.kv_length)]}) for p in known.points
+            p.model_copy(update={"samples_ms": [step_ms(shape, limits, p.tokens, p.kv_length, mode)]})
+            for p in known.points
         ]
         return known.model_copy(update={"points": points})
 
@@ -175,20 +203,21 @@ def test_a_draft_in_blocks_is_estimated_as_one_forward_pass_a_round() -> None:
     assert same.memory_gb_per_second == pytest.approx(limits.memory_gb_per_second, rel=1e-3)
 
 
-def test_limits_are_scaled_to_measurements() -> None:
-    """Three quarters of the bandwidth, a thirtieth of the peak, twice the launch time: each is found from the steps that it
-    bounds.
+@pytest.mark.parametrize(("mode", "kernel_time"), [(EAGER, "eager_layer_ms"), (CUDA_GRAPH, "kernel_ms")])
+def test_limits_are_scaled_to_measurements(mode: str, kernel_time: str) -> None:
+    """Three quarters of the bandwidth, a thirtieth of the peak, twice the time of launches or captured kernels: each is found from
+    the steps that it bounds.
     """
     known = load_limits("h100")
     reached = known.model_copy(
         update={
             "memory_gb_per_second": 0.75 * known.memory_gb_per_second,
             "bfloat16_tflops": known.bfloat16_tflops / 30,
-            "eager_layer_ms": 2 * known.eager_layer_ms,
+            kernel_time: 2 * getattr(known, kernel_time),
         }
     )
-    scaled = anchored(known, [measured_table(reached)])
-    for name in ("memory_gb_per_second", "bfloat16_tflops", "eager_layer_ms"):
+    scaled = anchored(known, [measured_table(reached, mode)], mode)
+    for name in ("memory_gb_per_second", "bfloat16_tflops", kernel_time):
         assert getattr(scaled, name) == pytest.approx(getattr(reached, name), rel=0.01), name
     assert scaled.round_ms == 0.7
     assert anchored(known, []) == known
@@ -211,7 +240,7 @@ def test_estimate_is_scaled_to_tables_of_other_models() -> None:
     assert step(anchored_table) == pytest.approx(2 * step(estimate()), rel=0.01)
     unusable = [
         measured_table(slow, precision="float32"),
-        measured_table(slow, mode="cuda-graph"),
+        measured_table(slow, CUDA_GRAPH),
         measured_table(slow, estimated=True),
         measured_table(slow, target_shape=None),
     ]
