@@ -10,8 +10,6 @@ from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.files import Document
 
-LAYER_KERNELS = 40  # of a captured layer with two RMSNorms
-
 
 class ModelShape(Document):
     """The properties of a model that determine its latency."""
@@ -24,7 +22,7 @@ class ModelShape(Document):
     kv_bytes_per_token: int
     bytes_per_parameter: int | float
     """Mean over the text parameters; of quantized weights with their scales, and not an integer."""
-    layer_kernels: int = Field(default=LAYER_KERNELS, gt=0)
+    layer_kernels: int = Field(default=40, gt=0)
     """Kernels of a layer in a captured step: 24, and eight for each RMSNorm, of which most models have two."""
     crossing_share: float = Field(default=0.0, ge=0, le=1)
     """Share of the KV bytes per token in cross-attention blocks, whose KV length includes pruned tokens (``Trace.draft_kv_length``)."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from autotune.cost.draft_costs import LAYER_KERNELS, DraftCosts, ModelShape
+from autotune.cost.draft_costs import DraftCosts, ModelShape
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Point, Surface
 from autotune.cost.table import TOKENS, CostTable
@@ -35,7 +35,10 @@ REACHED_BANDWIDTH = 0.88  # of the datasheet's
 # Whatever the GPU; fitted by benchmarks/published_speedups.py to what papers and others published, and tested against it.
 EAGER_LAYER_MS = 0.9  # the host launches the kernels of a layer; published plain steps lie between 0.25 and 1.55
 KERNEL_MS = 0.0017  # a kernel of a captured step, besides its memory traffic
-LAYERS_OUTSIDE = 2.4  # a forward pass has as many kernels outside its layers (embedding, head, choice) as in this many
+LAYERS_OUTSIDE = (
+    2.4  # an eager forward pass launches as much outside its layers (embedding, head, choice) as in this many
+)
+KERNELS_OUTSIDE = 40  # a captured step has so many outside its layers (masks, embedding, head)
 ROUND_MS = 0.4  # a round outside the models, an assumption
 REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
 
@@ -131,8 +134,7 @@ def _parts_ms(
     if mode == EAGER:
         kernels_ms = (shape.num_layers + limits.layers_outside) * limits.eager_layer_ms
     else:
-        num_kernels = shape.num_layers * shape.layer_kernels + limits.layers_outside * LAYER_KERNELS
-        kernels_ms = num_kernels * limits.kernel_ms
+        kernels_ms = (shape.num_layers * shape.layer_kernels + KERNELS_OUTSIDE) * limits.kernel_ms
     return (
         read / (REACHED_BANDWIDTH * limits.memory_gb_per_second * 1e6),
         operations(shape, tokens, kv_length) / (peak * 1e9),

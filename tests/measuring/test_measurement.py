@@ -250,41 +250,21 @@ def test_kv_lengths_span_a_workload() -> None:
         assert lengths[0] < held_out < lengths[1]
 
 
-def test_forwards_have_capture_sizes_only(
-    pair: Pair, decoders: tuple[Decoder, Decoder], workload: Workload, processor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoder = decoders[0]
-    assert decoder.draft is not None
-    sizes: set[int] = set()
-    forward = decoder.target.forward
-    monkeypatch.setattr(decoder.target, "forward", lambda step: (sizes.add(len(step.tokens)), forward(step))[1])
-    monkeypatch.setattr("autotune.measuring.measurement.overhead_runs", lambda *_, **__: [])
-    settings = replace(SETTINGS, capture_sizes=(4, 9))
-    ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
-    table = measure_costs(decoder.target, ids[0], [(decoder.draft, ids[1])], processor, workload, settings=settings)
-    assert table.capture_sizes == (4, 9) and sizes == {1, 4, 9}, "1 is a plain step"
-    for surface in (table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
-        assert {p.tokens for p in (*surface.points, *surface.examined, *surface.held_out)} == {4, 9}
-
-
-def test_captured_steps_attend_to_the_kv_length_that_they_are_measured_at(
+def test_captured_steps_have_capture_sizes_and_padded_kv_lengths_only(
     pair: Pair, workload: Workload, processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padded lengths from the shortest prefix to the longest one with the largest step; every size is measured at its own."""
-    target, draft = Target(pair.target), IndependentDraft(pair.draft)
-    attended: list[tuple[str, int]] = []
-    run = GraphRunner.run
-    monkeypatch.setattr(
-        GraphRunner,
-        "run",
-        lambda self, function, key, values: (attended.append(key.kv_lengths), run(self, function, key, values))[1],
-    )
+    keys, run = set(), GraphRunner.run
+    monkeypatch.setattr(GraphRunner, "run", lambda *args: (keys.add(args[2]), run(*args))[1])
     monkeypatch.setattr("autotune.measuring.measurement.overhead_runs", lambda *_, **__: [])
-    settings = replace(SETTINGS, capture_sizes=(1, 9, 160), kv_lengths=(257, 400, 600), mode="fixed")
+    target, draft = Target(pair.target), IndependentDraft(pair.draft)
+    settings = replace(SETTINGS, capture_sizes=(4, 128), kv_lengths=(257, 400, 600), mode="fixed")
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
     table = measure_costs(target, ids[0], [(draft, ids[1])], processor, workload, settings=settings)
-    assert {point.kv_length for surface in table.surfaces.values() for point in surface.measured} == {512, 1024}
-    assert set(attended) == {(512,), (1024,)}
+    assert table.capture_sizes == (4, 128) and {key.num_tokens for key in keys} == {1, 4, 128}, "1 is a plain step"
+    assert {key.kv_lengths for key in keys} == {(512,), (1024,)}
+    for surface in (table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
+        assert sizes(surface) == {(n, m) for n in (4, 128) for m in (512, 1024)}
 
 
 def test_a_draft_without_a_model_is_timed_like_others(pair: Pair, workload: Workload, processor: Any) -> None:

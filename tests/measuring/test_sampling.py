@@ -244,8 +244,7 @@ def test_captured_steps_are_priced_at_the_kv_length_that_they_are_padded_to() ->
     sampler = measured(Bench(step, step), mode="cuda-graph", capture_sizes=(1, 8, 32), kv_lengths=tuple(stairs))
     surfaces = map(sampler.surface, (sampler.decode, sampler.verify, *sampler.draft_firsts, *sampler.draft_levels))
     decode, verify, draft_first, draft_level = surfaces
-    (costs,) = cost_table().drafts
-    costs = costs.model_copy(update={"draft_first": draft_first, "draft_level": draft_level})
+    costs = cost_table().drafts[0].model_copy(update={"draft_first": draft_first, "draft_level": draft_level})
     table = cost_table(mode="cuda-graph", capture_sizes=(1, 8, 32), decode=decode, verify=verify, drafts=[costs])
     prices = table.prices(DRAFT, max_tokens=20, max_kv_length=1500)
     assert [prices.decode_ms[kv // 16] for kv in (300, 1023, 1024, 1500)] == pytest.approx([5.1, 6.1, 11.1, 11.1])

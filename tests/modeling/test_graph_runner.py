@@ -9,17 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from autotune.cost.roofline import KERNELS_OUTSIDE
 from autotune.errors import UserError
 from autotune.execution import KV_LENGTH_STEP
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import EagerNotice, GraphKey, GraphRunner
 from autotune.modeling.masks import MaskBuffer, first_visible
 from autotune.modeling.packed_step import PackedStep, pack, padded_columns
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from tests.rehearsal import Rehearsal
+from tests.rehearsed_cuda import tensors_of
 from tests.tiny_models import Inputs, Pair, on_device
 
 
@@ -125,6 +129,29 @@ def test_a_capture_is_of_the_model_s_device(rehearsal: Rehearsal) -> None:
     assert torch.cuda.current_device() == 0
     assert (rehearsal.counts.captures, rehearsal.cuda.num_streams) == (4, 1)
     assert len({graph.pool() for graph in rehearsal.cuda.graphs}) == 1
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_estimates_count_the_kernels_of_a_captured_step(kind: str, rehearsal: Rehearsal) -> None:
+    """In 16 bits, in which norms convert their input. An operation that only views its input is no kernel."""
+
+    def storages(values: Any) -> set[int]:
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors_of([values])}
+
+    counts, sizes = [], {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 8}
+    for num_layers in (1, 2):
+        config = AutoConfig.for_model(kind, num_hidden_layers=num_layers, vocab_size=50, num_key_value_heads=2, **sizes)
+        target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda:0").eval())
+        target.use_mode("cuda-graph")
+        token = torch.zeros(1, dtype=torch.long, device="cuda:0")
+        target.prefill_prompt(EncodedPrompt(token, token.bool()))
+        target.forward(Step.causal(np.zeros(8, np.int64), target.mask_value))
+        calls = max((graph.calls for graph in rehearsal.cuda.graphs), key=len)
+        counts.append(
+            sum(call.function._schema.is_mutable or not storages(call.outputs) <= storages(call.args) for call in calls)
+        )
+    assert counts[1] - counts[0] == target.shape.layer_kernels
+    assert 2 * counts[0] - counts[1] == pytest.approx(KERNELS_OUTSIDE, abs=5)
 
 
 def test_a_failed_capture_names_its_cause_and_restores_the_stream(rehearsal: Rehearsal) -> None:
