@@ -3,7 +3,7 @@
 Traffic takes bytes over reached bandwidth, and arithmetic operations over peak throughput. An eager step takes the longest of both and
 the host's kernel launches; a captured step the longer of both, and the time of its kernels. Limits are scaled to tables that were
 measured on the device with other models. Everything made from an estimate is marked ``estimated``. Eager speedups that papers published
-are predicted with a median error of 13 %, captured plain steps with one of 20 % (``benchmarks/published_speedups.py``), single ones
+are predicted with a median error of 13 %, captured plain steps with one of 23 % (``benchmarks/published_speedups.py``), single ones
 with far larger ones: an estimate serves to rank configurations.
 """
 
