@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from autotune.cli.main import main
 from autotune.device import (
     check_room,
     choose_device,
@@ -27,6 +30,7 @@ from autotune.errors import UserError
 from autotune.modeling.loading import load_model
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.search.settings import device_for
 from tests.tiny_models import Pair
 
 GIB = 2**30
@@ -99,6 +103,23 @@ def test_fingerprint_of_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fingerprint("cuda:0").model == "AMD Radeon Graphics gfx942" and fingerprint("cuda:0").name == "gfx942"
 
 
+def report_gpus(monkeypatch: pytest.MonkeyPatch, gpus: list[str], **stubs: Any) -> None:
+    """Make NVML report these GPUs."""
+    import pynvml
+
+    for name, stub in {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+        "nvmlDeviceGetCount": lambda: len(gpus),
+        "nvmlDeviceGetHandleByIndex": gpus.__getitem__,
+        "nvmlDeviceGetName": str,
+        "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: 0,
+        **stubs,
+    }.items():
+        monkeypatch.setattr(pynvml, name, stub)
+
+
 def test_mig_slices_are_listed_in_place_of_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slices have the numbers 0 and 2."""
     import pynvml
@@ -113,19 +134,78 @@ def test_mig_slices_are_listed_in_place_of_their_gpu(monkeypatch: pytest.MonkeyP
             raise pynvml.NVMLError_NotSupported
         return 3
 
-    gpus = ["NVIDIA H100 80GB HBM3", "NVIDIA L4"]
-    for name, stub in {
-        "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
-        "nvmlSystemGetDriverVersion": lambda: "580.1",
-        "nvmlDeviceGetCount": lambda: len(gpus),
-        "nvmlDeviceGetHandleByIndex": gpus.__getitem__,
-        "nvmlDeviceGetName": str,
-        "nvmlDeviceGetMaxMigDeviceCount": num_slices,
-        "nvmlDeviceGetMigDeviceHandleByIndex": slice_of,
-    }.items():
-        monkeypatch.setattr(pynvml, name, stub)
+    report_gpus(
+        monkeypatch,
+        ["NVIDIA H100 80GB HBM3", "NVIDIA L4"],
+        nvmlDeviceGetMaxMigDeviceCount=num_slices,
+        nvmlDeviceGetMigDeviceHandleByIndex=slice_of,
+    )
     assert local_gpus() == ["h100-mig-1g.10gb", "h100-mig-3g.30gb", "l4"]
+
+
+@pytest.fixture
+def unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs that the driver reports and a torch for CUDA 13.0 cannot use."""
+    report_gpus(monkeypatch, ["NVIDIA H100 80GB HBM3"] * 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "error", "message"),
+    [
+        (
+            None,
+            "Torch not compiled with CUDA enabled",
+            r"\(built without CUDA\) .* enabled; install a torch whose CUDA",
+        ),
+        ("13.0", "The driver is too old (found 12020). Please", r"\(CUDA 13.0\) .* too old \(found 12020\); install a"),
+        (
+            "13.0",
+            "No CUDA GPUs are available",
+            r"\(CUDA 13.0\) .*: CUDA_VISIBLE_DEVICES is '7'; unset it, or choose cpu",
+        ),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_refused_with_the_reason(
+    unusable: None, monkeypatch: pytest.MonkeyPatch, cuda: str | None, error: str, message: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(error)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    for name in ("auto", "cuda", "cuda:1"):
+        with pytest.raises(UserError, match=rf"^device '{name}': torch .*{message}") as refused:
+            choose_device(name)
+        assert "cannot use h100, which driver 580.1 reports" in str(refused.value)
+    with pytest.raises(UserError, match=rf"^--gpu h100: .*{message}.*, or name the GPU of another machine"):
+        device_for("h100")
+    assert choose_device("cpu") == "cpu" and device_for("a100") is None, "an estimate for a GPU that is not here"
+
+
+def test_a_gpu_that_is_hidden_is_no_estimate_unless_all_are_on_purpose(
+    unusable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_device("auto") == "cpu" and device_for("h100") is None and local_gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # a GPU of another name
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match="--gpu h100: CUDA_VISIBLE_DEVICES hides it from torch; unset that"):
+        device_for("h100")
+
+
+def test_verbs_refuse_an_unusable_gpu_and_the_doctor_reports_it(
+    unusable: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autotune.doctor.examination.COPY_BYTES", 1 << 16)
+    for words in ("search --budget 1s", "search --budget 1s --gpu h100", "measure --budget 1s", "record"):
+        done = CliRunner().invoke(main, words.split())
+        assert done.exit_code == 2 and "cannot use h100, which driver 580.1 reports" in done.stderr, words
+        assert len(done.stderr.splitlines()) == 1
+    done = CliRunner().invoke(main, ["doctor"])
+    assert done.exit_code == 1 and "DEFECT: torch" in done.stderr, done.stderr
 
 
 def test_fingerprint_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
