@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -37,7 +38,7 @@ from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, StudyDraft
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record
-from autotune.trees.policy import POLICIES
+from autotune.trees.policy import POLICIES, compile_steps
 from autotune.workloads.workload import Workload, load_workload
 
 
@@ -88,7 +89,9 @@ class _SearchRun:
         self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
         self.device = device_for(settings.gpu)
         shared_ledger = None if settings.storage is None else Ledger(settings.storage)  # fails before models are loaded
-        loading = time.monotonic()
+        loading, thread = time.monotonic(), ThreadPoolExecutor(1)
+        compiled = thread.submit(compile_steps)
+        thread.shutdown(wait=False)  # an error of a model is not kept waiting
         self.model_pool = ModelPool(
             settings.target,
             settings.drafts,
@@ -96,6 +99,7 @@ class _SearchRun:
             settings.capture_sizes,
             settings.mode if self.device else EAGER,
         )
+        compiled.result()
         self.loading_s = time.monotonic() - loading
         if settings.heads is not None or settings.injection_layer is not None:
             self.model_pool.check_has_supernet()

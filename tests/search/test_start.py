@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,20 +25,27 @@ from tests.tiny_models import Pair
 def test_the_budget_begins_when_the_models_are_loaded(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = 100.0
+    """Meanwhile the trees' steps are compiled, and an error of that is not lost."""
+    now, is_loading = 100.0, Event()
 
     def load(*arguments: Any) -> ModelPool:
         nonlocal now
         now += 41.0
+        is_loading.set()
         return ModelPool(*arguments)
 
     monkeypatch.setattr(pipeline, "ModelPool", load)
+    monkeypatch.setattr(pipeline, "compile_steps", lambda: is_loading.wait(60) or pytest.fail("not meanwhile"))
     monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: now))
     models = {"target": str(pair.target_folder), "drafts": (str(pair.draft_folder),)}
-    run = pipeline._SearchRun(SearchSettings(**models, gpu="cpu", budget_s=90.5, folder=tmp_path), Console())
+    settings = SearchSettings(**models, gpu="cpu", budget_s=90.5, folder=tmp_path)
+    run = pipeline._SearchRun(settings, Console())
     run.begin()
     assert (run.started, run.clock.deadline) == (141.0, 231.5)
     assert "models loaded in 41 s; the budget of 90.5 s begins now" in capsys.readouterr().err
+    monkeypatch.setattr(pipeline, "compile_steps", Mock(side_effect=RuntimeError("of the compiler")))
+    with pytest.raises(RuntimeError, match="of the compiler"):
+        pipeline._SearchRun(settings, Console())
 
 
 def test_a_gpu_loads_measures_and_answers_as_the_search_decodes(
