@@ -39,40 +39,24 @@ FREE_MEMORY = "autotune.device.free_memory"
 
 def test_short_names() -> None:
     """Datasheets and shipped tables are filed under these names."""
+    # fmt: off
     for model, name in {
-        "NVIDIA H200": "h200",
-        "NVIDIA H100 80GB HBM3": "h100",
-        "NVIDIA H100 PCIe": "h100-pcie",
-        "NVIDIA H100 NVL": "h100-nvl",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": "h100-mig-1g.10gb",
+        "NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA H100 NVL": "h100-nvl", "NVIDIA H100 80GB HBM3 MIG 1g.10gb": "h100-mig-1g.10gb",
         "NVIDIA H100 80GB HBM3 MIG 1c.3g.40gb": "h100-mig-1c.3g.40gb",
-        "NVIDIA A100-SXM4-40GB MIG 1g.5gb+me": "a100-40gb-mig-1g.5gb",
-        "NVIDIA A100-SXM4-80GB": "a100",
-        "NVIDIA A100 80GB PCIe": "a100-pcie",
-        "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
-        "NVIDIA A100-SXM4-40GB": "a100-40gb",
-        "NVIDIA B200": "b200",
-        "NVIDIA GB200": "gb200",
-        "NVIDIA H20": "h20",
-        "NVIDIA L4": "l4",
-        "NVIDIA A10": "a10",
-        "NVIDIA L40S": "l40s",
-        "Tesla T4": "t4",
-        "Tesla V100-SXM2-16GB": "v100",
-        "NVIDIA GeForce RTX 4090": "rtx4090",
-        "NVIDIA GeForce RTX 3090": "rtx3090",
-        "NVIDIA GeForce RTX 4090 Laptop GPU": "rtx4090-laptop",
-        "NVIDIA GeForce RTX 5090": "rtx5090",
-        "NVIDIA RTX 6000 Ada Generation": "rtx6000ada",
-        "Quadro RTX 8000": "rtx8000",
-        "AMD Instinct MI300X": "mi300x",
-        "AMD Instinct MI300X VF": "mi300x",
-        "AMD Instinct MI325X OAM": "mi325x",
-        "AMD Instinct MI250X/MI250": "mi250x",
-        "AMD Radeon RX 7900 XTX": "rx7900xtx",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb+me": "a100-40gb-mig-1g.5gb", "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA A100 80GB PCIe": "a100-pcie", "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
+        "NVIDIA A100-SXM4-40GB": "a100-40gb", "NVIDIA B200": "b200", "NVIDIA GB200": "gb200", "NVIDIA H20": "h20",
+        "NVIDIA L4": "l4", "NVIDIA A10": "a10", "NVIDIA L40S": "l40s", "Tesla T4": "t4",
+        "Tesla V100-SXM2-16GB": "v100", "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA GeForce RTX 3090": "rtx3090",
+        "NVIDIA GeForce RTX 4090 Laptop GPU": "rtx4090-laptop", "NVIDIA GeForce RTX 5090": "rtx5090",
+        "NVIDIA RTX 6000 Ada Generation": "rtx6000ada", "Quadro RTX 8000": "rtx8000", "AMD Instinct MI300X": "mi300x",
+        "AMD Instinct MI300X VF": "mi300x", "AMD Instinct MI325X OAM": "mi325x",
+        "AMD Instinct MI250X/MI250": "mi250x", "AMD Radeon RX 7900 XTX": "rx7900xtx",
         "AMD Radeon Graphics gfx942": "gfx942",
         "NVIDIA Graphics": "gpu",  # nothing else is left of the name
     }.items():
+        # fmt: on
         assert short_name(model) == name
 
 
@@ -103,23 +87,6 @@ def test_fingerprint_of_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fingerprint("cuda:0").model == "AMD Radeon Graphics gfx942" and fingerprint("cuda:0").name == "gfx942"
 
 
-def report_gpus(monkeypatch: pytest.MonkeyPatch, gpus: list[str], **stubs: Any) -> None:
-    """Make NVML report these GPUs."""
-    import pynvml
-
-    for name, stub in {
-        "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
-        "nvmlSystemGetDriverVersion": lambda: "580.1",
-        "nvmlDeviceGetCount": lambda: len(gpus),
-        "nvmlDeviceGetHandleByIndex": gpus.__getitem__,
-        "nvmlDeviceGetName": str,
-        "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: 0,
-        **stubs,
-    }.items():
-        monkeypatch.setattr(pynvml, name, stub)
-
-
 def test_mig_slices_are_listed_in_place_of_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slices have the numbers 0 and 2."""
     import pynvml
@@ -134,19 +101,25 @@ def test_mig_slices_are_listed_in_place_of_their_gpu(monkeypatch: pytest.MonkeyP
             raise pynvml.NVMLError_NotSupported
         return 3
 
-    report_gpus(
-        monkeypatch,
-        ["NVIDIA H100 80GB HBM3", "NVIDIA L4"],
-        nvmlDeviceGetMaxMigDeviceCount=num_slices,
-        nvmlDeviceGetMigDeviceHandleByIndex=slice_of,
-    )
+    gpus = ["NVIDIA H100 80GB HBM3", "NVIDIA L4"]
+    for name, stub in {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+        "nvmlDeviceGetCount": lambda: len(gpus),
+        "nvmlDeviceGetHandleByIndex": gpus.__getitem__,
+        "nvmlDeviceGetName": str,
+        "nvmlDeviceGetMaxMigDeviceCount": num_slices,
+        "nvmlDeviceGetMigDeviceHandleByIndex": slice_of,
+    }.items():
+        monkeypatch.setattr(pynvml, name, stub)
     assert local_gpus() == ["h100-mig-1g.10gb", "h100-mig-3g.30gb", "l4"]
 
 
 @pytest.fixture
 def unusable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs that the driver reports and a torch for CUDA 13.0 cannot use."""
-    report_gpus(monkeypatch, ["NVIDIA H100 80GB HBM3"] * 2)
+    """Two GPUs that the driver reports and torch cannot use."""
+    monkeypatch.setattr("autotune.device._query_nvml", lambda: ("580.1", ["NVIDIA H100 80GB HBM3"] * 2))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -157,15 +130,11 @@ def unusable(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             None,
-            "Torch not compiled with CUDA enabled",
-            r"\(built without CUDA\) .* enabled; install a torch whose CUDA",
+            "Not compiled with CUDA",
+            r"\(built without CUDA\) .*: Not compiled with CUDA; install a torch whose CUDA",
         ),
-        ("13.0", "The driver is too old (found 12020). Please", r"\(CUDA 13.0\) .* too old \(found 12020\); install a"),
-        (
-            "13.0",
-            "No CUDA GPUs are available",
-            r"\(CUDA 13.0\) .*: CUDA_VISIBLE_DEVICES is '7'; unset it, or choose cpu",
-        ),
+        ("13.0", "Too old (found 12020). Please", r"\(CUDA 13.0\) .*: Too old \(found 12020\); install a torch whose"),
+        ("13.0", "No CUDA GPUs are available", r"\(CUDA 13.0\) .*: CUDA_VISIBLE_DEVICES is '7'; unset it, or choose"),
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_refused_with_the_reason(
@@ -174,19 +143,13 @@ def test_a_gpu_that_torch_cannot_use_is_refused_with_the_reason(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(error)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    for refuse, name in (
-        (choose_device, "auto"),
-        (choose_device, "cuda:1"),
-        (device_for, "auto"),
-        (device_for, "h100"),
-    ):
-        with pytest.raises(UserError, match=rf"'?{name}'?: torch .*{message}") as refused:
-            refuse(name)
-        assert "cannot use h100, which driver 580.1 reports" in str(refused.value)
-    assert choose_device("cpu") == "cpu" and device_for("a100") is None, "an estimate for a GPU that is not here"
+    for name in ("auto", "cuda:1", "h100"):
+        with pytest.raises(UserError, match=rf"{name}'?: torch .*{message}"):
+            device_for(name)
+    assert device_for("cpu") == "cpu" and device_for("a100") is None, "an estimate for a GPU that is not here"
 
 
-def test_a_gpu_that_is_hidden_is_no_estimate_unless_all_are_on_purpose(
+def test_a_hidden_gpu_is_no_estimate_unless_all_are_hidden_on_purpose(
     unusable: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -307,15 +307,11 @@ def test_the_hash_of_large_files_is_kept_until_they_change(tmp_path: Path, monke
     read = Mock(wraps=files.sha256_of)
     monkeypatch.setattr(files, "sha256_of", read)
     path = tmp_path / "model.safetensors"
-    damaged = ("{", "[]", "{}", "null")
-    for number, content in enumerate((b"first", b"other", b"a longer one", *[b"a longer one"] * len(damaged)), start=1):
+    for number, content in enumerate((b"first", b"other", b"longer than these"), start=1):
         path.write_bytes(content)
-        if number > 3:
-            (record,) = files.user_cache().rglob("*.json")
-            record.write_text(damaged[number - 4])
-        os.utime(path, ns=(0, min(number, 3)))
         assert {files.known_sha256_of(path) for _ in range(3)} == {hashlib.sha256(content).hexdigest()}
-        assert read.call_count == number, content
-    monkeypatch.setattr(files, "SETTLED_S", 3600.0)
-    path.write_bytes(b"so new that a later change could have its time")
-    assert files.known_sha256_of(path) == files.known_sha256_of(path) and read.call_count == number + 2
+        assert read.call_count == number
+    (record,) = files.user_cache().rglob("*.json")
+    record.write_text("{damaged")
+    monkeypatch.setattr(files, "SETTLED_S", 3600.0)  # a later change could have the same time
+    assert files.known_sha256_of(path) == files.known_sha256_of(path) and read.call_count == 5

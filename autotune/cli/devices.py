@@ -13,7 +13,7 @@ def command(as_json: bool) -> None:
     """List this machine's devices, and the devices that searches can be made for without having them."""
     from autotune.console import Console
     from autotune.cost.roofline import datasheets, load_limits
-    from autotune.device import fingerprint, gpu_fault, local_devices
+    from autotune.device import fingerprint, local_devices
     from autotune.doctor.output import measured_pairs, print_other_devices
 
     local = {device: fingerprint(device) for device in local_devices()}
@@ -31,7 +31,5 @@ def command(as_json: bool) -> None:
         [name, device.model, str(device.num_cores), f"{device.memory_bytes / 2**30:.0f} GiB"]
         for name, device in local.items()
     ]
-    if (fault := gpu_fault()) is not None:
-        console.say(fault)
     console.table("This machine", ["device", "model", "cores", "memory"], rows)
     print_other_devices(console)

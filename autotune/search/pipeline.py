@@ -139,8 +139,7 @@ class _SearchRun:
             wait_until_idle(settings.wait_until_idle_s, self.device, self.console)
         self.started = time.monotonic()
         self.clock = StageClock(self.started + settings.budget_s, STAGES if self.device else UNTIMED_STAGES)
-        loaded = f"models loaded in {self.loading_s:.0f} s"
-        self.console.say(f"{loaded}; the budget of {settings.budget_s:g} s begins now")
+        self.console.say(f"models loaded in {self.loading_s:.0f} s; the budget of {settings.budget_s:g} s begins now")
 
     def make_plan(self) -> None:
         """Cut the workloads to what fits into the budget."""
