@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import re
 import subprocess
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 UNSUPPORTED = {"mps": "Apple's Metal, whose tensors have no float64", "xpu": "Intel's GPUs"}
+HIDDEN = ("", "-1", "NoDevFiles")
+"""Values of ``CUDA_VISIBLE_DEVICES`` that hide all GPUs on purpose: the machine counts as one without GPUs."""
 UNNAMED = "gpu"  # the short name of a GPU whose driver gives none
 _MIG = re.compile(r"\s+mig\s+((?:\dc\.)?\dg\.\d+gb)")
 # Words of a driver's name that do not change the speed. Of the sizes of memory, 40 GB does: the A100 with it is slower.
@@ -130,8 +133,30 @@ def short_name(model: str) -> str:
 
 
 def local_gpus() -> list[str]:
-    """Short names of this machine's NVIDIA GPUs, as the driver reports them. Needs no torch."""
-    return [short_name(model) for model in _query_nvml()[1]]
+    """Short names of this machine's NVIDIA GPUs, as the driver reports them; none if they are hidden on purpose. Needs no torch."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN
+    return [] if is_hidden else [short_name(model) for model in _query_nvml()[1]]
+
+
+def gpu_fault() -> str | None:
+    """Why torch can use none of the GPUs that the driver reports, and the next step; None if it uses one, or there is none."""
+    import torch
+
+    if torch.cuda.is_available() or not (names := local_gpus()):
+        return None
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    try:
+        torch.cuda.init()
+        reason = "it finds no device"
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0].partition(". ")[0]
+    step = "install a torch whose CUDA this driver supports"
+    if "No CUDA GPUs" in reason and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        reason, step = f"CUDA_VISIBLE_DEVICES is {visible!r}", "unset it"
+    return (
+        f"torch {torch.__version__} ({build}) cannot use {', '.join(dict.fromkeys(names))}, which driver {_query_nvml()[0]} "
+        f"reports: {reason}; {step}, or choose cpu on purpose"
+    )
 
 
 def local_devices() -> list[str]:
@@ -145,11 +170,14 @@ def choose_device(name: str) -> str:
     """Resolve ``auto`` to the first GPU, or to the CPU if there is none; check any other name.
 
     Raises:
-        UserError: this machine has no such device.
+        UserError: this machine has no such device, or torch cannot use it.
     """
+    is_cuda = re.fullmatch(r"cuda(:\d+)?", name) is not None
+    if (is_cuda or name == "auto") and (fault := gpu_fault()) is not None:
+        raise UserError(f"device {name!r}: {fault}")
     if name == "auto":
         return "cpu" if len(local_devices()) == 1 else "cuda:0"
-    if name == "cpu" or re.fullmatch(r"cuda(:\d+)?", name):
+    if name == "cpu" or is_cuda:
         fingerprint(name)
         return name
     check_supported(name)

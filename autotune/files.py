@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -19,6 +21,8 @@ from autotune.errors import UserError, nearest
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+KEPT_BYTES = 1 << 26  # of files whose hash is kept; smaller ones are read in a tenth of a second
+SETTLED_S = 10.0  # age of a file's last change from which another change has another time on every file system
 WORKSPACE = Path(".autotune")
 """Folder for studies and other intermediate files, relative to the working directory."""
 
@@ -132,9 +136,27 @@ def sha256_of(*paths: Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
+
+
+def known_sha256_of(*paths: Path) -> str:
+    """``sha256_of`` of large files, which is kept in the user's cache until the size, a time or the inode of one changes."""
+    names, stats = [str(path.absolute()) for path in paths], [path.stat() for path in paths]
+    if sum(stat.st_size for stat in stats) < KEPT_BYTES:
+        return sha256_of(*paths)
+    state = [[stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for stat in stats]
+    record = user_cache() / "sha256" / f"{content_key(names)}.json"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # unreadable or of another version
+        known = json.loads(record.read_text())
+        if known["state"] == state:
+            return str(known["sha256"])
+    is_settled = time.time() - max(max(stat.st_mtime, stat.st_ctime) for stat in stats) > SETTLED_S
+    sha256 = sha256_of(*paths)
+    if is_settled:
+        with contextlib.suppress(OSError, UserError):  # the cache cannot be written
+            write_bytes(record, json.dumps({"state": state, "sha256": sha256}).encode())
+    return sha256
 
 
 def content_key(value: Any) -> str:

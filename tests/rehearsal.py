@@ -11,11 +11,13 @@ It knows nothing of the numerics of CUDA kernels, of concurrency or of fragmenta
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -154,6 +156,9 @@ class Rehearsal(TorchDispatchMode):
         graph_memory.cache_clear()  # captures of an earlier rehearsal
         for name, function in self.cuda.namespace.items():
             self._replace(torch.cuda, name, function)
+        # Its threads would run outside of this dispatch mode, which belongs to one thread.
+        self._threads = mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
+        self._threads.start()
         new_generator = torch.Generator
         self._replace(torch, "Generator", lambda device="cpu": new_generator("cpu"))
         for name in ("tensor", "as_tensor"):  # they copy to a device behind every dispatch mode's back
@@ -168,6 +173,7 @@ class Rehearsal(TorchDispatchMode):
         for owner, name, value in reversed(self._replaced):
             setattr(owner, name, value)
         self._replaced.clear()
+        self._threads.stop()
         Rehearsal.current = None
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:

@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from autotune.cli.main import main
 from autotune.device import (
     check_room,
     choose_device,
@@ -27,6 +30,7 @@ from autotune.errors import UserError
 from autotune.modeling.loading import load_model
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.search.settings import device_for
 from tests.tiny_models import Pair
 
 GIB = 2**30
@@ -35,40 +39,24 @@ FREE_MEMORY = "autotune.device.free_memory"
 
 def test_short_names() -> None:
     """Datasheets and shipped tables are filed under these names."""
+    # fmt: off
     for model, name in {
-        "NVIDIA H200": "h200",
-        "NVIDIA H100 80GB HBM3": "h100",
-        "NVIDIA H100 PCIe": "h100-pcie",
-        "NVIDIA H100 NVL": "h100-nvl",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": "h100-mig-1g.10gb",
+        "NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA H100 NVL": "h100-nvl", "NVIDIA H100 80GB HBM3 MIG 1g.10gb": "h100-mig-1g.10gb",
         "NVIDIA H100 80GB HBM3 MIG 1c.3g.40gb": "h100-mig-1c.3g.40gb",
-        "NVIDIA A100-SXM4-40GB MIG 1g.5gb+me": "a100-40gb-mig-1g.5gb",
-        "NVIDIA A100-SXM4-80GB": "a100",
-        "NVIDIA A100 80GB PCIe": "a100-pcie",
-        "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
-        "NVIDIA A100-SXM4-40GB": "a100-40gb",
-        "NVIDIA B200": "b200",
-        "NVIDIA GB200": "gb200",
-        "NVIDIA H20": "h20",
-        "NVIDIA L4": "l4",
-        "NVIDIA A10": "a10",
-        "NVIDIA L40S": "l40s",
-        "Tesla T4": "t4",
-        "Tesla V100-SXM2-16GB": "v100",
-        "NVIDIA GeForce RTX 4090": "rtx4090",
-        "NVIDIA GeForce RTX 3090": "rtx3090",
-        "NVIDIA GeForce RTX 4090 Laptop GPU": "rtx4090-laptop",
-        "NVIDIA GeForce RTX 5090": "rtx5090",
-        "NVIDIA RTX 6000 Ada Generation": "rtx6000ada",
-        "Quadro RTX 8000": "rtx8000",
-        "AMD Instinct MI300X": "mi300x",
-        "AMD Instinct MI300X VF": "mi300x",
-        "AMD Instinct MI325X OAM": "mi325x",
-        "AMD Instinct MI250X/MI250": "mi250x",
-        "AMD Radeon RX 7900 XTX": "rx7900xtx",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb+me": "a100-40gb-mig-1g.5gb", "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA A100 80GB PCIe": "a100-pcie", "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
+        "NVIDIA A100-SXM4-40GB": "a100-40gb", "NVIDIA B200": "b200", "NVIDIA GB200": "gb200", "NVIDIA H20": "h20",
+        "NVIDIA L4": "l4", "NVIDIA A10": "a10", "NVIDIA L40S": "l40s", "Tesla T4": "t4",
+        "Tesla V100-SXM2-16GB": "v100", "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA GeForce RTX 3090": "rtx3090",
+        "NVIDIA GeForce RTX 4090 Laptop GPU": "rtx4090-laptop", "NVIDIA GeForce RTX 5090": "rtx5090",
+        "NVIDIA RTX 6000 Ada Generation": "rtx6000ada", "Quadro RTX 8000": "rtx8000", "AMD Instinct MI300X": "mi300x",
+        "AMD Instinct MI300X VF": "mi300x", "AMD Instinct MI325X OAM": "mi325x",
+        "AMD Instinct MI250X/MI250": "mi250x", "AMD Radeon RX 7900 XTX": "rx7900xtx",
         "AMD Radeon Graphics gfx942": "gfx942",
         "NVIDIA Graphics": "gpu",  # nothing else is left of the name
     }.items():
+        # fmt: on
         assert short_name(model) == name
 
 
@@ -128,6 +116,63 @@ def test_mig_slices_are_listed_in_place_of_their_gpu(monkeypatch: pytest.MonkeyP
     assert local_gpus() == ["h100-mig-1g.10gb", "h100-mig-3g.30gb", "l4"]
 
 
+@pytest.fixture
+def unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs that the driver reports and torch cannot use."""
+    monkeypatch.setattr("autotune.device._query_nvml", lambda: ("580.1", ["NVIDIA H100 80GB HBM3"] * 2))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "error", "message"),
+    [
+        (
+            None,
+            "Not compiled with CUDA",
+            r"\(built without CUDA\) .*: Not compiled with CUDA; install a torch whose CUDA",
+        ),
+        ("13.0", "Too old (found 12020). Please", r"\(CUDA 13.0\) .*: Too old \(found 12020\); install a torch whose"),
+        ("13.0", "No CUDA GPUs are available", r"\(CUDA 13.0\) .*: CUDA_VISIBLE_DEVICES is '7'; unset it, or choose"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_refused_with_the_reason(
+    unusable: None, monkeypatch: pytest.MonkeyPatch, cuda: str | None, error: str, message: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(error)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    for name in ("auto", "cuda:1", "h100"):
+        with pytest.raises(UserError, match=rf"{name}'?: torch .*{message}"):
+            device_for(name)
+    assert device_for("cpu") == "cpu" and device_for("a100") is None, "an estimate for a GPU that is not here"
+
+
+def test_a_hidden_gpu_is_no_estimate_unless_all_are_hidden_on_purpose(
+    unusable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_device("auto") == "cpu" and device_for("h100") is None and local_gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # a GPU of another name
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match="--gpu h100: CUDA_VISIBLE_DEVICES hides it from torch; unset that"):
+        device_for("h100")
+
+
+def test_verbs_refuse_an_unusable_gpu_and_the_doctor_reports_it(
+    unusable: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autotune.doctor.examination.COPY_BYTES", 1 << 16)
+    for words in ("search --budget 1s", "search --budget 1s --gpu h100", "measure --budget 1s", "record"):
+        done = CliRunner().invoke(main, words.split())
+        assert done.exit_code == 2 and "cannot use h100, which driver 580.1 reports" in done.stderr, words
+        assert len(done.stderr.splitlines()) == 1
+    done = CliRunner().invoke(main, ["doctor"])
+    assert done.exit_code == 1 and "DEFECT: torch" in done.stderr, done.stderr
+
+
 def test_fingerprint_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows has neither /proc nor sysctl nor os.sysconf; macOS has sysctl."""
 
@@ -158,30 +203,24 @@ def test_arm_processors_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fingerprint("cpu").model == "aarch64 (0x41/0xd4f/0x0)"
 
 
-def test_devices_that_nothing_runs_on_are_refused() -> None:
-    for name in ("mps", "mps:0", "xpu"):
-        with pytest.raises(UserError, match=rf"device '{name}': autotune runs on CPUs and on GPUs .*; choose cpu"):
-            choose_device(name)
-
-
 def test_local_devices_can_be_chosen() -> None:
     assert choose_device("cpu") == "cpu"
     assert choose_device("auto") == ("cuda:0" if torch.cuda.is_available() else "cpu")
     assert local_devices()[0] == "cpu"
 
 
-def test_missing_gpu_is_refused() -> None:
-    for name in ("cuda:99", "cuda:999", *([] if torch.cuda.is_available() else ["cuda"])):
-        for function in (choose_device, fingerprint):
-            with pytest.raises(UserError, match=rf"device '{name}' is not on this machine; it has: cpu.*; choose one"):
-                function(name)
-
-
-def test_unknown_device_name_is_refused() -> None:
-    for name in ("gpu", "cuda:x", "cuda:-1", "CPU", "", "h100"):
-        message = f"unknown device '{name}'; this machine has: cpu.*; choose one of them, or auto"
-        with pytest.raises(UserError, match=message):
-            choose_device(name)
+def test_devices_that_are_not_here_are_refused() -> None:
+    absent = ["cuda:99", "cuda:999", *([] if torch.cuda.is_available() else ["cuda"])]
+    for names, message in (
+        (["mps", "mps:0", "xpu"], "device '{}': autotune runs on CPUs and on GPUs .*; choose cpu"),
+        (absent, "device '{}' is not on this machine; it has: cpu.*; choose one"),
+        (["gpu", "cuda:x", "cuda:-1", "CPU", "", "h100"], "unknown device '{}'; .* cpu.*; choose one of them, or auto"),
+    ):
+        for name in names:
+            with pytest.raises(UserError, match=message.format(name)):
+                choose_device(name)
+    with pytest.raises(UserError, match="is not on this machine"):
+        fingerprint("cuda:99")
 
 
 def test_gpus_are_listed_without_torch() -> None:

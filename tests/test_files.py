@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pydantic import Field
@@ -296,3 +298,20 @@ def test_data_root() -> None:
     root = files.data_root()
     assert root.is_dir()
     assert (root / "autotune").is_dir() or root.name == "_data"
+
+
+def test_the_hash_of_large_files_is_kept_until_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "KEPT_BYTES", 1)
+    monkeypatch.setattr(files, "SETTLED_S", -1.0)
+    read = Mock(wraps=files.sha256_of)
+    monkeypatch.setattr(files, "sha256_of", read)
+    path = tmp_path / "model.safetensors"
+    for number, content in enumerate((b"first", b"other", b"longer than these"), start=1):
+        path.write_bytes(content)
+        assert {files.known_sha256_of(path) for _ in range(3)} == {hashlib.sha256(content).hexdigest()}
+        assert read.call_count == number
+    (record,) = files.user_cache().rglob("*.json")
+    record.write_text("{damaged")
+    monkeypatch.setattr(files, "SETTLED_S", 3600.0)  # a later change could have the same time
+    assert files.known_sha256_of(path) == files.known_sha256_of(path) and read.call_count == 5

@@ -34,7 +34,7 @@ def command(target: str | None, workload: str | None, as_json: bool, **choices: 
     copy reaches, and other processes. With a target also: the attention kernels that torch picks for its shapes, whether
     verification equals single steps, what verifications cost in plain steps, and on a GPU time and memory of capturing.
 
-    Exits with 1 if a verification differs from single steps by more than rounding explains.
+    Exits with 1 if torch cannot use the machine's GPU, or a verification differs from single steps by more than rounding explains.
     """
     from autotune.cli.preflight import require_workload
     from autotune.modeling.loading import default_workload, resolve

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import click
@@ -20,7 +19,6 @@ def command(as_json: bool, **values: Any) -> None:
 
     An interrupted search is continued by the same command.
     """
-    started = time.monotonic()  # imports and loading count towards the budget
     from autotune.cli.preflight import require_workload
     from autotune.search.settings import check_settings
 
@@ -31,6 +29,6 @@ def command(as_json: bool, **values: Any) -> None:
     from autotune.console import Console
     from autotune.search.pipeline import search
 
-    document = search(settings, Console(), started=started)
+    document = search(settings, Console())
     if as_json:
         click.echo(document.dump())

@@ -120,7 +120,7 @@ class Diagnosis(Document, kind="diagnosis", made_by="autotune doctor"):
     contention: Contention
     target: TargetFound | None = None
     defects: tuple[str, ...] = ()
-    """Differences between a verification and single steps that rounding does not explain, in sentences."""
+    """GPUs that torch cannot use, and differences between a verification and single steps beyond rounding, in sentences."""
     notes: tuple[str, ...] = ()
     """Expectations of a search here, in sentences."""
 

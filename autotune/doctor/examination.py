@@ -8,7 +8,7 @@ import torch
 from autotune.console import Console
 from autotune.contention_monitor import ContentionMonitor
 from autotune.cost.roofline import find_limits
-from autotune.device import choose_device, fingerprint, free_memory, local_devices
+from autotune.device import choose_device, fingerprint, free_memory, gpu_fault, local_devices
 from autotune.doctor.diagnosis import DeviceFound, Diagnosis
 from autotune.doctor.findings import defects, notes
 from autotune.doctor.target import examine_target
@@ -43,7 +43,8 @@ def examine(
         num_tokens: of each answer.
         workload_format: of the workload's file; None finds it out.
     """
-    chosen = choose_device(device)
+    fault = gpu_fault() if device == "auto" else None
+    chosen = "cpu" if fault else choose_device(device)
     chosen = "cuda:0" if chosen == "cuda" else chosen
     monitor = ContentionMonitor(chosen)
     with console.stage("copy bandwidth"):
@@ -67,7 +68,7 @@ def examine(
         contention=contention,
         target=found_target,
     )
-    sentences = {"defects": tuple(defects(diagnosis)), "notes": tuple(notes(diagnosis))}
+    sentences = {"defects": (*filter(None, [fault]), *defects(diagnosis)), "notes": tuple(notes(diagnosis))}
     return diagnosis.model_copy(update=sentences)
 
 

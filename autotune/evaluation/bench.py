@@ -39,6 +39,7 @@ from autotune.evaluation.bench_tables import (
 )
 from autotune.evaluation.runner import SLOW_FORWARD, SLOW_PREFILL, ArmRunner
 from autotune.evaluation.summary import summarize
+from autotune.execution import EAGER
 from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
@@ -195,6 +196,8 @@ def choose_arms(names: Sequence[str], runner: ArmRunner, prompts: Workload) -> C
             failure = "recurrent or convolution states follow one path, so that only chains are decoded"
         elif name == HF_ASSISTED:
             failure, note = try_assisted(runner, prompts)
+        elif name == HF and decoder.mode != EAGER:
+            note = f"generate runs eagerly, so that gains over it include that of mode {decoder.mode}; gains over {AR} do not"
         if failure is not None:
             chosen.unavailable[name] = failure
             continue

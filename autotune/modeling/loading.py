@@ -11,7 +11,7 @@ from autotune.device import check_room
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
-from autotune.files import data_root, sha256_of
+from autotune.files import data_root, known_sha256_of
 from autotune.modeling.quantization import (
     check_packed_weights,
     decompress,
@@ -96,7 +96,7 @@ def reference(name: str) -> ModelReference:
     path = Path(resolve(name.removesuffix(MTP_SUFFIX)))
     if not path.is_dir():
         return ModelReference(id=name, sha256="")
-    return ModelReference(id=name, sha256=sha256_of(*sorted(path.glob("*.safetensors")), path / "config.json"))
+    return ModelReference(id=name, sha256=known_sha256_of(*sorted(path.glob("*.safetensors")), path / "config.json"))
 
 
 def load_model(
@@ -132,22 +132,21 @@ def load_model(
                     "quantization_config"
                 )
             check_room(device, {"weights": _weight_bytes(factory, config)}, what=name, advice=advice)
-            model = factory.from_config(config, dtype=dtype or config.dtype)
+            model = factory.from_config(config, dtype=dtype or config.dtype).to(device)
         else:
             weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
             if is_quantized and is_dense_once_loaded(usable_quantizer(config, name=name, device=device)):
                 weights = _weight_bytes(factory, config)
             check_room(device, {"weights": weights}, what=name, advice=advice)
-            # Some quantized models cannot be moved, so that they are loaded where they run.
-            options: dict[str, Any] = {"device_map": {"": device}} if is_quantized else {}
-            options |= {} if dtype is None else {"dtype": dtype}
+            # Straight to the device: the host never holds all weights of a GPU, and some quantized models cannot be moved.
+            options: dict[str, Any] = {"device_map": {"": device}} | ({} if dtype is None else {"dtype": dtype})
             model, info = factory.from_pretrained(source, output_loading_info=True, **options)
             check_packed_weights(info["missing_keys"], info["unexpected_keys"], name=name)
             decompress(model)
             if is_complete and (missing := ", ".join(sorted(info["missing_keys"])[:3])):
                 raise UserError(f"{name}: its checkpoint has no weights {missing}; give the whole checkpoint")
     choose_attention(device)
-    return (model if is_quantized else model.to(device)).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 @contextmanager

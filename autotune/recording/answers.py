@@ -50,10 +50,11 @@ def read_answer(path: Path) -> Answer | None:
 class AnswerRecorder:
     """Decodes answers with the target alone, and ranks the visual tokens of their prompts."""
 
-    def __init__(self, target: Target, processor: Any) -> None:
+    def __init__(self, target: Target, processor: Any, mode: str = EAGER) -> None:
+        """``mode``: how answers are decoded by themselves."""
         self.target = target
         self.processor = processor
-        self._plain = Decoder(target, mode=EAGER)
+        self._plain = Decoder(target, mode=mode)
 
     def sampler(self, prompt: WorkloadPrompt) -> TokenSampler | None:
         """The sampler of a prompt's answer, to which a draft's proposals are coupled; None for greedy answers."""

@@ -63,15 +63,19 @@ class Recorder:
     of its own under ``folder`` as soon as it is complete, named by a hash of what it depends on.
     """
 
-    def __init__(self, target: Target, target_reference: ModelReference, processor: Any, folder: Path) -> None:
+    def __init__(
+        self, target: Target, target_reference: ModelReference, processor: Any, folder: Path, *, mode: str = EAGER
+    ) -> None:
+        """``mode``: how answers that are not batched are decoded."""
         self.target = target
         self.target_reference = target_reference
         self.processor = processor
         self.folder = folder
+        self.mode = mode
         self.layers: tuple[int, ...] = ()
         """Layers of the target whose outputs are kept in memory, to record several drafts that read them."""
         self._features: dict[tuple[str, int], TargetFeatures] = {}
-        self._answers = AnswerRecorder(target, processor)
+        self._answers = AnswerRecorder(target, processor, mode)
         self._retrieval = RetrievalDraft()
         self._retrieval.attach(target)
 
@@ -111,7 +115,8 @@ class Recorder:
         return self.folder / "answers" / f"{self._answer_key(prompt)}.json"
 
     def _answer_key(self, prompt: WorkloadPrompt) -> str:
-        return content_key([self.target_reference.sha256 or self.target_reference.id, prompt.sha256])
+        content = [self.target_reference.sha256 or self.target_reference.id, prompt.sha256]
+        return content_key(content if self.mode == EAGER else [*content, self.mode])  # near ties may fall otherwise
 
     def trace(
         self,

@@ -139,19 +139,23 @@ class ModelPool:
 
     def recorder(self, folder: Path) -> Recorder:
         """A recorder of traces that keeps its documents in ``folder``."""
-        return Recorder(self.target, self.target_reference, self.processor, folder)
+        return Recorder(self.target, self.target_reference, self.processor, folder, mode=self.mode)
+
+    def plain_decoder(self, threads: int | None = None, prefill_threads: int | None = None) -> Decoder:
+        """Decodes with the target alone, on so many CPU threads; None: as many as torch uses."""
+        return Decoder(
+            self.target,
+            capture_sizes=self.capture_sizes,
+            mode=self.mode,
+            threads=threads,
+            prefill_threads=prefill_threads,
+            processor=self.processor,
+        )
 
     def runner(self, table: CostTable | None, ledger: Path | None = None) -> ArmRunner:
         """A runner of arms with any of the drafts, on the CPU threads of a cost table; None for torch's default."""
         threads = (None, None) if table is None else (table.threads, table.prefill_threads)
-        plain = Decoder(
-            self.target,
-            capture_sizes=self.capture_sizes,
-            mode=self.mode,
-            threads=threads[0],
-            prefill_threads=threads[1],
-            processor=self.processor,
-        )
+        plain = self.plain_decoder(*threads)
         return ArmRunner(plain, self.processor, ledger, context=[self.key, threads], draft_of=self.draft_of)
 
     def draft_of(self, configuration: Configuration) -> LoadedDraft:

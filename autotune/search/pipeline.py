@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -37,18 +38,18 @@ from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, StudyDraft
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record
-from autotune.trees.policy import POLICIES
+from autotune.trees.policy import POLICIES, compile_steps
 from autotune.workloads.workload import Workload, load_workload
 
 
-def search(settings: SearchSettings, console: Console, *, started: float | None = None) -> DecodingProfile:
+def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     """Search a decoding profile, and write it. An interrupted search resumes; searches with one ``storage`` share the work.
 
-    The budget starts at ``started``, of ``time.monotonic``; None: now.
+    The budget begins when the models are loaded.
     """
     check_settings(settings)
-    run = _SearchRun(settings, console, time.monotonic() if started is None else started)
-    run.wait_until_idle()
+    run = _SearchRun(settings, console)
+    run.begin()
     run.make_plan()
     with run.stage("cost table"):
         table = run.cost_table()
@@ -76,10 +77,9 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
 class _SearchRun:
     """The models, prompts and study of one search, and its stages."""
 
-    def __init__(self, settings: SearchSettings, console: Console, started: float) -> None:
+    def __init__(self, settings: SearchSettings, console: Console) -> None:
         self.settings = settings
         self.console = console
-        self.started = started
         self.constraints = Constraints(settings.max_round_ms, settings.max_draft_mib)
         self.stage_seconds: dict[str, float] = {}
         self.tune = self._load_prompts("tune", settings.num_tune_prompts)
@@ -88,8 +88,10 @@ class _SearchRun:
         self.space = narrowed_space(settings, has_images=has_images)
         self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
         self.device = device_for(settings.gpu)
-        self.clock = StageClock(started + settings.budget_s, STAGES if self.device else UNTIMED_STAGES)
         shared_ledger = None if settings.storage is None else Ledger(settings.storage)  # fails before models are loaded
+        loading, thread = time.monotonic(), ThreadPoolExecutor(1)
+        compiled = thread.submit(compile_steps)
+        thread.shutdown(wait=False)  # an error of a model is not kept waiting
         self.model_pool = ModelPool(
             settings.target,
             settings.drafts,
@@ -97,6 +99,8 @@ class _SearchRun:
             settings.capture_sizes,
             settings.mode if self.device else EAGER,
         )
+        compiled.result()
+        self.loading_s = time.monotonic() - loading
         if settings.heads is not None or settings.injection_layer is not None:
             self.model_pool.check_has_supernet()
         if self.model_pool.has_states:
@@ -128,13 +132,14 @@ class _SearchRun:
             self.study = self.study.model_copy(update=update)
             self.study.save(self.folder / STUDY)
 
-    def wait_until_idle(self) -> None:
-        """Wait as the settings say, before anything is timed on this device. The budget does not count the waiting."""
-        limit_s = self.settings.wait_until_idle_s
-        if limit_s is not None and self.device is not None:
-            waited_s = wait_until_idle(limit_s, self.device, self.console)
-            self.started += waited_s
-            self.clock.deadline += waited_s
+    def begin(self) -> None:
+        """Wait as the settings say, before anything is timed on this device, and begin the budget."""
+        settings = self.settings
+        if settings.wait_until_idle_s is not None and self.device is not None:
+            wait_until_idle(settings.wait_until_idle_s, self.device, self.console)
+        self.started = time.monotonic()
+        self.clock = StageClock(self.started + settings.budget_s, STAGES if self.device else UNTIMED_STAGES)
+        self.console.say(f"models loaded in {self.loading_s:.0f} s; the budget of {settings.budget_s:g} s begins now")
 
     def make_plan(self) -> None:
         """Cut the workloads to what fits into the budget."""
@@ -150,7 +155,7 @@ class _SearchRun:
         )
 
         def make() -> Record:
-            rates = measure_rates(pool.target, pool.processor, self.tune)
+            rates = measure_rates(pool.plain_decoder(), self.tune)
             spent_s = time.monotonic() - self.started
             return make_plan(size, rates, seconds=settings.budget_s, spent_s=spent_s).model_dump(mode="json")
 

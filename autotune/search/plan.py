@@ -11,14 +11,11 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import torch
 
 from autotune.errors import UserError
-from autotune.execution import EAGER
 from autotune.files import Document
-from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
@@ -65,16 +62,17 @@ class Rates(Document):
         return (TABLE_STEPS + TABLE_STEPS_OF_DRAFT * num_priced) * self.step_s
 
 
-def measure_rates(target: Target, processor: Any, workload: Workload) -> Rates:
-    """Time the target on its first prompt: the shortest of a few runs, each with one CPU thread and with all."""
+def measure_rates(plain: Decoder, workload: Workload) -> Rates:
+    """Time plain decoding of the first prompt: the shortest of a few runs, each with one CPU thread and with all."""
     prompt = workload.prompts[0]
-    inputs = prompt.inputs(processor, target.device)
+    inputs = prompt.inputs(plain.processor, plain.target.device)
+    plain.prepare(inputs["input_ids"].shape[1] + RATE_TOKENS)  # what is captured now is not in the times
     generation = {**prompt.settings.generation, "max_new_tokens": RATE_TOKENS, "min_new_tokens": RATE_TOKENS}
     runs: list[DecodingStats] = []
     for _ in range(RATE_RUNS):
         for threads in sorted({1, torch.get_num_threads()}):
             with limited_threads(threads):
-                runs.append(Decoder(target, mode=EAGER).generate(**inputs, **generation).stats)
+                runs.append(plain.generate(**inputs, **generation).stats)
     steps_ms = (stats.decode_ms / max(1, stats.new_tokens - 1) for stats in runs)
     return Rates(prefill_s=min(stats.target_prefill_ms for stats in runs) / 1e3, step_s=min(steps_ms) / 1e3)
 

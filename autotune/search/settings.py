@@ -14,7 +14,7 @@ from pydantic import model_validator
 
 from autotune.cost.roofline import datasheets, find_limits
 from autotune.cost.table import shipped_tables
-from autotune.device import check_supported, choose_device, fingerprint, local_devices, local_gpus
+from autotune.device import check_supported, choose_device, fingerprint, gpu_fault, local_devices, local_gpus
 from autotune.documents.subnet import Operator
 from autotune.errors import UserError, nearest
 from autotune.execution import AUTO, check_capture_sizes
@@ -24,6 +24,8 @@ from autotune.option_fields import option_name, setting
 from autotune.search.space import space_path
 from autotune.study.storage import storage_url
 from autotune.workloads.formats import Format
+
+LOCAL = r"auto|cpu|cuda(:\d+)?"
 
 
 class SearchSettings(Document):
@@ -63,7 +65,11 @@ class SearchSettings(Document):
     )
     space: str = setting("quick", "Search space: a shipped name or a YAML file.")
     budget_s: float = setting(
-        300.0, "Time in which the search ends, such as 90s, 10m or 1h.", option="budget", unit="s", gt=0
+        300.0,
+        "Time in which the search ends once its models are loaded, such as 90s, 10m or 1h.",
+        option="budget",
+        unit="s",
+        gt=0,
     )
     wait_until_idle_s: float | None = setting(
         None,
@@ -141,7 +147,7 @@ def check_settings(settings: SearchSettings) -> None:
     space_path(settings.space)
     if settings.storage is not None:
         storage_url(settings.storage)
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", settings.gpu) and settings.gpu not in local_gpus():
+    if not re.fullmatch(LOCAL, settings.gpu) and settings.gpu not in local_gpus():
         _require_known(settings.gpu)
     require_writable(settings.output)
 
@@ -150,13 +156,16 @@ def device_for(gpu: str) -> str | None:
     """The local device to measure on, or None where ``gpu`` names another one, whose shipped table is used.
 
     Raises:
-        UserError: neither a local device nor one with a shipped cost table or datasheet.
+        UserError: neither a local device nor one with a shipped cost table or datasheet, or a local one that torch cannot use.
     """
-    if gpu == "auto" or gpu in local_devices():
+    if re.fullmatch(LOCAL, gpu):
         return choose_device(gpu)
     for device in local_devices():
         if fingerprint(device).name == gpu:
             return device
+    if gpu in local_gpus():
+        fault = gpu_fault() or "CUDA_VISIBLE_DEVICES hides it from torch; unset that"
+        raise UserError(f"--gpu {gpu}: {fault}, or name the GPU of another machine for an estimate")
     _require_known(gpu)
     return None
 

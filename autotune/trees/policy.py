@@ -152,3 +152,12 @@ class TreeGrower:
         """End the round with its accepted length and the first token that it emits."""
         is_retrieved = bool(self._retrieved[0] == first_token)
         update(self._kind, self._params, self._state, accepted, is_retrieved)
+
+
+def compile_steps() -> None:
+    """Compile the steps of all policies, or read them from numba's cache. They hold Python's lock for about half of the time."""
+    grower = TreeGrower(ChainPolicy(depth=1))
+    grower.set_root(0)
+    grower.grow(np.zeros((1, 1), np.int32), np.zeros((1, 1), np.float32))
+    grower.prune()
+    grower.update(0)

@@ -258,6 +258,11 @@ def test_text_pairs_assist(text_pair: Pair, processor: Any) -> None:
     assert [arm.name for arm in chosen.arms] == [HF_ASSISTED] and not chosen.notes and not chosen.unavailable
 
 
+def test_the_arm_of_hugging_face_is_said_to_be_eager(text_pair: Pair, processor: Any, prompts: Workload) -> None:
+    runner = ArmRunner(Decoder(text_pair.target, mode="fixed"), processor)
+    assert "so that gains over it include that of mode fixed" in choose_arms([HF], runner, prompts).notes[HF]
+
+
 def test_speedups_by_task_by_hand() -> None:
     """Pooled within a task: (100 + 300) / (50 + 50); the last task's only answer has one token."""
     tasks = ["read", "add", "read", "say"]

@@ -1,16 +1,31 @@
-"""Plans for a budget, with given speeds instead of measured ones."""
+"""Plans for a budget, with given speeds instead of measured ones; and what is loaded and measured before the plan."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from threading import Thread, current_thread, main_thread
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+from autotune.console import Console
 from autotune.errors import UserError
+from autotune.runtime.decoder import Decoder
+from autotune.search import pipeline
 from autotune.search import plan as plans
-from autotune.search.plan import Rates, SearchSize, StageClock, make_plan
+from autotune.search.model_pool import ModelPool
+from autotune.search.plan import RATE_TOKENS, Rates, SearchSize, StageClock, make_plan, measure_rates
+from autotune.search.settings import SearchSettings
 from autotune.search.thresholds import LEAST_PROMPTS, LEAST_TOKENS, MAX_SCREENING_SHARE, STAGES
+from autotune.workloads.workload import Workload
+from tests.rehearsal import Counts, Rehearsal
+from tests.tiny_models import Pair
 
 DIGITS = SearchSize(
     num_priced=7,
@@ -99,3 +114,48 @@ def test_a_space_with_thousands_of_subnets_is_screened_longer() -> None:
     assert make_plan(many, rates, seconds=300).screening_share == MAX_SCREENING_SHARE
     hour = make_plan(many, rates, seconds=3600).screening_share
     assert hour == pytest.approx(many.screening_s(rates) / 3600) and STAGES["screening"] < hour < 0.3
+
+
+def test_the_budget_begins_when_the_models_are_loaded(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The steps of trees are compiled in another thread meanwhile, whose error is not lost."""
+    threads: list[Thread] = []
+    monkeypatch.setattr(pipeline, "compile_steps", lambda: threads.append(current_thread()))
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=iter([100.0, 141.0, 150.0]).__next__))
+    models = {"target": str(pair.target_folder), "drafts": (str(pair.draft_folder),)}
+    settings = SearchSettings(**models, gpu="cpu", budget_s=90.5, folder=tmp_path)
+    run = pipeline._SearchRun(settings, Console())
+    run.begin()
+    assert run.clock.deadline == 240.5 and len(threads) == 1 and main_thread() not in threads
+    assert "models loaded in 41 s; the budget of 90.5 s begins now" in capsys.readouterr().err
+    monkeypatch.setattr(pipeline, "time", time)
+    monkeypatch.setattr(pipeline, "compile_steps", Mock(side_effect=RuntimeError("of the compiler")))
+    with pytest.raises(RuntimeError, match="of the compiler"):
+        pipeline._SearchRun(settings, Console())
+
+
+def test_a_gpu_loads_measures_and_answers_as_the_search_decodes(
+    rehearsal: Rehearsal, pair: Pair, evaluate: Workload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Weights go straight to the GPU; what is timed, and answers by themselves, replay captures."""
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.Module, "to", Mock(side_effect=AssertionError("loaded elsewhere, and moved")))
+        pool = ModelPool(str(pair.target_folder), (), "cuda:0", mode="auto")
+    for name, tensor in (*pool.target.model.named_parameters(), *pool.target.model.named_buffers()):
+        assert str(tensor.device) == "cuda:0" and not tensor.requires_grad
+        assert torch.equal(tensor.cpu(), attrgetter(name)(pair.target))
+    timed: list[Counts] = []
+    generate = Decoder.generate
+
+    def counted(self: Decoder, **inputs: Any) -> Any:
+        with rehearsal.counted() as counts:
+            output = generate(self, **inputs)
+        timed.append(counts)
+        return output
+
+    monkeypatch.setattr(Decoder, "generate", counted)
+    assert measure_rates(pool.plain_decoder(), evaluate).step_s > 0
+    assert {(counts.captures, counts.replays) for counts in timed} == {(0, RATE_TOKENS - 1)}
+    (answer,) = pool.recorder(tmp_path).answers(evaluate.sampled(0.5).cut(1))
+    assert timed[-1].replays + timed[-1].captures >= len(answer.tokens) - 1 > 0

@@ -45,7 +45,7 @@ def test_the_command_repeats_the_search(tmp_path: Path, monkeypatch: pytest.Monk
     Path(PLAIN.workload).write_text('{"prompt": "x"}\n')
     searched: list[SearchSettings] = []
 
-    def search(settings: SearchSettings, console: object, *, started: float) -> None:
+    def search(settings: SearchSettings, console: object) -> None:
         searched.append(settings)
 
     monkeypatch.setattr(pipeline, "search", search)
