@@ -94,10 +94,11 @@ def prompts(processor: Any) -> dict[str, Inputs]:
 
 
 @pytest.fixture
-def rehearsal() -> Iterator[Rehearsal]:
-    """Two rehearsed CUDA devices."""
+def rehearsal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
+    """Two rehearsed CUDA devices, on which the self-test of mode ``auto`` is short."""
     from tests.rehearsal import Rehearsal
 
+    monkeypatch.setattr("autotune.modeling.self_check.CAPTURED_TOKENS", 4)
     with Rehearsal() as rehearsed:
         yield rehearsed
 

@@ -14,12 +14,12 @@ from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.documents.run import Run, prompt_evidence
 from autotune.errors import NotComparable
-from autotune.evaluation.arms import Arm, DecoderArm
-from autotune.evaluation.divergence import Divergence, first_divergence
+from autotune.evaluation.arms import DecoderArm
+from autotune.evaluation.divergence import divergences_from_plain
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import Summary, summarize
+from autotune.modeling.near_ties import Divergence
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.fallback import RoundPrice
 from autotune.workloads.workload import Workload
 
@@ -154,31 +154,11 @@ def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: C
         runs=runs[tuned.name],
         prompts=prompts,
         summary=summarize(tuned.name, runs[tuned.name], runs[AR], seed=seed),
-        divergences=_divergences(runner, tuned, workload, runs),
+        divergences=divergences_from_plain(tuned, runner.plain, workload, runner.processor, runs),
         not_repeated=[a.prompt for a, b in zip(first, second, strict=True) if a != b],
         precision=decoder.target.text.precision,
         hardware=fingerprint(str(decoder.target.device)),
     )
-
-
-def _divergences(runner: ArmRunner, arm: Arm, workload: Workload, runs: dict[str, list[Run]]) -> dict[str, Divergence]:
-    """First divergences from plain decoding by prompt, of lossless points. Runs keep no tokens, so these are decoded again."""
-    divergences = {}
-    assert runner.decoder.profile is not None
-    points = runner.decoder.profile.points
-    for prompt, run, plain_run in zip(workload.prompts, runs[arm.name], runs[AR], strict=False):
-        if run.tokens_sha256 == plain_run.tokens_sha256 or not points[run.point].lossless:
-            continue
-        target, settings = runner.decoder.target, prompt.settings
-        inputs = prompt.inputs(runner.processor, target.device)
-        plain, tokens = (each.decode(inputs, settings)[0] for each in (runner.plain, arm))
-        sampler = TokenSampler(
-            temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed, device=target.device
-        )
-        divergence = first_divergence(target, inputs, plain, tokens, sampler, mode=runner.decoder.mode)
-        if divergence is not None:
-            divergences[prompt.name] = divergence
-    return divergences
 
 
 def evidence_for(profile: DecodingProfile, workload: Workload, settings: CheckSettings) -> list[PromptEvidence] | str:

@@ -16,6 +16,12 @@ from autotune.cli import options
     default=None,
     help="Target to examine: a bundled name, a path or a Hugging Face id; default: the machine alone.",
 )
+@click.option(
+    "--draft",
+    "drafts",
+    multiple=True,
+    help="Draft to decode with, in every mode: as of a search, also retrieval. Repeatable.",
+)
 @options.workload
 @options.workload_format
 @options.device
@@ -26,21 +32,26 @@ from autotune.cli import options
     type=click.IntRange(min=2, max=1024),
     default=48,
     show_default=True,
-    help="Tokens of each of four answers at which a verification is compared with single steps.",
+    help="Tokens of each of four answers, at which a verification is compared with single steps, and drafts with plain decoding.",
 )
 @options.as_json
-def command(target: str | None, workload: str | None, as_json: bool, **choices: Any) -> None:
+def command(target: str | None, drafts: tuple[str, ...], workload: str | None, as_json: bool, **choices: Any) -> None:
     """Tell what to expect on this machine before a search, in a minute: its devices and their datasheets, the bandwidth that a
     copy reaches, and other processes. With a target also: the attention kernels that torch picks for its shapes, whether
     verification equals single steps, what verifications cost in plain steps, and on a GPU time and memory of capturing.
 
-    Exits with 1 if torch cannot use the machine's GPU, or a verification differs from single steps by more than rounding explains.
+    With drafts it decodes these answers as a search does, plainly and in rounds, eagerly and captured, and compares tokens, rounds and times.
+
+    Exits with 1 if torch cannot use the machine's GPU, or if a verification differs from single steps, captured steps from eager ones, or
+    a draft's answer from plain decoding, by more than rounding explains.
     """
     from autotune.cli.preflight import require_workload
     from autotune.modeling.loading import default_workload, resolve
 
     if target is not None:
         resolve(target)
+    elif drafts:
+        raise click.UsageError("--draft decodes for a target; name the target with --target")
     workload = workload or default_workload(target or "")
     require_workload(workload, choices["workload_format"])
 
@@ -49,7 +60,7 @@ def command(target: str | None, workload: str | None, as_json: bool, **choices: 
     from autotune.doctor.output import print_diagnosis
 
     console = Console()
-    diagnosis = examine(target, workload, console, **choices)
+    diagnosis = examine(target, workload, console, drafts, **choices)
     if as_json:
         click.echo(diagnosis.dump())
     else:

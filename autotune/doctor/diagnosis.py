@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from autotune.documents.captured_steps import CapturedSteps
 from autotune.documents.contention import Contention
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
+from autotune.execution import EAGER
 from autotune.files import Document
 
 
@@ -84,6 +86,32 @@ class StepTimes(Document):
     """The error because of which forward passes run eagerly after all."""
 
 
+class DecodingTrial(Document):
+    """The same prompts, decoded plainly or with a draft in one mode, next to all other trials."""
+
+    draft: str | None
+    """None for plain decoding."""
+    tree: str | None
+    mode: str
+    tokens_per_round: float | None
+    ms_per_token: float = Field(gt=0)
+    """After the first token, the draft's prefill included."""
+    speedup: float = Field(gt=0)
+    """Over plain decoding in the same mode."""
+    rounds_over_eager: float | None
+    """Rounds over those of mode ``eager``, in the answers that have the same tokens in both; None without one. 1.0: the trees are the same."""
+    num_answers: int = Field(ge=1)
+    num_near_ties: int = Field(ge=0)
+    """Answers that leave the one of eager plain decoding at a near tie; ``unexplained``, in words, are those that leave it elsewhere."""
+    unexplained: tuple[str, ...]
+    num_captures: int = Field(ge=0)
+    """Forward passes that were captured for it, in addition to those of the trials after it in the list."""
+    capture_s: float = Field(ge=0)
+    capture_bytes: int = Field(ge=0)
+    why_eager: str | None = None
+    """The error because of which steps of the draft run eagerly after all; of the target in plain decoding."""
+
+
 class TargetFound(Document):
     """A target on the examined device."""
 
@@ -102,6 +130,12 @@ class TargetFound(Document):
     near_ties: NearTies
     steps: tuple[StepTimes, ...]
     """By mode."""
+    mode: str = EAGER
+    """The one that ``auto`` chooses for a search with these drafts."""
+    captured_steps: CapturedSteps | None = None
+    """None where nothing can be captured."""
+    trials: tuple[DecodingTrial, ...] = ()
+    """Plain decoding in each mode, then each draft in each mode; empty without drafts."""
 
     def step_gb_per_second(self, times: StepTimes) -> float:
         """Rate at which a plain step reads weights, keys and values."""

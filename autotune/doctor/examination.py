@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -13,9 +15,12 @@ from autotune.doctor.diagnosis import DeviceFound, Diagnosis
 from autotune.doctor.findings import defects, notes
 from autotune.doctor.target import examine_target
 from autotune.documents.provenance import stamp
+from autotune.drafters.checkpoint import LoadedDraft, load_draft
+from autotune.execution import EAGER
 from autotune.modeling.clock import now_ms
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
+from autotune.runtime.decoder import Decoder
 from autotune.workloads.formats import Format
 from autotune.workloads.workload import load_workload
 
@@ -29,20 +34,26 @@ def examine(
     target: str | None,
     workload: str,
     console: Console,
+    drafts: Sequence[str] = (),
     *,
     device: str,
     num_tokens: int,
     random_weights: bool,
     workload_format: Format | None,
 ) -> Diagnosis:
-    """Examine the machine and, if one is named, a target.
+    """Examine the machine and, if one is named, a target and drafts for it.
 
     Args:
         workload: whose first prompts are answered; those with images are left out for a text model.
+        drafts: decode these prompts, next to plain decoding, in every mode.
         device: ``auto``, ``cpu`` or ``cuda:N``.
         num_tokens: of each answer.
         workload_format: of the workload's file; None finds it out.
+
+    Raises:
+        UserError: a model cannot be loaded, or a draft does not fit the target.
     """
+    draft_ids = [reference(name).id for name in drafts]  # first, so that a wrong name is told at once
     fault = gpu_fault() if device == "auto" else None
     chosen = "cpu" if fault else choose_device(device)
     chosen = "cuda:0" if chosen == "cuda" else chosen
@@ -54,11 +65,16 @@ def examine(
         with console.stage("target"):
             loaded = Target(load_model(target, device=chosen, random_weights=random_weights))
             processor = load_processor(target, or_bundled=random_weights)
+            loaded_drafts: dict[str, LoadedDraft] = {}
+            for id, name in zip(draft_ids, drafts, strict=True):
+                loaded_drafts[id] = load_draft(name, loaded, random_weights=random_weights)
+                Decoder(loaded, loaded_drafts[id], mode=EAGER, processor=processor)  # checks that they fit
             limit = NUM_PROMPTS if hasattr(processor, "image_processor") else None
-            loaded_prompts = load_workload(workload, "tune", num_prompts=limit, format=workload_format)
-            prompts = loaded_prompts.first_turns().readable_by(processor).prompts
-            inputs = [prompt.inputs(processor, loaded.device) for prompt in prompts[:NUM_PROMPTS]]
-            found_target = examine_target(loaded, reference(target), inputs, num_tokens=num_tokens)
+            prompts = load_workload(workload, "tune", num_prompts=limit, format=workload_format).first_turns()
+            prompts = prompts.readable_by(processor).cut(NUM_PROMPTS, num_tokens)
+            found_target = examine_target(
+                loaded, reference(target), prompts, processor, loaded_drafts, num_tokens=num_tokens
+            )
     contention = monitor.contention()
     diagnosis = Diagnosis(
         provenance=stamp(contention),

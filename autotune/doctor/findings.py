@@ -6,6 +6,7 @@ from autotune.device import gib
 from autotune.doctor.diagnosis import Diagnosis, TargetFound
 from autotune.execution import EAGER
 
+MOST_ROUNDS = 1.25  # over eager rounds of the same tokens: rounding changes few trees
 SLOW_SHARE = 0.5  # of the bandwidth, below which something else than memory bounds a plain step
 
 
@@ -26,6 +27,21 @@ def defects(diagnosis: Diagnosis) -> list[str]:
             f"{ties.num_unexplained} of {ties.num_tokens} argmaxes differ between verification and single steps by more than rounding "
             f"explains, for example {ties.examples[0]}"
         )
+    captured = target.captured_steps
+    if captured is not None and captured.difference > captured.allowed:
+        texts.append(str(captured.why_eager))
+    for trial in target.trials:
+        name = f"{trial.draft or 'plain decoding'} in mode {trial.mode}"
+        if trial.unexplained:
+            texts.append(
+                f"{name}: {len(trial.unexplained)} of {trial.num_answers} answers differ from eager plain decoding by more than "
+                f"rounding explains, for example {trial.unexplained[0]}"
+            )
+        if (trial.rounds_over_eager or 1.0) > MOST_ROUNDS:
+            texts.append(
+                f"{name}: the same tokens take {trial.rounds_over_eager:.2f} times as many rounds as in mode {EAGER}: captured "
+                "steps of the draft are wrong here"
+            )
     return texts
 
 
@@ -46,7 +62,8 @@ def notes(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.target is None:
         return [*texts, "no target was examined; name one with --target"]
     target = diagnosis.target
-    return texts + _attention_notes(target) + _precision_notes(target) + _time_notes(diagnosis, target)
+    texts += [*_attention_notes(target), *_precision_notes(target), *_mode_notes(target)]
+    return texts + _time_notes(diagnosis, target)
 
 
 def _attention_notes(target: TargetFound) -> list[str]:
@@ -80,6 +97,24 @@ def _precision_notes(target: TargetFound) -> list[str]:
         texts.append(
             f"text models of type {target.model_type!r} are not in the test suite; this one passed the self-check"
         )
+    return texts
+
+
+def _mode_notes(target: TargetFound) -> list[str]:
+    texts = []
+    if (captured := target.captured_steps) is not None:
+        differences = (
+            f"at {captured.num_tokens} tokens, captured steps differ from eager ones by at most {captured.difference:.2g} standard "
+            f"deviations of the logits (allowed: {captured.allowed:.2g}), and {captured.num_near_ties} argmaxes flip in near ties"
+        )
+        texts.append(f"mode auto is {target.mode}: {captured.why_eager or differences}")
+    for trial in target.trials:
+        name = f"{trial.draft or 'plain decoding'} in mode {trial.mode}"
+        if trial.rounds_over_eager not in (None, 1.0):
+            ratio = f"{trial.rounds_over_eager:.2f} times as many rounds as in mode {EAGER}"
+            texts.append(f"{name}: the same tokens take {ratio}, because rounding changes trees")
+        if trial.why_eager is not None:
+            texts.append(f"{name} runs eagerly: {trial.why_eager}")
     return texts
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autotune.console import Console
 from autotune.cost.roofline import datasheets, find_limits
 from autotune.cost.table import shipped_tables
 from autotune.device import gib
-from autotune.doctor.diagnosis import Diagnosis, TargetFound
+from autotune.doctor.diagnosis import DecodingTrial, Diagnosis, TargetFound
+from autotune.documents.decoding_profile import AR
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
@@ -58,3 +61,17 @@ def _print_target(target: TargetFound, console: Console) -> None:
         rows.append([times.mode, f"{times.plain_ms:.2f}", f"{target.step_gb_per_second(times):.1f}", *verified])
     columns = ["mode", "plain step, ms", "GB/s", *(f"{tokens} tokens" for tokens in sizes)]
     console.table(f"Forward passes of {target.model.id}, {target.precision}", columns, rows)
+    if target.trials:
+        _print_trials(target.trials, console)
+
+
+def _print_trials(trials: Sequence[DecodingTrial], console: Console) -> None:
+    rows = []
+    for trial in trials:
+        num_same = trial.num_answers - trial.num_near_ties - len(trial.unexplained)
+        m = "-" if trial.tokens_per_round is None else f"{trial.tokens_per_round:.2f}"
+        figures = [m, f"{trial.ms_per_token:.2f}", f"{trial.speedup:.2f}x", f"{num_same}/{trial.num_answers}"]
+        captures = [f"{trial.num_captures}", f"{trial.capture_s:.1f} s", gib(trial.capture_bytes)]
+        rows.append([trial.draft or AR, trial.mode, *figures, f"{trial.num_near_ties}", *captures])
+    columns = ["draft", "mode", "M", "ms/token", "speedup", "same output", "near ties", "captures", "time", "memory"]
+    console.table(f"Decoding with drafts: {trials[-1].tree}", columns, rows)

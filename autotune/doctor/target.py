@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from autotune.doctor.attention import attention_uses
 from autotune.doctor.diagnosis import NearTies, StepTimes, TargetFound, TreeCheck
+from autotune.doctor.trials import try_drafts
 from autotune.documents.provenance import ModelReference
-from autotune.drafters.checkpoint import load_draft
-from autotune.evaluation.divergence import flips, largest_difference
+from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.evaluation.perplexity import answer_logits
-from autotune.execution import EAGER, capture_sizes_for
+from autotune.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
 from autotune.measuring.jobs import plain_steps_ms
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
 from autotune.modeling.clock import now_ms
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.loading import RETRIEVAL
+from autotune.modeling.near_ties import flips, largest_difference
 from autotune.modeling.self_check import allowed_difference, compare_tree_decoding
 from autotune.modeling.target import Target
+from autotune.runtime.preparation import decoding_mode
+from autotune.workloads.workload import Workload
 
 VERIFIED_TOKENS = (2, 4, 8, 16, 32, 64)
 REPEATS = 9
@@ -34,17 +36,26 @@ MAX_EXAMPLES = 3
 
 @torch.inference_mode()
 def examine_target(
-    target: Target, reference: ModelReference, inputs: Sequence[dict[str, Any]], *, num_tokens: int
+    target: Target,
+    reference: ModelReference,
+    workload: Workload,
+    processor: Any,
+    drafts: Mapping[str, LoadedDraft],
+    *,
+    num_tokens: int,
 ) -> TargetFound:
-    """Examine a loaded target.
+    """Examine a loaded target, and drafts for it.
 
     Args:
-        inputs: of the processor, for each of some prompts.
+        workload: prompts that are answered.
+        drafts: by id.
         num_tokens: length of the plain answers whose logits are compared.
     """
-    modes = [EAGER, *(["cuda-graph"] if target.device.type == "cuda" else [])]
+    mode = decoding_mode(AUTO, target, drafts.values())
+    modes = (EAGER,) if target.captured_steps is None else (EAGER, CUDA_GRAPH)
     difference, noise = compare_tree_decoding(target)
     allowed = allowed_difference(target, noise)
+    inputs = [prompt.inputs(processor, target.device) for prompt in workload.prompts]
     (prompt,) = target.encode(inputs[0]).prompts
     shape = target.shape
     return TargetFound(
@@ -58,7 +69,10 @@ def examine_target(
         attention=attention_uses(target, prompt, ATTENTION_TOKENS),
         tree_check=TreeCheck(difference=difference, noise=noise, allowed=allowed),
         near_ties=audit_near_ties(target, inputs, num_tokens, allowed=allowed),
+        mode=mode,
+        captured_steps=target.captured_steps,
         steps=tuple(time_steps(target, mode, len(prompt) + num_tokens) for mode in modes),
+        trials=try_drafts(target, drafts, processor, workload, modes) if drafts else (),
     )
 
 
@@ -78,7 +92,8 @@ def audit_near_ties(target: Target, inputs: Sequence[dict[str, Any]], num_tokens
     """
     audits = []
     for prompt in inputs:
-        tokens, alone = _plain_answer(target, prompt, num_tokens)
+        (encoded,) = target.encode(prompt).prompts
+        tokens, alone = target.single_steps(encoded, num_tokens)
         # The first row of both is of the prefill, which is no verification.
         audits.append((alone[1:].float(), answer_logits(target, prompt, tokens)[1:].float()))
     alone, together = (torch.cat(logits) for logits in zip(*audits, strict=True))
@@ -94,20 +109,6 @@ def audit_near_ties(target: Target, inputs: Sequence[dict[str, Any]], num_tokens
         median_margin=float((best[:, 0] - best[:, 1]).median()),
         examples=tuple(map(str, sorted(num_flips, key=lambda flip: flip.is_near_tie)[:MAX_EXAMPLES])),
     )
-
-
-def _plain_answer(target: Target, inputs: dict[str, Any], num_tokens: int) -> tuple[list[int], Tensor]:
-    """Tokens of a greedy answer by single steps, past its end too, and the logits at each, [tokens, vocabulary]."""
-    target.use_mode(EAGER)
-    target.output_layers = ()
-    (prompt,) = target.encode(inputs).prompts
-    target.reserve(len(prompt) + num_tokens)
-    logits = [target.prefill(prompt).logits]
-    tokens = [int(logits[-1].argmax())]
-    while len(tokens) < num_tokens:
-        logits.append(target.step(tokens[-1]))
-        tokens.append(int(logits[-1].argmax()))
-    return tokens, torch.stack(logits)
 
 
 @torch.inference_mode()

@@ -64,7 +64,7 @@ def read_config(name: str) -> tuple[Path, dict[str, Any]] | None:
         except OSError:  # load_model reports the error
             return None
         if _is_published(read_json(folder / CONFIG)):
-            cached_file(name, WEIGHTS)
+            cached_file(name, WEIGHTS, _raise_exceptions_for_missing_entries=False)  # its loader tells what is missing
     return folder, read_json(folder / CONFIG)
 
 

@@ -123,6 +123,8 @@ def read_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
         UserError: no safetensors file.
     """
     if not (folder / WEIGHTS).exists():
-        pickled = " (pytorch_model.bin is a pickle, which is never opened)" if any(folder.glob("*.bin")) else ""
-        raise UserError(f"{folder}: {kind} is read from {WEIGHTS}; there is none{pickled}; save it as safetensors")
+        raise UserError(
+            f"{folder}: {kind} is read from {WEIGHTS}; there is none (pytorch_model.bin is a pickle, which is never opened); save it "
+            "as safetensors"
+        )
     return load_file(folder / WEIGHTS)

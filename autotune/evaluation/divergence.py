@@ -1,49 +1,23 @@
-"""The first token at which two decodings of one prompt diverge in reduced precision, and whether rounding explains it.
-
-A batched forward sums in another order than single steps do, and rounding may flip the argmax of a near tie
-(``docs/concepts.md``). In float32 on the CPU that must not happen.
+"""The first token at which two decodings of one prompt diverge in reduced precision, and whether rounding explains it
+(``modeling/near_ties.py``). In float32 on the CPU they must not diverge.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from autotune.documents.run import Run
+from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.perplexity import answer_logits
 from autotune.execution import EAGER
+from autotune.modeling.near_ties import Divergence, largest_difference
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import TokenSampler
-
-_TIE = 2.0  # in units of the noise, by which each of the two logits may be wrong
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The first token in which two answers differ."""
-
-    index: int
-    """Index in the answer, from 0."""
-    tokens: tuple[int, int]
-    margin: float
-    """Difference between the scores of the two tokens in single steps. A score is the logit; with sampling, the logit
-    over the temperature plus the noise of the position.
-    """
-    noise: float
-    """Largest difference between the scores of single steps and of one forward over the same tokens, at least one unit in
-    the last place of the two logits.
-    """
-
-    @property
-    def is_near_tie(self) -> bool:
-        return self.margin <= _TIE * self.noise
-
-    def __str__(self) -> str:
-        verdict = "a near tie" if self.is_near_tie else "not a tie"
-        return f"token {self.index}: {self.tokens[0]} or {self.tokens[1]}, margin {self.margin:.3g}, noise {self.noise:.3g}: {verdict}"
+from autotune.workloads.workload import Workload
 
 
 @torch.inference_mode()
@@ -74,17 +48,12 @@ def first_divergence(
         raise ValueError("one answer continues where the other ends; decode both with the same max_new_tokens")
     together = answer_logits(target, inputs, tokens[: index + 1])
     (prompt,) = target.encode(inputs).prompts
-    target.reserve(len(prompt) + index)
-    target.use_mode(mode)
-    try:
-        steps = [target.prefill(prompt).logits, *(target.step(token) for token in tokens[:index])]
-    finally:
-        target.use_mode(EAGER)
+    _, steps = target.single_steps(prompt, index + 1, mode=mode, tokens=tokens)
     a, b = pairs[index]
     last_place = float(steps[-1][[a, b]].float().abs().max()) * torch.finfo(target.dtype).eps
     sampler = sampler or TokenSampler(device=target.device)
     positions = len(prompt) + np.arange(index + 1)
-    alone, together = (sampler.scores(logits, positions).float() for logits in (torch.stack(steps), together))
+    alone, together = (sampler.scores(logits, positions).float() for logits in (steps, together))
     return Divergence(
         index=index,
         tokens=(a, b),
@@ -93,25 +62,27 @@ def first_divergence(
     )
 
 
-def flips(alone: Tensor, together: Tensor, noise: float) -> list[Divergence]:
-    """Every token whose argmax is another one in single steps than in one forward over the same tokens.
+def divergences_from_plain(
+    arm: DecoderArm, plain: DecoderArm, workload: Workload, processor: Any, runs: Mapping[str, Sequence[Run]]
+) -> dict[str, Divergence]:
+    """First divergences of an arm from plain decoding by prompt, of lossless points. Runs keep no tokens, so that answers
+    with other hashes are decoded again.
 
     Args:
-        alone: logits of single steps, [tokens, vocabulary].
-        together: the logits of the forward over all.
-        noise: by which each of two logits may be wrong. It is not taken from these logits, whose difference is at least half
-            of the margin wherever an argmax flips.
+        runs: of both arms on the first prompts of the workload, by the arms' names.
     """
-    best_alone, best_together = alone.argmax(-1), together.argmax(-1)
-    divergences = []
-    for index in (best_alone != best_together).nonzero()[:, 0].tolist():
-        a, b = int(best_alone[index]), int(best_together[index])
-        margin = float(alone[index, a].float() - alone[index, b].float())
-        divergences.append(Divergence(index=index, tokens=(a, b), margin=margin, noise=noise))
+    divergences = {}
+    target = arm.decoder.target
+    for prompt, run, plain_run in zip(workload.prompts, runs[arm.name], runs[plain.name], strict=False):
+        is_lossless = arm.decoder.points[run.point].verification.is_lossless
+        if run.tokens_sha256 == plain_run.tokens_sha256 or not is_lossless:
+            continue
+        settings, inputs = prompt.settings, prompt.inputs(processor, target.device)
+        expected, tokens = (each.decode(inputs, settings)[0] for each in (plain, arm))
+        sampler = TokenSampler(
+            temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed, device=target.device
+        )
+        divergence = first_divergence(target, inputs, expected, tokens, sampler, mode=arm.decoder.mode)
+        if divergence is not None:
+            divergences[prompt.name] = divergence
     return divergences
-
-
-def largest_difference(alone: Tensor, together: Tensor) -> float:
-    """Between finite scores; 0.0 without any."""
-    difference = torch.where(alone.isfinite() & together.isfinite(), (alone - together).abs(), 0.0)
-    return float(difference.max()) if difference.numel() else 0.0

@@ -146,17 +146,13 @@ class CachedModel(ABC):
         """How forward passes after the prefill run: ``eager``, ``cuda-graph`` or ``fixed``."""
         return EAGER if self.graph_runner is None else self.graph_runner.mode
 
-    def check_mode(self, name: str) -> str:
-        """See ``graph_runner.check_mode``."""
-        return check_mode(name, self.device, self.num_devices, has_states=self.has_states)
-
     def use_mode(self, name: str) -> None:
         """Set ``mode``, if it is available on this device. Captures of other modes are kept."""
         if name == EAGER:
             self.graph_runner = None
             return
         if name not in self._graph_runners:
-            self.check_mode(name)
+            check_mode(name, self.device, self.num_devices, has_states=self.has_states)
             runner = self._graph_runners[name] = GraphRunner(name, self.device, description=self.description)
             self.dependent_graphs.add(runner)
         self.graph_runner = self._graph_runners[name]

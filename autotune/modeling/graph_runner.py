@@ -114,7 +114,7 @@ class GraphRunner:
 
 def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_states: bool = False) -> str:
     """Return the mode if it is available on this device; of ``auto``, ``cuda-graph`` for a model on one CUDA device, else
-    ``eager``.
+    ``eager``. Whether captured steps are right there is tested by ``runtime.preparation.decoding_mode``.
 
     Args:
         num_devices: over which the model is spread.

@@ -1,4 +1,4 @@
-"""Self-test of unlisted text models: tree decoding must agree with token-by-token decoding."""
+"""Self-tests: tree decoding of unlisted text models must agree with token-by-token decoding, and captured steps with eager ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autotune.documents.captured_steps import CapturedSteps
 from autotune.errors import UserError
+from autotune.execution import CUDA_GRAPH, EAGER
+from autotune.modeling.graph_runner import EagerNotice
+from autotune.modeling.near_ties import flips
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Step
 from autotune.modeling.text_model import KNOWN_TEXT_TYPES
 
 if TYPE_CHECKING:
+    from autotune.modeling.target import Target
     from autotune.modeling.tree_model import TreeModel
 
 # Parents of a tree with 3 levels and two branches of different depth. The second path is kept, so that a wrong mask,
@@ -26,6 +31,10 @@ _KEPT = (0, 2, 6, 9)
 # For models with states, which follow one path.
 _CHAIN = tuple(range(-1, 9))
 _KEPT_OF_CHAIN = (0, 1, 2, 3)
+# Of captured steps: 16 nodes, a capture size, so that decoding needs the captures of the test.
+_CAPTURED_PARENTS = (*_PARENTS, 0, 0, 0, 0, 0, 0)
+CAPTURED_TOKENS = 33  # after 32 steps
+_NOT_A_NUMBER = 1e9  # a difference from logits that are no numbers
 _PROMPT_TOKENS = 24
 _LONGEST_PROMPT = 512
 _SLACK = 4.0
@@ -60,8 +69,7 @@ def check_tree_decoding(model: TreeModel) -> None:
     try:
         difference, noise = compare_tree_decoding(model)
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-        raise _refusal(model_type, f"a tree does not run ({reason})") from error
+        raise _refusal(model_type, f"a tree does not run ({_first_line(error)})") from error
     allowed = allowed_difference(model, noise)
     if model.has_states and not noise <= max(_MOST_NOISE, _MOST_NOISE_EPS * torch.finfo(model.dtype).eps):
         reason = f"single steps of transformers differ from its passes over several tokens by {noise:.2g} standard deviations"
@@ -75,6 +83,11 @@ def check_tree_decoding(model: TreeModel) -> None:
         SelfCheckNotice,
         stacklevel=4,
     )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
 def _refusal(model_type: str, reason: str) -> UserError:
@@ -94,26 +107,18 @@ def compare_tree_decoding(model: TreeModel) -> tuple[float, float]:
     """Largest difference between a tree's logits and transformers' uncached ones, and between transformers' cached and
     uncached ones, both in standard deviations of the logits.
     """
-    windows = [window for window in model.text.windows.values() if window is not None]
     parents, kept = (_CHAIN, _KEPT_OF_CHAIN) if model.has_states else (_PARENTS, _KEPT)
-    num_tokens = min(max([_PROMPT_TOKENS, *(window + 8 for window in windows)]), _LONGEST_PROMPT)
-    generator = torch.Generator().manual_seed(0)
-    random_tokens = torch.randint(0, model.vocab_size, (num_tokens + 2 * len(parents),), generator=generator)
-    prompt, trees = random_tokens[:num_tokens].tolist(), random_tokens[num_tokens:].reshape(2, -1).tolist()
+    prompt, further = _random_text(model, 2 * len(parents))
+    num_tokens = len(prompt)
+    trees = np.array(further).reshape(2, -1).tolist()
 
     model.reserve(num_tokens + 2 * len(parents))
-    tokens = torch.tensor(prompt, device=model.device)
-    logits = [model.prefill_prompt(EncodedPrompt(tokens, torch.zeros_like(tokens, dtype=torch.bool)))]
+    logits = [model.prefill_prompt(_encoded(model, prompt))]
     texts = [prompt]
     committed = prompt
     for tree in trees:
-        paths = [_path(parents, node) for node in range(len(tree))]
-        tree_mask = np.full((len(tree), len(tree)), model.mask_value, np.float32)
-        for node, path in enumerate(paths):
-            tree_mask[node, path] = 0.0
-        offsets = np.array([len(path) - 1 for path in paths])
-        logits.extend(model.forward(Step(np.array(tree), offsets, tree_mask)))
-        texts += [committed + [tree[node] for node in path] for path in paths]
+        logits.extend(model.forward(_tree_step(parents, tree, model.mask_value)))
+        texts += [committed + [tree[node] for node in _path(parents, number)] for number in range(len(tree))]
         model.cache.keep(list(kept))
         committed = committed + [tree[node] for node in kept]
     model.cache.clear()
@@ -125,6 +130,29 @@ def compare_tree_decoding(model: TreeModel) -> tuple[float, float]:
     stepwise = _cached(model, texts[-1], num_tokens)
     noise = float((stepwise - expected[-1]).abs().max()) / deviation
     return difference, noise
+
+
+def _random_text(model: TreeModel, num_further: int) -> tuple[list[int], list[int]]:
+    """A prompt of random tokens, longer than the windows of layers, and further tokens."""
+    windows = [window for window in model.text.windows.values() if window is not None]
+    num_tokens = min(max([_PROMPT_TOKENS, *(window + 8 for window in windows)]), _LONGEST_PROMPT)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, model.vocab_size, (num_tokens + num_further,), generator=generator).tolist()
+    return tokens[:num_tokens], tokens[num_tokens:]
+
+
+def _encoded(model: TreeModel, text: list[int]) -> EncodedPrompt:
+    tokens = torch.tensor(text, device=model.device)
+    return EncodedPrompt(tokens, torch.zeros_like(tokens, dtype=torch.bool))
+
+
+def _tree_step(parents: Sequence[int], tokens: Sequence[int], mask_value: float) -> Step:
+    """A verification of a tree."""
+    paths = [_path(parents, node) for node in range(len(parents))]
+    tree_mask = np.full((len(parents), len(parents)), mask_value, np.float32)
+    for node, path in enumerate(paths):
+        tree_mask[node, path] = 0.0
+    return Step(np.array(tokens), np.array([len(path) - 1 for path in paths]), tree_mask)
 
 
 def _path(parents: Sequence[int], node: int) -> list[int]:
@@ -143,3 +171,49 @@ def _cached(model: TreeModel, text: list[int], num_prompt: int) -> Tensor:
             input_ids=ids[:, index : index + 1], past_key_values=out.past_key_values, use_cache=True, **positions
         )
     return out.logits[0, -1].float()  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+def compare_captured_steps(target: Target) -> CapturedSteps:
+    """Compare captured plain steps and a captured verification with eager ones, at the tokens of a greedy answer. If mode
+    ``auto`` must not capture, an ``EagerNotice`` says why.
+
+    The noise of the precision is the difference between eager steps and one eager forward pass over the same tokens.
+    """
+    text, tree = _random_text(target, len(_CAPTURED_PARENTS))
+    prompt, verification = _encoded(target, text), _tree_step(_CAPTURED_PARENTS, tree, target.mask_value)
+    tokens, eager = target.single_steps(prompt, CAPTURED_TOKENS, then=verification)
+    _, at_once = target.single_steps(prompt, 1, then=Step.causal(np.array(tokens[:-1]), target.mask_value))
+    target.use_mode(CUDA_GRAPH)
+    runner = target.graph_runner
+    assert runner is not None
+    try:
+        _, captured = target.single_steps(prompt, CAPTURED_TOKENS, mode=CUDA_GRAPH, tokens=tokens, then=verification)
+        found = _compared(target, eager.float(), at_once.float(), captured.float())
+    except Exception as error:
+        found = CapturedSteps(why_eager=f"captured steps do not run ({_first_line(error)})")
+    target.use_mode(EAGER)
+    target.cache.clear()
+    if runner.why_eager is not None:  # of which the runner has warned
+        found = CapturedSteps(why_eager=runner.why_eager)
+    elif found.why_eager is not None:
+        warnings.warn(f"{target.description} runs eagerly in mode auto: {found.why_eager}", EagerNotice, stacklevel=4)
+    if found.why_eager is not None:
+        runner.reset()
+    return found
+
+
+def _compared(target: Target, eager: Tensor, at_once: Tensor, captured: Tensor) -> CapturedSteps:
+    """Compare logits [tokens, vocabulary]; ``at_once`` are those of the first tokens in one forward pass."""
+    deviation = float(eager.std())
+    allowed = allowed_difference(target, float((eager[: len(at_once)] - at_once).abs().max()) / deviation)
+    apart = torch.where(captured == eager, 0.0, (captured - eager).abs()).nan_to_num(nan=_NOT_A_NUMBER)
+    difference = float(apart.max()) / deviation
+    why = f"captured steps give logits that differ by {difference:.2g} standard deviations; rounding explains {allowed:.2g}"
+    return CapturedSteps(
+        num_tokens=len(eager),
+        num_near_ties=len(flips(eager, captured, allowed * deviation)),
+        difference=difference,
+        allowed=allowed,
+        why_eager=why if difference > allowed else None,
+    )

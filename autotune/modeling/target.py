@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from autotune.documents.captured_steps import CapturedSteps
 from autotune.documents.subnet import VisualRanking
+from autotune.execution import EAGER
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.self_check import check_tree_decoding
 from autotune.modeling.step import Step
@@ -34,6 +37,8 @@ class Target(TreeModel):
         super().__init__(model)
         self.max_context = self.text.max_context
         self.tokenizer: Any = None  # tells tokens from padding of the vocabulary; None if unknown
+        self.captured_steps: CapturedSteps | None = None
+        """Result of the self-test of captured steps, once mode ``auto`` has asked for it."""
         check_tree_decoding(self)
 
     def embeddings(self, prompt: EncodedPrompt) -> Tensor:
@@ -68,3 +73,34 @@ class Target(TreeModel):
         logits = self.forward(step)
         self.cache.advance(1)
         return logits[0]
+
+    @torch.inference_mode()
+    def single_steps(
+        self,
+        prompt: EncodedPrompt,
+        num_tokens: int,
+        *,
+        mode: str = EAGER,
+        tokens: Sequence[int] = (),
+        then: Step | None = None,
+    ) -> tuple[list[int], Tensor]:
+        """Tokens of a greedy answer by single steps, past its end too, and the logits at each, [tokens, vocabulary].
+
+        Args:
+            mode: of the steps.
+            tokens: are read in place of the greedy ones.
+            then: is evaluated after all tokens but the last, where its root is; its logits follow the others.
+        """
+        before, self.output_layers = self.mode, ()
+        self.use_mode(mode)
+        try:
+            self.reserve(len(prompt) + num_tokens + (0 if then is None else len(then.tokens)))
+            answer, logits = list(tokens), [self.prefill(prompt).logits]
+            for number in range(num_tokens):
+                if number > 0:
+                    logits.append(self.step(answer[number - 1]))
+                if not tokens:
+                    answer.append(int(logits[-1].argmax()))
+            return answer, torch.cat([torch.stack(logits), *([] if then is None else [self.forward(then)])])
+        finally:
+            self.use_mode(before)

@@ -27,8 +27,8 @@ from autotune.runtime.generate_args import (
     prepared_call,
     takes_vision_inputs,
 )
-from autotune.runtime.points import LoadedPoint, check_paths, decoding_mode
-from autotune.runtime.preparation import Preparation, Report, prepare
+from autotune.runtime.points import LoadedPoint, check_paths
+from autotune.runtime.preparation import Preparation, Report, decoding_mode, prepare
 from autotune.runtime.rounds import Round
 from autotune.runtime.session import Session
 from autotune.runtime.stats import DecodingOutput, DecodingStats, Observer, log_request
@@ -52,7 +52,7 @@ class Decoder:
         capture_sizes: numbers of tokens that forward passes are padded to. Without them, ``eager`` pads nothing and
             ``cuda-graph`` uses ``DEFAULT_CAPTURE_SIZES``.
         mode: how forward passes after the prefill run: ``eager``, or ``cuda-graph``, which captures them as CUDA graphs. ``auto``:
-            ``cuda-graph`` for a target on one CUDA device, else ``eager``.
+            ``cuda-graph`` for a target on one CUDA device whose captured steps pass a self-test, else ``eager``.
         threads: CPU threads after the prefill; None: as many as torch uses.
         prefill_threads: CPU threads of image encoders and prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer; stop strings need it.
@@ -93,7 +93,7 @@ class Decoder:
             if loaded.draft is not None:
                 loaded.draft.attach(self.target)
         check_paths(self.points, self.target)
-        self.mode = decoding_mode(mode, self.points, self.target)
+        self.mode = decoding_mode(mode, self.target, [loaded.draft for loaded in self.points])
         self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
         self.threads, self.prefill_threads = threads, prefill_threads
         self.last_output = DecodingOutput(torch.empty(0, 0, dtype=torch.long), [])

@@ -14,11 +14,12 @@ from autotune.documents.decoding_profile import DecodingProfile, DraftChoice
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import NotComparable, UserError
-from autotune.execution import CUDA_GRAPH, EAGER
+from autotune.execution import AUTO, CUDA_GRAPH
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import DEFAULT_CONTEXT_TOKENS, Decoder
 from autotune.runtime.points import LoadedPoint, as_draft
+from autotune.runtime.preparation import decoding_mode
 
 
 def load(
@@ -107,15 +108,15 @@ def prepare_with_progress(decoder: Decoder, context_tokens: int, console: Consol
 
 def decoder_for(
     profile: DecodingProfile,
-    target: Any,
+    target: Target,
     draft_of: Callable[[DraftChoice], Any],
     *,
     processor: Any = None,
     is_tuned_here: bool = True,
     corpus_tokens: int = 0,
 ) -> Decoder:
-    """The decoder of a profile whose models are loaded. Numbers of threads are those of the device that it was tuned on; captured
-    forward passes of a GPU run eagerly elsewhere.
+    """The decoder of a profile whose models are loaded. Numbers of threads are those of the device that it was tuned on; on
+    another one, captured forward passes run in mode ``auto``.
     """
     points = [
         LoadedPoint(
@@ -129,12 +130,14 @@ def decoder_for(
         )
         for point in profile.points
     ]
-    cannot_capture = profile.mode == CUDA_GRAPH and target.device.type != "cuda"
+    mode = profile.mode
+    if mode == CUDA_GRAPH and not is_tuned_here:
+        mode = decoding_mode(AUTO, target, [point.draft for point in points])
     return Decoder(
         target,
         points=points,
-        capture_sizes=() if cannot_capture else profile.capture_sizes,
-        mode=EAGER if cannot_capture else profile.mode,
+        capture_sizes=profile.capture_sizes if mode == profile.mode else (),
+        mode=mode,
         threads=profile.threads if is_tuned_here else None,
         prefill_threads=profile.prefill_threads if is_tuned_here else None,
         processor=processor,

@@ -12,7 +12,6 @@ from autotune.drafters.draft import Draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
-from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.loading import is_assistant
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import TokenSampler
@@ -91,12 +90,6 @@ def check_paths(points: Iterable[LoadedPoint], target: Target) -> None:
                     f"{model.description} keeps recurrent or convolution states, which follow one path: it decodes chains, not "
                     f"trees; got {point.policy.label}; choose the policy chain"
                 )
-
-
-def decoding_mode(mode: str, points: Iterable[LoadedPoint], target: Target) -> str:
-    """The mode of all forward passes after the prefill: that of the target, unless a draft keeps states (see ``check_mode``)."""
-    has_states = target.has_states or any(point.draft is not None and point.draft.has_states for point in points)
-    return check_mode(mode, target.device, target.num_devices, has_states=has_states)
 
 
 def as_draft(draft: Any | None) -> Draft | None:

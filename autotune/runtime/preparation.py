@@ -1,10 +1,10 @@
-"""Prepares forward passes ahead of requests, so that no request and no measurement captures anything."""
+"""Chooses how forward passes run, and prepares them ahead of requests, so that no request and no measurement captures anything."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -13,10 +13,13 @@ import numpy as np
 import torch
 
 from autotune.drafters.cached_draft import CachedDraft, as_cached
-from autotune.execution import round_up
+from autotune.drafters.draft import Draft
+from autotune.execution import AUTO, CUDA_GRAPH, EAGER, round_up
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import graph_memory
+from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.prompt import EncodedPrompt
+from autotune.modeling.self_check import compare_captured_steps
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
@@ -28,6 +31,22 @@ from autotune.trees.limits import MAX_LEVEL_STEP
 Report = Callable[[int, int], None]
 """Called as report(done, total)."""
 Job = Callable[[], object]
+
+
+def decoding_mode(mode: str, target: Target, drafts: Iterable[Draft | None]) -> str:
+    """The mode of all forward passes after the prefill: that of the target, unless a draft keeps states (see ``check_mode``).
+
+    Where ``auto`` would capture, captured steps of the target are compared with eager ones first, once for each loaded target
+    (``compare_captured_steps``); its open session is closed. If they differ by more than rounding explains, it is ``eager``.
+    """
+    has_states = target.has_states or any(draft is not None and draft.has_states for draft in drafts)
+    chosen = check_mode(mode, target.device, target.num_devices, has_states=has_states)
+    if mode != AUTO or chosen != CUDA_GRAPH:
+        return chosen
+    if target.captured_steps is None:
+        close_session(target)
+        target.captured_steps = compare_captured_steps(target)
+    return chosen if target.captured_steps.why_eager is None else EAGER
 
 
 class Preparation(NamedTuple):

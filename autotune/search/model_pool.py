@@ -19,13 +19,13 @@ from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
 from autotune.execution import EAGER, capture_sizes_for
 from autotune.files import content_key
-from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.preparation import decoding_mode
 from autotune.search.space import SearchSpace
 from autotune.search.worker_pool import MAX_WORKERS, WorkerPool
 
@@ -71,8 +71,6 @@ class ModelPool:
         self._random_weights = random_weights
         self.processor = load_processor(target, or_bundled=random_weights)
         self.target = Target(load_model(target, device=device, random_weights=random_weights))
-        self.mode = self.target.check_mode(mode)
-        self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
         self.device = fingerprint(device)
         self._subnets: dict[DraftVariant, LoadedDraft] = {}
         self._full_drafts: dict[str, LoadedDraft] = {}
@@ -82,11 +80,10 @@ class ModelPool:
             draft_reference = reference(name)
             draft = load_draft(name, self.target, random_weights=random_weights)
             # A decoder checks that the vocabularies agree.
-            Decoder(self.target, draft, capture_sizes=self.capture_sizes, mode=EAGER, processor=self.processor)
+            Decoder(self.target, draft, capture_sizes=capture_sizes, mode=EAGER, processor=self.processor)
             self.references[draft_reference.id], self._full_drafts[draft_reference.id] = draft_reference, draft
-        if self.has_states and self.mode != EAGER:  # the states of a draft
-            self.mode = check_mode(mode, self.target.device, has_states=True)
-            self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
+        self.mode = decoding_mode(mode, self.target, self._full_drafts.values())
+        self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
 
     @contextmanager
     def worker_pool(self, jobs: int | None, task: Callable[..., None], *arguments: Any) -> Iterator[WorkerPool]:

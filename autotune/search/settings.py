@@ -96,7 +96,8 @@ class SearchSettings(Document):
         (), "Numbers of tokens that forward passes are padded to, such as 4,8,16,32,64; default: no padding."
     )
     mode: Literal["auto", "eager", "cuda-graph"] = setting(
-        AUTO, "How forward passes run: eagerly, or as CUDA graphs; auto: graphs on a GPU, else eagerly."
+        AUTO,
+        "How forward passes run: eagerly, or as CUDA graphs; auto: graphs on a GPU where they pass a self-test, else eagerly.",
     )
     output: Path = setting(Path("profile.json"), "File for the decoding profile.")
 

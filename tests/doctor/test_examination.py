@@ -18,12 +18,18 @@ from autotune.doctor import target as examination
 from autotune.doctor.attention import attention_uses
 from autotune.doctor.diagnosis import Diagnosis
 from autotune.doctor.examination import copy_gb_per_second, find_devices
+from autotune.doctor.findings import MOST_ROUNDS
 from autotune.doctor.target import audit_near_ties, time_steps
-from autotune.evaluation.divergence import flips, largest_difference
+from autotune.doctor.trials import try_drafts
+from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
+from autotune.drafters.independent import IndependentDraft
+from autotune.modeling.near_ties import flips, largest_difference
 from autotune.modeling.self_check import allowed_difference, compare_tree_decoding
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
-from tests.tiny_models import Inputs, Pair
+from autotune.workloads.workload import load_workload
+from tests.rehearsal import Rehearsal
+from tests.tiny_models import Inputs, Pair, on_device
 
 NUM_TOKENS = 12
 
@@ -114,21 +120,51 @@ def test_the_command_examines_machine_and_target(
     text_pair: Pair, processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bundled prompts without images serve a text model."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=processor.tokenizer.backend_tokenizer)
-    tokenizer.save_pretrained(text_pair.target_folder)
+    text_processor(processor).save_pretrained(text_pair.target_folder)
     alone = CliRunner().invoke(main, ["doctor", "--device", "cpu", "--json"])
     assert alone.exit_code == 0 and Diagnosis.model_validate(without_schema(alone.stdout), strict=False).target is None
-    command = ["doctor", "--device", "cpu", "--target", str(text_pair.target_folder), "--tokens", "4"]
+    command = ["doctor", "--device", "cpu", "--target", str(text_pair.target_folder), "--tokens", "8"]
+    command += ["--draft", str(text_pair.draft_folder), "--draft", "retrieval"]
     found = CliRunner().invoke(main, [*command, "--json"], catch_exceptions=False)
     assert found.exit_code == 0, found.output
     diagnosis = Diagnosis.model_validate(without_schema(found.stdout), strict=False)
     assert diagnosis.target is not None and diagnosis.target.near_ties.num_tokens > 0
     assert diagnosis.notes and diagnosis.defects == ()
+    assert (diagnosis.target.mode, diagnosis.target.captured_steps) == ("eager", None)
+    plain, independent, retrieval = diagnosis.target.trials
+    assert (plain.draft, plain.speedup, plain.tokens_per_round) == (None, 1.0, 1.0) and retrieval.draft == "retrieval"
+    assert independent.draft == str(text_pair.draft_folder) and independent.tree is not None
+    assert independent.tokens_per_round is not None and independent.tokens_per_round > 1.5
+    assert {(trial.mode, trial.num_near_ties, trial.unexplained) for trial in diagnosis.target.trials} == {
+        ("eager", 0, ())
+    }
     monkeypatch.setattr("autotune.doctor.target.compare_tree_decoding", lambda model: (9.0, 1e-6))
-    printed = CliRunner().invoke(main, command)
+    printed = CliRunner().invoke(main, [*command[:-4], *command[-2:]])
     assert printed.exit_code == 1 and "DEFECT: a tree's logits differ" in printed.stderr
-    for text in ("Attention", "tokens per round", "Other devices (--gpu NAME)"):
+    for text in ("Attention", "tokens per round", "Other devices (--gpu NAME)", "Decoding with drafts: eagle2"):
         assert text in printed.stderr and printed.stdout == ""
+
+
+def text_processor(processor: Any) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=processor.tokenizer.backend_tokenizer)
+
+
+def test_drafts_decode_in_every_mode_and_broken_ones_are_told(
+    rehearsal: Rehearsal, text_pair: Pair, processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft whose captured steps are wrong accepts less; its tokens are the target's all the same."""
+    pair, tokenizer = on_device(text_pair, "cuda:0"), text_processor(processor)
+    target, workload = Target(pair.target), load_workload("digits", "tune").readable_by(tokenizer).cut(1, 10)
+    monkeypatch.setattr("autotune.doctor.trials.TREE", PUBLISHED_DEFAULTS["chain"])
+
+    drafts = {"right": IndependentDraft(pair.draft), "wrong": IndependentDraft(pair.draft)}
+    run = drafts["wrong"]._forward_over_buffers
+    monkeypatch.setattr(drafts["wrong"], "_forward_over_buffers", lambda *given: (run(*given)[0].flip(-1),))
+    plain, _, eager, captured, _, wrong = try_drafts(target, drafts, tokenizer, workload, ("eager", "cuda-graph"))
+    assert plain.num_captures == eager.num_captures == 0 < captured.num_captures and captured.capture_bytes > 0
+    assert captured.tokens_per_round == eager.tokens_per_round and captured.rounds_over_eager == 1.0
+    assert captured.why_eager is None and captured.num_near_ties == len(captured.unexplained) == 0
+    assert wrong.rounds_over_eager is not None and wrong.rounds_over_eager > MOST_ROUNDS and not wrong.unexplained
 
 
 def without_schema(text: str) -> dict[str, Any]:

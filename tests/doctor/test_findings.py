@@ -5,8 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autotune.doctor.diagnosis import AttentionUse, DeviceFound, Diagnosis, NearTies, StepTimes, TargetFound, TreeCheck
+from autotune.doctor.diagnosis import (
+    AttentionUse,
+    DecodingTrial,
+    DeviceFound,
+    Diagnosis,
+    NearTies,
+    StepTimes,
+    TargetFound,
+    TreeCheck,
+)
 from autotune.doctor.findings import defects, notes
+from autotune.documents.captured_steps import CapturedSteps
 from autotune.documents.contention import Contention
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, stamp
@@ -19,6 +29,12 @@ GPU = DeviceFound(
 TIMES = StepTimes(mode="eager", kv_length=1000, plain_ms=10.0, verify_ms={2: 10.0, 32: 15.0})
 SOUND = TreeCheck(difference=1e-3, noise=1e-3, allowed=4e-3)
 TIES = NearTies(num_tokens=90, num_flips=0, num_unexplained=0, noise=0.1, allowed_noise=0.2, median_margin=3.0)
+
+
+FIGURES: dict[str, Any] = {"tokens_per_round": 3.0, "ms_per_token": 4.0, "speedup": 2.0, "rounds_over_eager": 1.0}
+CAPTURES: dict[str, Any] = {"num_captures": 40, "capture_s": 2.0, "capture_bytes": 1 << 30}
+ANSWERS: dict[str, Any] = {"num_answers": 4, "num_near_ties": 1, "unexplained": ()}
+TRIAL = DecodingTrial(draft="a/draft", tree="eagle2", mode="cuda-graph", **FIGURES, **CAPTURES, **ANSWERS)
 
 
 def target(**fields: Any) -> TargetFound:
@@ -104,3 +120,24 @@ def test_what_will_be_slow_is_noted() -> None:
     ):
         assert expected in text, expected
     assert "does not call torch's scaled dot-product attention" in notes(diagnosis(target(attention=())))[1]
+
+
+def test_the_self_test_and_the_drafts_are_judged() -> None:
+    steps = CapturedSteps(num_tokens=49, num_near_ties=2, difference=0.01, allowed=0.05)
+    sound = diagnosis(target(mode="cuda-graph", captured_steps=steps, trials=(TRIAL,)))
+    assert defects(sound) == []
+    assert any(
+        text.startswith("mode auto is cuda-graph: at 49 tokens") and "2 argmaxes" in text for text in notes(sound)
+    )
+    wrong = steps.model_copy(update={"difference": 0.5, "why_eager": "captured steps differ"})
+    update = {"unexplained": ("p, token 3",), "rounds_over_eager": 1.5, "why_eager": "RuntimeError: no"}
+    broken = diagnosis(target(captured_steps=wrong, trials=(TRIAL.model_copy(update=update),)))
+    test, answers, rounds = defects(broken)
+    assert test == "captured steps differ" and "1 of 4 answers differ from eager plain decoding" in answers
+    assert "a/draft in mode cuda-graph: the same tokens take 1.50 times as many rounds" in rounds
+    assert {
+        "mode auto is eager: captured steps differ",
+        "a/draft in mode cuda-graph runs eagerly: RuntimeError: no",
+    } <= {*notes(broken)}
+    fails = CapturedSteps(why_eager="RuntimeError: no")
+    assert defects(diagnosis(target(captured_steps=fails))) == [], "slow, and not wrong"

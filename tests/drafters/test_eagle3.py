@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,7 @@ def rename(folder: Path, old: str, new: str) -> None:
     save_file({name.replace(old, new): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
-def test_heads_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
+def test_heads_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(pair.target)
     for number, (change, damage, message) in enumerate(
         (
@@ -254,3 +255,10 @@ def test_heads_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with refused(r"pytorch_model\.bin is a pickle, which is never opened"):
         load_draft(str(folder), target)
+    published = tmp_path / "hub" / "models--author--head"  # with the pickle alone, as many heads are
+    (published / "refs").mkdir(parents=True)
+    (published / "refs" / "main").write_text("1234")
+    shutil.copytree(folder, published / "snapshots" / "1234")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with refused(r"snapshots/1234: an EAGLE-3 head is read from model\.safetensors; there is none"):
+        load_draft("author/head", target)

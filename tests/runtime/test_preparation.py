@@ -40,7 +40,7 @@ def test_prepared_requests_capture_nothing(
     pair = on_device(pair, DEVICE)
     target = Target(pair.target)
     draft = as_draft(pair.draft) if kind == "independent" else agreeing_draft(kind, target, injection_layer=4)
-    decoder = Decoder(target, draft, tree=tree, visual_keep=0.5, capture_sizes=FEW_SIZES)
+    decoder = Decoder(target, draft, tree=tree, visual_keep=0.5, capture_sizes=FEW_SIZES, mode="cuda-graph")
     reports: list[tuple[int, int]] = []
     done = decoder.prepare(240, report=lambda number, total: reports.append((number, total)))
     assert done.num_captures == rehearsal.counts.captures > 0
