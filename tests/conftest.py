@@ -93,6 +93,18 @@ def prompts(processor: Any) -> dict[str, Inputs]:
     return example_prompts(processor)
 
 
+@pytest.fixture(scope="session")
+def qwens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Inputs]]:
+    """Targets with positions on three axes, and a prompt with images for each."""
+    import numpy as np
+
+    from tests.families import FAMILIES
+    from tests.runtime.test_families import new_member
+
+    members = [new_member(FAMILIES[name], tmp_path_factory.mktemp(name)) for name in ("qwen2_5_vl", "qwen3_vl")]
+    return {new.family.name: (new.target, new.inputs(np.random.default_rng(8), "image")) for new in members}
+
+
 @pytest.fixture
 def rehearsal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
     """Two rehearsed CUDA devices, on which the self-test of mode ``auto`` is short."""

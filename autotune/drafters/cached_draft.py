@@ -109,6 +109,7 @@ class CachedDraft(CachedModel):
             axes: of the positions.
         """
         self.cache.length = kv_length
+        self._rope_delta = np.zeros(axes, np.int64)
         self._pending = [0] * num_pending
         self.begin_round()
 
@@ -192,9 +193,9 @@ def pad_rows(states: Tensor, num_rows: int) -> Tensor:
 
 
 def table_rows(table: Tensor, indices: Ints) -> Tensor:
-    """Rows of a table; a single one, as in a chain, without a gather on the device."""
-    if len(indices) == 1:
-        return table.narrow(0, int(indices[0]), 1)
+    """Rows of a table, [*indices, *row]; a single one, as in a chain, without a gather on the device."""
+    if indices.size == 1:
+        return table.narrow(0, indices.item(), 1).view(*indices.shape, *table.shape[1:])
     return table[to_device(indices, table.device)]
 
 

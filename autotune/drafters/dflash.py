@@ -15,15 +15,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3DecoderLayer,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, apply_rotary_pos_emb
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, KeysValues
-from autotune.drafters.network import JoinedLayersConfig, JoinedLayersNetwork, rotary_factors
+from autotune.drafters.network import JoinedLayersConfig, JoinedLayersNetwork
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.grouped_attention import grouped_attention
 
@@ -83,11 +78,6 @@ class DFlashNetwork(JoinedLayersNetwork):
     def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
         """The concatenated layers, projected and normalized."""
         return self.hidden_norm(super().target_features(hidden))  # type: ignore[no-any-return]
-
-    def factors(self, positions: Tensor) -> Tensor:
-        """Cosines and sines, [..., n, 2, head size]. No buffer holds the angles, because they are float32 in every precision."""
-        rotary = Qwen3RotaryEmbedding(self.layer_config).to(positions.device)
-        return rotary_factors(rotary, self.norm.weight, positions)
 
     def add_context(self, features: Tensor, factors: Tensor, context: AttentionContext) -> None:
         """Add the keys and values of committed tokens to all caches, from ``features`` [batch, m, hidden] alone."""

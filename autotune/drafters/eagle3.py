@@ -13,20 +13,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, apply_rotary_pos_emb
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache
-from autotune.drafters.network import JoinedLayersConfig, JoinedLayersNetwork, rotary_factors, set_weights
+from autotune.drafters.network import JoinedLayersConfig, JoinedLayersNetwork, set_weights
 from autotune.drafters.trainable import CONFIG, WEIGHTS, read_tensors
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
@@ -38,6 +37,7 @@ LAYER_FIELDS = (
     *("num_hidden_layers", "vocab_size", "rms_norm_eps", "max_position_embeddings"),
 )
 """Fields of ``LlamaConfig`` that a saved head has."""
+ROPE_TYPES = ("default", "mrope", *ROPE_INIT_FUNCTIONS)
 LAYER_PREFIXES = r"^(midlayer|layers\.0)\."  # of the layer, in EAGLE's and in speculators' format
 
 
@@ -55,6 +55,26 @@ class Eagle3Config(JoinedLayersConfig):
         return self.state_size
 
 
+@strict
+class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
+    """The config of a head's layer. ``rope_parameters`` may have the sections of three position axes."""
+
+    ignore_keys_at_rope_validation = frozenset({"mrope_section", "mrope_interleaved"})
+
+    def validate_architecture(self) -> None:
+        """Heads may together be wider than the states (SpecForge's for Qwen2.5-VL-32B); other sizes do not fit the weights."""
+
+    @property
+    def axes(self) -> Tensor | None:
+        """See ``DraftNetwork``. Sections follow each other (Qwen2.5-VL), or alternate as far as they reach (Qwen3-VL)."""
+        if (sections := self.rope_parameters.get("mrope_section")) is None:
+            return None
+        axes = [axis for axis, number in enumerate(sections) for _ in range(number)]
+        if self.rope_parameters.get("mrope_interleaved"):
+            axes = [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(len(axes))]
+        return torch.tensor(2 * axes)
+
+
 class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
     """The head, with the parameter names of its checkpoint except ``layer``."""
 
@@ -62,9 +82,9 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
     config_type = None
     config: Eagle3Config
 
-    def __init__(self, config: Eagle3Config, layer: LlamaConfig, *, has_embedding: bool, fc_bias: bool) -> None:
+    def __init__(self, config: Eagle3Config, layer: Eagle3LayerConfig, *, has_embedding: bool, fc_bias: bool) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.axes = config, layer.axes
         hidden = config.state_size
         self.fc = nn.Linear(len(config.layers) * config.hidden_size, hidden, bias=fc_bias)
         self.layer = Eagle3Layer(layer, norm_before_residual=config.norm_before_residual)
@@ -82,7 +102,9 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
 
     @classmethod
     def new(cls, sizes: Mapping[str, Any], target: Target, *, source: str) -> Self:
-        """A head over the target's whole vocabulary, with a copy of its output head, which must not be quantized."""
+        """A head over the target's whole vocabulary, with a copy of its output head, which must not be quantized. It has three
+        position axes if the target has them, with sections in the same proportions.
+        """
         try:
             given = Eagle3Sizes.model_validate_json(json.dumps(sizes))
         except ValidationError as error:
@@ -99,7 +121,12 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
                 f"{source}: an eagle3 head begins with a copy of the target's output head, which here is quantized with {kind}; "
                 "train on the target without quantization"
             )
-        layer = LlamaConfig(
+        theirs, rope = getattr(text, "rope_parameters", None) or {}, {"rope_type": "default"}
+        if len(sections := theirs.get("mrope_section") or ()) == 3:
+            ends = np.cumsum([0, *sections]) / sum(sections) * (given.head_size // 2)
+            rope |= {"mrope_section": np.diff(ends.round().astype(int)).tolist()}
+            rope |= {"mrope_interleaved": theirs.get("mrope_interleaved", False)}
+        layer = Eagle3LayerConfig(
             hidden_size=text.hidden_size,
             intermediate_size=given.mlp_size,
             num_attention_heads=given.num_heads,
@@ -108,6 +135,7 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
             num_hidden_layers=1,
             vocab_size=target.vocab_size,
             max_position_embeddings=text.max_position_embeddings,
+            rope_parameters=rope,
         )
         config = Eagle3Config(
             hidden_size=text.hidden_size,
@@ -126,8 +154,11 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
         folder.mkdir(parents=True, exist_ok=True)
         tensors = self.saved_tensors().items()
         save_file({re.sub(r"^layer\.", "midlayer.", name): tensor for name, tensor in tensors}, folder / WEIGHTS)
+        rope = dict(self.layer_config.rope_parameters)
         content = {
             "model_type": "llama",
+            "rope_theta": rope.pop("rope_theta"),
+            "rope_scaling": rope if len(rope) > 1 else None,
             **{name: getattr(self.layer_config, name) for name in LAYER_FIELDS},
             "draft_vocab_size": self.config.draft_vocabulary_size,
             "eagle_aux_hidden_state_layer_ids": list(self.config.layers),
@@ -141,11 +172,6 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
     def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
         num_heads, head_size = self.layer_config.num_key_value_heads, self.layer.self_attn.head_dim
         return [BlockCache(num_heads, head_size, capacity, dtype=dtype, device=device)]
-
-    def factors(self, positions: Tensor) -> Tensor:
-        """Cosines and sines, [..., n, 2, head size]. No buffer holds the angles, because they are float32 in every precision."""
-        rotary = LlamaRotaryEmbedding(self.layer_config).to(positions.device)
-        return rotary_factors(rotary, self.norm.weight, positions)
 
     def forward(
         self, stream: Tensor, features: Tensor, factors: Tensor, context: AttentionContext = WITHIN_BATCH
@@ -161,7 +187,7 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
 class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
     """A Llama layer whose attention reads the concatenation of embedding and features, each normalized."""
 
-    def __init__(self, config: LlamaConfig, *, norm_before_residual: bool) -> None:
+    def __init__(self, config: Eagle3LayerConfig, *, norm_before_residual: bool) -> None:
         super().__init__(config, layer_idx=0)
         self.norm_before_residual = norm_before_residual
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -208,13 +234,37 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
     return "draft_vocab_size" in config
 
 
+def _layer_config(content: Mapping[str, Any], *, source: Path) -> Eagle3LayerConfig:
+    """The config of a head's layer, with its rotary embedding in any published form."""
+    fields = {name: value for name, value in content.items() if value is not None}
+    rope = {**fields.pop("rope_scaling", {}), **fields.pop("rope_parameters", {})}
+    older_name = rope.pop("type", "default")
+    if (kind := rope.setdefault("rope_type", older_name)) not in ROPE_TYPES:
+        known = ", ".join(ROPE_TYPES)
+        raise UserError(f"{source}: rope types are {known}; got {kind!r}; correct it, or use another head")
+    if kind == "mrope":
+        rope = {"mrope_section": [], **rope, "rope_type": "default"}
+    try:
+        layer = Eagle3LayerConfig(**fields, rope_parameters=rope)
+    except (KeyError, StrictDataclassError) as error:
+        raise UserError(f"{source}: {(error.__cause__ or error).args[0]}; correct it, or use another head") from None
+    sections, half = rope.get("mrope_section"), layer.head_dim // 2
+    if sections is not None and (len(sections) != 3 or sum(sections) != half):
+        raise UserError(
+            f"{source}: mrope_section has three numbers (time, height, width), which sum to half the head size, {half}; "
+            f"got {sections}; correct it, or use another head"
+        )
+    return layer
+
+
 def load_eagle3(
     folder: Path, content: Mapping[str, Any], target: Target, *, random_weights: bool = False
 ) -> Eagle3Network:
     """Load the head in a folder with the ``config.json`` ``content``.
 
     Raises:
-        UserError: no safetensors file, tensors of another kind of model, a head for another target, or random weights.
+        UserError: no safetensors file, tensors of another kind of model, a head for another target, a rotary embedding that is
+            not known, or random weights.
     """
     if random_weights:
         raise UserError(
@@ -223,13 +273,15 @@ def load_eagle3(
     hidden_size, num_layers = target.text.config.hidden_size, len(target.text.layers)
     named = read_tensors(folder, "an EAGLE-3 head").items()
     tensors = {re.sub(LAYER_PREFIXES, "layer.", name): tensor for name, tensor in named if name != "t2d"}
-    layer = LlamaConfig(**content.get("transformer_layer_config", content))
+    layer = _layer_config(content.get("transformer_layer_config", content), source=folder / CONFIG)
     if missing := {"fc.weight", "lm_head.weight", "norm.weight"} - tensors.keys():
         raise UserError(
             f"{folder / WEIGHTS}: an EAGLE-3 head has the tensor {sorted(missing)[0]}; this file has "
             f"{', '.join(sorted(tensors)[:4])}, ...; give the head's own folder"
         )
-    layers = tuple(content.get("eagle_aux_hidden_state_layer_ids") or published_layers(num_layers))
+    name = "eagle_aux_hidden_state_layer_ids"
+    outputs = (content.get("eagle_config") or {}).get(name) or ()  # counted by the layers' outputs, as in SGLang
+    layers = tuple(content.get(name) or [number + 1 for number in outputs] or published_layers(num_layers))
     num_features = tensors["fc.weight"].shape[1]
     if num_features != len(layers) * hidden_size or not all(0 <= number <= num_layers for number in layers):
         raise UserError(
@@ -249,9 +301,8 @@ def load_eagle3(
         has_embedding="embed_tokens.weight" in tensors,
         fc_bias="fc.bias" in tensors,
     )
-    tensors.setdefault(
-        "d2t", torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.long)
-    )  # the target's whole vocabulary
+    whole = torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.long)  # the target's vocabulary
+    tensors.setdefault("d2t", whole)
     what = "the EAGLE-3 head that config.json describes"
     set_weights(network, tensors, source=folder / WEIGHTS, what=what, advice="give both files of one head")
     if network.embed_tokens is None and layer.hidden_size != hidden_size:

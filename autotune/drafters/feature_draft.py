@@ -194,9 +194,13 @@ class FeatureDraft(CachedDraft):
         self._factors = self.network.factors(torch.arange(2 * capacity, device=self.device))
         self._own = torch.zeros(capacity, self._own.shape[1], dtype=self.dtype, device=self.device)
 
+    @property
+    def position_axes(self) -> tuple[int, ...]:
+        return (1,) if self.network.axes is None else (3,)
+
     def reserve(self, num_tokens: int) -> None:
         super().reserve(num_tokens)
-        self._num_condensed = 0
+        self._num_condensed, self._rope_delta = 0, np.zeros(self.position_axes, np.int64)
 
     def prefill(self, prompt: EncodedPrompt, visual_scores: Tensor | None, *, capacity: int) -> None:
         """See ``Draft``. The target must have prefilled the same prompt just before."""
@@ -215,6 +219,12 @@ class FeatureDraft(CachedDraft):
         stream, kept_features, positions, _ = network.condense(rows, hidden[self.aux_layers[-1]][-1])
         self.cache.length = len(positions)
         self._num_condensed = len(prompt) - len(positions)
+        at = positions[None]
+        if network.axes is not None:
+            # A token's features are those of the token before, and heads are trained at that token's position. All are one
+            # further here, which changes no attention and counts text as on one axis.
+            self._rope_delta, at = np.broadcast_to(prompt.rope_delta, 3), prompt.own_positions[..., positions - 1] + 1
+        factors = network.join_axes(self._factors[at.flatten(0, -2).clamp(max=len(self._factors) - 1)])[None]
         crossing = None
         if self._is_crossing:
             columns = torch.arange(len(prompt), device=self.device)
@@ -222,7 +232,7 @@ class FeatureDraft(CachedDraft):
             crossing = Crossing(mask, 0, features[None], self._factors[columns][None])
         if len(positions) > 0:
             context = AttentionContext(None, self.cache.blocks, crossing=crossing)
-            network(stream[None], kept_features[None], self._factors[positions][None], context)
+            network(stream[None], kept_features[None], factors, context)
 
     def _embeddings(self, prompt: EncodedPrompt) -> Tensor:
         """The target's embeddings [n, hidden], with the draft's own embeddings for text if it has any."""
@@ -242,7 +252,7 @@ class FeatureDraft(CachedDraft):
         return self._num_condensed > 0 and self.network.has_cross_attention
 
     def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0, axes: int = 1) -> None:
-        super().prepare_step(kv_length, num_pending=num_pending)
+        super().prepare_step(kv_length, num_pending=num_pending, axes=self.position_axes[0])
         self._num_condensed = num_pruned
         states = torch.zeros(num_pending, self.network.config.hidden_size, dtype=self.dtype, device=self.device)
         self._pending_features = [dict.fromkeys(self.aux_layers, states)] if num_pending else []
@@ -256,7 +266,7 @@ class FeatureDraft(CachedDraft):
     def forward(self, step: Step, source: FeatureSource) -> Tensor:
         count, first = len(step.tokens), step.num_uncommitted
         prefix, whole_prefix = self.cache.length, self.cache.length + self._num_condensed
-        positions = step.offsets + whole_prefix
+        positions = np.minimum(step.offsets + whole_prefix + self._rope_delta[:, None], len(self._factors) - 1)
         if self.graph_runner is not None:
             states, logits = self._run_with_features(step, positions, source)
             logits = logits[step.first_logits :]
@@ -274,24 +284,25 @@ class FeatureDraft(CachedDraft):
             crossing = Crossing(crossing_mask, whole_prefix + first) if self._is_crossing else None
             ids = to_device(step.tokens, self.device)
             context = AttentionContext(mask, self.cache.blocks, prefix + first, crossing)
-            states = self._states(ids, features, table_rows(self._factors, positions), context)
+            factors = self.network.join_axes(table_rows(self._factors, positions))
+            states = self._states(ids, features, factors, context)
             logits = self.logits(states[step.first_logits :])
         self._own[1 + first : 1 + first + count] = states
         return logits
 
     def _run_with_features(self, step: Step, positions: Ints, source: FeatureSource) -> Outputs:
-        """``_run_captured``. Rows of the step are the positions and the rows of ``_own`` that tree nodes read their features from."""
-        count, read = len(step.tokens), np.zeros_like(positions)
+        """``_run_captured``. Rows of the step are the positions, and the rows of ``_own`` that tree nodes read features from."""
+        count, read = len(step.tokens), np.zeros_like(step.offsets)
         if not isinstance(source, Mapping):
             read[: len(source)] = source + 1
 
         def features(rows: Tensor) -> Tensor:
             if isinstance(source, Mapping):
                 return pad_rows(self.network.target_features(source), count)
-            return self.network.own_features(self._own[rows[1]])
+            return self.network.own_features(self._own[rows[-1]])
 
         further_prefixes = [self.cache.length + self._num_condensed] if self._is_crossing else []
-        rows = np.stack([positions, read])
+        rows = np.stack([*positions, read])
         return self._run_captured(step, rows, None, further_prefixes=further_prefixes, features=features)
 
     def _features(self, source: FeatureSource) -> Tensor:
@@ -318,7 +329,8 @@ class FeatureDraft(CachedDraft):
         mask, slots = mask_and_slots(0)
         crossing = Crossing(*mask_and_slots(1)) if len(key.kv_lengths) > 1 else None
         context = AttentionContext(mask, self.cache.blocks, slots, crossing)
-        states = self._states(step.tokens, inputs["features"], self._factors[step.rows[0]], context)
+        factors = self.network.join_axes(self._factors[step.rows[:-1]])
+        states = self._states(step.tokens, inputs["features"], factors, context)
         return states, self.logits(states)
 
     def _pending_hidden(self) -> Mapping[int, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, KeysValues
-from autotune.drafters.network import NetworkConfig, rotary_factors, set_weights
+from autotune.drafters.network import NetworkConfig, set_weights
 from autotune.drafters.trainable import CONFIG, WEIGHTS, LossSettings
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
@@ -123,7 +123,8 @@ class MtpNetwork(UnrolledNetwork):
         config, options = self.layer_config, {}
         if config.nested_rope_parameter_keys(config.rope_parameters):  # one for each type of layer
             options["layer_type"] = config.layer_types[0]
-        return rotary_factors(rotary, weight, positions, **options)
+        cos, sin = rotary(weight, positions.reshape(1, -1), **options)
+        return torch.stack([cos, sin], -2).reshape(*positions.shape, 2, -1)
 
     def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
         """The projection of both, normalized: the embedding first, as in published checkpoints."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from autotune.documents.subnet import Operator
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, DraftBlock, rotation
@@ -64,6 +65,9 @@ class DraftNetwork(nn.Module, ABC):
         self.token_frequencies: Tensor | None
         """How often the target emitted each token of its vocabulary in training, [vocabulary]; None: not known."""
         self.register_buffer("token_frequencies", None, persistent=False)
+        self.axes: Tensor | None
+        """The position axis (time, height, width) by which each element of a head turns, [head size]; None: one axis."""
+        self.register_buffer("axes", None, persistent=False)
 
     @property
     def operators(self) -> tuple[Operator, ...]:
@@ -136,6 +140,12 @@ class DraftNetwork(nn.Module, ABC):
     @abstractmethod
     def factors(self, positions: Tensor) -> Tensor:
         """Rotary factors of ``positions`` [..., n]."""
+
+    def join_axes(self, factors: Tensor) -> Tensor:
+        """Rotary factors [..., n, 2, head size] of tokens, from those of their positions, [1 or 3 axes, ..., n, 2, head size]."""
+        if self.axes is None:
+            return factors[0]
+        return factors.expand(3, *factors.shape[1:]).gather(0, self.axes.expand(1, *factors.shape[1:]))[0]
 
     def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
         """The stream that enters the first block, [..., hidden]."""
@@ -282,6 +292,8 @@ class JoinedLayersNetwork(DraftNetwork):
     config: JoinedLayersConfig
     fc: nn.Linear
     """Projects the concatenated layers."""
+    layer_config: Any
+    """The transformers config of the layers."""
     d2t: Tensor | None
     """Offsets of a smaller vocabulary: its token i is the target's token ``i + d2t[i]``. None: the target's vocabulary."""
 
@@ -302,6 +314,15 @@ class JoinedLayersNetwork(DraftNetwork):
         """The concatenated layers, projected to the network's width."""
         return self.fc(torch.cat([hidden[layer] for layer in self.config.layers], -1))  # type: ignore[no-any-return]
 
+    def factors(self, positions: Tensor) -> Tensor:
+        """Cosines and sines, [..., n, 2, head size]. No buffer holds the angles, because they are float32 in every precision.
+        Types that depend on the length (``dynamic``, ``longrope``) are as for short sequences.
+        """
+        rotary = LlamaRotaryEmbedding(self.layer_config).to(positions.device)
+        angles = positions[..., None].float() * rotary.inv_freq
+        factors = torch.stack([angles.cos(), angles.sin()], -2) * rotary.attention_scaling
+        return torch.cat([factors, factors], -1).to(self.fc.weight.dtype)
+
 
 def set_weights(network: nn.Module, tensors: Mapping[str, Tensor], *, source: object, what: str, advice: str) -> None:
     """Set all weights of a network. Messages name the weights' ``source``, ``what`` they are for, and the next step.
@@ -314,9 +335,3 @@ def set_weights(network: nn.Module, tensors: Mapping[str, Tensor], *, source: ob
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{source}: not the tensors of {what} ({reason}); {advice}") from None
-
-
-def rotary_factors(rotary: nn.Module, like: Tensor, positions: Tensor, **options: Any) -> Tensor:
-    """Cosines and sines, [..., n, 2, head size], of a transformers rotary embedding, in the data type of ``like``."""
-    cos, sin = rotary(like, positions.reshape(1, -1), **options)
-    return torch.stack([cos, sin], -2).reshape(*positions.shape, 2, -1)

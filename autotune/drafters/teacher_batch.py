@@ -32,6 +32,8 @@ class TeacherBatch:
     """Mean attention entropy of each layer (AE) [layers], if requested."""
     head: Callable[[Tensor], Tensor]
     """The target's output head: logits of hidden states."""
+    positions: Tensor
+    """The tokens' positions in the target, [1 or 3 axes, batch, n]."""
 
     @property
     def loss_mask(self) -> Tensor:
@@ -50,6 +52,7 @@ class TeacherBatch:
             lengths=self.lengths[index],
             loss_start=self.loss_start[index],
             hidden={layer: states[index, :longest] for layer, states in self.hidden.items()},
+            positions=self.positions[:, index, :longest],
             visual_scores={new: self.visual_scores[row] for new, row in enumerate(rows) if row in self.visual_scores},
         )
 

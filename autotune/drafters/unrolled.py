@@ -54,13 +54,16 @@ class UnrolledNetwork(TrainableNetwork):
                 rule = f"an {cls.kind} head has no subnets and imitates no features"
                 yield f"{rule}; remove distillation, subnets and feature_weight"
 
-    def unrolled_states(self, stream: Tensor, features: Tensor, num_steps: int, *, first: int = 0) -> Iterator[Tensor]:
+    def unrolled_states(
+        self, stream: Tensor, features: Tensor, num_steps: int, *, first: int = 0, positions: Tensor | None = None
+    ) -> Iterator[Tensor]:
         """States [batch, rows, state size] of every step, for embeddings ``stream`` and the target's ``features``, [batch, n, ...]
         each. Step 0 has all n rows, the others those from ``first`` on. In step k, the first k of these mean nothing, because
-        there is nothing before them to be drafted from.
+        there is nothing before them to be drafted from. ``positions`` [axes, batch, n] are for networks with three axes.
         """
         rows = torch.arange(stream.shape[1], device=stream.device)
-        factors, cache = self.factors(rows)[None], UnrolledKeys()
+        positions = rows[None, None] if positions is None or self.axes is None else positions
+        factors, cache = self.join_axes(self.factors(positions)), UnrolledKeys()
         for step in range(num_steps):
             context = AttentionContext(unrolled_mask(len(rows), step, first).to(stream.device), (cache,))
             states = self(self.fuse(stream, features), features, factors, context)
@@ -83,7 +86,9 @@ class UnrolledNetwork(TrainableNetwork):
         row = is_loss.nonzero()[:, 1]
         first = max(0, int(row.min()) - num_steps)  # drafting is unrolled from the first of these tokens on
         losses, agreements = [], []
-        for step, states in enumerate(self.unrolled_states(stream, features, num_steps, first=first)):
+        # The position is that of the token before, whose features are read, as where public heads are trained.
+        steps = self.unrolled_states(stream, features, num_steps, first=first, positions=batch.positions[..., :-1])
+        for step, states in enumerate(steps):
             is_drafted = row >= first + step
             logits = self.logits(states[is_loss[:, -states.shape[1] :]], batch.head)
             token_losses, agrees = compare(logits, teacher_logprobs)

@@ -69,17 +69,18 @@ class EncodedPrompt:
         for begin in range(0, len(self), size):
             part = slice(begin, begin + size)
             embeddings = None if self.embeddings is None else self.embeddings[:, part]
-            yield EncodedPrompt(self.tokens[part], self.is_visual[part], embeddings, self._own_positions[..., part])
+            yield EncodedPrompt(self.tokens[part], self.is_visual[part], embeddings, self.own_positions[..., part])
 
     @property
-    def _own_positions(self) -> Tensor:
+    def own_positions(self) -> Tensor:
+        """``positions``, counted from 0 if there are none."""
         if self.positions is not None:
             return self.positions
         return torch.arange(len(self), device=self.tokens.device)[None]
 
     def keep(self, kept: Tensor) -> EncodedPrompt:
         """The prompt with only the tokens ``kept`` (indices in ascending order), which keep their positions."""
-        return _select(self, kept, self._own_positions)
+        return _select(self, kept, self.own_positions)
 
 
 def _select(prompt: EncodedPrompt, kept: Tensor, positions: Tensor | None) -> EncodedPrompt:

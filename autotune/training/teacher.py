@@ -49,6 +49,7 @@ class Teacher:
             visual_scores=numbered("visual_scores"),
             entropies=tensors.get("entropies"),
             head=target.text.logits,
+            positions=tensors["positions"],
         )
 
     @torch.no_grad()
@@ -81,6 +82,8 @@ class Teacher:
                     scores[row] = visual_scores("text_after_image", tokens, is_visual, attention, index)
 
         embeddings = [self.target.embeddings(prompt) for prompt in prompts]
+        positions = [prompt.own_positions.flatten(0, -2).t() for prompt in prompts]
+        num_axes = max(rows.shape[1] for rows in positions)
         # Some families make masks and further inputs for one prompt at a time, or positions only for prompts with images.
         axes = {None if prompt.positions is None else prompt.positions.shape[:-1] for prompt in prompts}
         can_batch = len(axes) == 1 and all(prompt.mask is None and not prompt.extra for prompt in prompts)
@@ -98,6 +101,7 @@ class Teacher:
             visual_scores=scores,
             entropies=torch.stack([entropies[layer] for layer in range(self.num_layers)]) if entropies else None,
             head=self.target.text.logits,
+            positions=pad_sequence([rows.expand(-1, num_axes) for rows in positions]).permute(2, 1, 0),
         )
         kept = {*layers, self.num_layers} | ({batch.distilled_layer(rule)} if rule != "none" else set())
         hidden = {
@@ -128,7 +132,7 @@ def save(batch: TeacherBatch, path: Path) -> None:
     """Write a batch, in half precision where its values fit; see ``Teacher.load``."""
     tensors = {"embeddings": batch.embeddings, **{f"hidden.{layer}": h for layer, h in batch.hidden.items()}}
     tensors = {name: _to_half(tensor) for name, tensor in tensors.items()}
-    tensors |= {"is_visual": batch.is_visual, "lengths": batch.lengths, "loss_start": batch.loss_start}
+    tensors |= {name: getattr(batch, name) for name in ("is_visual", "lengths", "loss_start", "positions")}
     tensors |= {f"visual_scores.{row}": scores for row, scores in batch.visual_scores.items()}
     if batch.entropies is not None:
         tensors["entropies"] = batch.entropies

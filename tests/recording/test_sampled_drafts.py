@@ -52,7 +52,7 @@ def draft_of(kind: str, pair: Pair, target: Target, folder: Path) -> LoadedDraft
         draft.attach(target)
         return draft
     if kind == "eagle3":
-        return load_draft(str(write_head(folder / "head", "eagle3")), target)
+        return load_draft(str(write_head(folder / "head", "SpecForge/qwen3-235B-A22B")), target)
     if kind == "mtp":
         random_head(target).save(folder)
         return load_draft(str(folder), target)

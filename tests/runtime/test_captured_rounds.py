@@ -45,7 +45,7 @@ def make_draft(kind: str, pair: Pair, target: Target, folder: Path) -> Any:
     if kind == "independent":
         return as_draft(pair.draft)
     if kind == "eagle3":
-        return load_draft(str(write_head(folder / "head", "speculators")), target)
+        return load_draft(str(write_head(folder / "head", "speculators/qwen3-8b")), target)
     if kind == "mtp":
         return random_mtp(target)
     if kind == "dflash":

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from autotune.drafters.checkpoint import load_draft
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import as_draft
+from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.rehearsal import Rehearsal
 from tests.tiny_models import Inputs, Pair, inputs_on, on_device
@@ -66,6 +70,19 @@ def test_a_sampled_request_and_plain_decoding_are_prepared_too(rehearsal: Rehear
         before = rehearsal.counts.captures
         decoder.generate(**text_of(20), max_new_tokens=8, **settings)
         assert rehearsal.counts.captures == before
+
+
+def test_three_position_axes_are_prepared_too(rehearsal: Rehearsal, qwens: Any, tmp_path: Path) -> None:
+    model, inputs = qwens["qwen2_5_vl"]
+    expected = Decoder(model).generate(**inputs, max_new_tokens=12).sequences
+    target = Target(deepcopy(model).to(DEVICE))
+    head = load_draft(str(write_head(tmp_path / "head", "SpecForge/qwen2-5-vl-7b", target)), target)
+    for draft in (as_draft(target.model), head):
+        decoder = Decoder(target, draft, tree=EAGLE2, visual_keep=0.5, capture_sizes=FEW_SIZES)
+        assert decoder.prepare(inputs["input_ids"].shape[1] + 40).num_captures > 0
+        captures = rehearsal.counts.captures
+        found = decoder.generate(**inputs_on(inputs, DEVICE), max_new_tokens=12).sequences
+        assert torch.equal(found.cpu(), expected) and rehearsal.counts.captures == captures
 
 
 def test_other_modes_prepare_nothing(text_pair: Pair) -> None:

@@ -109,7 +109,9 @@ def test_distilled_layer_of_worked_examples() -> None:
     """Layers count from 1, and the last one is excluded. AE + |change| of the first case: -, 1 + 2, 1.1 + 0.1, 2 + 0.9."""
     cases = [([3.0, 1.0, 1.1, 2.0, 0.1], 2, 3), ([0.5, 2.0, 1.9, 1.2, 0.0], 1, 4), ([2.0, 2.0, 1.0, 3.0, 0.0], 3, 2)]
     for entropies, by_entropy, by_entropy_and_change in cases:
-        batch = TeacherBatch(*([torch.zeros(1)] * 4), {}, {}, torch.tensor(entropies), lambda states: states)
+        batch = TeacherBatch(
+            *([torch.zeros(1)] * 4), {}, {}, torch.tensor(entropies), lambda states: states, torch.zeros(1)
+        )
         assert batch.distilled_layer("entropy") == by_entropy, entropies
         assert batch.distilled_layer("entropy-and-change") == by_entropy_and_change, entropies
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from autotune.drafters.checkpoint import NETWORKS, load_draft
+from autotune.drafters.divergence import divergence
 from autotune.drafters.eagle3 import Eagle3Network
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.trainable import LossSettings
@@ -83,15 +84,31 @@ def test_the_loss_ignores_padding_and_reaches_every_weight(
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
 
 
-def test_a_saved_head_loads_as_a_published_one(target: Target, head: Eagle3Network, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@torch.no_grad()
+def test_a_head_is_trained_saved_and_loaded_on_the_axes_of_its_target(qwens: Any, tmp_path: Path, name: str) -> None:
+    target, found = Target(qwens[name][0]), []
+    head = new_head("eagle3", target)
+    (prompt,) = target.encode(qwens[name][1]).prompts
+    batch = Teacher(target).read([Example(prompt, len(prompt) - 2)], layers=head.layers_in_training)
+    compare = lambda logits, teacher: found.append(logits[-1]) or divergence(logits, teacher)  # noqa: E731
+    head.loss(batch, LossSettings(unrolled_steps=1), torch.Generator(), compare)
+    draft, before = FeatureDraft(head), prompt.keep(torch.arange(len(prompt) - 1))
+    draft.attach(target)
+    target.output_layers = draft.aux_layers
+    target.reserve(len(prompt))
+    target.prefill_prompt(before)
+    draft.prefill(before, None, capacity=len(prompt))
+    draft.append(int(prompt.tokens[-1]))
+    torch.testing.assert_close(found[0], draft.read_pending()[0], atol=1e-4, rtol=1e-4)
     head.save(tmp_path)
     names = load_file(tmp_path / "model.safetensors")
     assert {"fc.weight", "lm_head.weight", "norm.weight", "d2t", "midlayer.self_attn.q_proj.weight"} <= names.keys()
-    draft = load_draft(str(tmp_path), target)
-    assert isinstance(draft, FeatureDraft) and isinstance(draft.network, Eagle3Network)
-    assert draft.network.config == head.config
-    for name, value in draft.network.state_dict().items():
-        torch.testing.assert_close(value, head.state_dict()[name].to(value.dtype), atol=0.03, rtol=0.01)
+    saved = load_draft(str(tmp_path), target)
+    assert isinstance(saved, FeatureDraft) and isinstance(saved.network, Eagle3Network)
+    assert saved.network.config == head.config and torch.equal(saved.network.axes, head.axes)
+    for part, value in saved.network.state_dict().items():
+        torch.testing.assert_close(value, head.state_dict()[part].to(value.dtype), atol=0.03, rtol=0.01)
 
 
 def test_a_new_head_has_the_targets_output_head(target: Target) -> None:
