@@ -19,7 +19,6 @@ from autotune.evaluation.divergence import Divergence, first_divergence
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import Summary, summarize
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.fallback import RoundPrice
 from autotune.workloads.workload import Workload
 
@@ -172,9 +171,7 @@ def _divergences(runner: ArmRunner, arm: Arm, workload: Workload, runs: dict[str
         target, settings = runner.decoder.target, prompt.settings
         inputs = prompt.inputs(runner.processor, target.device)
         plain, tokens = (each.decode(inputs, settings)[0] for each in (runner.plain, arm))
-        sampler = TokenSampler(
-            temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed, device=target.device
-        )
+        sampler = runner.decoder.sampler(**inputs, **settings.generation)
         divergence = first_divergence(target, inputs, plain, tokens, sampler, mode=runner.decoder.mode)
         if divergence is not None:
             divergences[prompt.name] = divergence

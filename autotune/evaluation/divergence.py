@@ -33,8 +33,8 @@ class Divergence:
     over the temperature plus the noise of the position.
     """
     noise: float
-    """Largest difference between the scores of single steps and of one forward over the same tokens, at least one unit in
-    the last place of the two logits.
+    """Largest difference between the logits of single steps and of one forward over the same tokens, at least one unit in
+    the last place of the two logits; with sampling over the temperature.
     """
 
     @property
@@ -59,7 +59,7 @@ def first_divergence(
     """The first divergence of two answers to a prompt, with the target's margin there; None if they are equal.
 
     Args:
-        sampler: chose the tokens, by default greedily; its processors must not read the prefix.
+        sampler: chose the tokens, by default greedily. It is the prompt's own: its prefix is extended.
         mode: of the decoding, in which the single steps run. The one forward is eager, so that the noise includes what
             captured steps round otherwise.
 
@@ -83,13 +83,14 @@ def first_divergence(
     a, b = pairs[index]
     last_place = float(steps[-1][[a, b]].float().abs().max()) * torch.finfo(target.dtype).eps
     sampler = sampler or TokenSampler(device=target.device)
-    positions = len(prompt) + np.arange(index + 1)
-    alone, together = (sampler.scores(logits, positions).float() for logits in (torch.stack(steps), together))
+    sampler.append(torch.tensor(tokens[:index], dtype=torch.long, device=sampler.prefix.device))
+    (scores,) = sampler.scores(steps[-1][None], np.array([len(prompt) + index])).float()
+    noise = max(largest_difference(torch.stack(steps).float(), together.float()), last_place)
     return Divergence(
         index=index,
         tokens=(a, b),
-        margin=float((alone[-1, a] - alone[-1, b]).abs()),
-        noise=max(largest_difference(alone, together), last_place / (sampler.temperature or 1.0)),
+        margin=float((scores[a] - scores[b]).abs()),
+        noise=noise / (sampler.temperature or 1.0),
     )
 
 

@@ -34,6 +34,7 @@ from autotune.measuring.step_bench import StepBench, choose_threads
 from autotune.modeling.attention import choose_attention
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
+from autotune.runtime.decoder import Decoder
 from autotune.workloads.workload import Workload
 
 Report = Callable[[int, int], None]
@@ -82,7 +83,15 @@ def measure_costs(
     settings = replace(settings, every_row=every_row)
     monitor = ContentionMonitor(str(target.device))
     loaded = [draft for draft, _ in drafts]
-    benches = [StepBench(target, draft, settings) for draft in loaded]
+    prompt = workload.prompts[0]
+    inputs = prompt.inputs(processor, target.device)
+    sampler = Decoder(target).sampler(**inputs, **prompt.settings.generation)
+    if sampler.one_by_one and target.device.type != "cpu":
+        say(
+            f"the target's generation config asks for {', '.join(sampler.one_by_one)}: tokens of a round are decided one by one, "
+            "with a transfer each, which the cost table contains"
+        )
+    benches = [StepBench(target, draft, settings, sampler) for draft in loaded]
     threads = _choose_threads(benches, limit_s, log, clock)
 
     def plain_step() -> float:

@@ -19,6 +19,7 @@ from autotune.modeling.clock import now_ms
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.stats import DecodingStats
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP
 from autotune.workloads.prompt import WorkloadPrompt
@@ -186,7 +187,13 @@ def overhead_runs(
         for tree in TREES
         if not has_states or parse_policy(tree).is_chain
     ]
-    inputs = [prompt.inputs(processor, target.device) for prompt in workload.prompts[:OVERHEAD_PROMPTS]]
+    prompts = workload.prompts[:OVERHEAD_PROMPTS]
+    inputs = [prompt.inputs(processor, target.device) for prompt in prompts]
+
+    def decode(decoder: Decoder, number: int, max_new_tokens: int) -> DecodingStats:
+        generation = prompts[number].settings.generation | {"max_new_tokens": max_new_tokens}
+        return decoder.generate(**inputs[number], **generation).stats
+
     runs: OverheadRuns = []
     num_tokens = OVERHEAD_TOKENS
     longest = max(of_prompt["input_ids"].shape[1] for of_prompt in inputs) + OVERHEAD_TOKENS
@@ -195,16 +202,16 @@ def overhead_runs(
             decoder.prepare(longest)
         for decoder in decoders:  # warm-ups
             warmed = clock()
-            decoder.generate(**inputs[0], max_new_tokens=2)
+            decode(decoder, 0, 2)
             run_s = clock() - warmed + OVERHEAD_TOKENS * plain_step() / 1e3
             if num_tokens == OVERHEAD_TOKENS and clock() - started + 2 * len(decoders) * run_s > limit_s:
                 inputs, num_tokens = [_cut(of_prompt) for of_prompt in inputs], FEW_OVERHEAD_TOKENS
-        for of_prompt in inputs:
+        for number in range(len(inputs)):
             if runs and clock() - started > limit_s:
                 break
             for decoder in decoders:
                 before = plain_step()
-                stats = decoder.generate(**of_prompt, max_new_tokens=num_tokens).stats
+                stats = decode(decoder, number, num_tokens)
                 reference_ms = math.sqrt(before * plain_step())
                 if stats.rounds > 0:
                     num_retrieving = stats.rounds if decoder.point.policy.uses_retrieval else 0

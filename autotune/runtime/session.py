@@ -88,7 +88,7 @@ class Session:
             self.target.reserve(self.capacity)
             rankings = [self.point.visual_ranking] if self.draft is not None and self.point.visual_keep < 1.0 else []
             self._prefilled = self.target.prefill(request.prompt, visual_rankings=rankings)
-            token = request.sampler.token(self._prefilled.logits, len(request.prompt), request.prefix)
+            token = request.sampler.token(self._prefilled.logits, len(request.prompt))
             emitted = request.emit([token])
             stats.prompt_tokens, stats.new_tokens = len(request.prompt), 1
             stats.target_prefill_ms += self._clock() - started

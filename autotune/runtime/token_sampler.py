@@ -10,6 +10,7 @@ A draft that ranks tokens by the same function of its own logits, with the same 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,13 +19,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from autotune.errors import UserError
 from autotune.modeling import transfer
 
 _MASK64 = (1 << 64) - 1
 MAX_NOISE_BYTES = 64 << 20  # of the noise that a sampler keeps
+COUPLED_TEMPERATURE = 0.01
+"""The lowest temperature at which drafts are coupled. Below it noise decides near ties only, while scores over such a temperature
+would tell a tree policy that every draft is certain. The defaults of Qwen2.5-VL have 1e-6.
+"""
 # Hugging Face's processors that do not read the prefix.
 PREFIX_FREE = frozenset(
     {
@@ -33,6 +38,14 @@ PREFIX_FREE = frozenset(
         "SuppressTokensLogitsProcessor",
     }
 )
+# Those that read the length of the prefix, and those that read which tokens it has, in any order and number.
+OF_LENGTH = frozenset(
+    {
+        *("ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor"),
+        *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor"),
+    }
+)
+OF_TOKENS = frozenset({"RepetitionPenaltyLogitsProcessor"})
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
@@ -54,7 +67,12 @@ def mix_seed(seed: int, position: int) -> int:
 
 
 class TokenSampler:
-    """Turns logits into tokens. ``processors`` are those of Hugging Face, which may read the prefix."""
+    """Turns the logits of a request into tokens.
+
+    Args:
+        processors: those of Hugging Face, which may read the prefix.
+        prefix: the tokens before the first one that is decided, [1, tokens].
+    """
 
     def __init__(
         self,
@@ -64,92 +82,129 @@ class TokenSampler:
         top_p: float = 1.0,
         seed: int = 0,
         processors: Sequence[Any] = (),
+        prefix: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         check_sampling(temperature, top_k, top_p)
         self.temperature = temperature
         self.seed = seed
-        prefix_free = [processor for processor in processors if type(processor).__name__ in PREFIX_FREE]
-        # If no processor reads the prefix, all tokens of a round are computed at once.
-        is_prefix_free = len(prefix_free) == len(processors)
+        names = {type(processor).__name__ for processor in processors}
         own: list[Any] = [TopKLogitsWarper(top_k)] if temperature > 0.0 and top_k > 0 else []
         own += [TopPLogitsWarper(top_p)] if temperature > 0.0 and top_p < 1.0 else []
-        self.processors = [] if is_prefix_free else list(processors)
-        self.warpers = LogitsProcessorList([*(processors if is_prefix_free else ()), *own])
-        self._proposal_warpers = LogitsProcessorList([*prefix_free, *own])
+        self.processors = [*processors, *own]
+        self._proposal_processors = [p for p in self.processors if type(p).__name__ in PREFIX_FREE]
+        self._divisor = 1.0 if temperature == 0.0 or "TemperatureLogitsWarper" in names else temperature
+        self.prefix = torch.empty(1, 0, dtype=torch.long, device=device) if prefix is None else prefix
+        """The tokens so far, [1, tokens], if a processor reads them."""
+        self.reads_prefix = not names <= PREFIX_FREE
+        self.one_by_one = [type(p).__name__ for p in processors if not _decides_at_once(p, self.prefix.shape[1])]
+        """Processors that read the prefix as it is, so that tokens are decided one by one; without any, those after all nodes of a
+        tree are decided together.
+        """
+        self._decided = self.prefix[0, :0]  # the latest tokens, on their device
         self._generator = torch.Generator(device)
         self._device = device
         self._noise: dict[tuple[int, int], Tensor] = {}  # by position and vocabulary, the oldest first
 
     @property
-    def needs_prefix(self) -> bool:
-        """Whether a token depends on the prefix beyond its logits, so that only visited nodes can be decided."""
-        return bool(self.processors)
-
-    @property
     def is_greedy(self) -> bool:
         """Whether the token is the argmax of the unprocessed logits."""
-        return self.temperature == 0.0 and not self.warpers and not self.processors
+        return self.temperature == 0.0 and not self.processors
 
-    def token(self, logits: Tensor, position: int, prefix: Tensor | None = None) -> int:
-        """The token at ``position`` after a prefix [1, tokens], from logits [vocabulary]."""
-        if self.processors:
-            assert prefix is not None
-            logits = LogitsProcessorList(self.processors)(prefix, logits[None].float().clone())[0]
-        row = logits[None]
-        greedy = self.temperature == 0.0
-        scores = self._warped(row) if greedy else self._with_noise(row, self._noise_at(position, row.shape[-1]))
-        return int(transfer.to_host(scores.argmax(-1))[0])
+    def token(self, logits: Tensor, position: int) -> int:
+        """The token at ``position`` after the prefix, to which it is appended, from logits [vocabulary]."""
+        (token,) = self.tokens(logits[None], np.array([position])).tolist()
+        self.accept(np.zeros(1, np.int64))
+        return int(token)
 
-    def tokens(self, logits: Tensor, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The tokens at ``positions`` [n], from logits [n, vocabulary]."""
-        return transfer.to_host(self.scores(logits, positions).argmax(-1))
+    def tokens(self, logits: Tensor, positions: NDArray[np.int64], paths: Tensor | None = None) -> NDArray[np.int64]:
+        """The tokens at ``positions`` [n], from logits [n, vocabulary]. Other arguments are those of ``scores``."""
+        self._decided = self.scores(logits, positions, paths).argmax(-1)
+        return transfer.to_host(self._decided)
 
-    def scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
-        """The scores whose argmax is the token, [n, vocabulary]."""
-        if self.temperature == 0.0:
-            return self._warped(logits)
-        return self._with_noise(logits, self._noise_of_rows(positions, logits))
+    def accept(self, rows: NDArray[np.int64]) -> None:
+        """Append the latest tokens of some rows to the prefix."""
+        if self.reads_prefix:
+            self.append(transfer.select(self._decided, rows, 0))
 
-    def _with_noise(self, logits: Tensor, noise: Tensor) -> Tensor:
-        return self._warped(logits.float() / self.temperature) + noise
+    def append(self, tokens: Tensor) -> None:
+        """Append tokens [n] to the prefix."""
+        self.prefix = torch.cat([self.prefix, tokens[None]], dim=1)
+
+    def scores(self, logits: Tensor, positions: NDArray[np.int64], paths: Tensor | None = None) -> Tensor:
+        """The scores whose argmax is the token, [n, vocabulary].
+
+        Args:
+            positions: of the tokens, [n]; the first row's follows the prefix.
+            paths: for processors that read the prefix, the tokens after it in each row, [n, columns]; other columns repeat one
+                of its tokens. None: there are no tokens after it.
+        """
+        scores = self._processed(logits, positions, paths)
+        return scores if self.temperature == 0.0 else scores + self._noise_of_rows(positions, scores)
+
+    def _processed(self, logits: Tensor, positions: NDArray[np.int64], paths: Tensor | None) -> Tensor:
+        """Logits over the temperature, processed as those of Hugging Face's ``generate``."""
+        if self.is_greedy:
+            return logits
+        scores = logits.float() / self._divisor  # a copy, to which users' processors may write
+        prefix = self.prefix.expand(len(scores), -1)
+        if paths is not None:
+            prefix = torch.cat([prefix, paths], dim=1)
+        for processor in self.processors:
+            if type(processor).__name__ not in OF_LENGTH:
+                scores = processor(prefix, scores)
+                continue
+            changes = np.flatnonzero(np.diff(positions)) + 1
+            lengths = self.prefix.shape[1] + positions - positions[0]
+            scores = torch.cat(
+                [
+                    processor(prefix[begin:end, : lengths[begin]], scores[begin:end])
+                    for begin, end in itertools.pairwise([0, *changes.tolist(), len(positions)])
+                ]
+            )
+        return scores
 
     def proposal_scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
         """The scores by which a draft ranks tokens under coupled sampling, [n, vocabulary]: ``scores`` of its own logits.
-        Processors that read the prefix are left out, because they would have to run on every node of a tree.
+        Processors that read the prefix are left out.
 
         Args:
             logits: the draft's, over the target's vocabulary, on any device; -inf for tokens that the draft does not know.
             positions: of the proposed tokens, [n], or [1] if all rows have one position. The temperature is above 0.
         """
-        if len(positions) == 1:
-            noise = self._noise_at(int(positions[0]), logits.shape[-1]).to(logits.device)
-        else:
-            noise = self._noise_of_rows(positions, logits)
-        return _warped(logits.float() / self.temperature, self._proposal_warpers) + noise
+        scores = logits.float() / self._divisor
+        for processor in self._proposal_processors:
+            scores = processor(self.prefix, scores)
+        return scores + self._noise_of_rows(positions, scores)
 
-    def logprobs(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Log-probabilities of ``tokens`` [n] in the rows ``rows`` [n] of ``logits``, after a 0 for the root, [n + 1].
+    def logprobs(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        paths: Tensor | None = None,
+    ) -> NDArray[np.float64]:
+        """Log-probabilities of ``tokens`` [m] in the rows ``rows`` [m] of ``logits``, after a 0 for the root, [m + 1]. Other
+        arguments are those of ``scores``.
 
         They are the model's own at temperature 1, as a draft's are, whatever the temperature of the request; tokens that
         the request's top-k, top-p or processors exclude have -inf.
         """
         at = transfer.to_device(rows, logits.device), transfer.to_device(tokens, logits.device)
         picked = logits.float().log_softmax(-1)[at]
-        if self.warpers:
-            scaled = logits.float() / self.temperature if self.temperature > 0.0 else logits.float()
-            picked = picked.masked_fill(self._warped(scaled)[at] == -math.inf, -math.inf)
+        if self.processors:
+            picked = picked.masked_fill(self._processed(logits, positions, paths)[at] == -math.inf, -math.inf)
         return np.concatenate([[0.0], transfer.to_host(picked.double())])
-
-    def _warped(self, scores: Tensor) -> Tensor:
-        return _warped(scores, self.warpers)
 
     def noise(self, positions: Iterable[int], vocabulary: int) -> Tensor:
         """Standard Gumbel noise of each position, [positions, vocabulary]."""
         return torch.stack([self._noise_at(position, vocabulary) for position in positions])
 
     def _noise_of_rows(self, positions: NDArray[np.int64], logits: Tensor) -> Tensor:
-        """The noise of each row of logits, [n, vocabulary], on their device."""
+        """The noise of each row of logits, [n, vocabulary], or [vocabulary] for a single position, on their device."""
+        if len(positions) == 1:
+            return self._noise_at(int(positions[0]), logits.shape[-1]).to(logits.device)
         distinct, inverse = np.unique(positions, return_inverse=True)
         noise = self.noise(distinct.tolist(), logits.shape[-1]).to(logits.device)
         return noise[transfer.to_device(inverse, noise.device)]
@@ -167,8 +222,7 @@ class TokenSampler:
         return self._noise[key]
 
 
-def _warped(scores: Tensor, warpers: LogitsProcessorList) -> Tensor:
-    if not warpers:
-        return scores
-    empty_prefix = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
-    return warpers(empty_prefix, scores)  # type: ignore[no-any-return]
+def _decides_at_once(processor: Any, num_prompt_tokens: int) -> bool:
+    """Whether a processor reads no more of the prefix than its length, or which tokens follow those that it ignores."""
+    num_ignored = getattr(processor, "prompt_ignore_length", None) or 0
+    return type(processor).__name__ in PREFIX_FREE | OF_LENGTH | OF_TOKENS and num_ignored <= num_prompt_tokens

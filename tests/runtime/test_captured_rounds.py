@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ TREES: dict[str, dict[str, Any]] = {
     "priced": {"policy": "priced", "depth": 4, "budget": 10},
 }
 SETTINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "top_p": 0.9, "seed": 4})
+PENALTIES = {"repetition_penalty": 1.05, "min_new_tokens": 4}
 FEW_SIZES = {"capture_sizes": (1, 8, 16)}
 
 
@@ -156,7 +158,7 @@ def test_captured_steps_depend_on_their_buffers_alone(
         ("text", {}),
         ("image", {"temperature": 1.0, "seed": 1}),
         ("text", {"temperature": 0.7, "top_k": 7, "seed": 2}),
-        ("image", {}),
+        ("image", {"repetition_penalty": 1.3, "min_new_tokens": 5}),
     ):
         assert_same(eager, captured, inputs[name], max_new_tokens=10, **settings)
     before = graph_memory(target.device).num_kept
@@ -202,7 +204,11 @@ def counted_parts(rehearsal: Rehearsal) -> Iterator[dict[str, list[Counts]]]:
 
 
 @pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 1.0, "seed": 3}, PENALTIES, {**PENALTIES, "temperature": 1.0}],
+    ids=["greedy", "coupled", "penalties", "coupled-penalties"],
+)
 @pytest.mark.parametrize("kind", ["independent", "star", "eagle3"])
 def test_uploads_waits_and_replays_of_a_round(
     rehearsal: Rehearsal, pair: Pair, prompts: dict[str, Inputs], kind: str, settings: dict[str, Any], tmp_path: Path
@@ -222,21 +228,25 @@ def test_uploads_waits_and_replays_of_a_round(
             assert (level.to_device, level.waits, level.replays) == (1, 1, 1), name
         for verification in counts["verification"]:
             assert (verification.waits, verification.replays) == (1, 1), name
-            assert verification.to_device == (2 if settings else 1), name
+            assert verification.to_device == (2 if "temperature" in settings else 1), name
 
 
 def test_a_request_waits_for_its_levels_rounds_and_prefills_alone(
-    rehearsal: Rehearsal, pair: Pair, prompts: dict[str, Inputs]
+    rehearsal: Rehearsal, pair: Pair, prompts: dict[str, Inputs], processor: Any
 ) -> None:
-    """Clocks included."""
+    """Clocks, penalties and stop strings included. A plain step is one copy to the device."""
     pair, inputs = on_device(pair, "cuda:0"), inputs_on(prompts["text"], "cuda:0")
     target, draft = Target(pair.target), as_draft(pair.draft)
-    for mode in ("eager", "cuda-graph"):
-        decoder = Decoder(target, draft, tree=TREES["chain"], mode=mode, **FEW_SIZES)
-        waits = []
-        for number in (12, 20):
-            decoder.generate(**inputs, max_new_tokens=number)
-            with rehearsal.counted() as counts:
-                stats = decoder.generate(**inputs, max_new_tokens=number).stats
-            waits.append(counts.waits - stats.rounds - stats.draft_forwards)
-        assert waits[0] == waits[1], "a request's own, whatever its length"
+    for mode, settings in itertools.product(("eager", "cuda-graph"), ({}, {**PENALTIES, "stop_strings": "never"})):
+        for given in (draft, None):
+            options: dict[str, Any] = {"mode": mode, "processor": processor, **FEW_SIZES}
+            decoder = Decoder(target, given, tree=TREES["chain"], **options)
+            waits, uploads = [], []
+            for number in (12, 20):
+                decoder.generate(**inputs, max_new_tokens=number)
+                with rehearsal.counted() as counts:
+                    stats = decoder.generate(**inputs, max_new_tokens=number, **settings).stats
+                waits.append(counts.waits - stats.rounds - stats.draft_forwards)
+                uploads.append(counts.to_device - stats.rounds)
+            assert waits[0] == waits[1], "a request's own, whatever its length"
+            assert given is draft or mode == "eager" or uploads[0] == uploads[1]

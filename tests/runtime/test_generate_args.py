@@ -16,14 +16,16 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
     TemperatureLogitsWarper,
     TextIteratorStreamer,
     TopKLogitsWarper,
 )
 
 from autotune.errors import UserError
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.generate_args import DEFAULT_MAX_NEW_TOKENS
+from autotune.runtime.generate_args import DEFAULT_MAX_NEW_TOKENS, Call, Request
 from autotune.runtime.token_sampler import TokenSampler
 from tests.runtime.conftest import TREES, new_tokens
 from tests.tiny_models import Inputs, Pair
@@ -34,6 +36,13 @@ NEW_TOKENS = 30
 @pytest.fixture
 def decoder(pair: Pair, processor: Any) -> Decoder:
     return Decoder(pair.target, pair.draft, tree=TREES["sage"], processor=processor)
+
+
+def deciding_at_once(pair: Pair) -> Decoder:
+    """Decides all tokens of a round together, as on a device, where the processors allow it."""
+    decoder = Decoder(pair.target, pair.draft, tree=TREES["sage"])
+    decoder.rounds.decides_at_once = True
+    return decoder
 
 
 @pytest.fixture
@@ -79,12 +88,15 @@ def test_settings_mean_what_they_mean_to_generate(
     given = SETTINGS[name](text)
     settings = given if isinstance(given, dict) else {name: given}
     plain, inputs = Decoder(pair.target), {**prompts["image"], "max_new_tokens": NEW_TOKENS}
+    at_once = deciding_at_once(pair)
     call = {**inputs, **settings}
     expected = pair.target.generate(**call, do_sample=False)
     assert new_tokens(expected, prompts["image"]) != text, "the setting must have an effect"
-    for method in (decoder, plain):
+    for method in (decoder, at_once, plain):
         assert torch.equal(method.generate(**call).sequences, expected)
     assert torch.equal(pair.target.generate(**call, do_sample=False, custom_generate=decoder), expected)
+    sampled = [method.generate(**call, temperature=0.9, seed=4).sequences for method in (decoder, at_once, plain)]
+    assert torch.equal(sampled[0], sampled[1]) and torch.equal(sampled[0], sampled[2])
     configured.update(**settings)
     assert torch.equal(decoder.generate(**inputs).sequences, expected)
     assert torch.equal(pair.target.generate(**inputs, do_sample=False, custom_generate=plain), expected)
@@ -207,11 +219,53 @@ def test_a_seed_goes_through_generate(pair: Pair, prompts: dict[str, Inputs], de
     assert torch.equal(found, expected)
 
 
-def test_processors_that_look_at_logits_alone_decide_a_round_at_once() -> None:
-    assert not TokenSampler(processors=[TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)]).needs_prefix
-    assert TokenSampler(processors=[TemperatureLogitsWarper(0.5), RepetitionPenaltyLogitsProcessor(1.2)]).needs_prefix
-    assert TokenSampler(processors=[MinNewTokensLengthLogitsProcessor(3, 5, 1)]).needs_prefix
-    assert TokenSampler(processors=[Never(3)]).needs_prefix
+def test_processors_that_need_the_prefix_as_it_is_decide_one_by_one() -> None:
+    repetition = RepetitionPenaltyLogitsProcessor
+    for processors, reads_prefix, one_by_one in (
+        ([TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)], False, []),
+        ([TemperatureLogitsWarper(0.5), repetition(1.2)], True, []),
+        ([MinNewTokensLengthLogitsProcessor(3, 5, 1), repetition(1.2, prompt_ignore_length=3)], True, []),
+        ([repetition(1.2, prompt_ignore_length=4)], True, ["RepetitionPenaltyLogitsProcessor"]),  # 4: a new token too
+        ([Never(3)], True, ["Never"]),
+    ):
+        sampler = TokenSampler(processors=processors, prefix=torch.tensor([[4, 5, 6]]))
+        assert (sampler.reads_prefix, sampler.one_by_one) == (reads_prefix, one_by_one)
+
+
+def test_a_temperature_near_0_is_greedy_but_for_ties(
+    pair: Pair, prompts: dict[str, Inputs], decoder: Decoder, configured: Any
+) -> None:
+    """As in the generation config of Qwen2.5-VL. The trees are those of greedy decoding, which coupling would not grow."""
+    call = {**prompts["image"], "max_new_tokens": NEW_TOKENS, "repetition_penalty": 1.05}
+    expected = pair.target.generate(**call, do_sample=False)
+    greedy = decoder.generate(**call).stats
+    configured.update(do_sample=True, temperature=1e-6, top_p=0.8)
+    for method in (decoder, deciding_at_once(pair), Decoder(pair.target)):
+        assert torch.equal(method.generate(**call, seed=7).sequences, expected)
+    assert decoder.generate(**call).stats.verified_nodes == greedy.verified_nodes
+
+
+def test_stops_of_a_round_are_those_of_single_tokens(
+    prompts: dict[str, Inputs], processor: Any, text: list[int]
+) -> None:
+    """The first hit of any criterion cuts, for all texts and wherever rounds begin."""
+    prefix = prompts["image"]["input_ids"]
+    for at in range(len(text)):
+        strings = [processor.tokenizer.decode(text[at : at + length]) for length in (1, 2)]
+        stops = [StopStringCriteria(processor.tokenizer, [string]) for string in strings if string]
+        call = Call({}, len(text), stops=[*stops, StopAfter(text[12])])
+
+        def ends(number: int, call: Call = call) -> bool:
+            ids = torch.cat([prefix, torch.tensor([text[:number]])], 1)
+            return number == len(text) or any(bool(stop(ids, None)) for stop in call.stops)
+
+        expected = text[: next(number for number in range(1, len(text) + 1) if ends(number))]
+        for size in (1, 4, 7, len(text)):
+            request = Request(call, TokenSampler(), EncodedPrompt(prefix[0], prefix[0] < 0), prefix)
+            for begin in range(0, len(text), size):
+                if not request.is_finished:
+                    assert request.emit(text[begin : begin + size]) == request.tokens[begin:]
+            assert request.tokens == expected and request.is_finished
 
 
 def test_a_streamer_gets_the_prompt_and_then_round_by_round(
@@ -253,6 +307,7 @@ def test_a_batch_equals_that_of_generate(pair: Pair, decoder: Decoder, batch: In
         eos = pair.target.generate(**call, do_sample=False)[0, batch["input_ids"].shape[1] + 6].item()
         for ends in ({}, {"eos_token_id": eos}):
             expected = pair.target.generate(**call, **ends, do_sample=False)
+            assert torch.equal(deciding_at_once(pair).generate(**call, **ends).sequences, expected)
             out = decoder.generate(**call, **ends)
             assert torch.equal(out.sequences, expected) and decoder.last_output is out
             found = pair.target.generate(**call, **ends, do_sample=False, custom_generate=decoder)

@@ -190,7 +190,7 @@ def test_settings_that_a_point_cannot_honour_are_refused_where_it_is_chosen(
     """A lossy point among lossless ones, and a logits processor."""
     lossy = LoadedPoint(pair.draft, verification=WetapVerification(), when=Condition(workload="fast"))
     decoder = Decoder(pair.target, points=[lossy, LoadedPoint(pair.draft)])
-    settings = {**prompts["text"], "max_new_tokens": 5, "repetition_penalty": 1.3}
+    settings = {**prompts["text"], "max_new_tokens": 5, "no_repeat_ngram_size": 2}
     with pytest.raises(UserError, match="wetap verification supports no logits processors"):
         decoder.generate(**settings, workload="fast")
     assert torch.equal(decoder.generate(**settings).sequences, plainly(pair, settings))

@@ -77,9 +77,9 @@ def test_log_probabilities_are_the_models_own_but_for_excluded_tokens() -> None:
     rows, tokens = np.repeat(np.arange(40), 30), np.tile(np.arange(30), 40)
     own = logits.log_softmax(-1).double().reshape(-1).numpy()
     for temperature in (0.0, 0.3, 1.0, 2.0):
-        found = TokenSampler(temperature=temperature).logprobs(logits, rows, tokens)
+        found = TokenSampler(temperature=temperature).logprobs(logits, rows, tokens, np.arange(40))
         assert found[0] == 0.0 and (found[1:] == own).all()
-    found = TokenSampler(temperature=0.7, top_k=8, top_p=0.9).logprobs(logits, rows, tokens)[1:]
+    found = TokenSampler(temperature=0.7, top_k=8, top_p=0.9).logprobs(logits, rows, tokens, np.arange(40))[1:]
     cut = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(8)(None, logits / 0.7))
     excluded = (cut == -torch.inf).reshape(-1).numpy()
     assert (found[excluded] == -np.inf).all() and (found[~excluded] == own[~excluded]).all()
@@ -159,10 +159,10 @@ class Forbid:
 
 def test_processors_see_the_prefix_and_leave_the_logits_alone() -> None:
     processor, logits = Forbid(), torch.tensor(LOGITS)
-    sampler = TokenSampler(processors=[processor])
-    assert sampler.needs_prefix and not TokenSampler().needs_prefix
-    assert sampler.token(logits, 3, torch.tensor([[4, 4, 0]])) == 1
-    assert processor.prefixes == [[4, 4, 0]]
+    sampler = TokenSampler(processors=[processor], prefix=torch.tensor([[4, 4, 0]]))
+    assert sampler.reads_prefix and not TokenSampler().reads_prefix
+    assert sampler.token(logits, 3) == 1 and sampler.token(logits, 4) == 0
+    assert processor.prefixes == [[4, 4, 0], [4, 4, 0, 1]]
     assert logits.tolist() == LOGITS, "other nodes of the tree read them"
 
 
