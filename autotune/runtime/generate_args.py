@@ -20,7 +20,7 @@ from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.stats import DecodingStats
-from autotune.runtime.token_sampler import OF_LENGTH, OF_TOKENS, PREFIX_FREE, TokenSampler, check_sampling
+from autotune.runtime.token_sampler import AT_ONCE, TokenSampler, check_sampling
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,7 +34,7 @@ _NO_TOKEN = torch.iinfo(torch.long).max  # before the text, for stopping criteri
 # Criteria and processors that treat each row independently, so that rows may be decoded one by one.
 _ROWWISE_STOPS = (*_COUNTED_STOPS, "StopStringCriteria", "MaxTimeCriteria")
 _ROWWISE_PROCESSORS = {
-    *(PREFIX_FREE | OF_LENGTH | OF_TOKENS),
+    *AT_ONCE,
     *("NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor"),
 }
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -119,14 +119,13 @@ class Request:
         text = torch.tensor([*[_NO_TOKEN] * width, *self._prompt_tokens[-width:], *self.tokens[-width:], *tokens])
         rows = text.unfold(0, width, 1)[-len(tokens) :]  # row n ends with token n
         is_end = torch.stack([rows[:, 0] < 0, *(stop(rows, None) for stop in rowwise)]).any(0).tolist()
-        end = is_end.index(True) + 1 if True in is_end else 0
-        if others := [stop for stop in self.call.stops if stop not in rowwise]:
-            whole = self.sequence(tokens)
-            for number in range(1, (end or len(tokens)) + 1):
-                so_far = whole[:, : whole.shape[1] - len(tokens) + number]
-                if any(bool(stop(so_far, None).all()) for stop in others):
-                    return number
-        return end
+        others = [stop for stop in self.call.stops if stop not in rowwise]
+        whole = self.sequence(tokens) if others else rows
+        for number, ends in enumerate(is_end, 1):
+            so_far = whole[:, : whole.shape[1] - len(tokens) + number]
+            if ends or any(bool(stop(so_far, None).all()) for stop in others):
+                return number
+        return 0
 
     @functools.cached_property
     def _prompt_tokens(self) -> list[int]:

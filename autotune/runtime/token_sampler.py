@@ -30,6 +30,7 @@ COUPLED_TEMPERATURE = 0.01
 """The lowest temperature at which drafts are coupled. Below it noise decides near ties only, while scores over such a temperature
 would tell a tree policy that every draft is certain. The defaults of Qwen2.5-VL have 1e-6.
 """
+NUCLEUS_TOKENS = 1024  # that top-p looks at before it sorts a vocabulary
 # Hugging Face's processors that do not read the prefix.
 PREFIX_FREE = frozenset(
     {
@@ -38,14 +39,15 @@ PREFIX_FREE = frozenset(
         "SuppressTokensLogitsProcessor",
     }
 )
-# Those that read the length of the prefix, and those that read which tokens it has, in any order and number.
+# Those that read its length alone.
 OF_LENGTH = frozenset(
     {
         *("ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor"),
         *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor"),
     }
 )
-OF_TOKENS = frozenset({"RepetitionPenaltyLogitsProcessor"})
+# All that can decide several tokens at once: the repetition penalty reads which tokens the prefix has, in any order and number.
+AT_ONCE = PREFIX_FREE | OF_LENGTH | {"RepetitionPenaltyLogitsProcessor"}
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
@@ -64,6 +66,24 @@ def mix_seed(seed: int, position: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
     return (z ^ (z >> 31)) >> 1
+
+
+def nucleus(scores: Tensor, warper: TopPLogitsWarper) -> tuple[Tensor, Tensor]:
+    """The ``scores`` [n, vocabulary] as ``warper`` leaves them, by the ``NUCLEUS_TOKENS`` best of each row, and whether a row is
+    unsure, [n]: its nucleus may reach beyond these. Of equal scores that are kept in part, the last ones are kept.
+    """
+    best, index = scores.topk(min(NUCLEUS_TOKENS, scores.shape[-1]))
+    probability = (best - scores.logsumexp(-1, keepdim=True)).exp()
+    mass = probability.cumsum(-1)
+    is_kept = mass - probability < warper.top_p
+    is_kept[:, : warper.min_tokens_to_keep] = True
+    last = best.gather(-1, is_kept.sum(-1, keepdim=True) - 1)
+    num_equal = (is_kept & (best == last)).sum(-1, keepdim=True)
+    first_equal = torch.where(best == last, index, -1).sort(descending=True).values.gather(-1, num_equal - 1)
+    is_kept = (best > last) | (best == last) & (index >= first_equal)
+    kept = torch.where(is_kept, best, warper.filter_value)
+    is_unsure = (mass[:, -1] < warper.top_p) | (last <= best[:, -1:])[:, 0]
+    return torch.full_like(scores, warper.filter_value).scatter_(-1, index, kept), is_unsure
 
 
 class TokenSampler:
@@ -88,19 +108,19 @@ class TokenSampler:
         check_sampling(temperature, top_k, top_p)
         self.temperature = temperature
         self.seed = seed
-        names = {type(processor).__name__ for processor in processors}
+        names = [type(processor).__name__ for processor in processors]
         own: list[Any] = [TopKLogitsWarper(top_k)] if temperature > 0.0 and top_k > 0 else []
         own += [TopPLogitsWarper(top_p)] if temperature > 0.0 and top_p < 1.0 else []
         self.processors = [*processors, *own]
-        self._proposal_processors = [p for p in self.processors if type(p).__name__ in PREFIX_FREE]
+        self._proposal_processors = [each for each in self.processors if type(each).__name__ in PREFIX_FREE]
         self._divisor = 1.0 if temperature == 0.0 or "TemperatureLogitsWarper" in names else temperature
         self.prefix = torch.empty(1, 0, dtype=torch.long, device=device) if prefix is None else prefix
         """The tokens so far, [1, tokens], if a processor reads them."""
-        self.reads_prefix = not names <= PREFIX_FREE
-        self.one_by_one = [type(p).__name__ for p in processors if not _decides_at_once(p, self.prefix.shape[1])]
-        """Processors that read the prefix as it is, so that tokens are decided one by one; without any, those after all nodes of a
-        tree are decided together.
-        """
+        self.reads_prefix = not PREFIX_FREE.issuperset(names)
+        ignored = [getattr(processor, "prompt_ignore_length", None) or 0 for processor in processors]
+        longest = self.prefix.shape[1]  # that can be ignored: no new tokens
+        self.one_by_one = [n for n, k in zip(names, ignored, strict=True) if n not in AT_ONCE or k > longest]
+        """Processors that decide one token at a time, because they read more of the prefix."""
         self._decided = self.prefix[0, :0]  # the latest tokens, on their device
         self._generator = torch.Generator(device)
         self._device = device
@@ -119,8 +139,18 @@ class TokenSampler:
 
     def tokens(self, logits: Tensor, positions: NDArray[np.int64], paths: Tensor | None = None) -> NDArray[np.int64]:
         """The tokens at ``positions`` [n], from logits [n, vocabulary]. Other arguments are those of ``scores``."""
-        self._decided = self.scores(logits, positions, paths).argmax(-1)
-        return transfer.to_host(self._decided)
+        unsure: list[Tensor] | None = None if self.one_by_one else []  # processors with a state read a token once
+        self._decided = self.scores(logits, positions, paths, unsure).argmax(-1)
+        for is_unsure in unsure or ():
+            self._decided = self._decided.masked_fill(is_unsure, -1)
+        tokens = transfer.to_host(self._decided)
+        if (tokens < 0).any():
+            rows = np.union1d(0, np.flatnonzero(tokens < 0))  # positions count from the first one
+            at = transfer.to_device(rows, logits.device)
+            exact = self.scores(logits[at], positions[rows], None if paths is None else paths[at]).argmax(-1)
+            self._decided[at] = torch.where(self._decided[at] < 0, exact, self._decided[at])
+            tokens = transfer.to_host(self._decided)
+        return tokens
 
     def accept(self, rows: NDArray[np.int64]) -> None:
         """Append the latest tokens of some rows to the prefix."""
@@ -131,19 +161,21 @@ class TokenSampler:
         """Append tokens [n] to the prefix."""
         self.prefix = torch.cat([self.prefix, tokens[None]], dim=1)
 
-    def scores(self, logits: Tensor, positions: NDArray[np.int64], paths: Tensor | None = None) -> Tensor:
+    def scores(
+        self,
+        logits: Tensor,
+        positions: NDArray[np.int64],
+        paths: Tensor | None = None,
+        unsure: list[Tensor] | None = None,
+    ) -> Tensor:
         """The scores whose argmax is the token, [n, vocabulary].
 
         Args:
             positions: of the tokens, [n]; the first row's follows the prefix.
             paths: for processors that read the prefix, the tokens after it in each row, [n, columns]; other columns repeat one
                 of its tokens. None: there are no tokens after it.
+            unsure: with it, top-p does not sort the vocabulary, and appends whether a row needs that, [n].
         """
-        scores = self._processed(logits, positions, paths)
-        return scores if self.temperature == 0.0 else scores + self._noise_of_rows(positions, scores)
-
-    def _processed(self, logits: Tensor, positions: NDArray[np.int64], paths: Tensor | None) -> Tensor:
-        """Logits over the temperature, processed as those of Hugging Face's ``generate``."""
         if self.is_greedy:
             return logits
         scores = logits.float() / self._divisor  # a copy, to which users' processors may write
@@ -151,18 +183,18 @@ class TokenSampler:
         if paths is not None:
             prefix = torch.cat([prefix, paths], dim=1)
         for processor in self.processors:
-            if type(processor).__name__ not in OF_LENGTH:
+            if unsure is not None and isinstance(processor, TopPLogitsWarper):
+                scores, is_unsure = nucleus(scores, processor)
+                unsure.append(is_unsure)
+            elif type(processor).__name__ in OF_LENGTH:
+                # Rows with equal positions have prefixes of one length.
+                edges = [0, *(np.flatnonzero(np.diff(positions)) + 1).tolist(), len(positions)]
+                lengths = self.prefix.shape[1] + positions - positions[0]
+                parts = ((slice(*edge), lengths[edge[0]]) for edge in itertools.pairwise(edges))
+                scores = torch.cat([processor(prefix[rows, :length], scores[rows]) for rows, length in parts])
+            else:
                 scores = processor(prefix, scores)
-                continue
-            changes = np.flatnonzero(np.diff(positions)) + 1
-            lengths = self.prefix.shape[1] + positions - positions[0]
-            scores = torch.cat(
-                [
-                    processor(prefix[begin:end, : lengths[begin]], scores[begin:end])
-                    for begin, end in itertools.pairwise([0, *changes.tolist(), len(positions)])
-                ]
-            )
-        return scores
+        return scores if self.temperature == 0.0 else scores + self._noise_of_rows(positions, scores)
 
     def proposal_scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
         """The scores by which a draft ranks tokens under coupled sampling, [n, vocabulary]: ``scores`` of its own logits.
@@ -174,7 +206,8 @@ class TokenSampler:
         """
         scores = logits.float() / self._divisor
         for processor in self._proposal_processors:
-            scores = processor(self.prefix, scores)
+            is_top_p = isinstance(processor, TopPLogitsWarper)
+            scores = nucleus(scores, processor)[0] if is_top_p else processor(self.prefix, scores)
         return scores + self._noise_of_rows(positions, scores)
 
     def logprobs(
@@ -194,7 +227,7 @@ class TokenSampler:
         at = transfer.to_device(rows, logits.device), transfer.to_device(tokens, logits.device)
         picked = logits.float().log_softmax(-1)[at]
         if self.processors:
-            picked = picked.masked_fill(self._processed(logits, positions, paths)[at] == -math.inf, -math.inf)
+            picked = picked.masked_fill(self.scores(logits, positions, paths)[at] == -math.inf, -math.inf)
         return np.concatenate([[0.0], transfer.to_host(picked.double())])
 
     def noise(self, positions: Iterable[int], vocabulary: int) -> Tensor:
@@ -220,9 +253,3 @@ class TokenSampler:
             variates = torch.empty(vocabulary, device=self._device).exponential_(generator=self._generator)
             self._noise[key] = -variates.log()
         return self._noise[key]
-
-
-def _decides_at_once(processor: Any, num_prompt_tokens: int) -> bool:
-    """Whether a processor reads no more of the prefix than its length, or which tokens follow those that it ignores."""
-    num_ignored = getattr(processor, "prompt_ignore_length", None) or 0
-    return type(processor).__name__ in PREFIX_FREE | OF_LENGTH | OF_TOKENS and num_ignored <= num_prompt_tokens
