@@ -83,15 +83,13 @@ def measure_costs(
     settings = replace(settings, every_row=every_row)
     monitor = ContentionMonitor(str(target.device))
     loaded = [draft for draft, _ in drafts]
-    prompt = workload.prompts[0]
-    inputs = prompt.inputs(processor, target.device)
-    sampler = Decoder(target).sampler(**inputs, **prompt.settings.generation)
-    if sampler.one_by_one and target.device.type != "cpu":
+    first = workload.prompts[0]
+    token_sampler = Decoder(target).sampler(**first.inputs(processor, target.device), **first.settings.generation)
+    if target.device.type != "cpu" and (slow := token_sampler.one_by_one):
         say(
-            f"the target's generation config asks for {', '.join(sampler.one_by_one)}: tokens of a round are decided one by one, "
-            "with a transfer each, which the cost table contains"
+            f"{', '.join(slow)} of the target's generation config: the tokens of a round are decided one by one, and so priced"
         )
-    benches = [StepBench(target, draft, settings, sampler) for draft in loaded]
+    benches = [StepBench(target, draft, settings, token_sampler) for draft in loaded]
     threads = _choose_threads(benches, limit_s, log, clock)
 
     def plain_step() -> float:

@@ -19,7 +19,6 @@ from autotune.modeling.clock import now_ms
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.stats import DecodingStats
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP
 from autotune.workloads.prompt import WorkloadPrompt
@@ -188,12 +187,7 @@ def overhead_runs(
         if not has_states or parse_policy(tree).is_chain
     ]
     prompts = workload.prompts[:OVERHEAD_PROMPTS]
-    inputs = [prompt.inputs(processor, target.device) for prompt in prompts]
-
-    def decode(decoder: Decoder, number: int, max_new_tokens: int) -> DecodingStats:
-        generation = prompts[number].settings.generation | {"max_new_tokens": max_new_tokens}
-        return decoder.generate(**inputs[number], **generation).stats
-
+    inputs = [prompt.settings.generation | prompt.inputs(processor, target.device) for prompt in prompts]
     runs: OverheadRuns = []
     num_tokens = OVERHEAD_TOKENS
     longest = max(of_prompt["input_ids"].shape[1] for of_prompt in inputs) + OVERHEAD_TOKENS
@@ -202,16 +196,16 @@ def overhead_runs(
             decoder.prepare(longest)
         for decoder in decoders:  # warm-ups
             warmed = clock()
-            decode(decoder, 0, 2)
+            decoder.generate(**inputs[0] | {"max_new_tokens": 2})
             run_s = clock() - warmed + OVERHEAD_TOKENS * plain_step() / 1e3
             if num_tokens == OVERHEAD_TOKENS and clock() - started + 2 * len(decoders) * run_s > limit_s:
                 inputs, num_tokens = [_cut(of_prompt) for of_prompt in inputs], FEW_OVERHEAD_TOKENS
-        for number in range(len(inputs)):
+        for of_prompt in inputs:
             if runs and clock() - started > limit_s:
                 break
             for decoder in decoders:
                 before = plain_step()
-                stats = decode(decoder, number, num_tokens)
+                stats = decoder.generate(**of_prompt | {"max_new_tokens": num_tokens}).stats
                 reference_ms = math.sqrt(before * plain_step())
                 if stats.rounds > 0:
                     num_retrieving = stats.rounds if decoder.point.policy.uses_retrieval else 0
@@ -222,6 +216,7 @@ def overhead_runs(
 
 def _cut(inputs: dict[str, Any]) -> dict[str, Any]:
     """The end of a prompt of text; all of a prompt with an image, whose tokens must stay together."""
-    if inputs.keys() - {"input_ids", "attention_mask"}:
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    if tensors.keys() - {"input_ids", "attention_mask"}:
         return inputs
-    return {name: value[:, -CUT_PROMPT_TOKENS:] for name, value in inputs.items()}
+    return inputs | {name: value[:, -CUT_PROMPT_TOKENS:] for name, value in tensors.items()}

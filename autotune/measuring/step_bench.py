@@ -103,9 +103,8 @@ class StepBench:
 
     def _propose_ms(self, frontier: Ints) -> float:
         started = now_ms(self.draft.device)
-        coupling = None
-        if (sampler := self.decoder.point.coupling_sampler(self.sampler)) is not None:
-            coupling = functools.partial(sampler.proposal_scores, positions=np.array([self.draft.length + 1]))
+        sampler, positions = self.decoder.point.coupling_sampler(self.sampler), np.array([self.draft.length + 1])
+        coupling = None if sampler is None else functools.partial(sampler.proposal_scores, positions=positions)
         self.draft.propose(self.tree, frontier, 10, coupling)
         return now_ms(self.draft.device) - started
 

@@ -114,7 +114,8 @@ class Round:
             tokens = sampler.tokens(logits, positions, paths)
             path = self._path[: accept_path(tree, tokens, self._path)].copy()
             token = int(tokens[path[-1] if len(path) else ROOT])
-            sampler.accept(np.array([ROOT, *path]))
+            if paths is not None:
+                sampler.append(select(sampler.decided, np.array([ROOT, *path]), 0))
         else:
             path, token = self._accept_row_by_row(logits, positions, sampler, tree)
         request.stats.verify_ms += host_ms() - started

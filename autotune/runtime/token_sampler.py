@@ -121,7 +121,8 @@ class TokenSampler:
         longest = self.prefix.shape[1]  # that can be ignored: no new tokens
         self.one_by_one = [n for n, k in zip(names, ignored, strict=True) if n not in AT_ONCE or k > longest]
         """Processors that decide one token at a time, because they read more of the prefix."""
-        self._decided = self.prefix[0, :0]  # the latest tokens, on their device
+        self.decided = self.prefix[0, :0]
+        """The latest tokens, on their device."""
         self._generator = torch.Generator(device)
         self._device = device
         self._noise: dict[tuple[int, int], Tensor] = {}  # by position and vocabulary, the oldest first
@@ -134,28 +135,24 @@ class TokenSampler:
     def token(self, logits: Tensor, position: int) -> int:
         """The token at ``position`` after the prefix, to which it is appended, from logits [vocabulary]."""
         (token,) = self.tokens(logits[None], np.array([position])).tolist()
-        self.accept(np.zeros(1, np.int64))
+        if self.reads_prefix:
+            self.append(self.decided)
         return int(token)
 
     def tokens(self, logits: Tensor, positions: NDArray[np.int64], paths: Tensor | None = None) -> NDArray[np.int64]:
         """The tokens at ``positions`` [n], from logits [n, vocabulary]. Other arguments are those of ``scores``."""
         unsure: list[Tensor] | None = None if self.one_by_one else []  # processors with a state read a token once
-        self._decided = self.scores(logits, positions, paths, unsure).argmax(-1)
+        self.decided = self.scores(logits, positions, paths, unsure).argmax(-1)
         for is_unsure in unsure or ():
-            self._decided = self._decided.masked_fill(is_unsure, -1)
-        tokens = transfer.to_host(self._decided)
+            self.decided = self.decided.masked_fill(is_unsure, -1)
+        tokens = transfer.to_host(self.decided)
         if (tokens < 0).any():
             rows = np.union1d(0, np.flatnonzero(tokens < 0))  # positions count from the first one
             at = transfer.to_device(rows, logits.device)
             exact = self.scores(logits[at], positions[rows], None if paths is None else paths[at]).argmax(-1)
-            self._decided[at] = torch.where(self._decided[at] < 0, exact, self._decided[at])
-            tokens = transfer.to_host(self._decided)
+            self.decided[at] = torch.where(self.decided[at] < 0, exact, self.decided[at])
+            tokens = transfer.to_host(self.decided)
         return tokens
-
-    def accept(self, rows: NDArray[np.int64]) -> None:
-        """Append the latest tokens of some rows to the prefix."""
-        if self.reads_prefix:
-            self.append(transfer.select(self._decided, rows, 0))
 
     def append(self, tokens: Tensor) -> None:
         """Append tokens [n] to the prefix."""

@@ -27,7 +27,7 @@ from autotune.modeling.prompt import EncodedPrompt
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import DEFAULT_MAX_NEW_TOKENS, Call, Request
 from autotune.runtime.token_sampler import TokenSampler
-from tests.runtime.conftest import TREES, new_tokens
+from tests.runtime.conftest import TREES, deciding_at_once, new_tokens
 from tests.tiny_models import Inputs, Pair
 
 NEW_TOKENS = 30
@@ -36,13 +36,6 @@ NEW_TOKENS = 30
 @pytest.fixture
 def decoder(pair: Pair, processor: Any) -> Decoder:
     return Decoder(pair.target, pair.draft, tree=TREES["sage"], processor=processor)
-
-
-def deciding_at_once(pair: Pair) -> Decoder:
-    """Decides all tokens of a round together, as on a device, where the processors allow it."""
-    decoder = Decoder(pair.target, pair.draft, tree=TREES["sage"])
-    decoder.rounds.decides_at_once = True
-    return decoder
 
 
 @pytest.fixture
@@ -220,52 +213,49 @@ def test_a_seed_goes_through_generate(pair: Pair, prompts: dict[str, Inputs], de
 
 
 def test_processors_that_need_the_prefix_as_it_is_decide_one_by_one() -> None:
-    repetition = RepetitionPenaltyLogitsProcessor
-    for processors, reads_prefix, one_by_one in (
-        ([TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)], False, []),
-        ([TemperatureLogitsWarper(0.5), repetition(1.2)], True, []),
-        ([MinNewTokensLengthLogitsProcessor(3, 5, 1), repetition(1.2, prompt_ignore_length=3)], True, []),
-        ([repetition(1.2, prompt_ignore_length=4)], True, ["RepetitionPenaltyLogitsProcessor"]),  # 4: a new token too
-        ([Never(3)], True, ["Never"]),
+    penalty, warper = RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper(0.5)
+    for processor, reads_prefix, one_by_one in (
+        (TopKLogitsWarper(3), False, []),
+        (MinNewTokensLengthLogitsProcessor(3, 5, 1), True, []),
+        (penalty(1.2, prompt_ignore_length=3), True, []),
+        (penalty(1.2, prompt_ignore_length=4), True, ["RepetitionPenaltyLogitsProcessor"]),  # a new token too
+        (Never(3), True, ["Never"]),
     ):
-        sampler = TokenSampler(processors=processors, prefix=torch.tensor([[4, 5, 6]]))
+        sampler = TokenSampler(processors=[warper, processor], prefix=torch.tensor([[4, 5, 6]]))
         assert (sampler.reads_prefix, sampler.one_by_one) == (reads_prefix, one_by_one)
 
 
 def test_a_temperature_near_0_is_greedy_but_for_ties(
     pair: Pair, prompts: dict[str, Inputs], decoder: Decoder, configured: Any
 ) -> None:
-    """As in the generation config of Qwen2.5-VL. The trees are those of greedy decoding, which coupling would not grow."""
+    """As in the generation config of Qwen2.5-VL. The trees are those of greedy decoding."""
     call = {**prompts["image"], "max_new_tokens": NEW_TOKENS, "repetition_penalty": 1.05}
-    expected = pair.target.generate(**call, do_sample=False)
-    greedy = decoder.generate(**call).stats
+    expected = decoder.generate(**call)
     configured.update(do_sample=True, temperature=1e-6, top_p=0.8)
-    for method in (decoder, deciding_at_once(pair), Decoder(pair.target)):
-        assert torch.equal(method.generate(**call, seed=7).sequences, expected)
-    assert decoder.generate(**call).stats.verified_nodes == greedy.verified_nodes
+    for method in (deciding_at_once(pair), Decoder(pair.target), decoder):
+        found = method.generate(**call, seed=7)
+        assert torch.equal(found.sequences, expected.sequences)
+    assert found.stats.verified_nodes == expected.stats.verified_nodes
 
 
 def test_stops_of_a_round_are_those_of_single_tokens(
     prompts: dict[str, Inputs], processor: Any, text: list[int]
 ) -> None:
-    """The first hit of any criterion cuts, for all texts and wherever rounds begin."""
+    """The first hit of any criterion cuts, wherever it and the rounds begin."""
     prefix = prompts["image"]["input_ids"]
     for at in range(len(text)):
         strings = [processor.tokenizer.decode(text[at : at + length]) for length in (1, 2)]
         stops = [StopStringCriteria(processor.tokenizer, [string]) for string in strings if string]
         call = Call({}, len(text), stops=[*stops, StopAfter(text[12])])
-
-        def ends(number: int, call: Call = call) -> bool:
-            ids = torch.cat([prefix, torch.tensor([text[:number]])], 1)
-            return number == len(text) or any(bool(stop(ids, None)) for stop in call.stops)
-
-        expected = text[: next(number for number in range(1, len(text) + 1) if ends(number))]
+        alone = (torch.cat([prefix, torch.tensor([text[:end]])], 1) for end in range(1, len(text)))
+        hits = (end for end, ids in enumerate(alone, 1) if any(bool(stop(ids, None)) for stop in call.stops))
+        expected = text[: next(hits, len(text))]
         for size in (1, 4, 7, len(text)):
             request = Request(call, TokenSampler(), EncodedPrompt(prefix[0], prefix[0] < 0), prefix)
-            for begin in range(0, len(text), size):
-                if not request.is_finished:
-                    assert request.emit(text[begin : begin + size]) == request.tokens[begin:]
-            assert request.tokens == expected and request.is_finished
+            while not request.is_finished:
+                begin = len(request.tokens)
+                assert request.emit(text[begin : begin + size]) == request.tokens[begin:]
+            assert request.tokens == expected
 
 
 def test_a_streamer_gets_the_prompt_and_then_round_by_round(
