@@ -247,7 +247,7 @@ def test_overhead_of_a_single_prompt(pair: Pair, processor: Any, workload: Workl
 def test_steps_and_rounds_are_timed_with_the_requests_own_settings(
     pair: Pair, processor: Any, workload: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the workload, and the penalty of the model's generation config."""
+    """The workload's, and the penalty of the model's generation config."""
     monkeypatch.setattr(pair.target.generation_config, "repetition_penalty", 1.3)
     sampled = Workload(workload.name, workload.split, workload.prompts[:1]).sampled(0.7)
     target, draft, calls = Target(pair.target), IndependentDraft(pair.draft), []
