@@ -51,7 +51,7 @@ def quality(target: Target, inputs: dict[str, Any], tokens: list[int], sampler: 
     paths = None
     if sampler.reads_prefix:
         is_before = torch.tensor(np.tri(len(tokens), k=-1, dtype=np.bool_), device=target.device)
-        paths = torch.where(is_before, torch.tensor(tokens, device=target.device), sampler.prefix[0, -1:])
+        paths = torch.where(is_before, torch.tensor(tokens, device=target.device), logits.shape[-1])
     (prompt,) = target.encode(inputs).prompts
     expected = sampler.tokens(logits, len(prompt) + np.arange(len(tokens)), paths)
     return Quality(perplexity, float((expected == np.array(tokens)).mean()))

@@ -31,10 +31,8 @@ THREAD_REPEATS = 15
 
 
 class StepBench:
-    """Times single steps of a decoder. The contents of its KV caches are arbitrary, because latency does not depend on them.
-
-    Args:
-        sampler: that of the requests, greedy by default.
+    """Times single steps of a decoder, whose requests have ``sampler`` (None: greedy). The contents of its KV caches are arbitrary,
+    because latency does not depend on them.
     """
 
     def __init__(

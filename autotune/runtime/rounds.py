@@ -18,7 +18,7 @@ from autotune.modeling.target import Target
 from autotune.modeling.transfer import select
 from autotune.runtime.generate_args import Request
 from autotune.runtime.points import LoadedPoint
-from autotune.runtime.token_sampler import TokenSampler
+from autotune.runtime.token_sampler import TokenSampler, candidate_logprobs
 from autotune.trees.policy import NOTHING
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Retrieved, Tree, write_tree_mask
 from autotune.trees.verification import WetapVerification, accept_by_ratio, accept_path, find_child
@@ -103,7 +103,8 @@ class Round:
         positions = self.target.length + offsets[:count] + 1
         paths = self.target.paths(step)[:count] if sampler.reads_prefix else None
         if isinstance(verification := point.verification, WetapVerification):
-            logprobs = sampler.logprobs(logits, tree.parent[1:count], nodes[1:count], positions, paths)
+            scores = sampler.scores(logits, positions, paths)
+            logprobs = candidate_logprobs(logits, scores, tree.parent[1:count], nodes[1:count])
             num_accepted = accept_by_ratio(tree, logprobs, np.log(verification.threshold), self._path)
             path = self._path[:num_accepted].copy()
             last = int(path[-1]) if num_accepted else ROOT

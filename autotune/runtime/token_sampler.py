@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from autotune.errors import UserError
 from autotune.modeling import transfer
+from autotune.trees.limits import Floats, Ints
 
 _MASK64 = (1 << 64) - 1
 MAX_NOISE_BYTES = 64 << 20  # of the noise that a sampler keeps
@@ -31,6 +31,7 @@ COUPLED_TEMPERATURE = 0.01
 would tell a tree policy that every draft is certain. The defaults of Qwen2.5-VL have 1e-6.
 """
 NUCLEUS_TOKENS = 1024  # that top-p looks at before it sorts a vocabulary
+MASS_ROUNDING = 2**-18  # by which sums of a vocabulary's probabilities may differ
 # Hugging Face's processors that do not read the prefix.
 PREFIX_FREE = frozenset(
     {
@@ -70,20 +71,34 @@ def mix_seed(seed: int, position: int) -> int:
 
 def nucleus(scores: Tensor, warper: TopPLogitsWarper) -> tuple[Tensor, Tensor]:
     """The ``scores`` [n, vocabulary] as ``warper`` leaves them, by the ``NUCLEUS_TOKENS`` best of each row, and whether a row is
-    unsure, [n]: its nucleus may reach beyond these. Of equal scores that are kept in part, the last ones are kept.
+    unsure, [n]: its nucleus may reach beyond these, or ends where rounding decides. Of equal scores that are kept in part, the
+    last ones are kept.
     """
     best, index = scores.topk(min(NUCLEUS_TOKENS, scores.shape[-1]))
-    probability = (best - scores.logsumexp(-1, keepdim=True)).exp()
+    # A softmax of the vocabulary would be added up less exactly.
+    probability = (best - best[:, :1]).exp() / (scores - best[:, :1]).exp_().sum(-1, keepdim=True)
     mass = probability.cumsum(-1)
-    is_kept = mass - probability < warper.top_p
+    missing = warper.top_p - (mass - probability)  # before each token
+    is_kept = missing > 0.0
     is_kept[:, : warper.min_tokens_to_keep] = True
     last = best.gather(-1, is_kept.sum(-1, keepdim=True) - 1)
     num_equal = (is_kept & (best == last)).sum(-1, keepdim=True)
     first_equal = torch.where(best == last, index, -1).sort(descending=True).values.gather(-1, num_equal - 1)
     is_kept = (best > last) | (best == last) & (index >= first_equal)
     kept = torch.where(is_kept, best, warper.filter_value)
-    is_unsure = (mass[:, -1] < warper.top_p) | (last <= best[:, -1:])[:, 0]
+    is_unsure = (mass[:, -1] < warper.top_p) | (last <= best[:, -1:])[:, 0] | (missing.abs() < MASS_ROUNDING).any(-1)
     return torch.full_like(scores, warper.filter_value).scatter_(-1, index, kept), is_unsure
+
+
+def candidate_logprobs(logits: Tensor, scores: Tensor, rows: Ints, tokens: Ints) -> Floats:
+    """Log-probabilities of ``tokens`` [m] in the rows ``rows`` [m] of ``logits``, after a 0 for the root, [m + 1].
+
+    They are the model's own at temperature 1, as a draft's are, whatever the temperature of the request; tokens that
+    the request's top-k, top-p or processors exclude, whose ``scores`` are -inf, have -inf.
+    """
+    at = transfer.to_device(rows, logits.device), transfer.to_device(tokens, logits.device)
+    picked = logits.float().log_softmax(-1)[at].masked_fill(scores[at] == -math.inf, -math.inf)
+    return np.concatenate([[0.0], transfer.to_host(picked.double())])
 
 
 class TokenSampler:
@@ -139,7 +154,7 @@ class TokenSampler:
             self.append(self.decided)
         return int(token)
 
-    def tokens(self, logits: Tensor, positions: NDArray[np.int64], paths: Tensor | None = None) -> NDArray[np.int64]:
+    def tokens(self, logits: Tensor, positions: Ints, paths: Tensor | None = None) -> Ints:
         """The tokens at ``positions`` [n], from logits [n, vocabulary]. Other arguments are those of ``scores``."""
         unsure: list[Tensor] | None = None if self.one_by_one else []  # processors with a state read a token once
         self.decided = self.scores(logits, positions, paths, unsure).argmax(-1)
@@ -159,18 +174,14 @@ class TokenSampler:
         self.prefix = torch.cat([self.prefix, tokens[None]], dim=1)
 
     def scores(
-        self,
-        logits: Tensor,
-        positions: NDArray[np.int64],
-        paths: Tensor | None = None,
-        unsure: list[Tensor] | None = None,
+        self, logits: Tensor, positions: Ints, paths: Tensor | None = None, unsure: list[Tensor] | None = None
     ) -> Tensor:
         """The scores whose argmax is the token, [n, vocabulary].
 
         Args:
             positions: of the tokens, [n]; the first row's follows the prefix.
             paths: for processors that read the prefix, the tokens after it in each row, [n, columns]; other columns repeat one
-                of its tokens. None: there are no tokens after it.
+                of them, or are no token. None: there are no tokens after it.
             unsure: with it, top-p does not sort the vocabulary, and appends whether a row needs that, [n].
         """
         if self.is_greedy:
@@ -193,9 +204,9 @@ class TokenSampler:
                 scores = processor(prefix, scores)
         return scores if self.temperature == 0.0 else scores + self._noise_of_rows(positions, scores)
 
-    def proposal_scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
+    def proposal_scores(self, logits: Tensor, positions: Ints) -> Tensor:
         """The scores by which a draft ranks tokens under coupled sampling, [n, vocabulary]: ``scores`` of its own logits.
-        Processors that read the prefix are left out.
+        Processors that read the prefix are left out, and top-p keeps at most ``NUCLEUS_TOKENS``.
 
         Args:
             logits: the draft's, over the target's vocabulary, on any device; -inf for tokens that the draft does not know.
@@ -207,31 +218,11 @@ class TokenSampler:
             scores = nucleus(scores, processor)[0] if is_top_p else processor(self.prefix, scores)
         return scores + self._noise_of_rows(positions, scores)
 
-    def logprobs(
-        self,
-        logits: Tensor,
-        rows: NDArray[np.int64],
-        tokens: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        paths: Tensor | None = None,
-    ) -> NDArray[np.float64]:
-        """Log-probabilities of ``tokens`` [m] in the rows ``rows`` [m] of ``logits``, after a 0 for the root, [m + 1]. Other
-        arguments are those of ``scores``.
-
-        They are the model's own at temperature 1, as a draft's are, whatever the temperature of the request; tokens that
-        the request's top-k, top-p or processors exclude have -inf.
-        """
-        at = transfer.to_device(rows, logits.device), transfer.to_device(tokens, logits.device)
-        picked = logits.float().log_softmax(-1)[at]
-        if self.processors:
-            picked = picked.masked_fill(self.scores(logits, positions, paths)[at] == -math.inf, -math.inf)
-        return np.concatenate([[0.0], transfer.to_host(picked.double())])
-
     def noise(self, positions: Iterable[int], vocabulary: int) -> Tensor:
         """Standard Gumbel noise of each position, [positions, vocabulary]."""
         return torch.stack([self._noise_at(position, vocabulary) for position in positions])
 
-    def _noise_of_rows(self, positions: NDArray[np.int64], logits: Tensor) -> Tensor:
+    def _noise_of_rows(self, positions: Ints, logits: Tensor) -> Tensor:
         """The noise of each row of logits, [n, vocabulary], or [vocabulary] for a single position, on their device."""
         if len(positions) == 1:
             return self._noise_at(int(positions[0]), logits.shape[-1]).to(logits.device)

@@ -12,7 +12,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from autotune.errors import UserError
 from autotune.runtime import token_sampler
-from autotune.runtime.token_sampler import TokenSampler, mix_seed
+from autotune.runtime.token_sampler import TokenSampler, candidate_logprobs, mix_seed
 from autotune.trees.policy import TreeGrower
 from autotune.trees.wetap import WetapPolicy
 from tests.obvious import chi_square_p_value
@@ -78,9 +78,11 @@ def test_log_probabilities_are_the_models_own_but_for_excluded_tokens() -> None:
     rows, tokens = np.repeat(np.arange(40), 30), np.tile(np.arange(30), 40)
     own = logits.log_softmax(-1).double().reshape(-1).numpy()
     for temperature in (0.0, 0.3, 1.0, 2.0):
-        found = TokenSampler(temperature=temperature).logprobs(logits, rows, tokens, np.arange(40))
+        scores = TokenSampler(temperature=temperature).scores(logits, np.arange(40))
+        found = candidate_logprobs(logits, scores, rows, tokens)
         assert found[0] == 0.0 and (found[1:] == own).all()
-    found = TokenSampler(temperature=0.7, top_k=8, top_p=0.9).logprobs(logits, rows, tokens, np.arange(40))[1:]
+    scores = TokenSampler(temperature=0.7, top_k=8, top_p=0.9).scores(logits, np.arange(40))
+    found = candidate_logprobs(logits, scores, rows, tokens)[1:]
     cut = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(8)(None, logits / 0.7))
     excluded = (cut == -torch.inf).reshape(-1).numpy()
     assert (found[excluded] == -np.inf).all() and (found[~excluded] == own[~excluded]).all()
