@@ -33,7 +33,7 @@ def first_divergence(
     """The first divergence of two answers to a prompt, with the target's margin there; None if they are equal.
 
     Args:
-        sampler: chose the tokens, by default greedily; its processors must not read the prefix.
+        sampler: chose the tokens, by default greedily. It is the prompt's own: its prefix is extended.
         mode: of the decoding, in which the single steps run. The one forward is eager, so that the noise includes what
             captured steps round otherwise.
 
@@ -52,13 +52,14 @@ def first_divergence(
     a, b = pairs[index]
     last_place = float(steps[-1][[a, b]].float().abs().max()) * torch.finfo(target.dtype).eps
     sampler = sampler or TokenSampler(device=target.device)
-    positions = len(prompt) + np.arange(index + 1)
-    alone, together = (sampler.scores(logits, positions).float() for logits in (steps, together))
+    sampler.append(torch.tensor(tokens[:index], dtype=torch.long, device=sampler.prefix.device))
+    (scores,) = sampler.scores(steps[-1][None], np.array([len(prompt) + index])).float()
+    noise = max(largest_difference(steps.float(), together.float()), last_place)
     return Divergence(
         index=index,
         tokens=(a, b),
-        margin=float((alone[-1, a] - alone[-1, b]).abs()),
-        noise=max(largest_difference(alone, together), last_place / (sampler.temperature or 1.0)),
+        margin=float((scores[a] - scores[b]).abs()),
+        noise=noise / (sampler.temperature or 1.0),
     )
 
 
@@ -79,9 +80,7 @@ def divergences_from_plain(
             continue
         settings, inputs = prompt.settings, prompt.inputs(processor, target.device)
         expected, tokens = (each.decode(inputs, settings)[0] for each in (plain, arm))
-        sampler = TokenSampler(
-            temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed, device=target.device
-        )
+        sampler = arm.decoder.sampler(**inputs, **settings.generation)
         divergence = first_divergence(target, inputs, expected, tokens, sampler, mode=arm.decoder.mode)
         if divergence is not None:
             divergences[prompt.name] = divergence

@@ -37,9 +37,7 @@ class Quality(NamedTuple):
     perplexity: float
     """exp of the mean negative log-probability of its tokens (WETAP, eq. 11)."""
     agreement: float | None
-    """Share of its tokens that plain decoding emits after the tokens before them; None if that depends on the prefix beyond
-    the target's logits.
-    """
+    """Share of its tokens that plain decoding emits after the tokens before them; None if it must decide them one by one."""
 
 
 def quality(target: Target, inputs: dict[str, Any], tokens: list[int], sampler: TokenSampler | None = None) -> Quality:
@@ -48,8 +46,12 @@ def quality(target: Target, inputs: dict[str, Any], tokens: list[int], sampler: 
     logprobs = logits.float().log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
     perplexity = float((-logprobs.mean()).exp())
     sampler = sampler or TokenSampler(device=target.device)
-    if sampler.needs_prefix:
+    if sampler.one_by_one:
         return Quality(perplexity, None)
+    paths = None
+    if sampler.reads_prefix:
+        is_before = torch.tensor(np.tri(len(tokens), k=-1, dtype=np.bool_), device=target.device)
+        paths = torch.where(is_before, torch.tensor(tokens, device=target.device), logits.shape[-1])
     (prompt,) = target.encode(inputs).prompts
-    expected = sampler.tokens(logits, len(prompt) + np.arange(len(tokens)))
+    expected = sampler.tokens(logits, len(prompt) + np.arange(len(tokens)), paths)
     return Quality(perplexity, float((expected == np.array(tokens)).mean()))

@@ -25,11 +25,10 @@ from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import errors_about
 from autotune.evaluation.arms import UNCOUPLED, Arm, DecoderArm
-from autotune.evaluation.perplexity import Quality, quality
+from autotune.evaluation.perplexity import quality
 from autotune.files import append_line, content_key, read_lines
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint
-from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.fallback import RequestHistory
 from autotune.workloads.conversations import Conversations
 from autotune.workloads.prompt import WorkloadPrompt
@@ -203,7 +202,10 @@ class ArmRunner:
             tokens, stats = arm.decode(inputs, prompt.settings)
             if arm is self.plain:
                 self.conversations.add(prompt, tokens)
-            scores = self._quality(prompt, inputs, tokens)._asdict() if self.with_perplexity else {}
+            scores = {}
+            if self.with_perplexity:
+                sampler = self.decoder.sampler(**inputs, **prompt.settings.generation)
+                scores = quality(self.decoder.target, inputs, tokens, sampler)._asdict()
         values = {name: getattr(stats, name) for name in Run.model_fields if hasattr(stats, name)}
         values |= {"acceptance_counts": stats.acceptance_counts.to_json(), "verified_nodes": sum(stats.verified_nodes)}
         return Run(
@@ -219,17 +221,6 @@ class ArmRunner:
     def _plain_answers(self, prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
         device = self.decoder.target.device
         return [self.plain.decode(prompt.inputs(self.processor, device), prompt.settings)[0] for prompt in prompts]
-
-    def _quality(self, prompt: WorkloadPrompt, inputs: dict[str, Any], tokens: list[int]) -> Quality:
-        settings, target = prompt.settings, self.decoder.target
-        sampler = TokenSampler(
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            seed=settings.seed,
-            device=target.device,
-        )
-        return quality(target, inputs, tokens, sampler)
 
     def _known_runs(self, comparison: str) -> dict[tuple[str, str], Run]:
         """Runs of a comparison in the ledger, by arm key and prompt hash; the last one counts."""

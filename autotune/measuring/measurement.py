@@ -35,6 +35,7 @@ from autotune.measuring.step_bench import StepBench, choose_threads
 from autotune.modeling.attention import choose_attention
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
+from autotune.runtime.decoder import Decoder
 from autotune.trees.limits import MAX_STEP
 from autotune.workloads.workload import Workload
 
@@ -89,7 +90,13 @@ def measure_costs(
         settings = replace(settings, kv_lengths=tuple(padded))
     monitor = ContentionMonitor(str(target.device))
     loaded = [draft for draft, _ in drafts]
-    benches = [StepBench(target, draft, settings) for draft in loaded]
+    first = workload.prompts[0]
+    token_sampler = Decoder(target).sampler(**first.inputs(processor, target.device), **first.settings.generation)
+    if target.device.type != "cpu" and (slow := token_sampler.one_by_one):
+        say(
+            f"{', '.join(slow)} of the target's generation config: the tokens of a round are decided one by one, and so priced"
+        )
+    benches = [StepBench(target, draft, settings, token_sampler) for draft in loaded]
     threads = _choose_threads(benches, limit_s, log, clock)
 
     def plain_step() -> float:

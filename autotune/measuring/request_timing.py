@@ -186,7 +186,8 @@ def overhead_runs(
         for tree in TREES
         if not has_states or parse_policy(tree).is_chain
     ]
-    inputs = [prompt.inputs(processor, target.device) for prompt in workload.prompts[:OVERHEAD_PROMPTS]]
+    prompts = workload.prompts[:OVERHEAD_PROMPTS]
+    inputs = [prompt.settings.generation | prompt.inputs(processor, target.device) for prompt in prompts]
     runs: OverheadRuns = []
     num_tokens = OVERHEAD_TOKENS
     longest = max(of_prompt["input_ids"].shape[1] for of_prompt in inputs) + OVERHEAD_TOKENS
@@ -195,7 +196,7 @@ def overhead_runs(
             decoder.prepare(longest)
         for decoder in decoders:  # warm-ups
             warmed = clock()
-            decoder.generate(**inputs[0], max_new_tokens=2)
+            decoder.generate(**inputs[0] | {"max_new_tokens": 2})
             run_s = clock() - warmed + OVERHEAD_TOKENS * plain_step() / 1e3
             if num_tokens == OVERHEAD_TOKENS and clock() - started + 2 * len(decoders) * run_s > limit_s:
                 inputs, num_tokens = [_cut(of_prompt) for of_prompt in inputs], FEW_OVERHEAD_TOKENS
@@ -204,7 +205,7 @@ def overhead_runs(
                 break
             for decoder in decoders:
                 before = plain_step()
-                stats = decoder.generate(**of_prompt, max_new_tokens=num_tokens).stats
+                stats = decoder.generate(**of_prompt | {"max_new_tokens": num_tokens}).stats
                 reference_ms = math.sqrt(before * plain_step())
                 if stats.rounds > 0:
                     num_retrieving = stats.rounds if decoder.point.policy.uses_retrieval else 0
@@ -215,6 +216,7 @@ def overhead_runs(
 
 def _cut(inputs: dict[str, Any]) -> dict[str, Any]:
     """The end of a prompt of text; all of a prompt with an image, whose tokens must stay together."""
-    if inputs.keys() - {"input_ids", "attention_mask"}:
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    if tensors.keys() - {"input_ids", "attention_mask"}:
         return inputs
-    return {name: value[:, -CUT_PROMPT_TOKENS:] for name, value in inputs.items()}
+    return inputs | {name: value[:, -CUT_PROMPT_TOKENS:] for name, value in tensors.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -31,12 +33,16 @@ THREAD_REPEATS = 15
 
 
 class StepBench:
-    """Times single steps of a decoder. The contents of its KV caches are arbitrary, because latency does not depend on them."""
+    """Times single steps of a decoder, whose requests have ``sampler`` (None: greedy). The contents of its KV caches are arbitrary,
+    because latency does not depend on them.
+    """
 
-    def __init__(self, target: Target, draft: LoadedDraft, settings: CostSettings) -> None:
+    def __init__(
+        self, target: Target, draft: LoadedDraft, settings: CostSettings, sampler: TokenSampler | None = None
+    ) -> None:
         capacity = max(settings.kv_lengths) + 2 * MAX_STEP
         self.kv_length, self.max_tokens = settings.kv_lengths[0], max(settings.tokens)
-        self.token_sampler = TokenSampler(device=target.device)
+        self.sampler = sampler or TokenSampler(device=target.device)
         with torch.inference_mode(), limited_threads(1 if target.device.type == "cpu" else None):
             target.reserve(capacity)
             draft.reserve(capacity)
@@ -60,7 +66,8 @@ class StepBench:
 
     def _request(self) -> Request:
         tokens = torch.zeros(1, dtype=torch.long)
-        return Request(Call({}, 1), self.token_sampler, EncodedPrompt(tokens, tokens.bool()), tokens[None], tokens=[1])
+        sampler = copy.copy(self.sampler)  # whose prefix grows
+        return Request(Call({}, 1), sampler, EncodedPrompt(tokens, tokens.bool()), tokens[None], tokens=[1])
 
     def round_ms(self) -> float:
         """Two rounds of typical sizes: a chain and a small tree."""
@@ -101,7 +108,9 @@ class StepBench:
 
     def _propose_ms(self, frontier: Ints) -> float:
         started = now_ms(self.draft.device)
-        self.draft.propose(self.tree, frontier, 10)
+        sampler, positions = self.decoder.point.coupling_sampler(self.sampler), np.array([self.draft.length + 1])
+        coupling = None if sampler is None else functools.partial(sampler.proposal_scores, positions=positions)
+        self.draft.propose(self.tree, frontier, 10, coupling)
         return now_ms(self.draft.device) - started
 
 

@@ -70,6 +70,8 @@ class GraphRunner:
         self.why_eager: str | None = None
         """The error of the first failed capture. After it, all forward passes run eagerly over the same buffers."""
         self._captured: dict[Hashable, CapturedForward] = {}
+        self.latest: tuple[Any, Any] = None, None
+        """Key and ``CapturedForward`` of the latest forward pass, whose buffers keep its inputs until the next one."""
 
     def __len__(self) -> int:
         return sum(not forward.is_dropped for forward in self._captured.values())
@@ -88,6 +90,7 @@ class GraphRunner:
         if forward is None or forward.is_dropped:
             forward = self._captured[key] = self._prepare(function, values)
         fill(forward.inputs, values)
+        self.latest = key, forward
         return function(forward.inputs) if self.runs_eagerly else forward()
 
     @property

@@ -26,8 +26,8 @@ class Divergence:
     over the temperature plus the noise of the position.
     """
     noise: float
-    """Largest difference between the scores of single steps and of one forward over the same tokens, at least one unit in
-    the last place of the two logits.
+    """Largest difference between the logits of single steps and of one forward over the same tokens, at least one unit in
+    the last place of the two logits; with sampling over the temperature.
     """
 
     @property

@@ -79,6 +79,15 @@ class PackedStep(NamedTuple):
         first = self.prefixes[number : number + 1] + self.num_uncommitted
         return first + torch.arange(len(self.tokens), device=first.device)
 
+    def paths(self) -> Tensor:
+        """The tokens on the path to each token, [n, n]; columns that it does not see repeat the first token."""
+        column = torch.arange(len(self.tokens), device=self.bits.device)
+        return torch.where(self._sees(column), self.tokens, self.tokens[:1])
+
+    def _sees(self, column: Tensor) -> Tensor:
+        """Whether each token sees columns of the tree mask, [n, columns]."""
+        return (self.bits[:, column // WORD_BITS] >> (column % WORD_BITS)) & 1 > 0
+
     def masks(
         self,
         windows: Mapping[str, int | None],
@@ -95,8 +104,7 @@ class PackedStep(NamedTuple):
         # Column of the tree mask for each cached token: negative in the prefix, too large in the padding.
         column = torch.arange(padded_kv_length, device=self.bits.device) - self.prefixes[number : number + 1]
         inside = column.clamp(0, num_columns - 1)
-        bits = (self.bits[:, inside // WORD_BITS] >> (inside % WORD_BITS)) & 1
-        is_in_tree = (column == inside) & (bits > 0)
+        is_in_tree = (column == inside) & self._sees(inside)
         is_hidden = ~(is_in_tree | (column < 0))
         masks = {}
         for layer_type, window in windows.items():

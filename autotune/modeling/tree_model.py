@@ -175,6 +175,15 @@ class TreeModel(CachedModel):
             final = self._run_step(to_device(step.tokens, self.device), to_device(positions, self.device), mask)
         return self.text.logits(final[step.first_logits :])
 
+    def paths(self, step: Step) -> Tensor:
+        """The tokens on the path to each token of the latest step, which has no uncommitted tokens, [n, n]. Columns that a token
+        does not see repeat the first one. A captured step is on the device already.
+        """
+        if self.graph_runner is not None:
+            key, forward = self.graph_runner.latest
+            return PackedStep.of(forward.inputs["integers"], key).paths()
+        return to_device(np.where(step.tree_mask == 0.0, step.tokens, step.tokens[0]), self.device)
+
     def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:
         step = PackedStep.of(inputs["integers"], key)
         masks = by_layer_type(self._layer_masks(step, key))

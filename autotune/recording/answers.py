@@ -18,7 +18,7 @@ from autotune.modeling.target import Prefilled, Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import Request
 from autotune.runtime.greedy_batch import GreedyBatch, can_batch
-from autotune.runtime.token_sampler import TokenSampler
+from autotune.runtime.token_sampler import COUPLED_TEMPERATURE, TokenSampler
 from autotune.workloads.prompt import WorkloadPrompt
 
 ANSWERS_AT_ONCE = 16  # limit on the prompts that are decoded together,
@@ -57,8 +57,8 @@ class AnswerRecorder:
         self._plain = Decoder(target, mode=mode)
 
     def sampler(self, prompt: WorkloadPrompt) -> TokenSampler | None:
-        """The sampler of a prompt's answer, to which a draft's proposals are coupled; None for greedy answers."""
-        if prompt.settings.temperature == 0.0:
+        """The sampler of a prompt's answer, if a draft's proposals are coupled to it."""
+        if prompt.settings.temperature < COUPLED_TEMPERATURE:
             return None
         return self._plain.sampler(**self._inputs(prompt), **prompt.settings.generation)
 

@@ -31,7 +31,7 @@ from autotune.runtime.points import LoadedPoint, check_paths
 from autotune.runtime.preparation import Preparation, Report, decoding_mode, prepare
 from autotune.runtime.rounds import Round
 from autotune.runtime.session import Session
-from autotune.runtime.stats import DecodingOutput, DecodingStats, Observer, log_request
+from autotune.runtime.stats import DecodingOutput, Observer, log_request
 from autotune.runtime.token_sampler import TokenSampler
 
 if TYPE_CHECKING:
@@ -137,11 +137,6 @@ class Decoder:
     def draft(self) -> Draft | None:
         """The draft; with several points, that of the last point that has one."""
         return next((point.draft for point in reversed(self.points) if point.draft is not None), None)
-
-    @property
-    def last_stats(self) -> DecodingStats:
-        """Statistics of the latest ``generate`` of a single prompt; ``last_output`` has those of a batch."""
-        return self.last_output.stats
 
     def generate(
         self,

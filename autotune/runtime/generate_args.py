@@ -20,7 +20,7 @@ from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.stats import DecodingStats
-from autotune.runtime.token_sampler import PREFIX_FREE, TokenSampler, check_sampling
+from autotune.runtime.token_sampler import AT_ONCE, TokenSampler, check_sampling
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,14 +30,12 @@ DEFAULT_MAX_NEW_TOKENS = 256
 _OF_GENERATE_LOOP = ("past_key_values", "use_cache", "logits_to_keep", "position_ids", "cache_position")
 # Stopping criteria that ``Request.emit`` implements itself.
 _COUNTED_STOPS = ("MaxLengthCriteria", "EosTokenCriteria")
+_NO_TOKEN = torch.iinfo(torch.long).max  # before the text, for stopping criteria
 # Criteria and processors that treat each row independently, so that rows may be decoded one by one.
 _ROWWISE_STOPS = (*_COUNTED_STOPS, "StopStringCriteria", "MaxTimeCriteria")
 _ROWWISE_PROCESSORS = {
-    *PREFIX_FREE,
-    *("ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor"),
-    *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "NoBadWordsLogitsProcessor"),
-    *("NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"),
-    "SuppressTokensAtBeginLogitsProcessor",
+    *AT_ONCE,
+    *("NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor"),
 }
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _VISION_INPUTS = (
@@ -72,8 +70,9 @@ class Call:
     def sampler(self, row: int, device: torch.device) -> TokenSampler:
         """The sampler of a row."""
         return TokenSampler(
-            temperature=1.0 if self.temperature > 0 else 0.0,  # one of the processors divides by the temperature
+            temperature=self.temperature,
             processors=processors_of_row(self.processors, row),
+            prefix=self.inputs["input_ids"][row : row + 1].to(device),
             seed=self.seed + row,
             device=device,
         )
@@ -102,22 +101,40 @@ class Request:
 
     def emit(self, tokens: list[int]) -> list[int]:
         """Append tokens until the request is finished; returns those appended."""
-        emitted: list[int] = []
-        for token in tokens:
-            emitted.append(token)
-            self.tokens.append(token)
-            if (
-                token in self.call.eos_token_ids
-                or len(self.tokens) >= self.call.max_new_tokens
-                or any(bool(stop(self.sequence(), None).all()) for stop in self.call.stops)
-            ):
-                self.is_finished = True
-                break
-        return emitted
+        end = self.call.max_new_tokens - len(self.tokens)
+        end = next((n for n, token in enumerate(tokens[:end], 1) if token in self.call.eos_token_ids), end)
+        if self.call.stops:
+            end = self._num_before_stop(tokens[:end]) or end
+        self.tokens += tokens[:end]
+        self.is_finished = len(tokens) >= end
+        return tokens[:end]
 
-    def sequence(self) -> Tensor:
-        """Prefix and new tokens, [1, tokens]."""
-        return torch.cat([self.prefix, torch.tensor([self.tokens], dtype=torch.long, device=self.prefix.device)], dim=1)
+    def _num_before_stop(self, tokens: list[int]) -> int:
+        """The number of tokens up to the one at which a stopping criterion ends the text; 0 if none does.
+
+        Criteria that treat rows independently read a row for each token, on the host. Others are asked token by token.
+        """
+        rowwise = [stop for stop in self.call.stops if type(stop).__name__ in _ROWWISE_STOPS]
+        width = max((getattr(stop, "maximum_token_len", 1) for stop in rowwise), default=1)
+        text = torch.tensor([*[_NO_TOKEN] * width, *self._prompt_tokens[-width:], *self.tokens[-width:], *tokens])
+        rows = text.unfold(0, width, 1)[-len(tokens) :]  # row n ends with token n
+        is_end = torch.stack([rows[:, 0] < 0, *(stop(rows, None) for stop in rowwise)]).any(0).tolist()
+        others = [stop for stop in self.call.stops if stop not in rowwise]
+        whole = self.sequence(tokens) if others else rows
+        for number, ends in enumerate(is_end, 1):
+            so_far = whole[:, : whole.shape[1] - len(tokens) + number]
+            if ends or any(bool(stop(so_far, None).all()) for stop in others):
+                return number
+        return 0
+
+    @functools.cached_property
+    def _prompt_tokens(self) -> list[int]:
+        return self.prefix[0].tolist()  # type: ignore[no-any-return]
+
+    def sequence(self, more: Sequence[int] = ()) -> Tensor:
+        """Prefix, new tokens and ``more``, [1, tokens]."""
+        new = torch.tensor([[*self.tokens, *more]], dtype=torch.long, device=self.prefix.device)
+        return torch.cat([self.prefix, new], dim=1)
 
 
 def new_request(call: Call, prompt: EncodedPrompt, row: int, target: Target, points: Sequence[LoadedPoint]) -> Request:
@@ -143,15 +160,13 @@ def new_request(call: Call, prompt: EncodedPrompt, row: int, target: Target, poi
         workload=call.workload,
     )
     stats = DecodingStats(point=number)
-    prefix = call.inputs["input_ids"][row : row + 1].to(target.device)
-    request = Request(call, call.sampler(row, target.device), prompt, prefix, row, stats)
-    point = points[number]
-    if request.sampler.needs_prefix and not point.verification.is_lossless and point.draft is not None:
+    sampler, point = call.sampler(row, target.device), points[number]
+    if sampler.one_by_one and not point.verification.is_lossless and point.draft is not None:
         raise UserError(
-            f"{point.verification.kind} verification supports no logits processors that read the prefix; "
-            "drop them, or verify losslessly"
+            f"{point.verification.kind} verification supports no logits processors that read the order of the prefix; "
+            f"drop {', '.join(sampler.one_by_one)}, or verify losslessly"
         )
-    return request
+    return Request(call, sampler, prompt, sampler.prefix, row, stats)
 
 
 def takes_vision_inputs(method: Callable[P, T]) -> Callable[P, T]:
@@ -288,7 +303,7 @@ def processors_of_row(processors: Iterable[Any], row: int) -> list[Any]:
     for processor in processors:
         if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
             processor = copy.copy(processor)
-            processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+            processor.prompt_ignore_length = int(processor.prompt_ignore_length[row])
         of_row.append(processor)
     return of_row
 

@@ -14,7 +14,7 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
 from autotune.modeling.loading import is_assistant
 from autotune.modeling.target import Target
-from autotune.runtime.token_sampler import TokenSampler
+from autotune.runtime.token_sampler import COUPLED_TEMPERATURE, TokenSampler
 from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.verification import parse_verification
@@ -69,7 +69,7 @@ class LoadedPoint:
         """The sampler of a request, if the draft's proposals are coupled to it: the request samples, the verification is
         lossless, and coupling is not switched off.
         """
-        return sampler if self._is_coupled and sampler.temperature > 0.0 else None
+        return sampler if self._is_coupled and sampler.temperature >= COUPLED_TEMPERATURE else None
 
     def uncoupled(self) -> LoadedPoint:
         """The same point without coupled sampling and without memory of earlier requests."""

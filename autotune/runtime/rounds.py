@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from autotune.drafters.draft import Draft
@@ -16,8 +15,10 @@ from autotune.execution import round_up
 from autotune.modeling.clock import host_ms, now_ms
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
+from autotune.modeling.transfer import select
 from autotune.runtime.generate_args import Request
 from autotune.runtime.points import LoadedPoint
+from autotune.runtime.token_sampler import TokenSampler, candidate_logprobs
 from autotune.trees.policy import NOTHING
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Retrieved, Tree, write_tree_mask
 from autotune.trees.verification import WetapVerification, accept_by_ratio, accept_path, find_child
@@ -63,8 +64,7 @@ class Round:
         """One autoregressive step through the same model, cache and sampler as rounds."""
         started = host_ms()
         logits = self.target.step(request.tokens[-1])
-        prefix = request.sequence() if request.sampler.needs_prefix else None
-        token = request.sampler.token(logits, self.target.length, prefix)
+        token = request.sampler.token(logits, self.target.length)
         request.stats.verify_ms += host_ms() - started
         return token
 
@@ -98,21 +98,27 @@ class Round:
         nodes, offsets = np.zeros(size, np.int64), np.zeros(size, np.int64)
         nodes[:count] = np.maximum(tree.token[:count], 0)
         offsets[:count] = tree.depth[:count]
-        logits = self.target.forward(Step(nodes, offsets, tree_mask))[:count]
-        if sampler.needs_prefix:
-            path, token = self._accept_row_by_row(logits, request, tree, request.sequence())
-        elif isinstance(verification := point.verification, WetapVerification):
-            logprobs = sampler.logprobs(logits, tree.parent[1:count], nodes[1:count])
+        step = Step(nodes, offsets, tree_mask)
+        logits = self.target.forward(step)[:count]
+        positions = self.target.length + offsets[:count] + 1
+        paths = self.target.paths(step)[:count] if sampler.reads_prefix else None
+        if isinstance(verification := point.verification, WetapVerification):
+            scores = sampler.scores(logits, positions, paths)
+            logprobs = candidate_logprobs(logits, scores, tree.parent[1:count], nodes[1:count])
             num_accepted = accept_by_ratio(tree, logprobs, np.log(verification.threshold), self._path)
             path = self._path[:num_accepted].copy()
             last = int(path[-1]) if num_accepted else ROOT
-            token = sampler.token(logits[last], self.target.length + num_accepted + 1)
-        elif not self.decides_at_once:
-            path, token = self._accept_row_by_row(logits, request, tree)
-        else:
-            tokens = sampler.tokens(logits, self.target.length + offsets[:count] + 1)
+            if num_accepted and paths is not None:
+                sampler.append(select(paths[last], path, 0))
+            token = sampler.token(logits[last], int(positions[last]))
+        elif self.decides_at_once and not sampler.one_by_one:
+            tokens = sampler.tokens(logits, positions, paths)
             path = self._path[: accept_path(tree, tokens, self._path)].copy()
             token = int(tokens[path[-1] if len(path) else ROOT])
+            if paths is not None:
+                sampler.append(select(sampler.decided, np.array([ROOT, *path]), 0))
+        else:
+            path, token = self._accept_row_by_row(logits, positions, sampler, tree)
         request.stats.verify_ms += host_ms() - started
         return path, token
 
@@ -128,19 +134,17 @@ class Round:
         request.stats.verify_ms += now_ms(self.target.device) - started
 
     def _accept_row_by_row(
-        self, logits: Tensor, request: Request, tree: Tree, prefix: Tensor | None = None
+        self, logits: Tensor, positions: Ints, sampler: TokenSampler, tree: Tree
     ) -> tuple[Ints, int]:
         """Lossless acceptance that computes tokens for the visited nodes only, because a token costs time in proportion to the
-        vocabulary, and logits processors that read the prefix need the prefix [1, tokens] of the node.
+        vocabulary, and some logits processors need the prefix of a node as it is.
         """
         node = ROOT
         path: list[int] = []
         while True:
-            token = request.sampler.token(logits[node], self.target.length + len(path) + 1, prefix)
+            token = sampler.token(logits[node], int(positions[node]))
             child = find_child(tree, node, token)
             if child < 0:
                 return np.array(path, np.int64), token
             path.append(child)
             node = child
-            if prefix is not None:
-                prefix = torch.cat([prefix, torch.tensor([[token]], device=prefix.device)], dim=1)

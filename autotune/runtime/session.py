@@ -83,15 +83,15 @@ class Session:
         """Open the session and prefill the target; returns the first new token."""
         request, stats = self.request, self.request.stats
         with torch.inference_mode(), limited_threads(self.prefill_threads):
-            started = self._clock()
+            started = now_ms(self.target.device)
             self._open()
             self.target.reserve(self.capacity)
             rankings = [self.point.visual_ranking] if self.draft is not None and self.point.visual_keep < 1.0 else []
             self._prefilled = self.target.prefill(request.prompt, visual_rankings=rankings)
-            token = request.sampler.token(self._prefilled.logits, len(request.prompt), request.prefix)
+            token = request.sampler.token(self._prefilled.logits, len(request.prompt))
             emitted = request.emit([token])
             stats.prompt_tokens, stats.new_tokens = len(request.prompt), 1
-            stats.target_prefill_ms += self._clock() - started
+            stats.target_prefill_ms += now_ms(self.target.device) - started
         return emitted
 
     def round(self) -> list[int]:
@@ -147,7 +147,7 @@ class Session:
             started = host_ms()  # the round or prefill before ended with a transfer
             if stats.rounds == 0 and self.draft is not None:
                 self._prefill_draft(self.draft)
-                stats.draft_prefill_ms = self._clock() - started
+                stats.draft_prefill_ms = now_ms(self.target.device) - started
             with limited_threads(self.threads):
                 tokens = decode()
             emitted = self.request.emit(tokens)
@@ -201,6 +201,3 @@ class Session:
         point.grower.update(len(path), tokens[0])
         self._retrieve(tokens)
         return tokens
-
-    def _clock(self) -> float:
-        return now_ms(self.target.device)

@@ -10,21 +10,28 @@ A draft that ranks tokens by the same function of its own logits, with the same 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from autotune.errors import UserError
 from autotune.modeling import transfer
+from autotune.trees.limits import Floats, Ints
 
 _MASK64 = (1 << 64) - 1
 MAX_NOISE_BYTES = 64 << 20  # of the noise that a sampler keeps
+COUPLED_TEMPERATURE = 0.01
+"""The lowest temperature at which drafts are coupled. Below it noise decides near ties only, while scores over such a temperature
+would tell a tree policy that every draft is certain. The defaults of Qwen2.5-VL have 1e-6.
+"""
+NUCLEUS_TOKENS = 1024  # that top-p looks at before it sorts a vocabulary
+MASS_ROUNDING = 2**-18  # by which sums of a vocabulary's probabilities may differ
 # Hugging Face's processors that do not read the prefix.
 PREFIX_FREE = frozenset(
     {
@@ -33,6 +40,15 @@ PREFIX_FREE = frozenset(
         "SuppressTokensLogitsProcessor",
     }
 )
+# Those that read its length alone.
+OF_LENGTH = frozenset(
+    {
+        *("ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor"),
+        *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor"),
+    }
+)
+# All that can decide several tokens at once: the repetition penalty reads which tokens the prefix has, in any order and number.
+AT_ONCE = PREFIX_FREE | OF_LENGTH | {"RepetitionPenaltyLogitsProcessor"}
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
@@ -53,8 +69,45 @@ def mix_seed(seed: int, position: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
+def nucleus(scores: Tensor, warper: TopPLogitsWarper) -> tuple[Tensor, Tensor]:
+    """The ``scores`` [n, vocabulary] as ``warper`` leaves them, by the ``NUCLEUS_TOKENS`` best of each row, and whether a row is
+    unsure, [n]: its nucleus may reach beyond these, or ends where rounding decides. Of equal scores that are kept in part, the
+    last ones are kept.
+    """
+    best, index = scores.topk(min(NUCLEUS_TOKENS, scores.shape[-1]))
+    # A softmax of the vocabulary would be added up less exactly.
+    probability = (best - best[:, :1]).exp() / (scores - best[:, :1]).exp_().sum(-1, keepdim=True)
+    mass = probability.cumsum(-1)
+    missing = warper.top_p - (mass - probability)  # before each token
+    is_kept = missing > 0.0
+    is_kept[:, : warper.min_tokens_to_keep] = True
+    last = best.gather(-1, is_kept.sum(-1, keepdim=True) - 1)
+    num_equal = (is_kept & (best == last)).sum(-1, keepdim=True)
+    first_equal = torch.where(best == last, index, -1).sort(descending=True).values.gather(-1, num_equal - 1)
+    is_kept = (best > last) | (best == last) & (index >= first_equal)
+    kept = torch.where(is_kept, best, warper.filter_value)
+    is_unsure = (mass[:, -1] < warper.top_p) | (last <= best[:, -1:])[:, 0] | (missing.abs() < MASS_ROUNDING).any(-1)
+    return torch.full_like(scores, warper.filter_value).scatter_(-1, index, kept), is_unsure
+
+
+def candidate_logprobs(logits: Tensor, scores: Tensor, rows: Ints, tokens: Ints) -> Floats:
+    """Log-probabilities of ``tokens`` [m] in the rows ``rows`` [m] of ``logits``, after a 0 for the root, [m + 1].
+
+    They are the model's own at temperature 1, as a draft's are, whatever the temperature of the request; tokens that
+    the request's top-k, top-p or processors exclude, whose ``scores`` are -inf, have -inf.
+    """
+    at = transfer.to_device(rows, logits.device), transfer.to_device(tokens, logits.device)
+    picked = logits.float().log_softmax(-1)[at].masked_fill(scores[at] == -math.inf, -math.inf)
+    return np.concatenate([[0.0], transfer.to_host(picked.double())])
+
+
 class TokenSampler:
-    """Turns logits into tokens. ``processors`` are those of Hugging Face, which may read the prefix."""
+    """Turns the logits of a request into tokens.
+
+    Args:
+        processors: those of Hugging Face, which may read the prefix.
+        prefix: the tokens before the first one that is decided, [1, tokens].
+    """
 
     def __init__(
         self,
@@ -64,92 +117,115 @@ class TokenSampler:
         top_p: float = 1.0,
         seed: int = 0,
         processors: Sequence[Any] = (),
+        prefix: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         check_sampling(temperature, top_k, top_p)
         self.temperature = temperature
         self.seed = seed
-        prefix_free = [processor for processor in processors if type(processor).__name__ in PREFIX_FREE]
-        # If no processor reads the prefix, all tokens of a round are computed at once.
-        is_prefix_free = len(prefix_free) == len(processors)
+        names = [type(processor).__name__ for processor in processors]
         own: list[Any] = [TopKLogitsWarper(top_k)] if temperature > 0.0 and top_k > 0 else []
         own += [TopPLogitsWarper(top_p)] if temperature > 0.0 and top_p < 1.0 else []
-        self.processors = [] if is_prefix_free else list(processors)
-        self.warpers = LogitsProcessorList([*(processors if is_prefix_free else ()), *own])
-        self._proposal_warpers = LogitsProcessorList([*prefix_free, *own])
+        self.processors = [*processors, *own]
+        self._proposal_processors = [each for each in self.processors if type(each).__name__ in PREFIX_FREE]
+        self._divisor = 1.0 if temperature == 0.0 or "TemperatureLogitsWarper" in names else temperature
+        self.prefix = torch.empty(1, 0, dtype=torch.long, device=device) if prefix is None else prefix
+        """The tokens so far, [1, tokens], if a processor reads them."""
+        self.reads_prefix = not PREFIX_FREE.issuperset(names)
+        ignored = [getattr(processor, "prompt_ignore_length", None) or 0 for processor in processors]
+        longest = self.prefix.shape[1]  # that can be ignored: no new tokens
+        self.one_by_one = [n for n, k in zip(names, ignored, strict=True) if n not in AT_ONCE or k > longest]
+        """Processors that decide one token at a time, because they read more of the prefix."""
+        self.decided = self.prefix[0, :0]
+        """The latest tokens, on their device."""
         self._generator = torch.Generator(device)
         self._device = device
         self._noise: dict[tuple[int, int], Tensor] = {}  # by position and vocabulary, the oldest first
 
     @property
-    def needs_prefix(self) -> bool:
-        """Whether a token depends on the prefix beyond its logits, so that only visited nodes can be decided."""
-        return bool(self.processors)
-
-    @property
     def is_greedy(self) -> bool:
         """Whether the token is the argmax of the unprocessed logits."""
-        return self.temperature == 0.0 and not self.warpers and not self.processors
+        return self.temperature == 0.0 and not self.processors
 
-    def token(self, logits: Tensor, position: int, prefix: Tensor | None = None) -> int:
-        """The token at ``position`` after a prefix [1, tokens], from logits [vocabulary]."""
-        if self.processors:
-            assert prefix is not None
-            logits = LogitsProcessorList(self.processors)(prefix, logits[None].float().clone())[0]
-        row = logits[None]
-        greedy = self.temperature == 0.0
-        scores = self._warped(row) if greedy else self._with_noise(row, self._noise_at(position, row.shape[-1]))
-        return int(transfer.to_host(scores.argmax(-1))[0])
+    def token(self, logits: Tensor, position: int) -> int:
+        """The token at ``position`` after the prefix, to which it is appended, from logits [vocabulary]."""
+        (token,) = self.tokens(logits[None], np.array([position])).tolist()
+        if self.reads_prefix:
+            self.append(self.decided)
+        return int(token)
 
-    def tokens(self, logits: Tensor, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The tokens at ``positions`` [n], from logits [n, vocabulary]."""
-        return transfer.to_host(self.scores(logits, positions).argmax(-1))
+    def tokens(self, logits: Tensor, positions: Ints, paths: Tensor | None = None) -> Ints:
+        """The tokens at ``positions`` [n], from logits [n, vocabulary]. Other arguments are those of ``scores``."""
+        unsure: list[Tensor] | None = None if self.one_by_one else []  # processors with a state read a token once
+        self.decided = self.scores(logits, positions, paths, unsure).argmax(-1)
+        for is_unsure in unsure or ():
+            self.decided = self.decided.masked_fill(is_unsure, -1)
+        tokens = transfer.to_host(self.decided)
+        if (tokens < 0).any():
+            rows = np.union1d(0, np.flatnonzero(tokens < 0))  # positions count from the first one
+            at = transfer.to_device(rows, logits.device)
+            exact = self.scores(logits[at], positions[rows], None if paths is None else paths[at]).argmax(-1)
+            self.decided[at] = torch.where(self.decided[at] < 0, exact, self.decided[at])
+            tokens = transfer.to_host(self.decided)
+        return tokens
 
-    def scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
-        """The scores whose argmax is the token, [n, vocabulary]."""
-        if self.temperature == 0.0:
-            return self._warped(logits)
-        return self._with_noise(logits, self._noise_of_rows(positions, logits))
+    def append(self, tokens: Tensor) -> None:
+        """Append tokens [n] to the prefix."""
+        self.prefix = torch.cat([self.prefix, tokens[None]], dim=1)
 
-    def _with_noise(self, logits: Tensor, noise: Tensor) -> Tensor:
-        return self._warped(logits.float() / self.temperature) + noise
+    def scores(
+        self, logits: Tensor, positions: Ints, paths: Tensor | None = None, unsure: list[Tensor] | None = None
+    ) -> Tensor:
+        """The scores whose argmax is the token, [n, vocabulary].
 
-    def proposal_scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
+        Args:
+            positions: of the tokens, [n]; the first row's follows the prefix.
+            paths: for processors that read the prefix, the tokens after it in each row, [n, columns]; other columns repeat one
+                of them, or are no token. None: there are no tokens after it.
+            unsure: with it, top-p does not sort the vocabulary, and appends whether a row needs that, [n].
+        """
+        if self.is_greedy:
+            return logits
+        scores = logits.float() / self._divisor  # a copy, to which users' processors may write
+        prefix = self.prefix.expand(len(scores), -1)
+        if paths is not None:
+            prefix = torch.cat([prefix, paths], dim=1)
+        for processor in self.processors:
+            if unsure is not None and isinstance(processor, TopPLogitsWarper):
+                scores, is_unsure = nucleus(scores, processor)
+                unsure.append(is_unsure)
+            elif type(processor).__name__ in OF_LENGTH:
+                # Rows with equal positions have prefixes of one length.
+                edges = [0, *(np.flatnonzero(np.diff(positions)) + 1).tolist(), len(positions)]
+                lengths = self.prefix.shape[1] + positions - positions[0]
+                parts = ((slice(*edge), lengths[edge[0]]) for edge in itertools.pairwise(edges))
+                scores = torch.cat([processor(prefix[rows, :length], scores[rows]) for rows, length in parts])
+            else:
+                scores = processor(prefix, scores)
+        return scores if self.temperature == 0.0 else scores + self._noise_of_rows(positions, scores)
+
+    def proposal_scores(self, logits: Tensor, positions: Ints) -> Tensor:
         """The scores by which a draft ranks tokens under coupled sampling, [n, vocabulary]: ``scores`` of its own logits.
-        Processors that read the prefix are left out, because they would have to run on every node of a tree.
+        Processors that read the prefix are left out, and top-p keeps at most ``NUCLEUS_TOKENS``.
 
         Args:
             logits: the draft's, over the target's vocabulary, on any device; -inf for tokens that the draft does not know.
             positions: of the proposed tokens, [n], or [1] if all rows have one position. The temperature is above 0.
         """
-        if len(positions) == 1:
-            noise = self._noise_at(int(positions[0]), logits.shape[-1]).to(logits.device)
-        else:
-            noise = self._noise_of_rows(positions, logits)
-        return _warped(logits.float() / self.temperature, self._proposal_warpers) + noise
-
-    def logprobs(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Log-probabilities of ``tokens`` [n] in the rows ``rows`` [n] of ``logits``, after a 0 for the root, [n + 1].
-
-        They are the model's own at temperature 1, as a draft's are, whatever the temperature of the request; tokens that
-        the request's top-k, top-p or processors exclude have -inf.
-        """
-        at = transfer.to_device(rows, logits.device), transfer.to_device(tokens, logits.device)
-        picked = logits.float().log_softmax(-1)[at]
-        if self.warpers:
-            scaled = logits.float() / self.temperature if self.temperature > 0.0 else logits.float()
-            picked = picked.masked_fill(self._warped(scaled)[at] == -math.inf, -math.inf)
-        return np.concatenate([[0.0], transfer.to_host(picked.double())])
-
-    def _warped(self, scores: Tensor) -> Tensor:
-        return _warped(scores, self.warpers)
+        scores = logits.float() / self._divisor
+        for processor in self._proposal_processors:
+            is_top_p = isinstance(processor, TopPLogitsWarper)
+            scores = nucleus(scores, processor)[0] if is_top_p else processor(self.prefix, scores)
+        return scores + self._noise_of_rows(positions, scores)
 
     def noise(self, positions: Iterable[int], vocabulary: int) -> Tensor:
         """Standard Gumbel noise of each position, [positions, vocabulary]."""
         return torch.stack([self._noise_at(position, vocabulary) for position in positions])
 
-    def _noise_of_rows(self, positions: NDArray[np.int64], logits: Tensor) -> Tensor:
-        """The noise of each row of logits, [n, vocabulary], on their device."""
+    def _noise_of_rows(self, positions: Ints, logits: Tensor) -> Tensor:
+        """The noise of each row of logits, [n, vocabulary], or [vocabulary] for a single position, on their device."""
+        if len(positions) == 1:
+            return self._noise_at(int(positions[0]), logits.shape[-1]).to(logits.device)
         distinct, inverse = np.unique(positions, return_inverse=True)
         noise = self.noise(distinct.tolist(), logits.shape[-1]).to(logits.device)
         return noise[transfer.to_device(inverse, noise.device)]
@@ -165,10 +241,3 @@ class TokenSampler:
             variates = torch.empty(vocabulary, device=self._device).exponential_(generator=self._generator)
             self._noise[key] = -variates.log()
         return self._noise[key]
-
-
-def _warped(scores: Tensor, warpers: LogitsProcessorList) -> Tensor:
-    if not warpers:
-        return scores
-    empty_prefix = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
-    return warpers(empty_prefix, scores)  # type: ignore[no-any-return]

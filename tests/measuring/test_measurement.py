@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from autotune.cost.roofline import estimate_table
 from autotune.cost.surface import Surface
@@ -28,10 +29,12 @@ from autotune.measuring import request_timing
 from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.request_timing import choose_prefill_threads, overhead_runs
 from autotune.measuring.settings import CostSettings
+from autotune.measuring.step_bench import StepBench
 from autotune.modeling.graph_runner import GraphRunner
 from autotune.modeling.loading import RETRIEVAL, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.tree import ROOT, new_tree, set_root
 from autotune.workloads.workload import Workload, load_workload
 from tests.sample_documents import write_image, write_workload
@@ -240,6 +243,37 @@ def test_overhead_of_a_single_prompt(pair: Pair, processor: Any, workload: Workl
     assert np.linalg.cond(counts / np.linalg.norm(counts, axis=0)) < 8, (
         "costs of rounds, levels, nodes and retrieval can be separated"
     )
+
+
+def test_steps_and_rounds_are_timed_with_the_requests_own_settings(
+    pair: Pair, processor: Any, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workload's, and the penalty of the model's generation config."""
+    monkeypatch.setattr(pair.target.generation_config, "repetition_penalty", 1.3)
+    sampled = Workload(workload.name, workload.split, workload.prompts[:1]).sampled(0.7)
+    target, draft, calls = Target(pair.target), IndependentDraft(pair.draft), []
+
+    def noting(owner: type, name: str, note: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: (calls.append(note(*a, **k)), original(*a, **k))[1])
+
+    noting(RepetitionPenaltyLogitsProcessor, "__call__", lambda self, ids, scores: ("penalty", len(scores)))
+    noting(TokenSampler, "proposal_scores", lambda self, logits, positions: ("coupled", len(logits)))
+    noting(Decoder, "generate", lambda self, temperature, **_: temperature)
+    overhead_runs(target, draft, processor, sampled, lambda: 2.0, SETTINGS)
+    assert {0.7, ("penalty", 1)} < set(calls)
+    benches: list[StepBench] = []
+    monkeypatch.setattr(
+        "autotune.measuring.measurement._choose_threads", lambda found, *_: benches.extend(found) or 1 / 0
+    )
+    ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
+    with pytest.raises(ZeroDivisionError):
+        measure_costs(target, ids[0], [(draft, ids[1])], processor, sampled, settings=SETTINGS)
+    calls.clear()
+    benches[0].decoder.rounds.decides_at_once = True
+    with torch.inference_mode():
+        benches[0].decode_ms(32), benches[0].verify_ms(6, 32), benches[0].draft_level_ms(3, 32)
+    assert calls == [("penalty", 1), ("penalty", 6), ("coupled", 3)]
 
 
 def test_kv_lengths_span_a_workload() -> None:

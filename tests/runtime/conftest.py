@@ -58,3 +58,10 @@ def decoder(pair: Pair) -> Decoder:
 
 def new_tokens(sequences: Tensor, inputs: Inputs) -> list[int]:
     return sequences[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def deciding_at_once(pair: Pair) -> Decoder:
+    """Decides all tokens of a round together, as on a device."""
+    decoder = Decoder(pair.target, pair.draft, tree=TREES["sage"])
+    decoder.rounds.decides_at_once = True
+    return decoder

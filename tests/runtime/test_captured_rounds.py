@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ TREES: dict[str, dict[str, Any]] = {
     "priced": {"policy": "priced", "depth": 4, "budget": 10},
 }
 SETTINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "top_p": 0.9, "seed": 4})
+PENALTIES = {"repetition_penalty": 1.05, "min_new_tokens": 4}
 FEW_SIZES = {"capture_sizes": (1, 8, 16)}
 
 
@@ -155,7 +157,7 @@ def test_captured_steps_depend_on_their_buffers_alone(
         ("text", {}),
         ("image", {"temperature": 1.0, "seed": 1}),
         ("text", {"temperature": 0.7, "top_k": 7, "seed": 2}),
-        ("image", {}),
+        ("image", {"repetition_penalty": 1.3, "min_new_tokens": 5}),
     ):
         assert_same(eager, captured, inputs[name], max_new_tokens=10, **settings)
     before = graph_memory(target.device).num_kept
@@ -201,8 +203,13 @@ def counted_parts(rehearsal: Rehearsal) -> Iterator[dict[str, list[Counts]]]:
 
 
 @pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("kind", ["independent", "star", "eagle3"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *itertools.product(("independent", "star", "eagle3"), ({}, {"temperature": 1.0, "seed": 3})),
+        *(("star", {**PENALTIES, **more}) for more in ({}, {"temperature": 1.0, "top_p": 0.9})),
+    ],
+)
 def test_uploads_waits_and_replays_of_a_round(
     rehearsal: Rehearsal, pair: Pair, prompts: dict[str, Inputs], kind: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -221,21 +228,23 @@ def test_uploads_waits_and_replays_of_a_round(
             assert (level.to_device, level.waits, level.replays) == (1, 1, 1), name
         for verification in counts["verification"]:
             assert (verification.waits, verification.replays) == (1, 1), name
-            assert verification.to_device == (2 if settings else 1), name
+            assert verification.to_device == (2 if "temperature" in settings else 1), name
 
 
 def test_a_request_waits_for_its_levels_rounds_and_prefills_alone(
-    rehearsal: Rehearsal, pair: Pair, prompts: dict[str, Inputs]
+    rehearsal: Rehearsal, pair: Pair, prompts: dict[str, Inputs], processor: Any
 ) -> None:
-    """Clocks included."""
+    """Clocks, penalties and stop strings included. A plain step is one copy to the device."""
     pair, inputs = on_device(pair, "cuda:0"), inputs_on(prompts["text"], "cuda:0")
     target, draft = Target(pair.target), as_draft(pair.draft)
-    for mode in ("eager", "cuda-graph"):
-        decoder = Decoder(target, draft, tree=TREES["chain"], mode=mode, **FEW_SIZES)
-        waits = []
+    more = {**PENALTIES, "stop_strings": "never"}
+    for mode, given, settings in (("eager", draft, {}), ("cuda-graph", draft, more), ("cuda-graph", None, more)):
+        decoder = Decoder(target, given, tree=TREES["chain"], mode=mode, processor=processor, **FEW_SIZES)
+        extra = []
         for number in (12, 20):
             decoder.generate(**inputs, max_new_tokens=number)
             with rehearsal.counted() as counts:
-                stats = decoder.generate(**inputs, max_new_tokens=number).stats
-            waits.append(counts.waits - stats.rounds - stats.draft_forwards)
-        assert waits[0] == waits[1], "a request's own, whatever its length"
+                stats = decoder.generate(**inputs, max_new_tokens=number, **settings).stats
+            uploads = counts.to_device - stats.rounds if given is None else 0
+            extra.append((counts.waits - stats.rounds - stats.draft_forwards, uploads))
+        assert extra[0] == extra[1], "a request's own, whatever its length"

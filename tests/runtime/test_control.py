@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from autotune.drafters import cached_draft
 from autotune.errors import UserError
+from autotune.evaluation.divergence import first_divergence
 from autotune.evaluation.perplexity import answer_logits, quality
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -19,7 +21,7 @@ from autotune.trees.limits import MAX_LEVEL_STEP
 from autotune.trees.tree import ROOT
 from autotune.trees.verification import WetapVerification
 from tests.obvious import ancestors_of, logits_after
-from tests.runtime.conftest import TREES
+from tests.runtime.conftest import TREES, new_tokens
 from tests.tiny_models import Inputs, Pair, new_llama
 
 NEW_TOKENS = 40
@@ -199,12 +201,26 @@ def test_a_verification_may_be_a_dictionary(pair: Pair) -> None:
     assert Decoder(pair.target, pair.draft, verification={"kind": "lossless"}).point.verification.is_lossless
 
 
-def test_lossy_verification_supports_no_logits_processors(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    decoder = Decoder(pair.target, pair.draft, verification=WetapVerification())
-    with pytest.raises(
-        UserError, match="wetap verification supports no logits processors that read the prefix; drop them"
-    ):
-        pair.target.generate(**prompts["text"], custom_generate=decoder, repetition_penalty=1.3, max_new_tokens=5)
+def test_logits_processors_of_lossy_verification_read_what_is_accepted(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    decoder = Decoder(pair.target, pair.draft, verification=WetapVerification(threshold=0.01))
+    (request,) = decoder.requests(**prompts["text"], max_new_tokens=25, repetition_penalty=1.3)
+    assert sum(map(len, decoder._decode(request))) == 25 and sum(request.stats.accepted_lengths) > 5
+    sequence = request.sequence()
+    assert torch.equal(request.sampler.prefix[:, : sequence.shape[1]], sequence)
+
+
+def test_agreement_and_divergence_are_those_of_the_request_s_processors(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    decoder, inputs = Decoder(pair.target), prompts["text"]
+    settings = {"repetition_penalty": 1.6, "max_new_tokens": 25}
+    answer = new_tokens(decoder.generate(**inputs, **settings).sequences, inputs)
+    assert quality(decoder.target, inputs, answer, decoder.sampler(**inputs, **settings)).agreement == 1.0
+    assert quality(decoder.target, inputs, answer).agreement < 1.0
+    wrong = [*answer[:20], answer[20] + 1]
+    found = first_divergence(decoder.target, inputs, answer, wrong, decoder.sampler(**inputs, **settings))
+    logits = logits_after(pair.target, inputs, answer[:20])[-1:]
+    ids = torch.cat([inputs["input_ids"], torch.tensor([answer[:20]])], 1)
+    scores = RepetitionPenaltyLogitsProcessor(1.6)(ids, logits)[0]
+    assert found is not None and found.margin == pytest.approx(float(scores[answer[20]] - scores[wrong[20]]), abs=1e-4)
 
 
 def test_perplexity_is_that_of_one_forward_over_everything(pair: Pair, prompts: dict[str, Inputs]) -> None:

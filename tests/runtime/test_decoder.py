@@ -15,17 +15,10 @@ from torch import Tensor
 
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
-from autotune.modeling.step import Step
-from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.generate_args import Request
-from autotune.runtime.points import LoadedPoint
-from autotune.runtime.rounds import Round
 from autotune.runtime.stats import DecodingStats
-from autotune.trees.tree import MAX_STEP, ROOT, Ints
-from autotune.trees.verification import accept_path
 from tests.obvious import chi_square_p_value
-from tests.runtime.conftest import NEW_TOKENS, SAMPLED, TREES, Greedy, new_tokens
+from tests.runtime.conftest import NEW_TOKENS, SAMPLED, TREES, Greedy, deciding_at_once, new_tokens
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair, copy_common_weights, new_llama, sharpen
 
 PROMPTS = ("text", "image", "long")
@@ -83,33 +76,16 @@ def test_a_draft_changes_no_token(
         assert torch.equal(out.sequences, sampled_plainly(prompt, setting)), (prompt, keep, setting)
 
 
-@pytest.mark.parametrize("setting", [{}, SAMPLED[0]], ids=["greedy", "sampled"])
-def test_tokens_of_visited_nodes_are_those_of_all_rows_at_once(
-    pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any]
-) -> None:
-    """Acceptance on a CPU, against the tokens of the whole verification, from which a path is accepted."""
-    forward, verify, latest, accepted = Target.forward, Round.verify, [], []
-
-    def kept_forward(target: Target, step: Step) -> Tensor:
-        latest.append(forward(target, step))
-        return latest[-1]
-
-    def compared_verify(rounds: Round, request: Request, point: LoadedPoint) -> tuple[Ints, int]:
-        path, token = verify(rounds, request, point)
-        tree, found = point.grower.tree, np.zeros(MAX_STEP, np.int64)
-        count = int(tree.size[0])
-        tokens = request.sampler.tokens(latest[-1][:count], rounds.target.length + tree.depth[:count] + 1)
-        expected = found[: accept_path(tree, tokens, found)]
-        assert path.tolist() == expected.tolist() and token == tokens[expected[-1] if len(expected) else ROOT]
-        accepted.append(len(path))
-        return path, token
-
-    monkeypatch.setattr(Target, "forward", kept_forward)
-    monkeypatch.setattr(Round, "verify", compared_verify)
-    Decoder(pair.target, pair.draft, tree=TREES["sage"]).generate(
-        **prompts["image"], max_new_tokens=NEW_TOKENS, **setting
-    )
-    assert len(set(accepted)) > 2
+def test_tokens_of_visited_nodes_are_those_of_all_rows_at_once(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """Acceptance on a CPU, and on a device."""
+    for setting in ({}, SAMPLED[2], {"repetition_penalty": 1.05, "temperature": 1.0, "seed": 5}):
+        decoders = Decoder(pair.target, pair.draft, tree=TREES["sage"]), deciding_at_once(pair)
+        visited, at_once = (d.generate(**prompts["image"], max_new_tokens=NEW_TOKENS, **setting) for d in decoders)
+        assert torch.equal(visited.sequences, at_once.sequences)
+        assert (
+            visited.stats.accepted_lengths == at_once.stats.accepted_lengths
+            and len(set(at_once.stats.accepted_lengths)) > 2
+        )
 
 
 def test_seeds_and_temperatures_give_different_texts(
@@ -298,7 +274,7 @@ def test_custom_generate_feeds_a_streamer(
         return_dict_in_generate=True,
     ).sequences
     assert streamer.tokens == out[0].tolist() == greedy("image")[0].tolist()
-    assert (streamer.num_puts, streamer.num_ends) == (2 + decoder.last_stats.rounds, 1)
+    assert (streamer.num_puts, streamer.num_ends) == (2 + decoder.last_output.stats.rounds, 1)
 
 
 def test_custom_generate_shows_the_draft_the_image_itself(

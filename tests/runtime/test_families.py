@@ -331,7 +331,7 @@ class TestEveryFamily(DecodingContract):
                 **example.inputs, max_new_tokens=NEW_TOKENS, do_sample=False, custom_generate=decoder
             )
             assert torch.equal(found, example.sequences)
-            assert decoder.last_stats.draft_forwards > 0
+            assert decoder.last_output.stats.draft_forwards > 0
 
     def test_drafts_of_other_families_keep_the_output(self, member: Member, text_draft: Any, llava_draft: Any) -> None:
         """A text-only draft reads the prompt without images. So does one whose pixels are made by another processor."""

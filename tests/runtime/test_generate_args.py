@@ -16,16 +16,18 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
     TemperatureLogitsWarper,
     TextIteratorStreamer,
     TopKLogitsWarper,
 )
 
 from autotune.errors import UserError
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.generate_args import DEFAULT_MAX_NEW_TOKENS
+from autotune.runtime.generate_args import DEFAULT_MAX_NEW_TOKENS, Call, Request
 from autotune.runtime.token_sampler import TokenSampler
-from tests.runtime.conftest import TREES, new_tokens
+from tests.runtime.conftest import TREES, deciding_at_once, new_tokens
 from tests.tiny_models import Inputs, Pair
 
 NEW_TOKENS = 30
@@ -79,12 +81,15 @@ def test_settings_mean_what_they_mean_to_generate(
     given = SETTINGS[name](text)
     settings = given if isinstance(given, dict) else {name: given}
     plain, inputs = Decoder(pair.target), {**prompts["image"], "max_new_tokens": NEW_TOKENS}
+    at_once = deciding_at_once(pair)
     call = {**inputs, **settings}
     expected = pair.target.generate(**call, do_sample=False)
     assert new_tokens(expected, prompts["image"]) != text, "the setting must have an effect"
-    for method in (decoder, plain):
+    for method in (decoder, at_once, plain):
         assert torch.equal(method.generate(**call).sequences, expected)
     assert torch.equal(pair.target.generate(**call, do_sample=False, custom_generate=decoder), expected)
+    sampled = [method.generate(**call, temperature=0.9, seed=4).sequences for method in (decoder, at_once, plain)]
+    assert torch.equal(sampled[0], sampled[1]) and torch.equal(sampled[0], sampled[2])
     configured.update(**settings)
     assert torch.equal(decoder.generate(**inputs).sequences, expected)
     assert torch.equal(pair.target.generate(**inputs, do_sample=False, custom_generate=plain), expected)
@@ -207,11 +212,50 @@ def test_a_seed_goes_through_generate(pair: Pair, prompts: dict[str, Inputs], de
     assert torch.equal(found, expected)
 
 
-def test_processors_that_look_at_logits_alone_decide_a_round_at_once() -> None:
-    assert not TokenSampler(processors=[TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)]).needs_prefix
-    assert TokenSampler(processors=[TemperatureLogitsWarper(0.5), RepetitionPenaltyLogitsProcessor(1.2)]).needs_prefix
-    assert TokenSampler(processors=[MinNewTokensLengthLogitsProcessor(3, 5, 1)]).needs_prefix
-    assert TokenSampler(processors=[Never(3)]).needs_prefix
+def test_processors_that_need_the_prefix_as_it_is_decide_one_by_one() -> None:
+    penalty, warper = RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper(0.5)
+    for processor, reads_prefix, one_by_one in (
+        (TopKLogitsWarper(3), False, []),
+        (MinNewTokensLengthLogitsProcessor(3, 5, 1), True, []),
+        (penalty(1.2, prompt_ignore_length=3), True, []),
+        (penalty(1.2, prompt_ignore_length=4), True, ["RepetitionPenaltyLogitsProcessor"]),  # a new token too
+        (Never(3), True, ["Never"]),
+    ):
+        sampler = TokenSampler(processors=[warper, processor], prefix=torch.tensor([[4, 5, 6]]))
+        assert (sampler.reads_prefix, sampler.one_by_one) == (reads_prefix, one_by_one)
+
+
+def test_a_temperature_near_0_is_greedy_but_for_ties(
+    pair: Pair, prompts: dict[str, Inputs], decoder: Decoder, configured: Any
+) -> None:
+    """As in the generation config of Qwen2.5-VL. The trees are those of greedy decoding."""
+    call = {**prompts["image"], "max_new_tokens": NEW_TOKENS, "repetition_penalty": 1.05}
+    expected = decoder.generate(**call)
+    configured.update(do_sample=True, temperature=1e-6, top_p=0.8)
+    for method in (deciding_at_once(pair), Decoder(pair.target), decoder):
+        found = method.generate(**call, seed=7)
+        assert torch.equal(found.sequences, expected.sequences)
+    assert found.stats.verified_nodes == expected.stats.verified_nodes
+
+
+def test_stops_of_a_round_are_those_of_single_tokens(
+    prompts: dict[str, Inputs], processor: Any, text: list[int]
+) -> None:
+    """The first hit of any criterion cuts, wherever it and the rounds begin."""
+    prefix = prompts["image"]["input_ids"]
+    for at in range(len(text)):
+        strings = [processor.tokenizer.decode(text[at : at + length]) for length in (1, 2)]
+        stops = [StopStringCriteria(processor.tokenizer, [string]) for string in strings if string]
+        call = Call({}, len(text), stops=[*stops, StopAfter(text[12])])
+        alone = (torch.cat([prefix, torch.tensor([text[:end]])], 1) for end in range(1, len(text)))
+        hits = (end for end, ids in enumerate(alone, 1) if any(bool(stop(ids, None)) for stop in call.stops))
+        expected = text[: next(hits, len(text))]
+        for size in (1, 4, 7, len(text)):
+            request = Request(call, TokenSampler(), EncodedPrompt(prefix[0], prefix[0] < 0), prefix)
+            while not request.is_finished:
+                begin = len(request.tokens)
+                assert request.emit(text[begin : begin + size]) == request.tokens[begin:]
+            assert request.tokens == expected
 
 
 def test_a_streamer_gets_the_prompt_and_then_round_by_round(
@@ -253,6 +297,7 @@ def test_a_batch_equals_that_of_generate(pair: Pair, decoder: Decoder, batch: In
         eos = pair.target.generate(**call, do_sample=False)[0, batch["input_ids"].shape[1] + 6].item()
         for ends in ({}, {"eos_token_id": eos}):
             expected = pair.target.generate(**call, **ends, do_sample=False)
+            assert torch.equal(deciding_at_once(pair).generate(**call, **ends).sequences, expected)
             out = decoder.generate(**call, **ends)
             assert torch.equal(out.sequences, expected) and decoder.last_output is out
             found = pair.target.generate(**call, **ends, do_sample=False, custom_generate=decoder)

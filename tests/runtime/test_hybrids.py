@@ -136,7 +136,7 @@ class TestEveryHybrid(DecodingContract):
             **example.inputs, max_new_tokens=NEW_TOKENS, do_sample=False, custom_generate=decoder
         )
         assert torch.equal(found, example.sequences)
-        assert decoder.last_stats.draft_forwards > 0
+        assert decoder.last_output.stats.draft_forwards > 0
         assert member.target.config.to_dict() == before
         assert not any(module._forward_pre_hooks for module in decoder.target.text.mixers.values())
         assert torch.equal(greedy(member.target, example.inputs), example.sequences)

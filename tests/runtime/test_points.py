@@ -149,7 +149,7 @@ def test_custom_generate_picks_the_same_point(decoder: Decoder, pair: Pair, prom
         ({"do_sample": False, "temperature": 1.0}, OTHERS),
     ):
         found = generate(**prompts["image"], **given, **settings)
-        assert decoder.last_stats.point == expected, given
+        assert decoder.last_output.stats.point == expected, given
         if not given["do_sample"]:
             assert torch.equal(found, generate(**prompts["image"], max_new_tokens=NEW_TOKENS, do_sample=False))
 
@@ -190,8 +190,11 @@ def test_settings_that_a_point_cannot_honour_are_refused_where_it_is_chosen(
     """A lossy point among lossless ones, and a logits processor."""
     lossy = LoadedPoint(pair.draft, verification=WetapVerification(), when=Condition(workload="fast"))
     decoder = Decoder(pair.target, points=[lossy, LoadedPoint(pair.draft)])
-    settings = {**prompts["text"], "max_new_tokens": 5, "repetition_penalty": 1.3}
-    with pytest.raises(UserError, match="wetap verification supports no logits processors"):
+    settings = {**prompts["text"], "max_new_tokens": 5, "no_repeat_ngram_size": 2}
+    with pytest.raises(
+        UserError,
+        match="supports no logits processors that read the order of the prefix; drop NoRepeatNGramLogitsProcessor",
+    ):
         decoder.generate(**settings, workload="fast")
     assert torch.equal(decoder.generate(**settings).sequences, plainly(pair, settings))
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from autotune.errors import UserError
-from autotune.runtime.token_sampler import TokenSampler, mix_seed
+from autotune.runtime import token_sampler
+from autotune.runtime.token_sampler import TokenSampler, candidate_logprobs, mix_seed
 from autotune.trees.policy import TreeGrower
 from autotune.trees.wetap import WetapPolicy
 from tests.obvious import chi_square_p_value
@@ -77,13 +78,34 @@ def test_log_probabilities_are_the_models_own_but_for_excluded_tokens() -> None:
     rows, tokens = np.repeat(np.arange(40), 30), np.tile(np.arange(30), 40)
     own = logits.log_softmax(-1).double().reshape(-1).numpy()
     for temperature in (0.0, 0.3, 1.0, 2.0):
-        found = TokenSampler(temperature=temperature).logprobs(logits, rows, tokens)
+        scores = TokenSampler(temperature=temperature).scores(logits, np.arange(40))
+        found = candidate_logprobs(logits, scores, rows, tokens)
         assert found[0] == 0.0 and (found[1:] == own).all()
-    found = TokenSampler(temperature=0.7, top_k=8, top_p=0.9).logprobs(logits, rows, tokens)[1:]
+    scores = TokenSampler(temperature=0.7, top_k=8, top_p=0.9).scores(logits, np.arange(40))
+    found = candidate_logprobs(logits, scores, rows, tokens)[1:]
     cut = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(8)(None, logits / 0.7))
     excluded = (cut == -torch.inf).reshape(-1).numpy()
     assert (found[excluded] == -np.inf).all() and (found[~excluded] == own[~excluded]).all()
     assert 22 / 30 < excluded.mean() < 29 / 30
+
+
+def test_a_nucleus_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without sorting, but for rows whose nucleus is large. Transformers keeps any of equal scores of which it keeps a part."""
+    monkeypatch.setattr(token_sampler, "NUCLEUS_TOKENS", 16)
+    torch.manual_seed(2)
+    logits = torch.rand(300, 1) * 6 * torch.randn(300, 60)
+    for warper in (TopPLogitsWarper(0.9), TopPLogitsWarper(0.3, min_tokens_to_keep=5)):
+        for scores in (logits, logits.bfloat16().float()):
+            expected, (found, is_unsure) = warper(None, scores), token_sampler.nucleus(scores, warper)
+            sure = ~is_unsure
+            assert (
+                torch.equal(found.sort().values[sure], expected.sort().values[sure]) and 0.5 < sure.float().mean() < 1
+            )
+            assert torch.equal(found[found > -torch.inf], scores[found > -torch.inf])
+        assert torch.equal(token_sampler.nucleus(logits, warper)[0][sure], warper(None, logits)[sure])
+    sampler, positions = TokenSampler(temperature=1.0, top_p=0.9, seed=3), np.arange(300)
+    expected = TopPLogitsWarper(0.9)(None, logits) + sampler.noise(positions.tolist(), 60)
+    assert sampler.tokens(logits, positions).tolist() == expected.argmax(-1).tolist()
 
 
 def test_wetap_takes_the_candidates_that_transformers_warpers_leave() -> None:
@@ -159,10 +181,10 @@ class Forbid:
 
 def test_processors_see_the_prefix_and_leave_the_logits_alone() -> None:
     processor, logits = Forbid(), torch.tensor(LOGITS)
-    sampler = TokenSampler(processors=[processor])
-    assert sampler.needs_prefix and not TokenSampler().needs_prefix
-    assert sampler.token(logits, 3, torch.tensor([[4, 4, 0]])) == 1
-    assert processor.prefixes == [[4, 4, 0]]
+    sampler = TokenSampler(processors=[processor], prefix=torch.tensor([[4, 4, 0]]))
+    assert sampler.reads_prefix and not TokenSampler().reads_prefix
+    assert sampler.token(logits, 3) == 1 and sampler.token(logits, 4) == 0
+    assert processor.prefixes == [[4, 4, 0], [4, 4, 0, 1]]
     assert logits.tolist() == LOGITS, "other nodes of the tree read them"
 
 
