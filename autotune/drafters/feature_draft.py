@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -241,17 +241,17 @@ class FeatureDraft(CachedDraft):
         """Whether cross-attention blocks attend to more tokens than the others."""
         return self._num_condensed > 0 and self.network.has_cross_attention
 
-    def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0, axes: int = 1) -> None:
+    def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0) -> None:
         super().prepare_step(kv_length, num_pending=num_pending)
         self._num_condensed = num_pruned
         states = torch.zeros(num_pending, self.network.config.hidden_size, dtype=self.dtype, device=self.device)
         self._pending_features = [dict.fromkeys(self.aux_layers, states)] if num_pending else []
 
-    def pruned_lengths(self, visual_keep: float, kv_length: int) -> list[int]:
+    def pruned_lengths(self, visual_keep: float, kv_lengths: Sequence[int], kv_length: int) -> list[int]:
         """One for each padded length of cross-attention blocks."""
         if visual_keep == 1.0 or not self.network.has_cross_attention:
             return [0]
-        return [0, 1, *(length - kv_length for length in self.padded_lengths if length > kv_length)]
+        return [0, 1, *(length - kv_length for length in kv_lengths if length > kv_length)]
 
     def forward(self, step: Step, source: FeatureSource) -> Tensor:
         count, first = len(step.tokens), step.num_uncommitted

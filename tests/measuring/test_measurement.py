@@ -241,6 +241,16 @@ def test_overhead_of_a_single_prompt(pair: Pair, processor: Any, workload: Workl
     )
 
 
+def test_preparing_takes_nothing_from_the_time_for_overhead(
+    pair: Pair, processor: Any, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(Decoder, "prepare", lambda *_: now.append(now[-1] + 1000))
+    target, draft = Target(pair.target), IndependentDraft(pair.draft)
+    runs = overhead_runs(target, draft, processor, workload, lambda: 0.0, SETTINGS, limit_s=100, clock=lambda: now[-1])
+    assert len(runs) == len(request_timing.TREES) * len(workload.prompts), "every tree decodes every prompt"
+
+
 def test_kv_lengths_span_a_workload() -> None:
     """The held-out one lies between the first two."""
     for shortest, longest in ((5, 29), (20, 420), (150, 400), (1000, 5000), (100, 101), (31, 32)):
