@@ -34,6 +34,7 @@ class Arm(Protocol):
 
     def prepare(self, context_tokens: int) -> None:
         """Capture what prompts and answers of so many tokens together need."""
+        del context_tokens
 
     def warm_up(self, inputs: dict[str, Any], settings: Prompt) -> None:
         """Run what the first prompt of a shape runs, so that buffers grow and kernels are chosen."""

@@ -56,6 +56,7 @@ def prepare(
     models: list[CachedModel] = [target]
     for draft in {point.draft for point in points}:
         if (cached := as_cached(draft)) is not None:
+            cached.capture_sizes = tuple(rounds.capture_sizes)
             models.append(cached)
     for model in models:
         close_session(model)
@@ -65,8 +66,6 @@ def prepare(
             cleanup.callback(model.reserve, 1)
             model.use_mode(rounds.mode)
             model.reserve(capacity)
-            if isinstance(model, CachedDraft):
-                model.capture_sizes = tuple(rounds.capture_sizes)
             if isinstance(model, TreeModel):  # allocates the cache, which no capture may do
                 token = torch.zeros(1, dtype=torch.long, device=model.device)
                 model.prefill_prompt(EncodedPrompt(token, token.bool()))

@@ -247,7 +247,7 @@ def test_preparing_takes_nothing_from_the_time_for_overhead(
     now = [0.0]
     monkeypatch.setattr(Decoder, "prepare", lambda *_: now.append(now[-1] + 1000))
     target, draft = Target(pair.target), IndependentDraft(pair.draft)
-    runs = overhead_runs(target, draft, processor, workload, lambda: 0.0, SETTINGS, limit_s=100, clock=lambda: now[-1])
+    runs = overhead_runs(target, draft, processor, workload, lambda: 1.0, SETTINGS, limit_s=100, clock=lambda: now[-1])
     assert len(runs) == len(request_timing.TREES) * len(workload.prompts), "every tree decodes every prompt"
 
 
