@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -54,29 +55,40 @@ class RehearsedCuda:
         self.num_devices, self.index = num_devices, 0
         self.streams = {index: Stream(torch.device("cuda", index)) for index in range(num_devices)}
         self.num_streams = 0  # made by the code under test
-        self.capture: CUDAGraph | None = None
+        self.underway: CUDAGraph | None = None
         self.capture_index = 0
+        self.memory_bytes = MEMORY_BYTES
         self.graphs: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()
         self.num_waits = self.num_replays = self.num_captures = 0
         self.live_bytes = 0
 
     # ------------------------------------------------------------------------------------------------ waits and refusals
 
+    @property
+    def capture(self) -> CUDAGraph | None:
+        """The capture of this thread."""
+        is_here = self.underway is not None and self.underway.thread == threading.get_ident()
+        return self.underway if is_here else None
+
     def wait(self, what: str) -> None:
-        """The host waits for the device."""
-        if self.capture is not None:
+        """The host waits for the device, which ends a capture of the mode ``global`` in any thread."""
+        if self.capture is not None or (self.underway is not None and self.underway.error_mode == "global"):
             self.refuse(f"operation not permitted when stream is capturing ({what})")
         self.num_waits += 1
 
     def refuse(self, what: str) -> NoReturn:
-        if self.capture is not None:
-            self.capture.failure = what
+        if self.underway is not None:
+            self.underway.failure = what
         raise CudaError(f"{what} @ {caller()}")
 
     # ------------------------------------------------------------------------------------------------------------ memory
 
     def allocate(self, host: Tensor, device: torch.device) -> Allocation:
         num_bytes = host.untyped_storage().nbytes()
+        if self.live_bytes + num_bytes > self.memory_bytes:
+            if self.capture is not None:
+                self.capture.failure = "out of memory"
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes")
         allocation = Allocation(num_bytes, device, None if self.capture is None else self.capture.pool())
         self.live_bytes += num_bytes
         weakref.finalize(allocation, self._free, num_bytes)
@@ -160,7 +172,7 @@ class RehearsedCuda:
             "is_current_stream_capturing": lambda: self.capture is not None,
             "memory_allocated": lambda device=None: self.live_bytes,
             "memory_snapshot": self.memory_snapshot,
-            "mem_get_info": lambda device=None: (MEMORY_BYTES - self.live_bytes, MEMORY_BYTES),
+            "mem_get_info": lambda device=None: (self.memory_bytes - self.live_bytes, self.memory_bytes),
             "empty_cache": lambda: None,
             "get_device_properties": lambda device=None: properties,
             "get_device_name": lambda device=None: properties.name,
@@ -187,6 +199,7 @@ class CUDAGraph:
         self.reads: dict[int, tuple[weakref.ref[Allocation], str]] = {}  # memory from outside the capture
         self.own: list[tuple[weakref.ref[Allocation], Tensor]] = []  # memory that the capture allocated
         self.failure: str | None = None
+        self.thread, self.error_mode = threading.get_ident(), "global"
         self.order = 0
         self._pool: tuple[int, int] | None = None
 
@@ -194,18 +207,18 @@ class CUDAGraph:
         assert self._pool is not None
         return self._pool
 
-    def capture_begin(self, pool: tuple[int, int] | None = None, **options: Any) -> None:
-        device = self.current
-        if device.capture is not None:
+    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
+        device, self.error_mode = self.current, capture_error_mode
+        if device.underway is not None:
             raise CudaError("a capture is underway already")
         if pool is not None and not any(graph._pool == pool for graph in device.graphs):
             raise CudaError("the pool of a capture must be that of a live graph, or a new one")
         self._pool = pool or (0, next(_numbers))
-        device.capture, device.capture_index = self, device.index
+        device.underway, device.capture_index = self, device.index
 
     def capture_end(self) -> None:
         device = self.current
-        device.capture = None
+        device.underway = None
         if self.failure is not None:
             raise CudaError("operation failed due to a previous error during capture")
         if not self.calls:
@@ -242,14 +255,14 @@ class graph:
 
     current: RehearsedCuda
 
-    def __init__(self, cuda_graph: CUDAGraph, pool: Any, stream: Stream) -> None:
-        self._graph, self._pool = cuda_graph, pool
+    def __init__(self, cuda_graph: CUDAGraph, pool: Any, stream: Stream, capture_error_mode: str = "global") -> None:
+        self._graph, self._pool, self._error_mode = cuda_graph, pool, capture_error_mode
         self._context = self.current.use_stream(stream)
 
     def __enter__(self) -> None:
         self.current.wait("the beginning of a capture")
         self._context.__enter__()
-        self._graph.capture_begin(self._pool)
+        self._graph.capture_begin(self._pool, self._error_mode)
 
     def __exit__(self, *error: Any) -> None:
         self._graph.capture_end()

@@ -52,6 +52,8 @@ class Run(Document):
     """Index of the profile's operating point that decoded the prompt."""
     plain_steps: int
     verified_nodes: int
+    captures: int
+    """Forward passes that were captured meanwhile; above 0 where that happened in every repetition too."""
     task: str | None = None
 
     @property

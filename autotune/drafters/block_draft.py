@@ -17,7 +17,6 @@ from autotune.drafters.dflash import DFlashNetwork, block_embeddings
 from autotune.drafters.draft import Coupling, Proposals, kept_tokens
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.forests import AnswerToRecord, LevelForestGrower
-from autotune.execution import round_up
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, KVSlots
 from autotune.modeling.prompt import EncodedPrompt
@@ -73,14 +72,14 @@ class BlockDraft(FeatureDraft):
     def forest(self, answer: AnswerToRecord) -> Forest:
         return BlockForestGrower(self, answer).grow_all()
 
-    def read_pending(self) -> Tensor:
+    def read_pending(self, size: int = 0) -> Tensor:
         """Evaluate a block after the pending tokens, and commit these; returns its logits, [block size - 1, vocabulary]."""
         count = len(self._pending)
         features = self._features(self._pending_hidden())
         if self.graph_runner is None:
             logits = self._block_logits(features, self._pending[-1])
         else:
-            size = round_up(count, self.capture_sizes)
+            size = size or self.pending_size(count)
             key = GraphKey(size, (self.padded_length(self.cache.length + size + self.num_block_tokens),))
             inputs: dict[str, Ints | Tensor] = {
                 "integers": np.array([self.cache.length, self._num_condensed, count, self._pending[-1]]),

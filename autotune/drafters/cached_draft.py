@@ -23,6 +23,8 @@ from autotune.modeling.transfer import rows_to_host, to_device
 from autotune.trees.limits import MAX_LEVEL_STEP, MAX_STEP
 from autotune.trees.tree import ROOT, Ints, Tree, write_frontier_mask
 
+PENDING_PIECE = 32  # pending tokens that captured steps read at once
+
 
 class CachedDraft(CachedModel):
     """A draft whose cache holds the committed prefix, then the nodes evaluated in this round, in order of evaluation: the
@@ -42,6 +44,8 @@ class CachedDraft(CachedModel):
     reads_target_cache: bool = False
     token_ids: Tensor | None = None  # the target's id of each token of a smaller vocabulary; None: the same ids
     least_columns = 1024  # more nodes than most rounds evaluate
+    usual_pending, max_pending = 8, PENDING_PIECE
+    """Pending tokens after nearly all rounds, and after plain steps, of captured forward passes."""
     target_vocab_size: int  # known after ``attach``
     drafts_blocks: bool = False
     """Whether the root's forward pass proposes all levels of a tree."""
@@ -88,10 +92,6 @@ class CachedDraft(CachedModel):
         """Bytes of a token's keys and values in all layers, once the cache is allocated."""
         return int(self.cache.memory_bytes // self.cache.capacity)
 
-    def num_pending_after(self, num_committed: int) -> int:
-        """Largest number of pending tokens after a round that committed ``num_committed``."""
-        return num_committed
-
     def reserve(self, num_tokens: int) -> None:
         super().reserve(num_tokens)
         self.begin_round()
@@ -100,21 +100,20 @@ class CachedDraft(CachedModel):
         """Drop the nodes evaluated in the round before."""
         self._num_evaluated = 0
 
-    def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0, axes: int = 1) -> None:
+    def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0) -> None:
         """Begin a round after ``kv_length`` tokens, whatever they are, so that a step can be timed or captured.
 
         Args:
             num_pending: pending tokens.
             num_pruned: tokens of the prompt that only cross-attention blocks see.
-            axes: of the positions.
         """
         self.cache.length = kv_length
-        self._rope_delta = np.zeros(axes, np.int64)
+        self._rope_delta = np.zeros(1, np.int64)
         self._pending = [0] * num_pending
         self.begin_round()
 
-    def pruned_lengths(self, visual_keep: float, kv_length: int) -> list[int]:
-        """Numbers of pruned tokens for which steps at a padded KV length are captured apart."""
+    def pruned_lengths(self, visual_keep: float, kv_lengths: Sequence[int], kv_length: int) -> list[int]:
+        """Numbers of pruned tokens for which steps at one of the padded KV lengths that occur are captured apart."""
         return [0]
 
     def append(self, token: int) -> None:
@@ -124,17 +123,26 @@ class CachedDraft(CachedModel):
 
     def _make_room_for_pending(self, num_tokens: int) -> None:
         """Read the pending tokens, of plain steps or of rounds that drafted nothing, where more do not fit a forward pass."""
-        if self._pending and len(self._pending) + num_tokens > MAX_STEP:
+        limit = MAX_STEP if self.graph_runner is None else PENDING_PIECE
+        if self._pending and len(self._pending) + num_tokens > limit:
             self.read_pending()
+
+    def pending_size(self, count: int) -> int:
+        """Number of tokens to which ``count`` pending ones are padded. All sizes above ``usual_pending`` share a capture."""
+        if self.graph_runner is not None and count > self.usual_pending:
+            count = max(count, PENDING_PIECE)
+        return round_up(count, self.capture_sizes)
 
     @abstractmethod
     def _append(self, token: int) -> None:
         """Make a committed token pending."""
 
-    def read_pending(self) -> Tensor:
-        """Evaluate and commit the pending tokens; returns the logits after the last of them, [1, vocabulary]."""
+    def read_pending(self, size: int = 0) -> Tensor:
+        """Evaluate and commit the pending tokens, padded to ``size`` (0: the usual); returns the logits after the last of them,
+        [1, vocabulary].
+        """
         count = len(self._pending)
-        size = round_up(count, self.capture_sizes)
+        size = size or self.pending_size(count)
         step = Step.causal(np.array(self._pending + [0] * (size - count), np.int64), self.mask_value)
         step = step._replace(offsets=np.minimum(step.offsets, count - 1), first_logits=count - 1)
         logits = self.forward(step, self._pending_hidden())[:1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -195,12 +195,13 @@ class FeatureDraft(CachedDraft):
         self._own = torch.zeros(capacity, self._own.shape[1], dtype=self.dtype, device=self.device)
 
     @property
-    def position_axes(self) -> tuple[int, ...]:
-        return (1,) if self.network.axes is None else (3,)
+    def num_position_axes(self) -> int:
+        """Number of position axes."""
+        return 1 if self.network.axes is None else 3
 
     def reserve(self, num_tokens: int) -> None:
         super().reserve(num_tokens)
-        self._num_condensed, self._rope_delta = 0, np.zeros(self.position_axes, np.int64)
+        self._num_condensed, self._rope_delta = 0, np.zeros(self.num_position_axes, np.int64)
 
     def prefill(self, prompt: EncodedPrompt, visual_scores: Tensor | None, *, capacity: int) -> None:
         """See ``Draft``. The target must have prefilled the same prompt just before."""
@@ -251,17 +252,17 @@ class FeatureDraft(CachedDraft):
         """Whether cross-attention blocks attend to more tokens than the others."""
         return self._num_condensed > 0 and self.network.has_cross_attention
 
-    def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0, axes: int = 1) -> None:
-        super().prepare_step(kv_length, num_pending=num_pending, axes=self.position_axes[0])
-        self._num_condensed = num_pruned
+    def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0) -> None:
+        super().prepare_step(kv_length, num_pending=num_pending)
+        self._num_condensed, self._rope_delta = num_pruned, np.zeros(self.num_position_axes, np.int64)
         states = torch.zeros(num_pending, self.network.config.hidden_size, dtype=self.dtype, device=self.device)
         self._pending_features = [dict.fromkeys(self.aux_layers, states)] if num_pending else []
 
-    def pruned_lengths(self, visual_keep: float, kv_length: int) -> list[int]:
+    def pruned_lengths(self, visual_keep: float, kv_lengths: Sequence[int], kv_length: int) -> list[int]:
         """One for each padded length of cross-attention blocks."""
         if visual_keep == 1.0 or not self.network.has_cross_attention:
             return [0]
-        return [0, 1, *(length - kv_length for length in self.padded_lengths if length > kv_length)]
+        return [0, 1, *(length - kv_length for length in kv_lengths if length > kv_length)]
 
     def forward(self, step: Step, source: FeatureSource) -> Tensor:
         count, first = len(step.tokens), step.num_uncommitted

@@ -55,6 +55,7 @@ class Gemma4AssistantDraft(CachedDraft):
     kind = GEMMA4_ASSISTANT
     sees_images = False  # it has no visual tokens to choose
     reads_target_cache = True
+    max_pending = 1  # the root
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -106,10 +107,6 @@ class Gemma4AssistantDraft(CachedDraft):
     @property
     def mask_value(self) -> float:
         return float(torch.finfo(self.dtype).min)
-
-    def num_pending_after(self, num_committed: int) -> int:
-        """The root alone."""
-        return min(num_committed, 1)
 
     def attach(self, target: Target) -> None:
         """See ``Draft``. The draft uses the target's embedding, and keys and values.
@@ -210,10 +207,10 @@ class Gemma4AssistantDraft(CachedDraft):
         self.cache.length += num_tokens
         self._pending, self._root_hidden = [token], hidden
 
-    def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0, axes: int = 1) -> None:
-        super().prepare_step(kv_length, num_pending=num_pending)
+    def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0) -> None:
+        super().prepare_step(kv_length, num_pending=min(num_pending, 1))
         self._num_visible[:] = kv_length
-        self._root_hidden = self._hidden.new_zeros(num_pending, self._hidden.shape[1])
+        self._root_hidden = self._hidden.new_zeros(len(self._pending), self._hidden.shape[1])
 
     def _pending_hidden(self) -> Mapping[int, Tensor]:
         return {self.aux_layers[0]: self._root_hidden}

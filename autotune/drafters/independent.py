@@ -41,6 +41,7 @@ class IndependentDraft(CachedDraft, TreeModel):
     """
 
     kind = "independent"
+    usual_pending = 2
 
     def __init__(self, model: Any, *, visual_keep: float = 1.0, tokenizer: Any = None) -> None:
         CachedDraft.__init__(self)

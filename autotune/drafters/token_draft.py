@@ -108,10 +108,6 @@ class TokenDraft(ABC):
         """See ``Draft``."""
         return TokenForestGrower(self, answer).grow_all()
 
-    def num_pending_after(self, num_committed: int) -> int:
-        """See ``CachedDraft``. It has no effect on the time of a proposal."""
-        return num_committed
-
     def prepare_step(self, kv_length: int, *, num_pending: int = 0) -> None:
         """Begin a request of ``kv_length`` tokens, so that a proposal can be timed. No token is pending."""
         if self.length != kv_length:

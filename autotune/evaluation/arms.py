@@ -21,7 +21,7 @@ UNCOUPLED = "-uncoupled"  # ends the names of arms without coupled sampling
 
 
 class Arm(Protocol):
-    """A way to decode prompts. An implementation needs ``decode`` alone; the other methods have defaults."""
+    """A way to decode prompts. An implementation needs ``decode`` alone; the others have defaults."""
 
     name: str
     """Unique within a comparison."""
@@ -31,6 +31,10 @@ class Arm(Protocol):
     def decode(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
         """Decode one prompt; returns its new tokens, and counts and times."""
         ...
+
+    def prepare(self, context_tokens: int) -> None:
+        """Capture what prompts and answers of so many tokens together need."""
+        del context_tokens
 
     def warm_up(self, inputs: dict[str, Any], settings: Prompt) -> None:
         """Run what the first prompt of a shape runs, so that buffers grow and kernels are chosen."""
@@ -54,13 +58,15 @@ class DecoderArm(Arm):
         self.key = key or name
         self.decoder = decoder
 
+    def prepare(self, context_tokens: int) -> None:
+        self.decoder.prepare(context_tokens)
+
     def decode(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
         output = self.decoder.generate(**inputs, **settings.generation, workload=settings.task)
         return output.sequences[0, output.stats.prompt_tokens :].tolist(), output.stats
 
     def warm_up(self, inputs: dict[str, Any], settings: Prompt) -> None:
-        """Capture what the answer needs, and decode its first tokens, for a second at most, in buffers for all of it."""
-        self.decoder.prepare(inputs["input_ids"].shape[1] + settings.max_new_tokens)
+        """Decode the first tokens of the answer, for a second at most, in buffers for all of it."""
         stream = self.decoder.stream(**inputs, **settings.generation, workload=settings.task)
         until = time.monotonic() + WARM_UP_S
         for _ in itertools.islice(stream, WARM_UP_TOKENS):

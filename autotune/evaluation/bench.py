@@ -76,7 +76,7 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
     if runner.num_repeated:
         console.say(
             f"{runner.num_repeated} runs were measured again: their prefill took {SLOW_PREFILL:g} times the "
-            f"median, or a forward {SLOW_FORWARD:g} times the shortest"
+            f"median, a forward {SLOW_FORWARD:g} times the shortest, or a forward pass was captured"
         )
     if decoder.profile is not None and len(decoder.profile.points) > 1:
         console.say(f"{TUNED}: {points_used(decoder.profile, runs[TUNED])}")

@@ -66,6 +66,7 @@ def race(
     names, default_names = [arm.name for arm in arms], [arm.name for arm in defaults]
     runs: dict[str, list[Run]] = {arm.name: [] for arm in (*always, *arms, *defaults)}
     num_done, num_looks = 0, passes * len(blocks)
+    runner.reserve(workload)
 
     def report_prompt(done: int, _: int) -> None:
         if report is not None:

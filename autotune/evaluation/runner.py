@@ -11,6 +11,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import errors_about
 from autotune.evaluation.arms import UNCOUPLED, Arm, DecoderArm
 from autotune.evaluation.perplexity import quality
+from autotune.execution import CUDA_GRAPH
 from autotune.files import append_line, content_key, read_lines
+from autotune.modeling.graph_memory import graph_memory
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint
 from autotune.trees.fallback import RequestHistory
@@ -40,7 +43,9 @@ SLOW_PREFILL = 3.0
 # ...or its mean forward took this many times the shortest of the arms: the largest tree does not.
 SLOW_FORWARD = 8.0
 MAX_REPEATS = 3
-SHAPE_TOKENS = 64  # prompts whose lengths round up to the same multiple have one shape
+SHAPE_TOKENS = (
+    64  # prompts whose lengths round up to the same multiple have one shape; on a GPU it is the padded length
+)
 # Prompt lookup decoding (Saxena, 2023) is the baseline that needs no draft model. Its chain is as long as the published one.
 PROMPT_LOOKUP_CHAIN = Configuration(tree={"policy": "chain", "depth": 5})
 PROMPT_LOOKUP_MATCH = 3  # tokens; ``max_ngram_size`` of its code
@@ -74,7 +79,7 @@ class ArmRunner:
         self.with_perplexity = with_perplexity
         self.draft_of = draft_of
         self.num_repeated = 0
-        """Runs that were measured again because the machine was busy."""
+        """Runs that were measured again because the machine was busy or something was captured."""
         plain = Decoder(
             decoder.target, mode=decoder.mode, threads=decoder.threads, prefill_threads=decoder.prefill_threads
         )
@@ -83,6 +88,7 @@ class ArmRunner:
         self.conversations = Conversations(processor, self._plain_answers)
         self._decoders: dict[str, Decoder] = {}
         self._warm: set[tuple[Any, ...]] = set()
+        self._reserved: dict[str, int] = {}  # tokens of a prompt and its answer, by the prompt's hash
 
     def arm(self, name: str, configuration: Configuration) -> DecoderArm:
         """Decodes by a configuration. Arms of equal configurations share a decoder."""
@@ -114,6 +120,19 @@ class ArmRunner:
             prefill_threads=self.decoder.prefill_threads,
         )
 
+    def reserve(self, workload: Workload) -> None:
+        """Prepare arms for the longest of these prompts and answers from the first one on: caches that grow later drop the captures
+        of all arms.
+        """
+        if self.decoder.mode != CUDA_GRAPH:
+            return
+        for prompt in (prompt for prompt in workload.prompts if prompt.sha256 not in self._reserved):
+            # Earlier answers that are not known yet are as long as they may be.
+            num_missing = 0 if prompt.is_answered else len(prompt.settings.turns or ()) - 1
+            known = replace(prompt, answers=("",) * num_missing) if num_missing else prompt
+            num_tokens = known.inputs(self.processor)["input_ids"].shape[1]
+            self._reserved[prompt.sha256] = num_tokens + (1 + num_missing) * prompt.settings.max_new_tokens
+
     def compare(
         self,
         arms: Sequence[Arm],
@@ -143,6 +162,7 @@ class ArmRunner:
         for arm in arms if not keep_memory else ():
             for fallback in arm.fallbacks:
                 fallback.forget()
+        self.reserve(workload)
         started = time.monotonic()
         for number, prompt in enumerate(workload.prompts):
             now = time.monotonic()
@@ -166,7 +186,7 @@ class ArmRunner:
 
         The target's prefill is the same work in every arm and not part of what is compared. A run whose prefill took
         several times as long as in the other arms was slowed down by something else on the machine, and so was a run whose
-        forwards took far longer; fallbacks forget such runs.
+        forwards took far longer, or in which forward passes were captured; fallbacks forget such runs.
         """
         histories = {arm.name: _histories(arm) for arm in arms}
         runs = {arm.name: self.run(arm, prompt) for arm in order.sample(list(arms), len(arms))}
@@ -176,7 +196,8 @@ class ArmRunner:
             slowed = [
                 arm
                 for arm in arms
-                if runs[arm.name].target_prefill_ms > SLOW_PREFILL * usual_ms
+                if runs[arm.name].captures > 0
+                or runs[arm.name].target_prefill_ms > SLOW_PREFILL * usual_ms
                 or runs[arm.name].forward_ms > SLOW_FORWARD * forward_ms
             ]
             for arm in slowed:
@@ -190,16 +211,21 @@ class ArmRunner:
     def run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
         """Run one arm on one prompt, after a warm-up on the first prompt of a shape. Later turns follow plain decoding's answers."""
         with errors_about(prompt.name):
-            prompt = self.conversations.follow(prompt)
-            inputs = prompt.inputs(self.processor, self.decoder.target.device)
-            length = -(-inputs["input_ids"].shape[1] // SHAPE_TOKENS)
-            shape = (arm.key, arm.point_for(inputs, prompt.settings), bool(prompt.pixels), length)
+            prompt, target = self.conversations.follow(prompt), self.decoder.target
+            inputs = prompt.inputs(self.processor, target.device)
+            length = inputs["input_ids"].shape[1]
+            arm.prepare(max([length + prompt.settings.max_new_tokens, *self._reserved.values()]))
+            rounded = -(-length // SHAPE_TOKENS) if target.device.type == "cpu" else target.padded_length(length)
+            shape = (arm.key, arm.point_for(inputs, prompt.settings), bool(prompt.pixels), rounded)
             if shape not in self._warm:
                 histories = _histories(arm)
                 arm.warm_up(inputs, prompt.settings)
                 _restore(arm, histories)
                 self._warm.add(shape)
+            memory = graph_memory(target.device)
+            num_before = memory.num_kept
             tokens, stats = arm.decode(inputs, prompt.settings)
+            num_captures = memory.num_kept - num_before
             if arm is self.plain:
                 self.conversations.add(prompt, tokens)
             scores = {}
@@ -214,6 +240,7 @@ class ArmRunner:
             prompt_sha256=prompt.sha256,
             task=prompt.settings.task,
             tokens_sha256=hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
+            captures=num_captures,
             **scores,
             **values,
         )

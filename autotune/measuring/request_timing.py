@@ -179,7 +179,6 @@ def overhead_runs(
     Every tree decodes at least once. If time is short, prompts without images are cut to their last ``CUT_PROMPT_TOKENS``
     tokens and answers have ``FEW_OVERHEAD_TOKENS``: overhead does not depend on the prompt.
     """
-    started = clock()
     has_states = target.has_states or draft.has_states
     decoders = [
         Decoder(target, draft, tree=tree, capture_sizes=settings.capture_sizes, mode=settings.mode, threads=threads)
@@ -194,6 +193,7 @@ def overhead_runs(
     with limited_threads(threads):  # prefills too: their time does not count here
         for decoder in decoders:
             decoder.prepare(longest)
+        started = clock()
         for decoder in decoders:  # warm-ups
             warmed = clock()
             decoder.generate(**inputs[0] | {"max_new_tokens": 2})

@@ -22,6 +22,7 @@ from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import Call, Request
+from autotune.runtime.preparation import TREE_SLOTS
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import Floats
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Ints, Tree, add_child, new_tree, set_root
@@ -40,17 +41,16 @@ class StepBench:
     def __init__(
         self, target: Target, draft: LoadedDraft, settings: CostSettings, sampler: TokenSampler | None = None
     ) -> None:
-        capacity = max(settings.kv_lengths) + 2 * MAX_STEP
+        capacity = max(settings.kv_lengths) + TREE_SLOTS
         self.kv_length, self.max_tokens = settings.kv_lengths[0], max(settings.tokens)
         self.sampler = sampler or TokenSampler(device=target.device)
         with torch.inference_mode(), limited_threads(1 if target.device.type == "cpu" else None):
-            target.reserve(capacity)
-            draft.reserve(capacity)
             self.draft = draft
             self.decoder = Decoder(target, draft, capture_sizes=settings.capture_sizes, mode=settings.mode)
             draft.capture_sizes = settings.capture_sizes
             for model in (target, draft):
                 model.use_mode(settings.mode)
+                model.reserve(capacity)
             self.tree = self.decoder.point.grower.tree = new_tree(MAX_STEP)
             started = now_ms(target.device)
             for _ in range(WARM_UPS):
@@ -97,7 +97,7 @@ class StepBench:
 
     def draft_first_ms(self, tokens: int, kv_length: int) -> float:
         """The draft's first forward after a round that committed ``tokens`` tokens; it proposes after the last of them."""
-        self.draft.prepare_step(self._prefix(kv_length), num_pending=self.draft.num_pending_after(tokens))
+        self.draft.prepare_step(self._prefix(kv_length), num_pending=tokens)
         _plant_star(self.tree, 0)
         return self._propose_ms(np.array([ROOT]))
 

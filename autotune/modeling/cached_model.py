@@ -48,11 +48,6 @@ class CachedModel(ABC):
         return weakref.WeakSet()
 
     @property
-    def position_axes(self) -> tuple[int, ...]:
-        """Numbers of position axes that prompts may have."""
-        return (1,)
-
-    @property
     def num_block_tokens(self) -> int:
         """KV slots that a round's first forward pass takes after the pending tokens, of a draft that proposes whole blocks."""
         return 0

@@ -78,8 +78,7 @@ class GraphRunner:
 
     def reset(self) -> None:
         """Drop all captures, because the memory that they refer to is reallocated."""
-        for forward in self._captured.values():
-            forward.drop()
+        graph_memory(self.device).drop(self._captured.values())
         self._captured.clear()
 
     def run(self, function: Function, key: Hashable, values: Values) -> Outputs:
@@ -98,12 +97,13 @@ class GraphRunner:
         return self.mode == FIXED or self.why_eager is not None
 
     def _prepare(self, function: Function, values: Values) -> CapturedForward:
+        memory = graph_memory(self.device)
         inputs = {name: torch.empty_like(_tensor(value), device=self.device) for name, value in values.items()}
         fill(inputs, values)  # a capture runs the function, so its inputs must be valid
-        run: Callable[[], Outputs] = tuple  # never called where forward passes run eagerly
+        forward = CapturedForward(inputs)
         if not self.runs_eagerly:
             try:
-                run = graph_memory(self.device).capture(functools.partial(function, inputs))
+                forward = CapturedForward(inputs, *memory.capture(functools.partial(function, inputs)))
             except Exception as error:
                 lines = str(error).strip().splitlines()
                 self.why_eager = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
@@ -112,7 +112,7 @@ class GraphRunner:
                     EagerNotice,
                     stacklevel=2,
                 )
-        return graph_memory(self.device).keep(CapturedForward(run, inputs))
+        return memory.keep(forward)
 
 
 def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_states: bool = False) -> str:

@@ -46,6 +46,7 @@ class TreeModel(CachedModel):
         """Layers whose outputs are kept in ``hidden``: 0 is the embedding, the number of layers the final norm."""
         self.hidden: dict[int, Tensor] = {}
         """Outputs of ``output_layers`` in the last forward pass, [n, hidden size] each."""
+        self._has_mrope = hasattr(getattr(model, "model", None), "get_rope_index")
         self._num_pruned = 0  # tokens of the prompt that were dropped before the first layer
         self._rope_delta = np.zeros(1, np.int64)  # position minus index in the sequence, after an image (M-RoPE)
         self._allocate(DEFAULT_CAPACITY)
@@ -95,15 +96,10 @@ class TreeModel(CachedModel):
         super().reserve(num_tokens)
         self._num_pruned, self._rope_delta = 0, np.zeros(1, np.int64)
 
-    @property
-    def position_axes(self) -> tuple[int, ...]:
-        """Images give models with M-RoPE three."""
-        return (1, 3) if hasattr(getattr(self.model, "model", None), "get_rope_index") else (1,)
-
-    def set_length(self, length: int, *, axes: int = 1) -> None:
+    def set_length(self, length: int) -> None:
         """Pretend that ``length`` tokens are cached, so that a step after them can be prepared."""
         self.cache.length = length
-        self._num_pruned, self._rope_delta = 0, np.zeros(axes, np.int64)
+        self._num_pruned, self._rope_delta = 0, np.zeros(1, np.int64)
 
     def encode(self, inputs: dict[str, Any]) -> Encoded:
         """Run a batch from the processor through embedding and vision tower (see ``prompt.encode``)."""
@@ -163,6 +159,8 @@ class TreeModel(CachedModel):
         prefix = self.cache.length + self._num_pruned
         positions = prefix + np.minimum(step.offsets, self.text.max_context - 1 - prefix) + self._rope_delta[:, None]
         if self.graph_runner is not None:
+            if self._has_mrope and len(positions) == 1:  # as three equal axes, text shares the captures of images
+                positions = np.repeat(positions, 3, 0)
             offsets = column_offsets if self._masks.has_windows else None
             logits, *hidden = self._run_captured(step, positions, offsets, output_layers=self.output_layers)
             self.hidden = dict(zip(self.output_layers, hidden, strict=True))

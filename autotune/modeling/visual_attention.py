@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -79,10 +79,13 @@ def observed_attention(text: TextModel, callback: Callable[[LayerAttention], Non
         kernel: Any = inner or sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
         return kernel(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
 
-    AttentionInterface.register(_NAME, attend)
+    ALL_ATTENTION_FUNCTIONS[_NAME] = attend
     AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[inner_name])
-    with attention_function(text_config, _NAME):
-        yield
+    try:
+        with attention_function(text_config, _NAME):
+            yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[_NAME]  # it refers to the model, and so would keep it in memory
 
 
 def visual_scores(

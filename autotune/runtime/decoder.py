@@ -15,6 +15,7 @@ from autotune.drafters.draft import Draft
 from autotune.errors import UserError
 from autotune.execution import AUTO, CUDA_GRAPH, capture_sizes_for
 from autotune.modeling.clock import now_ms
+from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.generate_args import (
@@ -28,7 +29,7 @@ from autotune.runtime.generate_args import (
     takes_vision_inputs,
 )
 from autotune.runtime.points import LoadedPoint, check_paths
-from autotune.runtime.preparation import Preparation, Report, decoding_mode, prepare
+from autotune.runtime.preparation import TREE_SLOTS, Preparation, Report, decoding_mode, prepare
 from autotune.runtime.rounds import Round
 from autotune.runtime.session import Session
 from autotune.runtime.stats import DecodingOutput, Observer, log_request
@@ -101,9 +102,11 @@ class Decoder:
         self.observers: list[Observer] = [log_request]
         """Called with the statistics of every request, once it is finished, abandoned or has failed."""
         self.rounds = Round(self.target, self.mode, self.capture_sizes, corpus_tokens)
+        self._prepared = (0, 0)  # context tokens, and how many captures of the device had been dropped by then
 
     def configure(self, tree: Any, **point: Any) -> None:
         """Decode all further requests with the same draft and another tree; ``point`` is as in the constructor."""
+        self._prepared = (0, 0)
         self.point = LoadedPoint(self.draft, tree=tree, **point)
         check_paths([self.point], self.target)
         self.points = (self.point,)
@@ -120,13 +123,19 @@ class Decoder:
         """
         if self.mode != CUDA_GRAPH:
             return Preparation(0, 0, 0.0)
-        capacity = min(context_tokens, self.target.max_context) + self._largest_tree
-        return prepare(self.target, self.points, self.rounds, capacity, report)
+        memory, num_tokens = graph_memory(self.target.device), min(context_tokens, self.target.max_context)
+        if num_tokens <= self._prepared[0] and self._prepared[1] == memory.num_dropped:
+            return Preparation(0, memory.memory_bytes, 0.0)
+        capacity = num_tokens + max(TREE_SLOTS, self._largest_tree)  # one for all decoders that share the models
+        done = prepare(self.target, self.points, self.rounds, num_tokens, capacity, report)
+        self._prepared = (num_tokens, memory.num_dropped)
+        return done
 
     @property
     def _largest_tree(self) -> int:
         """KV slots of the largest tree of any point, so that caches do not grow when the point changes."""
-        return max(point.policy.max_grown for point in self.points) + 1 + max(self.capture_sizes, default=0)
+        sizes = (max(point.policy.max_nodes, point.policy.max_evaluated) for point in self.points)
+        return max(sizes) + 1 + max(self.capture_sizes, default=0)
 
     @property
     def target_model(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -26,8 +25,10 @@ from autotune.modeling.tree_model import TreeModel
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.rounds import Round
 from autotune.runtime.session import close_session
-from autotune.trees.limits import MAX_LEVEL_STEP
+from autotune.trees.limits import MAX_LEVEL_STEP, MAX_STEP
 
+TREE_SLOTS = CachedDraft.least_columns + MAX_STEP
+"""KV slots of the largest trees that are usual, all published defaults among them."""
 Report = Callable[[int, int], None]
 """Called as report(done, total)."""
 Job = Callable[[], object]
@@ -59,18 +60,22 @@ class Preparation(NamedTuple):
 
 
 @torch.inference_mode()
-def prepare(target: Target, points: Sequence[LoadedPoint], rounds: Round, capacity: int, report: Report) -> Preparation:
+def prepare(
+    target: Target, points: Sequence[LoadedPoint], rounds: Round, context_tokens: int, capacity: int, report: Report
+) -> Preparation:
     """Run every forward pass that requests of a decoder can need, on caches of arbitrary contents.
 
     Args:
         rounds: mode and capture sizes.
-        capacity: KV cache length that requests can reach, trees included.
+        context_tokens: longest prompt and answer together.
+        capacity: KV cache length to reserve, at least what requests can reach with their trees.
     """
     memory, started = graph_memory(target.device), time.perf_counter()
     before = memory.num_kept
     models: list[CachedModel] = [target]
     for draft in {point.draft for point in points}:
         if (cached := as_cached(draft)) is not None:
+            cached.capture_sizes = tuple(rounds.capture_sizes)
             models.append(cached)
     for model in models:
         close_session(model)
@@ -84,33 +89,35 @@ def prepare(target: Target, points: Sequence[LoadedPoint], rounds: Round, capaci
                 token = torch.zeros(1, dtype=torch.long, device=model.device)
                 model.prefill_prompt(EncodedPrompt(token, token.bool()))
         cleanup.callback(setattr, target, "output_layers", target.output_layers)
-        jobs = [job for point in points for job in _jobs(target, point, rounds.capture_sizes, capacity)]
+        jobs = [job for point in points for job in _jobs(target, point, rounds.capture_sizes, context_tokens)]
         for number, job in enumerate(jobs):
             job()
             report(number + 1, len(jobs))
     return Preparation(memory.num_kept - before, memory.memory_bytes, time.perf_counter() - started)
 
 
-def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int], capacity: int) -> Iterator[Job]:
+def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int], context_tokens: int) -> Iterator[Job]:
     """The forward passes of requests that one point decodes."""
     draft, policy = point.draft, point.policy
-    step = partial(_target_step, target, () if draft is None else draft.aux_layers)
-    lengths = _lengths(target, capacity)
+    own_layers = () if draft is None else draft.aux_layers
     if draft is None or point.fallback.price is not None:
-        yield from (partial(step, 1, length) for length in lengths)
+        for layers in {(), own_layers}:  # where the fallback leaves out the draft, a request needs no features
+            yield from (partial(_target_step, target, layers, 1, n) for n in _lengths(target, context_tokens + 1))
     if draft is None:
         return
-    sizes = _sizes(policy.max_nodes + 1, capture_sizes)
-    yield from (partial(step, size, length) for size in sizes for length in lengths)
+    for size in _sizes(policy.max_nodes + 1, capture_sizes):
+        lengths = _lengths(target, context_tokens + size)
+        yield from (partial(_target_step, target, own_layers, size, length) for length in lengths)
     if (cached := as_cached(draft)) is None:
         return
-    # Accepted nodes and the next root, then the levels.
-    pending = _sizes(cached.num_pending_after(policy.max_depth + 1), capture_sizes)
+    pending = {cached.pending_size(count) for count in range(1, cached.max_pending + 1)}
     levels = [] if cached.drafts_blocks else _sizes(min(policy.max_width, MAX_LEVEL_STEP), capture_sizes)
-    for length in _lengths(cached, capacity + cached.num_block_tokens):
-        pruned = cached.pruned_lengths(point.visual_keep, length)
-        for kind in itertools.product(sorted({*pending, *levels}), pruned, cached.position_axes):
-            yield partial(_draft_step, cached, capture_sizes, length, *kind)
+    for size in sorted({*pending, *levels}):
+        num_evaluated = policy.max_evaluated if size in levels else 0
+        lengths = _lengths(cached, context_tokens + num_evaluated + size + cached.num_block_tokens)
+        for length in lengths:
+            for num_pruned in cached.pruned_lengths(point.visual_keep, lengths, length):
+                yield partial(_draft_step, cached, size, length, num_pruned)
 
 
 def _lengths(model: CachedModel, num_tokens: int) -> list[int]:
@@ -125,16 +132,11 @@ def _sizes(largest: int, capture_sizes: Sequence[int]) -> list[int]:
 
 def _target_step(target: Target, layers: tuple[int, ...], num_tokens: int, length: int) -> None:
     target.output_layers = layers
-    for axes in target.position_axes:
-        target.set_length(length - num_tokens, axes=axes)
-        target.forward(Step.causal(np.zeros(num_tokens, np.int64), target.mask_value))
+    target.set_length(length - num_tokens)
+    target.forward(Step.causal(np.zeros(num_tokens, np.int64), target.mask_value))
 
 
-def _draft_step(
-    draft: CachedDraft, capture_sizes: Sequence[int], length: int, num_tokens: int, num_pruned: int, axes: int
-) -> None:
-    draft.capture_sizes = tuple(capture_sizes)
+def _draft_step(draft: CachedDraft, num_tokens: int, length: int, num_pruned: int) -> None:
     # One token short of the padded length, so that one pruned token still fits.
-    before = length - 1 - num_tokens - draft.num_block_tokens
-    draft.prepare_step(before, num_pending=num_tokens, num_pruned=num_pruned, axes=axes)
-    draft.read_pending()
+    draft.prepare_step(length - 1 - num_tokens - draft.num_block_tokens, num_pending=1, num_pruned=num_pruned)
+    draft.read_pending(num_tokens)

@@ -160,6 +160,11 @@ class TreePolicy(Document):
         return self.size.width
 
     @property
+    def max_evaluated(self) -> int:
+        """Nodes that the draft evaluates in a round, the root not counted."""
+        return min(self.max_grown, (self.max_depth - 1) * self.max_width)
+
+    @property
     def max_step(self) -> int:
         """Tokens of the largest forward pass of a round: a verified tree with its root, or a draft level."""
         return max(self.max_nodes + 1, min(self.max_width, MAX_LEVEL_STEP))

@@ -370,6 +370,7 @@ def test_every_policy_is_replayed(pair: Pair, prompts: dict[str, Inputs], tmp_pa
         assert replayed.draft_forwards[0] == out.stats.draft_forwards
 
 
+@torch.inference_mode()
 def test_a_level_is_timed_as_a_lookup(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost of a round's first level is that of the block; the others run no forward pass."""
     target = Target(pair.target)

@@ -238,7 +238,7 @@ def test_factors_of_three_axes_are_those_of_the_targets(qwens: Qwens, tmp_path: 
     for number, (name, rotary) in enumerate(heads.items()):
         target = Target(qwens[target_type(name)][0])
         draft = load_draft(str(write_head(tmp_path / str(number), name, target)), target)
-        assert isinstance(draft, FeatureDraft) and draft.position_axes == (3,)
+        assert isinstance(draft, FeatureDraft) and draft.num_position_axes == 3
         rope = {**PUBLISHED[name]["rope_scaling"], "rope_type": "default", "rope_theta": PUBLISHED[name]["rope_theta"]}
         config = SimpleNamespace(rope_parameters=rope, head_dim=128, max_position_embeddings=8192)
         positions = torch.randint(4000, (3, 1, 9))

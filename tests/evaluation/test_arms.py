@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration
@@ -14,15 +15,18 @@ from autotune.documents.published_defaults import HF_ASSISTED, PROMPT_LOOKUP
 from autotune.documents.subnet import Subnet
 from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
 from autotune.evaluation.bench_tables import points_used
+from autotune.evaluation.race import race
 from autotune.evaluation.runner import PROMPT_LOOKUP_CHAIN, ArmRunner
+from autotune.modeling.graph_memory import graph_memory
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint
 from autotune.trees.fallback import RequestHistory
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from autotune.workloads.workload import Workload
+from tests.rehearsal import Rehearsal
 from tests.runtime.test_control import COSTLY, useless_draft
 from tests.sample_documents import decoding_profile
-from tests.tiny_models import Pair
+from tests.tiny_models import Pair, on_device
 
 CHAIN = Configuration(tree={"policy": "chain", "depth": 3})
 SAGE = Configuration(tree={"policy": "sage"}, subnet=Subnet(visual_keep=0.5))
@@ -163,6 +167,23 @@ def slowed(arm: Arm, disturbed: list[Prompt]) -> Any:
         return tokens, stats
 
     return call
+
+
+def test_no_arm_captures_anything_while_it_is_timed(rehearsal: Rehearsal, pair: Pair, processor: Any) -> None:
+    """Not even where the largest tree comes second, and a longer prompt, which follows an answer, later: caches do not grow."""
+    pair = on_device(pair, "cuda:0")
+    runner = ArmRunner(Decoder(pair.target, pair.draft, capture_sizes=(1, 8)), processor)
+    trees: dict[str, Any] = {
+        "chain": {"policy": "chain", "depth": 2},
+        "wide": {"policy": "eagle2", "depth": 8, "k": 16, "budget": 20},
+    }
+    arms = [runner.plain, *(runner.arm(name, Configuration(tree=tree)) for name, tree in trees.items())]
+    prompts = [WorkloadPrompt(f"{n}", Prompt(prompt=n * "a ", max_new_tokens=8), ()) for n in (20, 400, 30)]
+    texts = Workload("texts", "tune", tuple(prompts))
+    done = race(runner, [], texts, always=arms, risk=0.05, prompts_per_block=1, min_prompts=1, ends=lambda _: False)
+    assert {run.captures for runs in done.runs.values() for run in runs} == {0} and runner.num_repeated == 0
+    memory = graph_memory(torch.device("cuda:0"))
+    assert memory.num_dropped == 0 and len(memory) == memory.num_kept > 0
 
 
 def test_iterators_of_warm_up_are_closed(tuned: DecoderArm, processor: Any) -> None:

@@ -35,6 +35,8 @@ class TimedRunner(ArmRunner):
         self.random = np.random.default_rng(seed)
         self.compared: list[tuple[set[str], int, bool]] = []
 
+    def reserve(self, workload: Workload) -> None: ...
+
     def compare(  # type: ignore[override]
         self, arms: Sequence[Arm], workload: Workload, *, repeat: int, keep_memory: bool, min_prompts: int, **_: Any
     ) -> dict[str, list[Run]]:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from autotune.documents.decoding_profile import AR
-from autotune.evaluation.runner import SHAPE_TOKENS, ArmRunner
+from autotune.evaluation.runner import MAX_REPEATS, SHAPE_TOKENS, ArmRunner
+from autotune.modeling.graph_memory import CapturedForward, graph_memory
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
@@ -178,6 +179,21 @@ def test_a_disturbed_run_is_measured_again(started: Callable[..., ArmRunner], ev
     assert all(run.decode_ms == 1e6 for run in runs["sage"])
     # The last run in the ledger counts.
     assert started().compare(arms, evaluate) == runs
+
+
+def test_a_run_in_which_something_was_captured_is_measured_again(runner: ArmRunner, evaluate: Workload) -> None:
+    """A few times: one that captures every time is kept, with the number."""
+    memory, left = graph_memory(runner.decoder.target.device), [1]
+
+    def capture(stats: DecodingStats, settings: Prompt) -> None:
+        memory.keep(CapturedForward({}))
+
+    def capture_once(stats: DecodingStats, settings: Prompt) -> None:
+        memory.num_kept += left.pop() if left else 0
+
+    runs = runner.compare([StubArm(AR), StubArm("once", capture_once), StubArm("always", capture)], evaluate)
+    assert [run.captures for run in (*runs[AR], *runs["once"])] == [0] * 6
+    assert [run.captures for run in runs["always"]] == [1] * 3 and runner.num_repeated == 1 + 3 * MAX_REPEATS
 
 
 def test_a_run_during_which_the_machine_stalled_is_measured_again(runner: ArmRunner, evaluate: Workload) -> None:

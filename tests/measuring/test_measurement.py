@@ -274,6 +274,14 @@ def test_steps_and_rounds_are_timed_with_the_requests_own_settings(
     with torch.inference_mode():
         benches[0].decode_ms(32), benches[0].verify_ms(6, 32), benches[0].draft_level_ms(3, 32)
     assert calls == [("penalty", 1), ("penalty", 6), ("coupled", 3)]
+def test_preparing_takes_nothing_from_the_time_for_overhead(
+    pair: Pair, processor: Any, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(Decoder, "prepare", lambda *_: now.append(now[-1] + 1000))
+    target, draft = Target(pair.target), IndependentDraft(pair.draft)
+    runs = overhead_runs(target, draft, processor, workload, lambda: 1.0, SETTINGS, limit_s=100, clock=lambda: now[-1])
+    assert len(runs) == len(request_timing.TREES) * len(workload.prompts), "every tree decodes every prompt"
 
 
 def test_kv_lengths_span_a_workload() -> None:

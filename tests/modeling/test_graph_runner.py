@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -167,9 +168,41 @@ def test_a_failed_capture_names_its_cause_and_restores_the_stream(rehearsal: Reh
     assert runner.why_eager is not None and "item" in runner.why_eager
 
 
-def test_the_least_recently_used_capture_is_dropped(rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
+def test_a_capture_that_lacks_memory_takes_the_place_of_the_others(rehearsal: Rehearsal) -> None:
     memory = graph_memory(torch.device("cuda:0"))
-    monkeypatch.setattr(memory, "limit", 3)
+    runners = [GraphRunner("cuda-graph", memory.device, description="a doubling") for _ in range(2)]
+    for key in range(3):
+        runners[0].run(doubled, key, {"x": np.ones(1000, np.float32)})
+    rehearsal.cuda.memory_bytes = rehearsal.live_bytes + 12_000  # the new one has inputs and outputs of 8,000
+    (found,) = runners[1].run(doubled, "larger", {"x": np.ones(2000, np.float32)})
+    assert found.tolist() == [2.0] * 2000 and not runners[1].runs_eagerly
+    assert (len(memory), memory.num_kept, memory.num_dropped) == (1, 4, 3)
+
+
+@pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
+def test_another_thread_does_not_end_a_capture(rehearsal: Rehearsal) -> None:
+    """As a server's does, which reads from the device at any time."""
+    others, read = torch.ones(3, device="cuda:0"), []
+
+    def beside(inputs: Any) -> tuple[torch.Tensor, ...]:
+        thread = threading.Thread(target=lambda: read.append(others.cpu().tolist()))
+        thread.start()
+        thread.join()
+        return doubled(inputs)
+
+    runner = GraphRunner("cuda-graph", torch.device("cuda:0"), description="a doubling")
+    (found,) = runner.run(beside, "key", {"x": np.ones(3, np.float32)})
+    assert found.tolist() == [2.0] * 3 and read == [[1.0] * 3] * 3
+
+
+@pytest.mark.parametrize(("name", "limit"), [("limit", 3), ("limit_bytes", 3 * 800)])
+def test_the_least_recently_used_capture_is_dropped(
+    rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
+) -> None:
+    """Beyond a number, and beyond the bytes of 100 inputs and outputs each."""
+    memory = graph_memory(torch.device("cuda:0"))
+    monkeypatch.setattr(memory, name, limit)
     runners = [GraphRunner("cuda-graph", memory.device, description="a doubling") for _ in range(2)]
 
     def run(runner: int, key: int) -> None:

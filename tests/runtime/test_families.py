@@ -209,16 +209,19 @@ class TestEveryFamily(DecodingContract):
 
     def test_static_buffers_decode_as_eager_forwards(self, member: Member) -> None:
         """Masks are padded, windows among them, and positions and columns are read from buffers."""
+        target = Target(member.target)
         for number, example in enumerate(member.examples):
             options = {"tree": TREES[2 + 2 * number], "visual_keep": 0.5, "capture_sizes": (1, 4, 16, 64)}
             expected, found = (
-                Decoder(member.target, member.draft, **options, mode=mode).generate(
+                Decoder(target, member.draft, **options, mode=mode).generate(
                     **example.inputs, max_new_tokens=NEW_TOKENS
                 )
                 for mode in ("eager", "fixed")
             )
             assert torch.equal(found.sequences, example.sequences)
             assert found.stats.accepted_lengths == expected.stats.accepted_lengths
+        captured: Any = target._graph_runners["fixed"]._captured
+        assert len({key.num_rows for key in captured}) == 1, "prompts with images and without share captures"
 
     @torch.inference_mode()
     def test_a_tree_in_one_forward_equals_each_branch_alone(self, member: Member, attention: str) -> None:

@@ -14,6 +14,7 @@ from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import as_draft
+from autotune.trees.fallback import RoundPrice
 from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.rehearsal import Rehearsal
@@ -58,6 +59,23 @@ def test_prepared_requests_capture_nothing(
         assert torch.equal(found.cpu(), expected.generate(**inputs, max_new_tokens=12).sequences.cpu())
     assert decoder.prepare(240).num_captures == 0, "it keeps what is there"
     assert rehearsal.counts.captures == captures
+
+
+@pytest.mark.parametrize("kind", ["independent", "dream"])
+def test_plain_stretches_of_prepared_requests_capture_nothing(rehearsal: Rehearsal, pair: Pair, kind: str) -> None:
+    """After them the draft reads its pending tokens in pieces of one size. Later requests decode without the draft."""
+    pair = on_device(pair, DEVICE)
+    target = Target(pair.target)
+    draft = as_draft(pair.draft) if kind == "independent" else agreeing_draft(kind, target, injection_layer=4)
+    price = RoundPrice(round_steps=4.5, level_steps=0.0, node_steps=0.0)
+    decoder = Decoder(target, draft, tree={"policy": "chain", "depth": 2}, fallback=price)
+    decoder.prepare(200)
+    sizes = {key.num_tokens for key in decoder.draft._graph_runners["cuda-graph"]._captured}  # type: ignore[union-attr]
+    assert sizes == ({1, 2, 32} if kind == "independent" else {1, 2, 4, 8, 32})
+    before = rehearsal.counts.captures
+    stats = [decoder.generate(**text_of(10), max_new_tokens=num_tokens).stats for num_tokens in (100, 5, 5, 5)]
+    assert stats[0].plain_steps > 50 and stats[0].draft_forwards > 0 == stats[-1].draft_forwards
+    assert rehearsal.counts.captures == before
 
 
 def test_a_sampled_request_and_plain_decoding_are_prepared_too(rehearsal: Rehearsal, text_pair: Pair) -> None:
