@@ -39,7 +39,6 @@ class CachedDraft(CachedModel):
     standalone_model: Any | None = None
     aux_layers: tuple[int, ...] = ()
     capture_sizes: tuple[int, ...] = ()
-    reads_target_cache: bool = False
     token_ids: Tensor | None = None  # the target's id of each token of a smaller vocabulary; None: the same ids
     least_columns = 1024  # more nodes than most rounds evaluate
     target_vocab_size: int  # known after ``attach``
@@ -87,10 +86,6 @@ class CachedDraft(CachedModel):
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers, once the cache is allocated."""
         return int(self.cache.memory_bytes // self.cache.capacity)
-
-    def num_pending_after(self, num_committed: int) -> int:
-        """Largest number of pending tokens after a round that committed ``num_committed``."""
-        return num_committed
 
     def reserve(self, num_tokens: int) -> None:
         super().reserve(num_tokens)

@@ -29,7 +29,6 @@ class TokenDraft(ABC):
     kind: str
     sees_images = False
     reads_placeholders: bool | None = None
-    reads_target_cache = False
     has_states = False
     mode = EAGER
     graph_runner = None
@@ -107,10 +106,6 @@ class TokenDraft(ABC):
     def forest(self, answer: AnswerToRecord) -> Forest:
         """See ``Draft``."""
         return TokenForestGrower(self, answer).grow_all()
-
-    def num_pending_after(self, num_committed: int) -> int:
-        """See ``CachedDraft``. It has no effect on the time of a proposal."""
-        return num_committed
 
     def prepare_step(self, kv_length: int, *, num_pending: int = 0) -> None:
         """Begin a request of ``kv_length`` tokens, so that a proposal can be timed. No token is pending."""

@@ -83,7 +83,7 @@ class StepBench:
 
     def draft_first_ms(self, tokens: int, kv_length: int) -> float:
         """The draft's first forward after a round that committed ``tokens`` tokens; it proposes after the last of them."""
-        self.draft.prepare_step(kv_length, num_pending=self.draft.num_pending_after(tokens))
+        self.draft.prepare_step(kv_length, num_pending=tokens)
         _plant_star(self.tree, 0)
         return self._propose_ms(np.array([ROOT]))
 

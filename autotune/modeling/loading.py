@@ -27,8 +27,6 @@ RETRIEVAL = "retrieval"
 """Name of the draft that needs no model; a folder of this name is ``./retrieval``."""
 MTP_SUFFIX = ":mtp"
 """Ends the name of a draft that is the multi-token prediction head of a target's own checkpoint: ``FOLDER:mtp``."""
-GEMMA4_ASSISTANT = "gemma4_assistant"
-"""Kind of the drafts that are published with Gemma 4."""
 DEFAULT_DRAFTS = (*BUNDLED_DRAFTS, RETRIEVAL)
 DEFAULT_PAIR = BUNDLED_TARGET.partition("/")[0]
 OTHER_PAIRS = ("code",)
@@ -84,11 +82,6 @@ def resolve(name: str) -> str:
     return name
 
 
-def is_assistant(model_type: str | None) -> bool:
-    """Whether models of this type are assistants of Gemma 4."""
-    return model_type in ("gemma4_assistant", "gemma4_unified_assistant")
-
-
 def reference(name: str) -> ModelReference:
     """The model's name and the hash of its weights and config; without a hash if the model is not on disk, or there is none."""
     if name in TOKEN_DRAFTS:
@@ -99,15 +92,11 @@ def reference(name: str) -> ModelReference:
     return ModelReference(id=name, sha256=sha256_of(*sorted(path.glob("*.safetensors")), path / "config.json"))
 
 
-def load_model(
-    name: str, *, device: str = "cpu", random_weights: bool = False, dtype: Any = None, is_complete: bool = False
-) -> Any:
+def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) -> Any:
     """Load a model for inference.
 
     Args:
         random_weights: make the weights at random. Only the config is needed, and latency does not depend on weights.
-        dtype: precision; None: that which its config declares.
-        is_complete: refuse a checkpoint that lacks weights, which transformers makes at random.
 
     Raises:
         UserError: transformers cannot load it or read its packed weights, it does not fit on the device, or it is quantized and
@@ -132,7 +121,7 @@ def load_model(
                     "quantization_config"
                 )
             check_room(device, {"weights": _weight_bytes(factory, config)}, what=name, advice=advice)
-            model = factory.from_config(config, dtype=dtype or config.dtype)
+            model = factory.from_config(config, dtype=config.dtype)
         else:
             weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
             if is_quantized and is_dense_once_loaded(usable_quantizer(config, name=name, device=device)):
@@ -140,12 +129,9 @@ def load_model(
             check_room(device, {"weights": weights}, what=name, advice=advice)
             # Some quantized models cannot be moved, so that they are loaded where they run.
             options: dict[str, Any] = {"device_map": {"": device}} if is_quantized else {}
-            options |= {} if dtype is None else {"dtype": dtype}
             model, info = factory.from_pretrained(source, output_loading_info=True, **options)
             check_packed_weights(info["missing_keys"], info["unexpected_keys"], name=name)
             decompress(model)
-            if is_complete and (missing := ", ".join(sorted(info["missing_keys"])[:3])):
-                raise UserError(f"{name}: its checkpoint has no weights {missing}; give the whole checkpoint")
     choose_attention(device)
     return (model if is_quantized else model.to(device)).eval().requires_grad_(False)
 

@@ -141,8 +141,7 @@ class Recorder:
             if part is None:
                 answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
                 inputs = prompt.inputs(self.processor, draft.device)
-                may_be_kept = bool(draft.aux_layers) and not draft.reads_target_cache
-                outputs = self.target_features(prompt, inputs, answer, draft.aux_layers) if may_be_kept else None
+                outputs = self.target_features(prompt, inputs, answer, draft.aux_layers) if draft.aux_layers else None
                 with _with_visual_input(draft, visual_input):
                     part = record_forest(
                         self.target,
@@ -301,7 +300,7 @@ def record_forest(
     shares_tokens: bool = True,
 ) -> RecordedPrompt:
     """The forest along one answer of the target to which the draft is attached. Without ``outputs`` the target is run for
-    the layers that the draft reads. A draft that reads the target's cache needs that run, which fills it.
+    the layers that the draft reads.
 
     Args:
         sampler: that of a sampled answer, to which the proposals of a draft with a model are coupled.

@@ -9,11 +9,9 @@ from typing import Any
 from autotune.documents.condition import Condition
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.draft import Draft
-from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
 from autotune.modeling.graph_runner import check_mode
-from autotune.modeling.loading import is_assistant
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.fallback import Fallback, RoundPrice
@@ -100,7 +98,5 @@ def decoding_mode(mode: str, points: Iterable[LoadedPoint], target: Target) -> s
 
 
 def as_draft(draft: Any | None) -> Draft | None:
-    """Wrap a Hugging Face model as an independent draft, or as the assistant that it is; return a draft, or None, as it is."""
-    if draft is None or hasattr(draft, "propose"):
-        return draft
-    return Gemma4AssistantDraft(draft) if is_assistant(draft.config.model_type) else IndependentDraft(draft)
+    """Wrap a Hugging Face model as an independent draft; return a draft, or None, as it is."""
+    return draft if draft is None or hasattr(draft, "propose") else IndependentDraft(draft)

@@ -86,7 +86,7 @@ def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int], capa
     if (cached := as_cached(draft)) is None:
         return
     # Accepted nodes and the next root, then the levels.
-    pending = _sizes(cached.num_pending_after(policy.max_depth + 1), capture_sizes)
+    pending = _sizes(policy.max_depth + 1, capture_sizes)
     levels = [] if cached.drafts_blocks else _sizes(min(policy.max_width, MAX_LEVEL_STEP), capture_sizes)
     for length in _lengths(cached, capacity + cached.num_block_tokens):
         pruned = cached.pruned_lengths(point.visual_keep, length)
