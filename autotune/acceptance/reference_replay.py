@@ -39,12 +39,10 @@ class ReplayedRound:
 
     @property
     def num_levels(self) -> int:
-        """Draft levels."""
         return len(self.widths)
 
     @property
     def num_nodes(self) -> int:
-        """Draft nodes verified."""
         return 0 if self.tree is None else int(self.tree.size[0]) - 1
 
 

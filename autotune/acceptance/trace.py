@@ -194,7 +194,6 @@ class PackedForest(NamedTuple):
 
     @property
     def unrecorded(self) -> int:
-        """The row of the nodes that were not recorded."""
         return len(self.proposals) - 1
 
 

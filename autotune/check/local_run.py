@@ -51,7 +51,6 @@ class LocalRun:
 
     @property
     def prices(self) -> list[RoundPrice | None]:
-        """By prompt, from its operating point."""
         return [self.profile.points[run.point].fallback for run in self.runs]
 
     def result(self, timing: Timing | None) -> WorkloadResult:

@@ -81,7 +81,6 @@ class PairRunner(contextlib.AbstractContextManager["PairRunner"]):
         self._close_workers()
 
     def run_to(self, num_pairs: int, report: Callable[[int], None] = lambda done: None) -> None:
-        """Decode until there are ``num_pairs`` pairs."""
         while len(self.pairs) < num_pairs:
             number = len(self.pairs)
             if self._num_left == 0:
@@ -95,7 +94,6 @@ class PairRunner(contextlib.AbstractContextManager["PairRunner"]):
             report(len(self.pairs))
 
     def seconds_to(self, num_pairs: int) -> float:
-        """Estimated seconds until there are ``num_pairs`` pairs."""
         num_missing = max(0, num_pairs - len(self.pairs))
         num_launches = math.ceil(max(0, num_missing - self._num_left) / PAIRS_PER_LAUNCH)
         return num_missing * fmean(self.pair_s) + num_launches * self.launch_s[-1]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.check.pairs import PairRunner, TimedPair
-from autotune.check.power import replayed, simulate
 from autotune.check.result import TIME, Gate, GateVerdict, Timing
 from autotune.check.sequential import (
     PAIRS_PER_LAUNCH,
@@ -20,6 +19,8 @@ from autotune.check.sequential import (
     estimate,
     hodges_lehmann,
     interim_analysis,
+    replayed,
+    simulate,
 )
 from autotune.errors import UserError
 

@@ -35,8 +35,6 @@ MAX_BUDGET = 128
 
 @dataclass(frozen=True)
 class PricedTree:
-    """A tree and its replayed figures."""
-
     tree: TreePolicy
     predicted: Predicted
     """The speedup is over plain decoding of an equal batch."""
@@ -189,7 +187,6 @@ class MeasuredReplay(EngineReplay):
         prompts: NDArray[np.bool_] | None = None,
         draft_tokens: int | None = None,
     ) -> None:
-        """See ``EngineReplay``."""
         self.measured = measured
         super().__init__(trace, table, prompts=prompts, draft_tokens=draft_tokens)
         self.is_estimated = False

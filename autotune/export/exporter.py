@@ -199,7 +199,6 @@ def _profile_notes(selected: Selection, engine: Engine) -> Iterator[str]:
 
 
 def _points_note(selected: Selection) -> str:
-    """The note on the other points of the profile."""
     combined = selected.documents.combined_speedup(selected.profile, selected.trace)
     requests = "all tuning prompts" if selected.prompts.all() else "the tuning prompts that it decodes"
     note = (

@@ -184,7 +184,6 @@ class Recorder:
         workload: Workload,
         bounds: ForestBounds,
     ) -> TraceHeader:
-        """The header of a trace that is recorded here."""
         return TraceHeader(
             provenance=stamp(),
             target=self.target_reference,
@@ -265,7 +264,6 @@ def _write_part(path: Path, part: RecordedPrompt) -> None:
 
 @torch.inference_mode()
 def run_target(target: Target, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]) -> TargetFeatures:
-    """Run the target over a prompt and its own answer again, and keep the outputs of ``layers``."""
     tokens = np.array(answer.tokens[:-1], np.int64)  # nothing follows the last token
     target.use_mode(EAGER)  # recording has other sizes than decoding
     target.output_layers = tuple(layers)

@@ -109,8 +109,6 @@ def _published_trees(sources: Sources) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class AblationStep:
-    """The best screened subnet once a further dimension is free."""
-
     label: str
     best: ScreenedSubnet
 
@@ -135,8 +133,6 @@ def cumulative_ablation(sources: Sources) -> list[AblationStep]:
 
 @dataclass(frozen=True)
 class PolicyBest:
-    """The fastest tree of a policy, and the policy's published default."""
-
     policy: str
     best: Candidate
     default_ms: float | None
@@ -144,7 +140,6 @@ class PolicyBest:
 
 
 def policies(sources: Sources) -> list[PolicyBest]:
-    """The fastest tree of every policy, fastest first."""
     best: dict[str, Candidate] = {}
     for candidate in sources.candidates:
         best.setdefault(candidate.policy, candidate)

@@ -27,7 +27,6 @@ class CostCurve:
 
     @property
     def tokens(self) -> list[int]:
-        """The measured numbers of tokens."""
         return sorted({point.tokens for point in self.surface.points})
 
     def ms(self, tokens: int) -> float | None:

@@ -18,7 +18,6 @@ Plots = Iterator[tuple[str, str, "Figure"]]
 
 
 def all_plots(content: Content) -> dict[str, str]:
-    """Every plot for which there are numbers, as SVG by name."""
     import matplotlib as mpl
 
     sections = (_evaluation, _predictions, _fronts, _ablation, _importance, _acceptance, _costs)

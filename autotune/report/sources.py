@@ -40,9 +40,7 @@ class Sources:
     trials: list[Any] = field(default_factory=list)
     """Optuna's completed trials."""
     runs: list[Record] = field(default_factory=list)
-    """Records of real runs."""
     notes: list[str] = field(default_factory=list)
-    """Remarks about the documents for the reader."""
 
     @functools.cached_property
     def evaluator(self) -> Evaluator | None:
@@ -197,7 +195,6 @@ def _records(ledger: Ledger | None, study: StudyDocument | None, stage: str) -> 
 
 
 def _trials(ledger: Ledger | None, study: StudyDocument | None) -> list[Any]:
-    """The completed trials of TPE."""
     import optuna
 
     if ledger is None or study is None or study.optuna_study is None:

@@ -27,8 +27,6 @@ RATES = ("requests_per_second", "tokens_per_second")
 
 @dataclass(frozen=True)
 class PromptComparison:
-    """One prompt in the engine with the exported settings, with its prediction."""
-
     prompt: str
     task: str
     has_image: bool

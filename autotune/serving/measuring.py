@@ -47,8 +47,6 @@ class Throughput:
 
 @dataclass
 class EngineRuns:
-    """All runs of one engine."""
-
     engine: EngineClient
     prompts: list[PromptRun] = field(default_factory=list)
     """In the order of the prompts."""

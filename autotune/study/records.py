@@ -36,5 +36,4 @@ def record_of(screened: list[ScreenedSubnet]) -> dict[str, Any]:
 
 
 def screened_in(record: dict[str, Any]) -> list[ScreenedSubnet]:
-    """The subnets of a ledger record."""
     return [ScreenedSubnet.model_validate(subnet, strict=False) for subnet in record["subnets"]]

@@ -91,7 +91,6 @@ class DraftTask:
         return cast(TrainableNetwork, network.requires_grad_(True))
 
     def begin(self, number: int) -> None:
-        """Prepare the stage ``number``."""
         self._number, self._stage = number, self.recipe.stages[number]
         self._compare = make_divergence(self._stage.divergence, compiled=self.recipe.compile)
         self._teacher_batches = self._batches_of(number)
@@ -105,7 +104,6 @@ class DraftTask:
             ]
 
     def _batches_of(self, number: int) -> TeacherBatches:
-        """The teacher batches that this process reads in a stage."""
         data, stage, share = self.recipe.data, self.recipe.stages[number], self.share
         layers, rule = {*self.module.layers_in_training, self.teacher.num_layers}, stage.distillation
         if isinstance(rule, int):
@@ -166,7 +164,6 @@ class DraftTask:
         return {f"held_out_{name}": sum(batch[name] for batch in metrics) / len(metrics) for name in metrics[0]}
 
     def save(self, folder: Path) -> None:
-        """Write the trained draft."""
         batches = self._batches_of(len(self.recipe.stages) - 1)
         num_batches = min(NUM_FINISHED, self.recipe.stages[-1].steps, batches.examples.num_batches)
         self.module.finish(batches[step] for step in range(num_batches))

@@ -143,7 +143,6 @@ class Trainer:
     """None: no autocast, float32."""
 
     def run(self) -> None:
-        """Run all stages, continuing from the checkpoint."""
         first_stage, first_step = self.checkpoint.position()
         if (first_stage, first_step) != (0, 0):
             self.checkpoint.load_model(self.task.module)
@@ -260,7 +259,6 @@ def average_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerat
 
 
 def train_with_progress(recipe_path: Path, output: Path | None, console: Console) -> None:
-    """Run ``train`` with a progress bar."""
     shown: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
 

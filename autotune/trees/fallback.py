@@ -106,7 +106,6 @@ class Fallback:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all earlier requests."""
         self.history = RequestHistory()
 
     def begin_request(self) -> bool:
@@ -120,7 +119,6 @@ class Fallback:
         return True
 
     def end_request(self) -> None:
-        """End a request that speculated."""
         total = float(self._state[_TOTAL])
         num_failed = 0 if self.price is None or total >= 0.0 else self.history.num_failed + 1
         self.history = RequestHistory(num_failed, 0, self.MEMORY * self.history.saved + total)
@@ -139,7 +137,6 @@ class Fallback:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the next token is decoded by a plain step."""
         return bool(is_plain(self._params, self._state))
 
     def count_plain_step(self) -> None:

@@ -205,7 +205,6 @@ def load_prompt(address: str | Path, number: int, settings: Prompt) -> WorkloadP
 
 
 def load_turns(address: str | Path, number: int, settings: Prompt) -> list[WorkloadPrompt]:
-    """The prompts of all turns of a row; see ``load_prompt``."""
     prompts = load_prompt(address, number, settings).conversation
     if len(prompts) == 1:
         return prompts

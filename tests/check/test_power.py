@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autotune.check.power import Shares, replayed, simulate
-from autotune.check.sequential import Design
+from autotune.check.sequential import Design, Shares, replayed, simulate
 from benchmarks.check_power import BY_PAIR, EVERY_LAUNCH, SCENARIOS, noises, recorded
 
 CHECKS = 200

@@ -25,14 +25,7 @@ from autotune.search import screening
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
 from autotune.search.model_pool import _run_task as run_worker
-from autotune.search.screening import (
-    DEPTHS,
-    ScreeningWork,
-    print_screened,
-    screen,
-    screen_in_worker,
-    survivors,
-)
+from autotune.search.screening import DEPTHS, ScreeningWork, print_screened, screen, screen_in_worker, survivors
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.thresholds import MIN_TRACED_PROMPTS
 from autotune.search.traces import Recording, RecordingWork, record_in_worker, record_trace, record_traces
