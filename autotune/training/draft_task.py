@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from autotune.drafters.checkpoint import NETWORKS, load_feature_network
-from autotune.drafters.divergence import make_divergence
+from autotune.drafters.divergence import divergence
 from autotune.drafters.trainable import CONFIG, LossSettings, Metrics, TrainableNetwork
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key
@@ -92,7 +92,8 @@ class DraftTask:
 
     def begin(self, number: int) -> None:
         self._number, self._stage = number, self.recipe.stages[number]
-        self._compare = make_divergence(self._stage.divergence, compiled=self.recipe.compile)
+        # The compiled one keeps no tensor as large as the logits but their gradient.
+        self._compare = torch.compile(divergence, dynamic=True) if self.recipe.compile else divergence
         self._teacher_batches = self._batches_of(number)
         self._held_out = []
         if self.accelerator.is_main_process:  # only it evaluates, in batches of the size that one process trains on
