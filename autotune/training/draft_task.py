@@ -75,18 +75,15 @@ class DraftTask:
             UserError: none is stored, or one of another kind.
         """
         recipe, folder = self.recipe, self.recipe_path.parent
-        if recipe.trained_stages == 0 and recipe.initial_weights == "new":
+        if recipe.initial_weights == "new":
             return NETWORKS[recipe.model].new(recipe.draft, self.target, source=str(self.recipe_path))
         if not (folder / CONFIG).exists():
-            needs, default = "initial_weights: stored needs a draft", "new"
-            if recipe.trained_stages > 0:
-                needs, default = "trained_stages needs the draft of these stages", "0"
-            raise UserError(f"{self.recipe_path}: {needs} in {folder}; set it to {default}")
+            raise UserError(f"{self.recipe_path}: initial_weights: stored needs a draft in {folder}; set it to new")
         network = load_feature_network(folder, self.target)
         if network.config.kind != recipe.model:
             raise UserError(
                 f"{self.recipe_path}: training continues from the draft in {folder}, which is of kind {network.config.kind}; "
-                f"got model {recipe.model}; set trained_stages to 0 and initial_weights to new"
+                f"got model {recipe.model}; set initial_weights to new"
             )
         return cast(TrainableNetwork, network.requires_grad_(True))
 

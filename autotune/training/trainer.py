@@ -146,7 +146,6 @@ class Trainer:
         first_stage, first_step = self.checkpoint.position()
         if (first_stage, first_step) != (0, 0):
             self.checkpoint.load_model(self.task.module)
-        first_stage = max(first_stage, self.recipe.trained_stages)
         for number in range(first_stage, len(self.recipe.stages)):
             self._run_stage(number, first_step if number == first_stage else 0)
         self.task.module.eval()

@@ -285,17 +285,6 @@ def test_a_corpus_changes_proposals_as_a_scan_of_its_texts_does() -> None:
         answers.append(answer)
 
 
-def test_a_corpus_is_filled_with_answers_that_fit() -> None:
-    draft = new_draft(corpus_tokens=5)
-    draft.add_answers([[5, 6], [5, 7]])
-    begin(draft, 92, 5)
-    assert [token for token, _ in proposed(draft, 5, 5)] == [7, 6]
-    with pytest.raises(
-        UserError, match="corpus_tokens=5 must hold all answers; they have 6 tokens; raise corpus_tokens"
-    ):
-        draft.add_answers([[1, 2]])
-
-
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
