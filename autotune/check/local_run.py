@@ -124,7 +124,6 @@ class LocalRun:
         )
 
     def not_repeated_gate(self, name: str) -> Gate:
-        """The skipped gate on counts that are not reproducible."""
         shown = ", ".join(self.not_repeated[:3])
         return self.skipped_gate(
             name,

@@ -63,7 +63,6 @@ class PairRunner(contextlib.AbstractContextManager["PairRunner"]):
     requests: Sequence[WorkerRequest]
     seed: int = field(kw_only=True)
     ledger: Path = field(kw_only=True)
-    """File of finished pairs."""
     must_agree: bool = field(default=True, kw_only=True)
     """Whether different tokens make the sides incomparable."""
     clock: Callable[[], float] = field(default=time.monotonic, kw_only=True)

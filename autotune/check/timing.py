@@ -79,7 +79,6 @@ def launches(pairs: Sequence[TimedPair]) -> np.ndarray:
 
 
 def timing_of(runner: PairRunner, outcome: Outcome, design: Design) -> Timing:
-    """Estimates and decision from the pairs of an outcome."""
     pairs = runner.pairs[: outcome.analysis.num_pairs]
     slowdown, ci95 = estimate(log_ratios(pairs), launches(pairs))
     with_plain = [pair for pair in pairs if pair.plain_log_ratio is not None]
@@ -105,7 +104,6 @@ def timing_of(runner: PairRunner, outcome: Outcome, design: Design) -> Timing:
 
 
 def time_gate(timing: Timing, outcome: Outcome, workload: str) -> Gate:
-    """The gate on the head's time compared with the base's."""
     verdict: GateVerdict = "inconclusive"
     if outcome.analysis.verdict is Verdict.FAIL:
         verdict = "failed"

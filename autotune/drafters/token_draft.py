@@ -104,7 +104,6 @@ class TokenDraft(ABC):
         """Remove the request's tokens."""
 
     def forest(self, answer: AnswerToRecord) -> Forest:
-        """See ``Draft``."""
         return TokenForestGrower(self, answer).grow_all()
 
     def prepare_step(self, kv_length: int, *, num_pending: int = 0) -> None:

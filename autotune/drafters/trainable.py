@@ -54,8 +54,6 @@ class LossSettings(Document):
 
 
 class TrainableNetwork(DraftNetwork):
-    """A draft network with its loss and its files."""
-
     kind: ClassVar[str]
     config_type: ClassVar[type[NetworkConfig] | None]
     """The document that ``save`` writes as ``config.json``; None: the format of another project."""

@@ -46,8 +46,6 @@ class PricedTree:
 
 
 class EngineReplay:
-    """Replays trees along one trace with the shapes that an engine prepares."""
-
     prices_batches: ClassVar[bool] = False
     """Whether batches of several requests were measured."""
 
@@ -89,7 +87,6 @@ class EngineReplay:
         return min(self.trace.header.bounds.depth, self.max_tokens - 1)
 
     def _is_priced(self, batch: int, draft_tokens: int) -> bool:
-        """Whether rounds of ``batch`` requests with ``draft_tokens`` each are priced."""
         return batch * (draft_tokens + 1) <= self.max_tokens
 
     def chains(self) -> Iterator[ChainPolicy]:

@@ -155,7 +155,6 @@ def _variant(
 
 
 def _prediction_note(selected: Selection, replay: EngineReplay) -> str:
-    """The note on the prompts and prices of the predictions."""
     table = selected.documents.table
     if isinstance(replay, MeasuredReplay):
         measured = replay.measured

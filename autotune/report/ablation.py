@@ -107,26 +107,20 @@ def _published_trees(sources: Sources) -> dict[str, float]:
     return fastest_ms
 
 
-@dataclass(frozen=True)
-class AblationStep:
-    label: str
-    best: ScreenedSubnet
-
-
-def cumulative_ablation(sources: Sources) -> list[AblationStep]:
-    """The dimensions freed one by one, starting from the full draft that the user named first. Steps that add no subnet are
-    left out.
+def cumulative_ablation(sources: Sources) -> dict[str, ScreenedSubnet]:
+    """The best screened subnet as the dimensions are freed one by one, starting from the full draft that the user named first,
+    by the dimension that was freed last. Steps that add no subnet are left out.
     """
     if not any(s.draft in sources.drafts for s in sources.screened):
-        return []
+        return {}
     is_default = _screened_at_default(sources).drop(columns="ms_per_token")
-    steps: list[AblationStep] = []
+    steps: dict[str, ScreenedSubnet] = {}
     num_before = 0
     for number, label in enumerate(["full draft", *(f"+ {dimension}" for dimension in is_default)]):
         is_allowed = is_default.iloc[:, number:].all(axis=1)
         allowed = [subnet for subnet, allow in zip(sources.screened, is_allowed, strict=True) if allow]
         if len(allowed) > num_before:
-            steps.append(AblationStep(label, min(allowed, key=lambda subnet: subnet.ms_per_token)))
+            steps[label] = min(allowed, key=lambda subnet: subnet.ms_per_token)
             num_before = len(allowed)
     return steps
 

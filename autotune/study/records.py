@@ -31,7 +31,6 @@ class ScreenedSubnet(Document):
 
 
 def record_of(screened: list[ScreenedSubnet]) -> dict[str, Any]:
-    """The ledger record of subnets that were screened together."""
     return {"subnets": [subnet.model_dump(mode="json") for subnet in screened]}
 
 

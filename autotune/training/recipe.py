@@ -36,8 +36,6 @@ class Stage(LossSettings):
 
 
 class Data(Document):
-    """Training examples: the lines of a file."""
-
     file: str
     """JSONL, relative to the recipe: see ``AnsweredPrompt``."""
     num_examples: int | None = Field(default=None, ge=1)
@@ -49,8 +47,6 @@ class Data(Document):
 
 
 class Recipe(Document, kind="recipe"):
-    """A draft to train."""
-
     name: str
     description: str
     model: Annotated[str, GetPydanticSchema(lambda *_: literal_schema([*NETWORKS]))]

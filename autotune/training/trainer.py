@@ -228,7 +228,10 @@ def train(
     dtype = autocast_dtype(accelerator.device)
     report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
     task = DraftTask(recipe, recipe_path, accelerator, report=report)
-    checkpoint = Checkpoint(output / ".checkpoint" / "state.safetensors", checkpoint_key(recipe, recipe_path))
+    # The recipe and its file of examples must not change while a run is resumed.
+    content = recipe.model_dump(mode="json", exclude_defaults=True)
+    key = content_key([content, sha256_of(recipe_path.parent / recipe.data.file)])
+    checkpoint = Checkpoint(output / ".checkpoint" / "state.safetensors", key)
     log = output / "training.jsonl"
     trainer = Trainer(recipe, task, accelerator, checkpoint, log, progress, dtype)
     estimate = task.check_memory(half_precision=dtype is not None)
@@ -241,12 +244,6 @@ def train(
         if notify is not None:
             notify(f"weights, training log and plot written to {output}")
     return output
-
-
-def checkpoint_key(recipe: Recipe, recipe_path: Path) -> str:
-    """Hash of everything that must not change while a run is resumed: the recipe and its file of examples."""
-    content = recipe.model_dump(mode="json", exclude_defaults=True)
-    return content_key([content, sha256_of(recipe_path.parent / recipe.data.file)])
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> None:

@@ -44,7 +44,6 @@ class RoundPrice(Document):
 
 @compiled
 def reset(state: Floats) -> None:
-    """Begin a request."""
     state[_SAVED], state[_STRETCH] = START, FIRST_STRETCH
     state[_PLAIN_LEFT] = state[_TOTAL] = 0.0
 
@@ -62,7 +61,6 @@ def count_plain_step(state: Floats) -> None:
 
 @compiled
 def update(params: Floats, state: Floats, draft_forwards: int, nodes: int, accepted: int) -> None:
-    """End a round that drafted and verified so much."""
     if params[_ROUND] < 0.0:
         return
     price = params[_ROUND] + params[_LEVEL] * draft_forwards + params[_NODE] * nodes
@@ -143,5 +141,4 @@ class Fallback:
         count_plain_step(self._state)
 
     def update(self, *, draft_forwards: int, nodes: int, accepted: int) -> None:
-        """End a round that drafted and verified so much."""
         update(self._params, self._state, draft_forwards, nodes, accepted)

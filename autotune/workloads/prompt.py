@@ -111,11 +111,8 @@ class AnsweredPrompt(Prompt):
 
 @dataclass(frozen=True)
 class WorkloadPrompt:
-    """A prompt with its images loaded.
-
-    A conversation has a prompt for each of its turns. The prompt of turn n has the turns up to n, and can be decoded once the target's
-    answers to the n - 1 turns before it are known (``workloads.conversations``). These follow from the target and the settings, so
-    that they are no part of the prompt's hash.
+    """A prompt with its images loaded; of a conversation the prompt of one turn, with the turns up to it
+    (``workloads.conversations``). The target's answers follow from the target and the settings, so that the hash leaves them out.
     """
 
     name: str
