@@ -25,7 +25,6 @@ from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.two_readings import own_feature_mask, rows_of
-from autotune.errors import UserError
 from autotune.files import read_lines
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
@@ -311,15 +310,6 @@ def test_fixed_layer_is_distilled_in_every_step(recipe: Callable[..., Path], tmp
     assert cached and all("hidden.2" in tensors and "entropies" not in tensors for tensors in cached)
 
 
-def test_layer_that_the_target_does_not_have_is_refused(recipe: Callable[..., Path]) -> None:
-    path = recipe(model="dream", stages=[{**STAGE, "distillation": LAST + 1}])
-    with pytest.raises(UserError) as refused:
-        train(path)
-    assert str(refused.value) == (
-        f"{path}: distillation names a layer of the target, 1 to {LAST}; got {LAST + 1}; name one of them"
-    )
-
-
 def train_killed(recipe_path: Path, output: Path, killed_after: int) -> None:
     """Train until an exception after some steps, then resume to the end."""
     steps = 0
@@ -462,6 +452,10 @@ def test_more_processes_than_examples_in_a_batch(recipe: Callable[..., Path]) ->
         ({"model": "stra"}, "model: .*'star'.*'mtp'; got 'stra'"),
         ({"data": {"fiel": "a.jsonl"}}, r"unknown key 'data\.fiel'; did you mean 'file'"),
         ({"draft": {**SIZES, "num_head": 4}}, "unknown key 'num_head'; did you mean 'num_heads'"),
+        (
+            {"model": "dream", "stages": [{**STAGE, "distillation": LAST + 1}]},
+            f"distillation names a layer of the target, 1 to {LAST}; got {LAST + 1}; name one of them",
+        ),
         ({"initial_weights": "stored"}, "initial_weights: stored needs a draft in .*; set it to new"),
     ],
 )
