@@ -148,7 +148,7 @@ def _confidence_limit(x: Floats, launches: NDArray[np.int64], sign: int) -> floa
     return inside
 
 
-# -------------------------------------------------------------------------------------------- power, by simulated checks
+# ------------------------------------------------------------------------------------------ power, by simulated checks
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def simulate(noise: Noise, slowdown: float, design: Design, *, num_checks: int, 
 
 
 def replayed(launches: Sequence[Floats], *, random_sign: bool = True) -> Noise:
-    """Noise drawn from recorded launches of equal sides; their sign is random, because the sides are interchangeable."""
+    """Noise drawn from recorded launches of equal sides, with a random sign, because the sides are interchangeable."""
     complete = np.array([launch for launch in launches if len(launch) == PAIRS_PER_LAUNCH])
     signs = np.array([-1.0, 1.0] if random_sign else [1.0])
 

@@ -90,8 +90,8 @@ def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork
 
 
 def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, random_weights: bool = False) -> LoadedDraft:
-    """Load a draft by name: a folder from ``TrainableNetwork.save``, an EAGLE-3 head, a DFlash draft, any other Hugging Face
-    model, which drafts independently, a model followed by ``:mtp`` for the multi-token prediction head of its
+    """Load a draft by name: a folder from ``TrainableNetwork.save``, an EAGLE-3 head, a DFlash draft, any other Hugging
+    Face model, which drafts independently, a model followed by ``:mtp`` for the multi-token prediction head of its
     checkpoint, or ``retrieval``.
 
     Args:
@@ -126,8 +126,8 @@ def _load_whole(
     """A draft without subnets: a draft without files, or an independent model."""
     if model_type in GEMMA4_ASSISTANTS:
         raise UserError(
-            f"{name}: drafts of type {model_type} attend to the target's keys and values, which is not supported; give a smaller "
-            "model with the target's vocabulary, an EAGLE-3 head or a DFlash draft"
+            f"{name}: drafts of type {model_type} attend to the target's keys and values, which is not supported; "
+            "give a smaller model with the target's vocabulary, an EAGLE-3 head or a DFlash draft"
         )
     if subnet.network != Subnet().network:
         kind = name if name in TOKEN_DRAFTS else IndependentDraft.kind

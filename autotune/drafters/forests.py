@@ -34,7 +34,7 @@ class AnswerToRecord:
     hidden: Mapping[int, Tensor]
     """The target's outputs before each token, by layer, [tokens, hidden]; empty for a draft that reads none."""
     proposal_scores: Callable[[Tensor, Ints], Tensor] | None = None
-    """Couples the draft's proposals to the answer's noise (``TokenSampler.proposal_scores``); None for greedy answers."""
+    """``TokenSampler.proposal_scores``, to which the draft's proposals are coupled; None for greedy answers."""
     shares_tokens: bool = True
     """False evaluates every node of every forest, as a draft that reads features must."""
 

@@ -108,8 +108,8 @@ def _published_trees(sources: Sources) -> dict[str, float]:
 
 
 def cumulative_ablation(sources: Sources) -> dict[str, ScreenedSubnet]:
-    """The best screened subnet as the dimensions are freed one by one, starting from the full draft that the user named first,
-    by the dimension that was freed last. Steps that add no subnet are left out.
+    """The best screened subnet as the dimensions are freed one by one, by the dimension that was freed last, starting
+    from the full draft that the user named first. Steps that add no subnet are left out.
     """
     if not any(s.draft in sources.drafts for s in sources.screened):
         return {}

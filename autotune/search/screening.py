@@ -1,7 +1,8 @@
 """Screening: every subnet of every draft is evaluated, exhaustively, as STAR chooses among its subnets.
 
-A subnet's speed is predicted from chains along recorded answers and the cost table. Subnets of a supernet that differ in heads only are recorded together (``recording.chain_recorder``); their chains are the chains of the
-recorder of traces, up to rounding, so nothing is estimated but the cost of unequal shares of heads.
+A subnet's speed is predicted from chains along recorded answers and the cost table. Subnets of a supernet that differ
+in heads only are recorded together (``recording.chain_recorder``); their chains are the chains of the recorder of
+traces, up to rounding, so nothing is estimated but the cost of unequal shares of heads.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class AnsweredPrompt(Prompt):
 @dataclass(frozen=True)
 class WorkloadPrompt:
     """A prompt with its images loaded; of a conversation the prompt of one turn, with the turns up to it
-    (``workloads.conversations``). The target's answers follow from the target and the settings, so that the hash leaves them out.
+    (``workloads.conversations``). The hash leaves the target's answers out, because they follow from the rest.
     """
 
     name: str
