@@ -19,8 +19,7 @@ import click
 import numpy as np
 from scipy.signal import lfilter
 
-from autotune.check.power import Noise, Shares, replayed, simulate
-from autotune.check.sequential import PAIRS_PER_LAUNCH, Design, Floats
+from autotune.check.sequential import PAIRS_PER_LAUNCH, Design, Floats, Noise, Shares, replayed, simulate
 from autotune.files import read_json
 
 RECORDED = Path(__file__).with_name("check_noise.json")

@@ -32,7 +32,6 @@ TORCH_FREE = (
     "acceptance.trace",
     "check.counts",
     "check.output",
-    "check.power",
     "check.revision",
     "check.sequential",
     "check.settings",

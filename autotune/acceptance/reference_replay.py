@@ -38,13 +38,7 @@ class ReplayedRound:
     """As in ``Replay.missing``."""
 
     @property
-    def num_levels(self) -> int:
-        """Draft levels."""
-        return len(self.widths)
-
-    @property
     def num_nodes(self) -> int:
-        """Draft nodes verified."""
         return 0 if self.tree is None else int(self.tree.size[0]) - 1
 
 
@@ -66,7 +60,7 @@ def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | Non
             replayed = ReplayedRound(position, context_tokens, None, np.zeros(0, np.int64), (), 0)
         else:
             replayed = _round(trace, prompt, position, grower)
-            control.update(draft_forwards=replayed.num_levels, nodes=replayed.num_nodes, accepted=len(replayed.path))
+            control.update(draft_forwards=len(replayed.widths), nodes=replayed.num_nodes, accepted=len(replayed.path))
         yield replayed
         position += len(replayed.path) + 1
 

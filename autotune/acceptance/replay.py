@@ -107,7 +107,7 @@ def replay(
         prices.draft_level_ms,
         prices.verify_ms,
         prices.kv_step,
-        trace.header.rereads_accepted,
+        bool(trace.header.aux_layers),  # such a draft reads accepted nodes again, with the target's features
         new_tree(policy.max_grown),
         new_workspace(policy.max_grown),
         np.zeros(policies.STATE_SIZE),

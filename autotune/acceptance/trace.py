@@ -49,19 +49,9 @@ class TraceHeader(Document, kind="trace", made_by="autotune record"):
     tasks: list[str]
 
     @property
-    def rereads_accepted(self) -> bool:
-        """Whether the draft reads accepted nodes a second time, with the target's features."""
-        return bool(self.aux_layers)
-
-    @property
     def name(self) -> str:
         """Name in file names: the subnet's, and the visual input where it is not the runtime's."""
         return self.subnet.name if self.visual_input == "features" else f"{self.subnet.name}-{self.visual_input}"
-
-    @property
-    def visual_keep(self) -> float:
-        """Share of the visual tokens that the draft sees."""
-        return self.subnet.visual_keep
 
 
 @dataclass(frozen=True)
@@ -110,7 +100,6 @@ class Trace:
 
     @functools.cached_property
     def packed(self) -> PackedForest:
-        """The forest as replay reads it."""
         return pack_trace(self)
 
     @property
@@ -194,12 +183,10 @@ class PackedForest(NamedTuple):
 
     @property
     def unrecorded(self) -> int:
-        """The row of the nodes that were not recorded."""
         return len(self.proposals) - 1
 
 
 def pack_trace(trace: Trace) -> PackedForest:
-    """Lay a trace's forest out for replay."""
     forest = trace.forest
     num_nodes, k = forest.child_token.shape
     # The answer token that every node descends from, and its cumulative log-probability, level by level.

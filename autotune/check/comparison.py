@@ -32,8 +32,6 @@ CODE = ("autotune/**/*.py", "drafts/**/*.safetensors", "drafts/**/*.json", "auto
 
 @dataclass(frozen=True)
 class Sides:
-    """Base and head with their profiles."""
-
     base: Side
     head: Side
     profiles: tuple[DecodingProfile, DecodingProfile]
@@ -66,7 +64,6 @@ class Sides:
 
 
 def code_hash(side: Side) -> str:
-    """Hash of the files that a side decodes with."""
     return sha256_of(*sorted(path for pattern in CODE for path in side.code.glob(pattern)))
 
 
@@ -111,7 +108,6 @@ def _require_comparable(profiles: tuple[DecodingProfile, DecodingProfile], again
 
 
 def write_requests(run: LocalRun, processor: Any, folder: Path) -> list[WorkerRequest]:
-    """Process the workload's prompts once and write them for the workers of both sides."""
     folder.mkdir(parents=True, exist_ok=True)
     requests = []
     for number, (prompt, decoded) in enumerate(zip(run.workload.prompts, run.runs, strict=True)):
@@ -124,8 +120,6 @@ def write_requests(run: LocalRun, processor: Any, folder: Path) -> list[WorkerRe
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares base and head, workload by workload."""
-
     sides: Sides
     launch: Launch
     design: Design
@@ -200,6 +194,5 @@ class Comparison:
 
 
 def launcher(device: str) -> Launch:
-    """Starts workers as processes, with a log file per side."""
     CHECKS.mkdir(parents=True, exist_ok=True)
     return lambda side: WorkerProcess(side, device=device, log=CHECKS / f"{side.name}.log")

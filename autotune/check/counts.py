@@ -23,8 +23,6 @@ COMPARED = ("target_forwards", "draft_forwards", "verified_nodes", "plain_steps"
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of one decoded prompt."""
-
     prompt: str
     tokens_sha256: str
     target_forwards: int
@@ -37,7 +35,6 @@ class Counts:
 
     @classmethod
     def of(cls, name: str, source: PromptEvidence | Decoded) -> Counts:
-        """The counts of a profile's evidence or of a worker's answer."""
         if isinstance(source, PromptEvidence):
             forwards, accepted = source.rounds, source.accepted_tokens
         else:
@@ -88,8 +85,6 @@ class CountChange:
 
 @dataclass(frozen=True)
 class CountComparison:
-    """Current counts compared with baseline counts, prompt by prompt."""
-
     num_prompts: int
     changed: list[CountChange]
     different_answers: list[str]

@@ -30,7 +30,6 @@ from autotune.workloads.workload import Workload, load_workload
 
 
 def run_check(settings: CheckSettings, console: Console) -> CheckResult:
-    """Decode and judge every workload."""
     settings.require_consistent()
     profile = DecodingProfile.load(settings.profile)
     names = settings.workloads or (default_workload(profile.target.id),)
@@ -138,7 +137,6 @@ def has_failed(gates: Sequence[Gate]) -> bool:
 
 
 def print_result(result: CheckResult, console: Console) -> None:
-    """Print the gates with their details, the workloads, and the verdict."""
     for gate in result.gates:
         console.say(str(gate))
         for detail in gate.details:

@@ -51,7 +51,6 @@ class LocalRun:
 
     @property
     def prices(self) -> list[RoundPrice | None]:
-        """By prompt, from its operating point."""
         return [self.profile.points[run.point].fallback for run in self.runs]
 
     def result(self, timing: Timing | None) -> WorkloadResult:
@@ -125,7 +124,6 @@ class LocalRun:
         )
 
     def not_repeated_gate(self, name: str) -> Gate:
-        """The skipped gate on counts that are not reproducible."""
         shown = ", ".join(self.not_repeated[:3])
         return self.skipped_gate(
             name,

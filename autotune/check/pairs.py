@@ -63,7 +63,6 @@ class PairRunner(contextlib.AbstractContextManager["PairRunner"]):
     requests: Sequence[WorkerRequest]
     seed: int = field(kw_only=True)
     ledger: Path = field(kw_only=True)
-    """File of finished pairs."""
     must_agree: bool = field(default=True, kw_only=True)
     """Whether different tokens make the sides incomparable."""
     clock: Callable[[], float] = field(default=time.monotonic, kw_only=True)
@@ -81,7 +80,6 @@ class PairRunner(contextlib.AbstractContextManager["PairRunner"]):
         self._close_workers()
 
     def run_to(self, num_pairs: int, report: Callable[[int], None] = lambda done: None) -> None:
-        """Decode until there are ``num_pairs`` pairs."""
         while len(self.pairs) < num_pairs:
             number = len(self.pairs)
             if self._num_left == 0:
@@ -95,7 +93,6 @@ class PairRunner(contextlib.AbstractContextManager["PairRunner"]):
             report(len(self.pairs))
 
     def seconds_to(self, num_pairs: int) -> float:
-        """Estimated seconds until there are ``num_pairs`` pairs."""
         num_missing = max(0, num_pairs - len(self.pairs))
         num_launches = math.ceil(max(0, num_missing - self._num_left) / PAIRS_PER_LAUNCH)
         return num_missing * fmean(self.pair_s) + num_launches * self.launch_s[-1]

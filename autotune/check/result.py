@@ -58,8 +58,6 @@ class Timing(Document):
 
 
 class WorkloadResult(Document):
-    """All measurements on one workload."""
-
     name: str
     sha256: str
     num_prompts: int

@@ -14,6 +14,7 @@ several times as often as stated (``benchmarks/check_power.py``).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -26,6 +27,9 @@ from autotune.evaluation.summary import spent_share
 
 Floats = NDArray[np.float64]
 PAIRS_PER_LAUNCH = 5
+Noise = Callable[[np.random.Generator, int, int], Floats]
+"""Log-ratios of an unchanged program: (generator, checks, pairs) to [checks, pairs]."""
+BATCH = 500  # checks simulated at once, as many as fit the cache
 
 
 class Verdict(Enum):
@@ -77,7 +81,6 @@ class InterimAnalysis:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of a single check."""
         return Verdict(self.verdicts.item())
 
 
@@ -117,7 +120,6 @@ def decide(x: Floats, design: Design) -> tuple[NDArray[np.object_], NDArray[np.i
 
 
 def launches_of(num_pairs: int) -> NDArray[np.int64]:
-    """The launch of each pair if every launch is complete."""
     return np.arange(num_pairs) // PAIRS_PER_LAUNCH
 
 
@@ -144,3 +146,39 @@ def _confidence_limit(x: Floats, launches: NDArray[np.int64], sign: int) -> floa
         last = int(np.flatnonzero(is_kept)[-1]) if is_kept.any() else 0
         inside, outside = float(grid[last]), float(grid[min(last + 1, 16)])
     return inside
+
+
+# ------------------------------------------------------------------------------------------ power, by simulated checks
+
+
+@dataclass(frozen=True)
+class Shares:
+    failed: float
+    passed: float
+    mean_pairs: float
+
+
+def simulate(noise: Noise, slowdown: float, design: Design, *, num_checks: int, seed: int = 0) -> Shares:
+    """Simulate checks of a program that is slower by ``slowdown``."""
+    rng = np.random.default_rng(seed)
+    failed = passed = num_pairs = 0
+    for begin in range(0, num_checks, BATCH):
+        x = noise(rng, min(BATCH, num_checks - begin), design.max_pairs) + np.log1p(slowdown)
+        verdicts, used = decide(x, design)
+        failed += int((verdicts == Verdict.FAIL).sum())
+        passed += int((verdicts == Verdict.PASS).sum())
+        num_pairs += int(used.sum())
+    return Shares(failed / num_checks, passed / num_checks, num_pairs / num_checks)
+
+
+def replayed(launches: Sequence[Floats], *, random_sign: bool = True) -> Noise:
+    """Noise drawn from recorded launches of equal sides, with a random sign, because the sides are interchangeable."""
+    complete = np.array([launch for launch in launches if len(launch) == PAIRS_PER_LAUNCH])
+    signs = np.array([-1.0, 1.0] if random_sign else [1.0])
+
+    def noise(rng: np.random.Generator, num_checks: int, num_pairs: int) -> Floats:
+        shape = (num_checks, -(-num_pairs // PAIRS_PER_LAUNCH))
+        drawn = complete[rng.integers(len(complete), size=shape)] * rng.choice(signs, size=(*shape, 1))
+        return np.asarray(drawn.reshape(num_checks, -1)[:, :num_pairs])
+
+    return noise

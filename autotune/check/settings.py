@@ -14,8 +14,6 @@ from autotune.workloads.formats import Format
 
 
 class CheckSettings(BaseModel):
-    """Settings of a check."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     profile: Path
@@ -53,7 +51,6 @@ class CheckSettings(BaseModel):
         return self.against is not None or self.tests_machine
 
     def require_consistent(self) -> None:
-        """Check the options together."""
         if not self.tolerance < self.limit:
             raise UserError(
                 f"--tolerance must be below --limit; got {100 * self.tolerance:g} % and {100 * self.limit:g} %; "

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.check.pairs import PairRunner, TimedPair
-from autotune.check.power import replayed, simulate
 from autotune.check.result import TIME, Gate, GateVerdict, Timing
 from autotune.check.sequential import (
     PAIRS_PER_LAUNCH,
@@ -20,6 +19,8 @@ from autotune.check.sequential import (
     estimate,
     hodges_lehmann,
     interim_analysis,
+    replayed,
+    simulate,
 )
 from autotune.errors import UserError
 
@@ -78,7 +79,6 @@ def launches(pairs: Sequence[TimedPair]) -> np.ndarray:
 
 
 def timing_of(runner: PairRunner, outcome: Outcome, design: Design) -> Timing:
-    """Estimates and decision from the pairs of an outcome."""
     pairs = runner.pairs[: outcome.analysis.num_pairs]
     slowdown, ci95 = estimate(log_ratios(pairs), launches(pairs))
     with_plain = [pair for pair in pairs if pair.plain_log_ratio is not None]
@@ -104,7 +104,6 @@ def timing_of(runner: PairRunner, outcome: Outcome, design: Design) -> Timing:
 
 
 def time_gate(timing: Timing, outcome: Outcome, workload: str) -> Gate:
-    """The gate on the head's time compared with the base's."""
     verdict: GateVerdict = "inconclusive"
     if outcome.analysis.verdict is Verdict.FAIL:
         verdict = "failed"

@@ -41,8 +41,6 @@ class Stopwatch:
 
 
 class SideDecoder:
-    """A profile's decoder, and plain decoding with the same model."""
-
     def __init__(self, profile: str, device: str) -> None:
         import autotune
 

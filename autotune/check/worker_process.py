@@ -54,7 +54,6 @@ class Side:
     """For people: a commit, or a profile's path."""
     profile: Path
     code: Path = Path(__file__).parents[2]
-    """The folder that contains the package."""
     python: str = sys.executable
 
 
@@ -93,7 +92,6 @@ class WorkerProcess:
             self._is_ready = True
 
     def decode(self, request: WorkerRequest, *, plain: bool) -> Decoded:
-        """Decode one prompt."""
         self.wait()
         self._write({"inputs": str(request.inputs), "settings": request.settings, "task": request.task, "plain": plain})
         return Decoded.model_validate(self._read())

@@ -84,6 +84,6 @@ def command(target: str, drafts: tuple[str, ...], workload: str, output: Path, a
         results = []
         for header, agreement in zip((trace.header for trace in traces), agreements, strict=True):
             ranking, shares = header.subnet.visual_ranking, agreement.to_dict()
-            result = {"draft": header.draft.id, "visual_keep": header.visual_keep}
+            result = {"draft": header.draft.id, "visual_keep": header.subnet.visual_keep}
             results.append({**result, "visual_ranking": ranking, "agreement": shares})
         options.print_json(results)

@@ -30,8 +30,6 @@ class DraftKind:
     """By the name of an engine; engines that are missing cannot serve the kind."""
     is_complete_model: bool = False
     """Whether it is a Hugging Face model by itself, which serving engines load as it is."""
-    is_checked: bool = True
-    """Whether settings of engines that serve the kind were checked; without a check none are exported."""
     token_draft: str | None = None
     """``module:Class`` of a draft without files, which is loaded by the name of its kind (``drafters.token_draft.TokenDraft``)."""
 
@@ -51,7 +49,6 @@ KINDS: dict[str, DraftKind] = {
     "specvlm": DraftKind(),
     "mtp": DraftKind(),
     "dflash": DraftKind(),
-    "gemma4_assistant": DraftKind(is_checked=False),
     "retrieval": DraftKind(token_draft="autotune.drafters.retrieval:RetrievalDraft"),
 }
 TOKEN_DRAFTS = tuple(name for name, kind in KINDS.items() if kind.token_draft is not None)

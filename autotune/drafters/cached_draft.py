@@ -41,11 +41,10 @@ class CachedDraft(CachedModel):
     standalone_model: Any | None = None
     aux_layers: tuple[int, ...] = ()
     capture_sizes: tuple[int, ...] = ()
-    reads_target_cache: bool = False
     token_ids: Tensor | None = None  # the target's id of each token of a smaller vocabulary; None: the same ids
     least_columns = 1024  # more nodes than most rounds evaluate
-    usual_pending, max_pending = 8, PENDING_PIECE
-    """Pending tokens after nearly all rounds, and after plain steps, of captured forward passes."""
+    usual_pending = 8
+    """Pending tokens after nearly all rounds, of captured forward passes."""
     target_vocab_size: int  # known after ``attach``
     drafts_blocks: bool = False
     """Whether the root's forward pass proposes all levels of a tree."""

@@ -18,8 +18,6 @@ from autotune.drafters.dflash_checkpoint import is_dflash, load_dflash
 from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.eagle3 import Eagle3Network, is_eagle3, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
-from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
-from autotune.drafters.gemma4_checkpoint import load_assistant
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.losses import FREQUENCIES, TrainableBlocks
 from autotune.drafters.mtp import MtpNetwork, load_mtp
@@ -31,7 +29,7 @@ from autotune.drafters.token_draft import TokenDraft
 from autotune.drafters.trainable import CONFIG, WEIGHTS, TrainableNetwork
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
-from autotune.modeling.loading import GEMMA4_ASSISTANT, MTP_SUFFIX, is_assistant, load_model, load_tokenizer, resolve
+from autotune.modeling.loading import MTP_SUFFIX, load_model, load_tokenizer, resolve
 from autotune.modeling.target import Target
 
 NETWORKS: dict[str, type[TrainableNetwork]] = {
@@ -41,11 +39,11 @@ NETWORKS: dict[str, type[TrainableNetwork]] = {
 CONFIGS = {kind: network.config_type for kind, network in NETWORKS.items() if network.config_type is not None}
 """Networks whose files have the schema of this project."""
 
-ModelDraft = IndependentDraft | FeatureDraft | Gemma4AssistantDraft
+ModelDraft = IndependentDraft | FeatureDraft
 """Drafts that run a model."""
 LoadedDraft = ModelDraft | TokenDraft
 """Result of ``load_draft``."""
-
+GEMMA4_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 
 PUBLISHED = ((is_dflash, load_dflash), (is_eagle3, load_eagle3))
 """Forms of drafts that read features and are published by other projects: whether a ``config.json`` is of one, and its loader."""
@@ -92,8 +90,8 @@ def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork
 
 
 def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, random_weights: bool = False) -> LoadedDraft:
-    """Load a draft by name: a folder from ``TrainableNetwork.save``, an EAGLE-3 head, a DFlash draft, an assistant of Gemma 4, any other
-    Hugging Face model, which drafts independently, a model followed by ``:mtp`` for the multi-token prediction head of its
+    """Load a draft by name: a folder from ``TrainableNetwork.save``, an EAGLE-3 head, a DFlash draft, any other Hugging
+    Face model, which drafts independently, a model followed by ``:mtp`` for the multi-token prediction head of its
     checkpoint, or ``retrieval``.
 
     Args:
@@ -125,15 +123,18 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
 def _load_whole(
     name: str, target: Target, subnet: Subnet, model_type: str | None, *, random_weights: bool
 ) -> LoadedDraft:
-    """A draft without subnets: a draft without files, an assistant, or an independent model."""
-    kind = name if name in TOKEN_DRAFTS else GEMMA4_ASSISTANT if is_assistant(model_type) else IndependentDraft.kind
+    """A draft without subnets: a draft without files, or an independent model."""
+    if model_type in GEMMA4_ASSISTANTS:
+        raise UserError(
+            f"{name}: drafts of type {model_type} attend to the target's keys and values, which is not supported; "
+            "give a smaller model with the target's vocabulary, an EAGLE-3 head or a DFlash draft"
+        )
     if subnet.network != Subnet().network:
+        kind = name if name in TOKEN_DRAFTS else IndependentDraft.kind
         article = "an" if kind == IndependentDraft.kind else "a"
         raise UserError(
             f"{name}: {article} {kind} draft has no subnets; leave heads, injection_layer, operator and vocabulary out"
         )
-    if kind == GEMMA4_ASSISTANT:
-        return load_assistant(name, target, random_weights=random_weights)
     if name in TOKEN_DRAFTS:
         module, _, class_name = (KINDS[name].token_draft or "").partition(":")
         draft: TokenDraft = getattr(importlib.import_module(module), class_name)()

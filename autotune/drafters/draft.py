@@ -62,8 +62,6 @@ class Draft(Protocol):
     """Share of visual tokens that the draft sees."""
     aux_layers: tuple[int, ...]
     """Layers of the target whose outputs the draft reads (``TreeModel.output_layers``)."""
-    reads_target_cache: bool
-    """Whether the draft attends to the target's keys and values."""
     capture_sizes: tuple[int, ...]
     """Token counts that forward passes are padded to; empty: no padding."""
     sees_images: bool

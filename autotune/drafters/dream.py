@@ -19,8 +19,6 @@ SELF_CROSS_SELF: tuple[BlockName, ...] = ("initial", "crossing", "final")
 
 
 class DreamConfig(BlocksConfig):
-    """Sizes of a DREAM draft."""
-
     kind: str = "dream"
     blocks: tuple[BlockName, ...] = Field(default=SELF_CROSS_SELF, min_length=1, strict=False)
     """Blocks in execution order. Others than the three of the paper are for its ablations (DREAM, table 2)."""

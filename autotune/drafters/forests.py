@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,12 +23,6 @@ NODES_AT_ONCE = 800  # and on their nodes: every node's mask has a column for ea
 NOT_EVALUATED = -1
 
 
-class ProposalSampler(Protocol):
-    """The sampler of an answer, as far as coupled proposals need it (``runtime.token_sampler.TokenSampler``)."""
-
-    def proposal_scores(self, logits: Tensor, positions: Ints) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class AnswerToRecord:
     """An answer of the target, along which a draft's forest is grown."""
@@ -40,16 +33,15 @@ class AnswerToRecord:
     bounds: ForestBounds
     hidden: Mapping[int, Tensor]
     """The target's outputs before each token, by layer, [tokens, hidden]; empty for a draft that reads none."""
-    sampler: ProposalSampler | None = None
-    """Couples the draft's proposals to the answer's noise; None for greedy answers."""
+    proposal_scores: Callable[[Tensor, Ints], Tensor] | None = None
+    """``TokenSampler.proposal_scores``, to which the draft's proposals are coupled; None for greedy answers."""
     shares_tokens: bool = True
     """False evaluates every node of every forest, as a draft that reads features must."""
 
     def coupling(self, offsets: Ints) -> Coupling | None:
         """The coupling of proposals for the tokens ``offsets`` [n] after the first one."""
-        if self.sampler is None:
-            return None
-        return functools.partial(self.sampler.proposal_scores, positions=self.first_position + offsets)
+        scores, positions = self.proposal_scores, self.first_position + offsets
+        return None if scores is None else lambda logits: scores(logits, positions)
 
     @property
     def most_roots(self) -> int:
@@ -191,7 +183,6 @@ class LevelForestGrower(ForestGrower):
         self.evaluated.child[: self.evaluated.size] = NOT_EVALUATED
 
     def grow(self, first: int, end: int) -> int:
-        """See ``ForestGrower``."""
         bounds, evaluated = self.bounds, self.evaluated
         self._forget_block()
         root = np.arange(first, end)

@@ -191,6 +191,5 @@ def load_mtp(folder: Path, target: Target, *, random_weights: bool = False) -> M
 
 
 def set_head(network: MtpNetwork, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    """``set_weights`` of a head."""
     advice = "use a head made for this target"
     set_weights(network, tensors, source=source, what="an mtp head for this target", advice=advice)

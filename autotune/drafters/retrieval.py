@@ -1,11 +1,11 @@
 """``retrieval``: proposes what followed earlier occurrences of the last tokens in prompt and output, and, if asked for, in
-earlier answers. Needs no model. EncodedPrompt lookup is its setting with matches of at most three tokens.
+earlier answers. Needs no model. Prompt lookup is its setting with matches of at most three tokens.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,23 +79,6 @@ class RetrievalDraft(TokenDraft):
         if self.corpus_tokens > 0 and len(answer) > 0:
             self._add_answer(answer[-self.corpus_tokens :])
         self._index.append(prompt.astype(np.int32))
-        self._answer_start = self._index.length
-
-    def add_answers(self, answers: Iterable[Sequence[int]]) -> None:
-        """Fill the corpus with earlier answers, oldest first, before the first request. The draft must be attached.
-
-        Raises:
-            UserError: they have more tokens than the corpus holds.
-        """
-        added = [np.array(answer, np.int32) for answer in answers]
-        num_tokens = sum(map(len, (*self._answers, *added)))
-        if num_tokens > self.corpus_tokens:
-            raise UserError(
-                f"a corpus of corpus_tokens={self.corpus_tokens} must hold all answers; they have {num_tokens} tokens; raise "
-                "corpus_tokens, or give fewer answers"
-            )
-        for answer in added:
-            self._add_answer(answer)
         self._answer_start = self._index.length
 
     def _add_answer(self, answer: Int32s) -> None:

@@ -21,8 +21,6 @@ from autotune.drafters.two_readings import own_feature_mask, rows_of
 
 
 class SpecVlmConfig(BlocksConfig):
-    """Sizes of a SpecVLM draft."""
-
     kind: str = "specvlm"
     compression: CompressionConfig = CompressionConfig()
 
@@ -123,7 +121,6 @@ class SpecVlmNetwork(TrainableBlocks):
     def operator_losses(
         self, batch: TeacherBatch, settings: LossSettings, generator: torch.Generator
     ) -> OperatorLosses:
-        """Read every example of a batch with each operator of the compressor."""
         operators = self.config.compression.operators
         count, copies = len(batch.lengths), len(operators)
         repeated = batch.select([row for row in range(count) for _ in operators])

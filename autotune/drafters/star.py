@@ -26,8 +26,6 @@ T = TypeVar("T")
 
 
 class StarConfig(DreamConfig):
-    """Sizes of the supernet."""
-
     kind: str = "star"
 
     visual_keep: float = Field(default=1.0, gt=0, le=1)

@@ -38,7 +38,6 @@ class SuffixIndex:
 
     def __init__(self, *, min_match: int, max_match: int, is_excluded: Bools) -> None:
         self.length = 0
-        """Number of tokens."""
         self._min_match, self._is_excluded = min_match, is_excluded
         # A context, and the followers of its matches: tokens, counts, and for each token its index among them.
         follower, count = np.zeros((2, MAX_CANDIDATES), np.int32)
@@ -55,11 +54,9 @@ class SuffixIndex:
 
     @property
     def tokens(self) -> Int32s:
-        """All tokens."""
         return self._tokens[: self.length]
 
     def append(self, tokens: Int32s) -> None:
-        """Add tokens at the end."""
         end = self.length + len(tokens)
         if end > len(self._tokens):
             self._reserve(2 * end)
@@ -71,7 +68,6 @@ class SuffixIndex:
         return self._tokens, self._previous, self._newest, self._min_match, self._is_excluded
 
     def truncate(self, length: int) -> None:
-        """Remove all tokens after the first ``length``."""
         _truncate(self._text, self.length, length)
         self.length = length
 
@@ -151,7 +147,6 @@ def _find_followers(
     out_logprobs: Float32s,
     out_match_length: Int32s,
 ) -> None:
-    """See ``SuffixIndex.followers``."""
     tokens, previous, newest, min_match, is_excluded = text
     context, follower, count, index_of = scratch
     max_match = len(context)

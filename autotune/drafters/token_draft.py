@@ -29,7 +29,6 @@ class TokenDraft(ABC):
     kind: str
     sees_images = False
     reads_placeholders: bool | None = None
-    reads_target_cache = False
     has_states = False
     mode = EAGER
     graph_runner = None
@@ -105,7 +104,6 @@ class TokenDraft(ABC):
         """Remove the request's tokens."""
 
     def forest(self, answer: AnswerToRecord) -> Forest:
-        """See ``Draft``."""
         return TokenForestGrower(self, answer).grow_all()
 
     def prepare_step(self, kv_length: int, *, num_pending: int = 0) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from autotune.documents.subnet import Subnet
-from autotune.drafters.divergence import Divergence, DivergenceName, divergence
+from autotune.drafters.divergence import Divergence, divergence
 from autotune.drafters.network import DraftNetwork, NetworkConfig
 from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
 from autotune.errors import UserError
@@ -38,10 +38,6 @@ class LossSettings(Document):
     """Weight of the KL divergence from the target's distributions. None: that of the draft's paper."""
     feature_weight: float | None = Field(default=None, ge=0)
     """Weight of the SmoothL1 loss between the draft's states and the target's last features. None: that of the draft's paper."""
-    divergence: DivergenceName = "kl"
-    """How the draft's distributions are compared with the target's: ``kl``, or ``lk``, which weighs
-    the acceptance rate more the higher it is (``drafters/divergence.py``).
-    """
     unrolled_steps: int = Field(default=6, ge=1)
     """Training of ``eagle3`` and ``mtp``: number of tokens that are drafted at every position, one from the next."""
     gate_examples: int = Field(default=1, ge=1)
@@ -58,8 +54,6 @@ class LossSettings(Document):
 
 
 class TrainableNetwork(DraftNetwork):
-    """A draft network with its loss and its files."""
-
     kind: ClassVar[str]
     config_type: ClassVar[type[NetworkConfig] | None]
     """The document that ``save`` writes as ``config.json``; None: the format of another project."""
@@ -94,7 +88,7 @@ class TrainableNetwork(DraftNetwork):
 
         Args:
             generator: source of everything that is drawn at random.
-            compare: the divergence that ``settings`` names, perhaps compiled.
+            compare: the divergence from the target's distributions, perhaps compiled.
         """
 
     def after_backward(self) -> None:

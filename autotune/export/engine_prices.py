@@ -65,7 +65,6 @@ class EnginePrices(Document, kind="engine-prices", made_by="autotune bench-serve
 
     @property
     def draft_lengths(self) -> list[int]:
-        """Draft lengths that were measured, 0 among them."""
         return sorted({row.draft_tokens for row in self.times})
 
     def round_ms(self, batch: int, draft_tokens: int) -> float:

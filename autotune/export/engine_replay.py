@@ -35,8 +35,6 @@ MAX_BUDGET = 128
 
 @dataclass(frozen=True)
 class PricedTree:
-    """A tree and its replayed figures."""
-
     tree: TreePolicy
     predicted: Predicted
     """The speedup is over plain decoding of an equal batch."""
@@ -48,8 +46,6 @@ class PricedTree:
 
 
 class EngineReplay:
-    """Replays trees along one trace with the shapes that an engine prepares."""
-
     prices_batches: ClassVar[bool] = False
     """Whether batches of several requests were measured."""
 
@@ -91,7 +87,6 @@ class EngineReplay:
         return min(self.trace.header.bounds.depth, self.max_tokens - 1)
 
     def _is_priced(self, batch: int, draft_tokens: int) -> bool:
-        """Whether rounds of ``batch`` requests with ``draft_tokens`` each are priced."""
         return batch * (draft_tokens + 1) <= self.max_tokens
 
     def chains(self) -> Iterator[ChainPolicy]:
@@ -189,7 +184,6 @@ class MeasuredReplay(EngineReplay):
         prompts: NDArray[np.bool_] | None = None,
         draft_tokens: int | None = None,
     ) -> None:
-        """See ``EngineReplay``."""
         self.measured = measured
         super().__init__(trace, table, prompts=prompts, draft_tokens=draft_tokens)
         self.is_estimated = False

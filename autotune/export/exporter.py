@@ -155,7 +155,6 @@ def _variant(
 
 
 def _prediction_note(selected: Selection, replay: EngineReplay) -> str:
-    """The note on the prompts and prices of the predictions."""
     table = selected.documents.table
     if isinstance(replay, MeasuredReplay):
         measured = replay.measured
@@ -199,7 +198,6 @@ def _profile_notes(selected: Selection, engine: Engine) -> Iterator[str]:
 
 
 def _points_note(selected: Selection) -> str:
-    """The note on the other points of the profile."""
     combined = selected.documents.combined_speedup(selected.profile, selected.trace)
     requests = "all tuning prompts" if selected.prompts.all() else "the tuning prompts that it decodes"
     note = (

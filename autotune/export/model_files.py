@@ -28,8 +28,6 @@ TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model's folder, with its config."""
-
     folder: Path
     config: dict[str, Any]
 

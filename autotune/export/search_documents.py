@@ -40,11 +40,11 @@ class SearchDocuments:
         A trace of prompts without images serves every engine, and one in which the draft sees some of the visual tokens serves
         an engine that is exported for prompts without images.
         """
-        for path, header in sorted(self.headers.items(), key=lambda item: -item[1].visual_keep):
+        for path, header in sorted(self.headers.items(), key=lambda item: -item[1].subnet.visual_keep):
             if header.draft.id != draft or header.subnet.head_shares != (1.0, 1.0, 1.0):
                 continue
             (trace,) = self._evaluator(path).traces.values()
-            is_shown = header.visual_input == vision and header.visual_keep == 1.0
+            is_shown = header.visual_input == vision and header.subnet.visual_keep == 1.0
             is_text = vision == "text" and header.visual_input == "features"
             if is_shown or is_text or not trace.num_visual_tokens.any():
                 return trace
@@ -99,7 +99,6 @@ class SearchDocuments:
         return float(plain_ms.sum() / ms.sum())
 
     def _evaluator(self, path: Path) -> Evaluator:
-        """Evaluator of one trace, loaded once."""
         if path not in self._evaluators:
             self._evaluators[path] = Evaluator([load_trace(path)], self.table)
         return self._evaluators[path]

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from autotune.acceptance.trace import Trace
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint, Predicted
-from autotune.documents.draft_kinds import KINDS
 from autotune.errors import UserError
 from autotune.export.engine import Engine
 from autotune.export.search_documents import SearchDocuments, find_search_documents
@@ -82,11 +81,6 @@ def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: E
         advice = f"search again with a kind that it serves: {' or '.join(methods)}"
     if draft not in kinds:
         raise UserError(f"--draft {draft}: {documents.folder} has traces of {', '.join(recorded)}; {advice}")
-    if not KINDS[kinds[draft]].is_checked:
-        raise UserError(
-            f"{draft} is a draft of kind {kinds[draft]}, and no settings of {engine.name} for this kind have been checked, so that none "
-            f"are exported; {advice}"
-        )
     if kinds[draft] not in methods:
         raise UserError(f"{engine.name} cannot serve {draft}, a draft of kind {kinds[draft]}; {advice}")
     return kinds[draft]

@@ -54,8 +54,6 @@ class SglangSettings(Document):
 
 
 class Sglang(Engine):
-    """See ``Engine``."""
-
     name = "sglang"
     version = "0.5.23"
     settings_type = SglangSettings

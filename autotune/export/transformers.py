@@ -27,8 +27,6 @@ class TransformersSettings(Document):
 
 
 class Transformers(Engine):
-    """See ``Engine``."""
-
     name = "transformers"
     version = "5.23.0"
     settings_type = TransformersSettings

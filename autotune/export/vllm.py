@@ -48,8 +48,6 @@ class VllmSettings(Document):
 
 
 class Vllm(Engine):
-    """See ``Engine``."""
-
     name = "vllm"
     version = "0.32.0"
     settings_type = VllmSettings

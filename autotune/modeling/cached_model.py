@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -41,11 +40,6 @@ class CachedModel(ABC):
     @cached_property
     def _graph_runners(self) -> dict[str, GraphRunner]:
         return {}
-
-    @cached_property
-    def dependent_graphs(self) -> weakref.WeakSet[GraphRunner]:
-        """Graph runners whose captures refer to the memory of this cache."""
-        return weakref.WeakSet()
 
     @property
     def num_block_tokens(self) -> int:
@@ -148,8 +142,7 @@ class CachedModel(ABC):
             return
         if name not in self._graph_runners:
             check_mode(name, self.device, self.num_devices, has_states=self.has_states)
-            runner = self._graph_runners[name] = GraphRunner(name, self.device, description=self.description)
-            self.dependent_graphs.add(runner)
+            self._graph_runners[name] = GraphRunner(name, self.device, description=self.description)
         self.graph_runner = self._graph_runners[name]
 
     def __del__(self) -> None:
@@ -186,7 +179,7 @@ class CachedModel(ABC):
             doubled = padded_length(num_tokens, 2 * capacity)
             if self.kv_bytes_per_token * doubled <= MAX_DOUBLED_SHARE * (free_memory(self.device) + freed):
                 capacity = doubled
-        for runner in self.dependent_graphs:
+        for runner in self._graph_runners.values():
             runner.reset()
         self.cache.release()  # first, or both would be in memory
         self._allocate(capacity)

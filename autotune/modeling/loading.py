@@ -27,8 +27,6 @@ RETRIEVAL = "retrieval"
 """Name of the draft that needs no model; a folder of this name is ``./retrieval``."""
 MTP_SUFFIX = ":mtp"
 """Ends the name of a draft that is the multi-token prediction head of a target's own checkpoint: ``FOLDER:mtp``."""
-GEMMA4_ASSISTANT = "gemma4_assistant"
-"""Kind of the drafts that are published with Gemma 4."""
 DEFAULT_DRAFTS = (*BUNDLED_DRAFTS, RETRIEVAL)
 DEFAULT_PAIR = BUNDLED_TARGET.partition("/")[0]
 OTHER_PAIRS = ("code",)
@@ -84,11 +82,6 @@ def resolve(name: str) -> str:
     return name
 
 
-def is_assistant(model_type: str | None) -> bool:
-    """Whether models of this type are assistants of Gemma 4."""
-    return model_type in ("gemma4_assistant", "gemma4_unified_assistant")
-
-
 def reference(name: str) -> ModelReference:
     """The model's name and the hash of its weights and config; without a hash if the model is not on disk, or there is none."""
     if name in TOKEN_DRAFTS:
@@ -99,15 +92,11 @@ def reference(name: str) -> ModelReference:
     return ModelReference(id=name, sha256=known_sha256_of(*sorted(path.glob("*.safetensors")), path / "config.json"))
 
 
-def load_model(
-    name: str, *, device: str = "cpu", random_weights: bool = False, dtype: Any = None, is_complete: bool = False
-) -> Any:
+def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) -> Any:
     """Load a model for inference.
 
     Args:
         random_weights: make the weights at random. Only the config is needed, and latency does not depend on weights.
-        dtype: precision; None: that which its config declares.
-        is_complete: refuse a checkpoint that lacks weights, which transformers makes at random.
 
     Raises:
         UserError: transformers cannot load it or read its packed weights, it does not fit on the device, or it is quantized and
@@ -132,19 +121,17 @@ def load_model(
                     "quantization_config"
                 )
             check_room(device, {"weights": _weight_bytes(factory, config)}, what=name, advice=advice)
-            model = factory.from_config(config, dtype=dtype or config.dtype).to(device)
+            model = factory.from_config(config, dtype=config.dtype).to(device)
         else:
             weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
             if is_quantized and is_dense_once_loaded(usable_quantizer(config, name=name, device=device)):
                 weights = _weight_bytes(factory, config)
             check_room(device, {"weights": weights}, what=name, advice=advice)
             # Straight to the device: the host never holds all weights of a GPU, and some quantized models cannot be moved.
-            options: dict[str, Any] = {"device_map": {"": device}} | ({} if dtype is None else {"dtype": dtype})
-            model, info = factory.from_pretrained(source, output_loading_info=True, **options)
+            device_map = {"": device}
+            model, info = factory.from_pretrained(source, output_loading_info=True, device_map=device_map)
             check_packed_weights(info["missing_keys"], info["unexpected_keys"], name=name)
             decompress(model)
-            if is_complete and (missing := ", ".join(sorted(info["missing_keys"])[:3])):
-                raise UserError(f"{name}: its checkpoint has no weights {missing}; give the whole checkpoint")
     choose_attention(device)
     return model.eval().requires_grad_(False)
 

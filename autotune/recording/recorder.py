@@ -146,8 +146,7 @@ class Recorder:
             if part is None:
                 answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
                 inputs = prompt.inputs(self.processor, draft.device)
-                may_be_kept = bool(draft.aux_layers) and not draft.reads_target_cache
-                outputs = self.target_features(prompt, inputs, answer, draft.aux_layers) if may_be_kept else None
+                outputs = self.target_features(prompt, inputs, answer, draft.aux_layers) if draft.aux_layers else None
                 with _with_visual_input(draft, visual_input):
                     part = record_forest(
                         self.target,
@@ -190,7 +189,6 @@ class Recorder:
         workload: Workload,
         bounds: ForestBounds,
     ) -> TraceHeader:
-        """The header of a trace that is recorded here."""
         return TraceHeader(
             provenance=stamp(),
             target=self.target_reference,
@@ -271,7 +269,6 @@ def _write_part(path: Path, part: RecordedPrompt) -> None:
 
 @torch.inference_mode()
 def run_target(target: Target, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]) -> TargetFeatures:
-    """Run the target over a prompt and its own answer again, and keep the outputs of ``layers``."""
     tokens = np.array(answer.tokens[:-1], np.int64)  # nothing follows the last token
     target.use_mode(EAGER)  # recording has other sizes than decoding
     target.output_layers = tuple(layers)
@@ -306,7 +303,7 @@ def record_forest(
     shares_tokens: bool = True,
 ) -> RecordedPrompt:
     """The forest along one answer of the target to which the draft is attached. Without ``outputs`` the target is run for
-    the layers that the draft reads. A draft that reads the target's cache needs that run, which fills it.
+    the layers that the draft reads.
 
     Args:
         sampler: that of a sampled answer, to which the proposals of a draft with a model are coupled.
@@ -322,7 +319,7 @@ def record_forest(
         answer.prompt_length,
         bounds,
         {} if outputs is None else outputs.answer_hidden,
-        sampler,
+        None if sampler is None else sampler.proposal_scores,
         shares_tokens and not draft.aux_layers,
     )
     scores = answer.visual_scores.get(visual_ranking)

@@ -107,36 +107,26 @@ def _published_trees(sources: Sources) -> dict[str, float]:
     return fastest_ms
 
 
-@dataclass(frozen=True)
-class AblationStep:
-    """The best screened subnet once a further dimension is free."""
-
-    label: str
-    best: ScreenedSubnet
-
-
-def cumulative_ablation(sources: Sources) -> list[AblationStep]:
-    """The dimensions freed one by one, starting from the full draft that the user named first. Steps that add no subnet are
-    left out.
+def cumulative_ablation(sources: Sources) -> dict[str, ScreenedSubnet]:
+    """The best screened subnet as the dimensions are freed one by one, by the dimension that was freed last, starting
+    from the full draft that the user named first. Steps that add no subnet are left out.
     """
     if not any(s.draft in sources.drafts for s in sources.screened):
-        return []
+        return {}
     is_default = _screened_at_default(sources).drop(columns="ms_per_token")
-    steps: list[AblationStep] = []
+    steps: dict[str, ScreenedSubnet] = {}
     num_before = 0
     for number, label in enumerate(["full draft", *(f"+ {dimension}" for dimension in is_default)]):
         is_allowed = is_default.iloc[:, number:].all(axis=1)
         allowed = [subnet for subnet, allow in zip(sources.screened, is_allowed, strict=True) if allow]
         if len(allowed) > num_before:
-            steps.append(AblationStep(label, min(allowed, key=lambda subnet: subnet.ms_per_token)))
+            steps[label] = min(allowed, key=lambda subnet: subnet.ms_per_token)
             num_before = len(allowed)
     return steps
 
 
 @dataclass(frozen=True)
 class PolicyBest:
-    """The fastest tree of a policy, and the policy's published default."""
-
     policy: str
     best: Candidate
     default_ms: float | None
@@ -144,7 +134,6 @@ class PolicyBest:
 
 
 def policies(sources: Sources) -> list[PolicyBest]:
-    """The fastest tree of every policy, fastest first."""
     best: dict[str, Candidate] = {}
     for candidate in sources.candidates:
         best.setdefault(candidate.policy, candidate)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PointAcceptance:
-    """Offered and accepted draft tokens of one operating point."""
-
     number: int
     condition: str
     tables: dict[str, pd.DataFrame]

@@ -36,8 +36,6 @@ def fastest_by_size(candidates: Sequence[Candidate]) -> dict[str, list[Candidate
 
 @dataclass(frozen=True)
 class FastestOfVariant:
-    """The fastest configuration of a draft variant."""
-
     best: Candidate
     draft_mib: float | None
     """Memory of the draft and its KV cache; None if the cost table lacks it."""
@@ -102,8 +100,6 @@ def subnet_grids(screened: Iterable[ScreenedSubnet]) -> list[SubnetGrid]:
 
 @dataclass(frozen=True)
 class Importance:
-    """How much the predicted time of one group of trials depends on each parameter."""
-
     group: str
     num_trials: int
     shares: pd.DataFrame

@@ -23,7 +23,6 @@ class Content:
     """The variables of the page's template. Unavailable content is None or empty; the page then says how to obtain it."""
 
     def __init__(self, sources: Sources, *, workload: str | None = None) -> None:
-        """Compute everything that the sources allow."""
         profile, table, study = sources.profile, sources.table, sources.study
         document = profile or study
         self.sources = sources

@@ -15,8 +15,6 @@ from autotune.study.document import StudyDocument
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Latency of one part at one KV length."""
-
     part: str
     is_draft: bool
     kv_length: int
@@ -27,7 +25,6 @@ class CostCurve:
 
     @property
     def tokens(self) -> list[int]:
-        """The measured numbers of tokens."""
         return sorted({point.tokens for point in self.surface.points})
 
     def ms(self, tokens: int) -> float | None:
@@ -44,7 +41,6 @@ class CostCurve:
         return device_bound_ms(self.shape, self.limits, tokens + self.shape.block_tokens, self.kv_length)
 
     def share_of_limit(self, tokens: int) -> float | None:
-        """Achieved share of the datasheet's speed."""
         ms, limit = self.ms(tokens), self.limit_ms(tokens)
         return None if ms is None or limit is None else limit / ms
 

@@ -25,8 +25,6 @@ MAX_IMAGES = 4
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """The text that one round emitted."""
-
     accepted: str
     own: str
     """The target's own token; empty if the answer ended before it."""
@@ -58,8 +56,6 @@ def round_to_draw(replayed: Sequence[ReplayedRound]) -> int:
 
 
 class DecodedExample:
-    """One prompt decoded by one operating point."""
-
     def __init__(
         self, sources: Sources, number: int, prompt: int, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts
     ) -> None:

@@ -19,8 +19,6 @@ MAX_LABEL = 46  # letters of a legend entry that fit the width
 
 
 class Bar(NamedTuple):
-    """A measured value with its interval."""
-
     label: str
     value: float
     interval: tuple[float, float]
@@ -28,8 +26,6 @@ class Bar(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A labelled series of points."""
-
     label: str
     x: Sequence[float]
     y: Sequence[float]

@@ -47,7 +47,6 @@ def write_report(
     storage: str | None = None,
     workload: str | None = None,
 ) -> None:
-    """Write the page of a profile, or of a study folder."""
     require_writable(output)
     sources = find_sources(given, study=study, storage=storage)
     if sources.folder is None:

@@ -18,7 +18,6 @@ Plots = Iterator[tuple[str, str, "Figure"]]
 
 
 def all_plots(content: Content) -> dict[str, str]:
-    """Every plot for which there are numbers, as SVG by name."""
     import matplotlib as mpl
 
     sections = (_evaluation, _predictions, _fronts, _ablation, _importance, _acceptance, _costs)
@@ -81,7 +80,7 @@ def _ablation(content: Content) -> Plots:
     import pandas as pd
 
     if len(content.cumulative) > 1:
-        speedups = pd.Series({step.label: step.best.speedup for step in content.cumulative})
+        speedups = pd.Series({label: best.speedup for label, best in content.cumulative.items()})
         described = "; ".join(f"{label} {speedup:.2f}" for label, speedup in speedups.items())
         label = "predicted speedup of the best chain"
         figure = figures.bars(speedups.to_frame(), label, start=1.0, value_format="{:.2f}x")

@@ -15,8 +15,6 @@ from autotune.trees.static import StaticPolicy
 
 
 class PointSummary:
-    """An operating point as the page shows it."""
-
     def __init__(self, sources: Sources, number: int) -> None:
         self.number = number
         self.point = sources.points[number]

@@ -40,9 +40,7 @@ class Sources:
     trials: list[Any] = field(default_factory=list)
     """Optuna's completed trials."""
     runs: list[Record] = field(default_factory=list)
-    """Records of real runs."""
     notes: list[str] = field(default_factory=list)
-    """Remarks about the documents for the reader."""
 
     @functools.cached_property
     def evaluator(self) -> Evaluator | None:
@@ -72,7 +70,6 @@ class Sources:
         return list(dict.fromkeys([*priced, *(s.draft for s in self.screened)]))
 
     def trace_of(self, point: OperatingPoint) -> Trace | None:
-        """The trace of the point's draft and subnet."""
         wanted = None if point.draft is None else (point.draft.id, point.draft.subnet)
         return next((trace for trace in self.traces if (trace.header.draft.id, trace.header.subnet) == wanted), None)
 
@@ -144,7 +141,7 @@ def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path
         study=study,
         table=_cost_table(folder, study, profile),
         traces=_traces(folder, study, profile),
-        screened=list({s.variant: s for s in subnets}.values()),  # a measured record follows its prediction
+        screened=list({s.variant: s for s in subnets}.values()),
         candidates=sorted({c.key: c for c in candidates}.values(), key=lambda c: c.rank),
         trials=_trials(ledger, study),
         runs=read_lines(folder / RUNS),
@@ -197,7 +194,6 @@ def _records(ledger: Ledger | None, study: StudyDocument | None, stage: str) -> 
 
 
 def _trials(ledger: Ledger | None, study: StudyDocument | None) -> list[Any]:
-    """The completed trials of TPE."""
     import optuna
 
     if ledger is None or study is None or study.optuna_study is None:

@@ -9,10 +9,8 @@ from typing import Any
 from autotune.documents.condition import Condition
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.draft import Draft
-from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
-from autotune.modeling.loading import is_assistant
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import COUPLED_TEMPERATURE, TokenSampler
 from autotune.trees.fallback import Fallback, RoundPrice
@@ -93,7 +91,5 @@ def check_paths(points: Iterable[LoadedPoint], target: Target) -> None:
 
 
 def as_draft(draft: Any | None) -> Draft | None:
-    """Wrap a Hugging Face model as an independent draft, or as the assistant that it is; return a draft, or None, as it is."""
-    if draft is None or hasattr(draft, "propose"):
-        return draft
-    return Gemma4AssistantDraft(draft) if is_assistant(draft.config.model_type) else IndependentDraft(draft)
+    """Wrap a Hugging Face model as an independent draft; return a draft, or None, as it is."""
+    return draft if draft is None or hasattr(draft, "propose") else IndependentDraft(draft)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from autotune.drafters.cached_draft import CachedDraft, as_cached
+from autotune.drafters.cached_draft import PENDING_PIECE, CachedDraft, as_cached
 from autotune.drafters.draft import Draft
 from autotune.execution import AUTO, CUDA_GRAPH, EAGER, round_up
 from autotune.modeling.cached_model import CachedModel
@@ -110,7 +110,7 @@ def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int], cont
         yield from (partial(_target_step, target, own_layers, size, length) for length in lengths)
     if (cached := as_cached(draft)) is None:
         return
-    pending = {cached.pending_size(count) for count in range(1, cached.max_pending + 1)}
+    pending = {cached.pending_size(count) for count in range(1, PENDING_PIECE + 1)}
     levels = [] if cached.drafts_blocks else _sizes(min(policy.max_width, MAX_LEVEL_STEP), capture_sizes)
     for size in sorted({*pending, *levels}):
         num_evaluated = policy.max_evaluated if size in levels else 0

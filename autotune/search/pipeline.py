@@ -28,7 +28,7 @@ from autotune.search.cost_tables import local_table, priced_variants, print_tabl
 from autotune.search.model_pool import ModelPool
 from autotune.search.plan import UNTIMED_STAGES, Plan, SearchSize, StageClock, make_plan, measure_rates
 from autotune.search.profile_selection import ProfileSelection
-from autotune.search.screening import measure_screened, print_screened, screen, survivors
+from autotune.search.screening import print_screened, screen, survivors
 from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.thresholds import CONFIRMING, MIN_TREE_SEARCH_S, STAGES
@@ -205,12 +205,10 @@ class _SearchRun:
         pool, tune, ledger, console = self.model_pool, self.tune, self.ledger, self.console
         deadline, jobs = self.clock.deadline_of("screening"), self.settings.jobs
         screened = screen(pool, self.variants, table, tune, self.folder, ledger, console, jobs=jobs, deadline=deadline)
-        if self.settings.measure == "all" and self.device is not None:
-            screened = measure_screened(pool, screened, table, tune, ledger, console)
         documents = [pool.key, _described(self.variants), table.content_hash, tune.sha256]
         described = self.shared_decision(
             "survivors",
-            [*documents, self.settings.measure, self.settings.budget_s],
+            [*documents, self.settings.budget_s],
             lambda: _described(survivors(screened, self.space.survivors)),
         )
         chosen = [(draft, Subnet.model_validate(subnet, strict=False)) for draft, subnet in described]

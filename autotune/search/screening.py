@@ -1,8 +1,8 @@
 """Screening: every subnet of every draft is evaluated, exhaustively, as STAR chooses among its subnets.
 
-A subnet's speed is predicted from chains along recorded answers and the cost table, or measured by real runs. Subnets of a
-supernet that differ in heads only are recorded together (``recording.chain_recorder``); their chains are the chains of the
-recorder of traces, up to rounding, so nothing is estimated but the cost of unequal shares of heads.
+A subnet's speed is predicted from chains along recorded answers and the cost table. Subnets of a supernet that differ
+in heads only are recorded together (``recording.chain_recorder``); their chains are the chains of the recorder of
+traces, up to rounding, so nothing is estimated but the cost of unequal shares of heads.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant
-from autotune.documents.decoding_profile import AR
 from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.documents.subnet import Subnet
-from autotune.evaluation.summary import summarize
 from autotune.files import content_key
 from autotune.prediction.evaluator import Evaluator
 from autotune.recording.chain_recorder import chain_traces
@@ -37,7 +35,6 @@ DEPTHS = range(1, 9)  # of the chains
 NUM_PROMPTS = 8
 NUM_TOKENS = 64  # of each answer, the same for all subnets
 BOUNDS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_tokens": NUM_TOKENS})
-NUM_MEASURED_PROMPTS = 8
 ORDER_SEED = 0
 
 Units = dict[str, Callable[[], Record]]
@@ -114,7 +111,7 @@ def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[Units,
     recorder.layers = tuple(sorted(layers))
     recorder.answers(prompts)
 
-    def screen_together(group: Sequence[DraftVariant]) -> list[ScreenedSubnet]:
+    def screen_together(group: Sequence[DraftVariant]) -> Record:
         draft, subnets = group[0][0], [subnet for _, subnet in group]
         if len(group) == 1:
             traces = [record_trace(model_pool, recorder, group[0], prompts, BOUNDS)]
@@ -123,15 +120,20 @@ def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[Units,
             reference = model_pool.references[draft]
             traces = chain_traces(recorder, supernet, reference, prompts, subnets, BOUNDS)
         evaluator = Evaluator(traces, work.table, jobs=1)
-        return [_best_chain(evaluator, draft, subnet) for subnet in subnets]
+        return record_of([_best_chain(evaluator, draft, subnet) for subnet in subnets])
 
-    documents = ["screened", work.table.content_hash, prompts.sha256, BOUNDS.model_dump()]
+    def units(groups: Sequence[Sequence[DraftVariant]]) -> Units:
+        """A unit for every group of variants; its key contains everything that its record depends on."""
+        documents = ["best chains", work.table.content_hash, prompts.sha256, BOUNDS.model_dump()]
+        common = [version_of(DISTRIBUTION), model_pool.key, documents]
+        keys = (content_key([common, [[draft, subnet.model_dump(mode="json")] for draft, subnet in g]]) for g in groups)
+        return {key: partial(screen_together, group) for key, group in zip(keys, groups, strict=True)}
+
     groups = _recorded_together(model_pool, work.variants)
     first = list({group[0][0]: group for group in reversed(groups)}.values())
     later = [group for group in groups if group not in first]
     random.Random(ORDER_SEED).shuffle(later)
-    make_units = partial(_units, model_pool, make=screen_together, documents=documents)
-    return make_units(first), make_units(later)
+    return units(first), units(later)
 
 
 def _recorded_together(model_pool: ModelPool, variants: Sequence[DraftVariant]) -> list[list[DraftVariant]]:
@@ -157,53 +159,6 @@ def _best_chain(evaluator: Evaluator, draft: str, subnet: Subnet) -> ScreenedSub
     )
 
 
-def measure_screened(
-    model_pool: ModelPool,
-    screened: Sequence[ScreenedSubnet],
-    table: CostTable | None,
-    workload: Workload,
-    ledger: Ledger,
-    console: Console,
-) -> list[ScreenedSubnet]:
-    """Run screened subnets with their best chains next to plain decoding, as STAR does; returns the fastest first.
-
-    Every variant is a record of the ledger.
-    """
-    prompts = workload.cut(NUM_MEASURED_PROMPTS)
-    by_variant = {subnet.variant: subnet for subnet in screened}
-    runner = model_pool.runner(table)
-
-    def measure_variant(group: Sequence[DraftVariant]) -> list[ScreenedSubnet]:
-        ((draft, subnet),) = group
-        predicted = by_variant[draft, subnet]
-        tree = {"policy": "chain", "depth": predicted.depth}
-        arm = runner.arm("chain", Configuration(tree=tree, draft=draft, subnet=subnet))
-        runs = runner.compare([runner.plain, arm], prompts, min_prompts=len(prompts.prompts))
-        speedup = summarize(arm.name, runs[arm.name], runs[AR]).speedup
-        return [predicted.model_copy(update={"measured_speedup": speedup})]
-
-    depths = sorted([predicted.draft, predicted.subnet.name, predicted.depth] for predicted in screened)
-    groups = [[variant] for variant in by_variant]
-    units = _units(model_pool, groups, measure_variant, ["measured", prompts.sha256, depths])
-    with console.stage("subnets, measured") as update:
-        return _ranked(ledger.work("subnets", units, report=lambda done, of: update(done, of, "")))
-
-
-def _units(
-    model_pool: ModelPool,
-    groups: Sequence[Sequence[DraftVariant]],
-    make: Callable[[Sequence[DraftVariant]], list[ScreenedSubnet]],
-    documents: object,
-) -> Units:
-    """A unit for every group of variants; its key contains everything that its record depends on."""
-    common = [version_of(DISTRIBUTION), model_pool.key, documents]
-    units: Units = {}
-    for group in groups:
-        key = content_key([common, [[draft, subnet.model_dump(mode="json")] for draft, subnet in group]])
-        units[key] = lambda group=group: record_of(make(group))  # type: ignore[misc]
-    return units
-
-
 def _ranked(records: Mapping[str, Record]) -> list[ScreenedSubnet]:
     screened = (subnet for record in records.values() for subnet in screened_in(record))
     return sorted(screened, key=lambda subnet: subnet.rank)
@@ -217,8 +172,8 @@ def survivors(screened: Sequence[ScreenedSubnet], count: int) -> list[DraftVaria
         screened: the fastest first.
     """
     best_of_draft = {subnet.draft: subnet for subnet in reversed(screened)}
-    least = LEAST_SHARE * screened[0].adjusted_speedup
-    chosen = sorted((s for s in best_of_draft.values() if s.adjusted_speedup >= least), key=lambda subnet: subnet.rank)
+    least = LEAST_SHARE * screened[0].speedup
+    chosen = sorted((s for s in best_of_draft.values() if s.speedup >= least), key=lambda subnet: subnet.rank)
     num_drafts = len(chosen)
     chosen += [subnet for subnet in screened if subnet not in chosen]
     return [subnet.variant for subnet in chosen[: max(count, num_drafts)]]
@@ -228,19 +183,13 @@ def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVar
     """Print the survivors, and the range of all speedups."""
     named = dict(zip(NAMES, (subnet for subnet in screened if subnet.variant in chosen), strict=False))
     rows = [
-        [
-            name,
-            f"{subnet.depth}",
-            f"{subnet.tokens_per_round:.2f}",
-            f"{subnet.speedup:.2f}x",
-            "-" if subnet.measured_speedup is None else f"{subnet.measured_speedup:.2f}x",
-        ]
+        [name, f"{subnet.depth}", f"{subnet.tokens_per_round:.2f}", f"{subnet.speedup:.2f}x"]
         for name, subnet in named.items()
     ]
-    speedups = [subnet.adjusted_speedup for subnet in screened]
+    speedups = [subnet.speedup for subnet in screened]
     console.table(
         f"{len(screened)} subnets screened ({min(speedups):.2f}x to {max(speedups):.2f}x), {len(chosen)} survivors",
-        ["survivor", "best chain's depth", "M", "predicted", "measured"],
+        ["survivor", "best chain's depth", "M", "predicted"],
         rows,
     )
     print_labels({name: f"{subnet.draft} {subnet.subnet.label}" for name, subnet in named.items()}, console)
@@ -252,7 +201,7 @@ def _print_equal_shares(screened: Sequence[ScreenedSubnet], console: Console) ->
     """Compare a draft's best subnet with the best of those that keep one share of heads in all blocks, fastest first."""
     equal = [subnet for subnet in screened if len(set(subnet.subnet.head_shares)) == 1]
     if 0 < len(equal) < len(screened):
-        best, best_equal = screened[0].adjusted_speedup, equal[0].adjusted_speedup
+        best, best_equal = screened[0].speedup, equal[0].speedup
         console.say(
             f"{screened[0].draft}: best of {len(screened)} subnets {best:.3f}x ({screened[0].subnet.label}, "
             f"M {screened[0].tokens_per_round:.2f}); best of the {len(equal)} with one share of heads in all blocks "

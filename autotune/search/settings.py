@@ -85,9 +85,6 @@ class SearchSettings(Document):
         None, "URL of a database that several workers share, postgresql://...; default: a file in the study's folder."
     )
     study: str | None = setting(None, "Name of the study's folder in .autotune/, to resume it or to keep it separate.")
-    measure: Literal["finalists", "all"] = setting(
-        "finalists", "What is run for real: the finalists, or also every subnet before its trees are searched."
-    )
     max_round_ms: float | None = setting(None, "Upper limit of a round's latency, in milliseconds.", ge=0)
     max_draft_mib: float | None = setting(None, "Upper limit of the memory of a draft with its KV cache, in MiB.", ge=0)
     jobs: int | None = setting(None, "Number of parallel replays and recordings; default: one per core.", ge=1)

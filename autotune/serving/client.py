@@ -68,7 +68,6 @@ class Counters:
     """Accepted draft tokens by position in the chain."""
 
     def since(self, before: Counters) -> Counters:
-        """The counts after an earlier reading."""
         earlier = (*before.accepted, *[0] * (len(self.accepted) - len(before.accepted)))
         return Counters(
             generated=self.generated - before.generated,

@@ -27,8 +27,6 @@ RATES = ("requests_per_second", "tokens_per_second")
 
 @dataclass(frozen=True)
 class PromptComparison:
-    """One prompt in the engine with the exported settings, with its prediction."""
-
     prompt: str
     task: str
     has_image: bool
@@ -75,6 +73,7 @@ def bench(
     measured = measure_engines(arms, predicted, requests_at_once, console, interleaved=is_interleaved)
     compared = [_comparison(*pair) for pair in zip(predicted, measured[SPECULATIVE].prompts, strict=True)]
     accepted = _acceptance(measured[SPECULATIVE], variant)
+    plain = None if PLAIN not in measured else zip(measured[PLAIN].prompts, predicted, strict=True)
     print_rounds(export, compared, console)
     print_throughput(export, variant, measured, console)
     return {
@@ -88,7 +87,7 @@ def bench(
         "settings": variant.settings,
         "predicted": variant.predicted.model_dump(),
         "prompts": [asdict(one) for one in compared],
-        "plain_prompts_identical": _num_identical(measured[PLAIN], predicted) if PLAIN in measured else None,
+        "plain_prompts_identical": plain and sum(run.answer.tokens == prompt.tokens for run, prompt in plain),
         "acceptance_by_position": {
             "predicted": acceptance_by_position(predicted, variant.tree.max_depth),
             "engine": accepted,
@@ -160,10 +159,6 @@ def _acceptance(runs: EngineRuns, variant: Variant) -> list[float] | None:
         )
     accepted = itertools.zip_longest(*(count.accepted for count in counts), fillvalue=0)
     return [sum(position) / num_rounds for position in accepted]
-
-
-def _num_identical(runs: EngineRuns, predicted: Sequence[PredictedPrompt]) -> int:
-    return sum(run.answer.tokens == prompt.tokens for run, prompt in zip(runs.prompts, predicted, strict=True))
 
 
 def _comparison(predicted: PredictedPrompt, run: PromptRun) -> PromptComparison:

@@ -47,8 +47,6 @@ class Throughput:
 
 @dataclass
 class EngineRuns:
-    """All runs of one engine."""
-
     engine: EngineClient
     prompts: list[PromptRun] = field(default_factory=list)
     """In the order of the prompts."""
@@ -108,7 +106,6 @@ def _one_at_a_time(runs: Mapping[str, EngineRuns], predicted: Sequence[Predicted
 
 
 def throughput(engine: EngineClient, predicted: Sequence[PredictedPrompt], at_once: int) -> Throughput:
-    """Decode all prompts, ``at_once`` at a time."""
     before = engine.counters()
     started = time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:

@@ -21,8 +21,6 @@ STUDY, PROFILE, RUNS, LEDGER = "study.json", "profile.json", "runs.jsonl", "ledg
 
 
 class StudyDraft(Document):
-    """A draft that was searched."""
-
     kind: str
     reference: ModelReference
     shape: ModelShape

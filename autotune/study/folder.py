@@ -85,12 +85,10 @@ def points_of_prompts(profile: DecodingProfile, trace: Trace) -> Ints:
 
 
 def load_tables(folder: Path) -> list[CostTable]:
-    """Cost tables in a study folder, newest first."""
     return [CostTable.load(path) for path in reversed(_by_age(folder, "*.cost.json"))]
 
 
 def load_headers(folder: Path) -> dict[Path, TraceHeader]:
-    """Headers of the traces in a study folder by file, newest last."""
     return {path: TraceHeader.load(path) for path in _by_age(folder, "traces/*/*.trace.json")}
 
 

@@ -33,8 +33,6 @@ POLL_S = 0.2
 
 
 class Ledger:
-    """Records in a SQLite file or a database."""
-
     def __init__(self, storage: str | Path, *, lease_s: float = LEASE_S) -> None:
         """Raises:
         UserError: the storage does not answer, or its driver is not installed.

@@ -19,29 +19,20 @@ class ScreenedSubnet(Document):
     ms_per_token: float
     speedup: float
     """Over plain decoding."""
-    measured_speedup: float | None = None
-    """Measured in real runs with the same chain; None if they were not requested."""
 
     @property
     def variant(self) -> DraftVariant:
         return self.draft, self.subnet
 
     @property
-    def adjusted_speedup(self) -> float:
-        """The measured speedup if there is one, else the predicted one."""
-        return self.measured_speedup or self.speedup
-
-    @property
     def rank(self) -> tuple[float, float, str]:
         """Sort key: the fastest first, the smaller of equally fast subnets."""
-        return -self.adjusted_speedup, sum(self.subnet.head_shares), self.subnet.name
+        return -self.speedup, sum(self.subnet.head_shares), self.subnet.name
 
 
 def record_of(screened: list[ScreenedSubnet]) -> dict[str, Any]:
-    """The ledger record of subnets that were screened together."""
     return {"subnets": [subnet.model_dump(mode="json") for subnet in screened]}
 
 
 def screened_in(record: dict[str, Any]) -> list[ScreenedSubnet]:
-    """The subnets of a ledger record."""
     return [ScreenedSubnet.model_validate(subnet, strict=False) for subnet in record["subnets"]]

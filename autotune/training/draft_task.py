@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from autotune.drafters.checkpoint import NETWORKS, load_feature_network
-from autotune.drafters.divergence import make_divergence
+from autotune.drafters.divergence import divergence
 from autotune.drafters.trainable import CONFIG, LossSettings, Metrics, TrainableNetwork
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key
@@ -75,25 +75,22 @@ class DraftTask:
             UserError: none is stored, or one of another kind.
         """
         recipe, folder = self.recipe, self.recipe_path.parent
-        if recipe.trained_stages == 0 and recipe.initial_weights == "new":
+        if recipe.initial_weights == "new":
             return NETWORKS[recipe.model].new(recipe.draft, self.target, source=str(self.recipe_path))
         if not (folder / CONFIG).exists():
-            needs, default = "initial_weights: stored needs a draft", "new"
-            if recipe.trained_stages > 0:
-                needs, default = "trained_stages needs the draft of these stages", "0"
-            raise UserError(f"{self.recipe_path}: {needs} in {folder}; set it to {default}")
+            raise UserError(f"{self.recipe_path}: initial_weights: stored needs a draft in {folder}; set it to new")
         network = load_feature_network(folder, self.target)
         if network.config.kind != recipe.model:
             raise UserError(
                 f"{self.recipe_path}: training continues from the draft in {folder}, which is of kind {network.config.kind}; "
-                f"got model {recipe.model}; set trained_stages to 0 and initial_weights to new"
+                f"got model {recipe.model}; set initial_weights to new"
             )
         return cast(TrainableNetwork, network.requires_grad_(True))
 
     def begin(self, number: int) -> None:
-        """Prepare the stage ``number``."""
         self._number, self._stage = number, self.recipe.stages[number]
-        self._compare = make_divergence(self._stage.divergence, compiled=self.recipe.compile)
+        # The compiled one keeps no tensor as large as the logits but their gradient.
+        self._compare = torch.compile(divergence, dynamic=True) if self.recipe.compile else divergence
         self._teacher_batches = self._batches_of(number)
         self._held_out = []
         if self.accelerator.is_main_process:  # only it evaluates, in batches of the size that one process trains on
@@ -105,7 +102,6 @@ class DraftTask:
             ]
 
     def _batches_of(self, number: int) -> TeacherBatches:
-        """The teacher batches that this process reads in a stage."""
         data, stage, share = self.recipe.data, self.recipe.stages[number], self.share
         layers, rule = {*self.module.layers_in_training, self.teacher.num_layers}, stage.distillation
         if isinstance(rule, int):
@@ -166,7 +162,6 @@ class DraftTask:
         return {f"held_out_{name}": sum(batch[name] for batch in metrics) / len(metrics) for name in metrics[0]}
 
     def save(self, folder: Path) -> None:
-        """Write the trained draft."""
         batches = self._batches_of(len(self.recipe.stages) - 1)
         num_batches = min(NUM_FINISHED, self.recipe.stages[-1].steps, batches.examples.num_batches)
         self.module.finish(batches[step] for step in range(num_batches))

@@ -36,8 +36,6 @@ class Stage(LossSettings):
 
 
 class Data(Document):
-    """Training examples: the lines of a file."""
-
     file: str
     """JSONL, relative to the recipe: see ``AnsweredPrompt``."""
     num_examples: int | None = Field(default=None, ge=1)
@@ -49,8 +47,6 @@ class Data(Document):
 
 
 class Recipe(Document, kind="recipe"):
-    """A draft to train."""
-
     name: str
     description: str
     model: Annotated[str, GetPydanticSchema(lambda *_: literal_schema([*NETWORKS]))]
@@ -61,10 +57,6 @@ class Recipe(Document, kind="recipe"):
     """Config fields of the draft."""
     initial_weights: Literal["new", "stored"] = "new"
     """Weights with which training begins: new ones, or those stored beside the recipe."""
-    trained_stages: int = Field(default=0, ge=0)
-    """Number of stages, from the first, whose result is the draft stored beside the recipe: without a checkpoint, training
-    begins with the next one.
-    """
     compile: bool = False
     """Compile the comparison of draft and target with ``torch.compile``, which needs a C++ compiler on the CPU."""
     data: Data
@@ -79,10 +71,6 @@ def load_recipe(path: Path) -> Recipe:
         UserError: missing file, invalid YAML, unknown or missing key, or settings that contradict each other.
     """
     recipe = Recipe.load(path)
-    if recipe.trained_stages >= len(recipe.stages):
-        raise UserError(
-            f"{path}: trained_stages must leave a stage to train; got {recipe.trained_stages} of {len(recipe.stages)}; add a stage"
-        )
     for contradiction in NETWORKS[recipe.model].contradictions(recipe.draft, recipe.stages):
         raise UserError(f"{path}: {contradiction}")
     return recipe

@@ -26,14 +26,11 @@ ENTROPY_QUERIES = 64  # tokens of one example of a batch whose attention entropy
 
 
 class Teacher:
-    """Runs the target over examples."""
-
     def __init__(self, target: Target) -> None:
         self.target = target
         self.num_layers = len(target.text.layers)
 
     def load(self, path: Path) -> TeacherBatch:
-        """Load a saved batch."""
         target = self.target
         tensors = safetensors.torch.load_file(path, device=str(target.device))
 
@@ -161,7 +158,6 @@ class TeacherBatches:
     seed: int = 0
 
     def batch_of(self, step: int) -> int:
-        """The number of the batch that a step reads."""
         epoch, within = divmod(step, self.examples.num_batches)
         if epoch == 0:  # in order, because neighbouring batches are made together
             return within

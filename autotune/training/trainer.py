@@ -143,11 +143,9 @@ class Trainer:
     """None: no autocast, float32."""
 
     def run(self) -> None:
-        """Run all stages, continuing from the checkpoint."""
         first_stage, first_step = self.checkpoint.position()
         if (first_stage, first_step) != (0, 0):
             self.checkpoint.load_model(self.task.module)
-        first_stage = max(first_stage, self.recipe.trained_stages)
         for number in range(first_stage, len(self.recipe.stages)):
             self._run_stage(number, first_step if number == first_stage else 0)
         self.task.module.eval()
@@ -230,7 +228,10 @@ def train(
     dtype = autocast_dtype(accelerator.device)
     report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
     task = DraftTask(recipe, recipe_path, accelerator, report=report)
-    checkpoint = Checkpoint(output / ".checkpoint" / "state.safetensors", checkpoint_key(recipe, recipe_path))
+    # The recipe and its file of examples must not change while a run is resumed.
+    content = recipe.model_dump(mode="json", exclude_defaults=True)
+    key = content_key([content, sha256_of(recipe_path.parent / recipe.data.file)])
+    checkpoint = Checkpoint(output / ".checkpoint" / "state.safetensors", key)
     log = output / "training.jsonl"
     trainer = Trainer(recipe, task, accelerator, checkpoint, log, progress, dtype)
     estimate = task.check_memory(half_precision=dtype is not None)
@@ -245,12 +246,6 @@ def train(
     return output
 
 
-def checkpoint_key(recipe: Recipe, recipe_path: Path) -> str:
-    """Hash of everything that must not change while a run is resumed: the recipe and its file of examples."""
-    content = recipe.model_dump(mode="json", exclude_defaults=True)
-    return content_key([content, sha256_of(recipe_path.parent / recipe.data.file)])
-
-
 def average_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> None:
     """Average gradients over processes, each of which has read its share of the batch."""
     if accelerator.num_processes > 1:
@@ -260,7 +255,6 @@ def average_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerat
 
 
 def train_with_progress(recipe_path: Path, output: Path | None, console: Console) -> None:
-    """Run ``train`` with a progress bar."""
     shown: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
 

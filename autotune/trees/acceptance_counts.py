@@ -26,18 +26,15 @@ class AcceptanceCounts:
         self.by_rank = np.zeros((len(_REGIONS), MAX_CHILDREN, 2), np.int64)
 
     def observe(self, tree: Tree, path: Ints, *, is_near_image: bool) -> None:
-        """Count a round; ``path`` holds the accepted nodes."""
         region = int(is_near_image)
         count_round(tree, path, self.by_depth[region], self.by_rank[region])
 
     def add(self, other: AcceptanceCounts) -> None:
-        """Add the counts of another request."""
         self.by_depth += other.by_depth
         self.by_rank += other.by_rank
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was drafted."""
         return not self.by_depth.any()
 
     @classmethod
@@ -70,7 +67,6 @@ def _num_used(table: Ints) -> int:
 
 @compiled
 def count_round(tree: Tree, path: Ints, by_depth: Ints, by_rank: Ints) -> None:
-    """Add one round to the counts."""
     parent = ROOT
     for step in range(len(path) + 1):
         accepted = path[step] if step < len(path) else -1

@@ -42,7 +42,6 @@ class ChainPolicy(TreePolicy):
 
     @property
     def ordered_paths(self) -> list[tuple[int, ...]]:
-        """See ``StaticPolicy.ordered_paths``."""
         return [(0,) * depth for depth in range(1, self.depth + 1)]
 
     @property

@@ -24,8 +24,6 @@ _DEPTH, _K, _BUDGET, _LOG_FLOOR = range(4)  # params
 
 
 class Eagle2Policy(TreePolicy):
-    """Hyperparameters of ``eagle2``."""
-
     source: ClassVar[str] = "SpecVLM, section 4.1, after EAGLE-2: 60 tokens, depth 7, top-k 10"
 
     policy: Literal["eagle2"] = "eagle2"

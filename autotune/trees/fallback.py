@@ -44,7 +44,6 @@ class RoundPrice(Document):
 
 @compiled
 def reset(state: Floats) -> None:
-    """Begin a request."""
     state[_SAVED], state[_STRETCH] = START, FIRST_STRETCH
     state[_PLAIN_LEFT] = state[_TOTAL] = 0.0
 
@@ -62,7 +61,6 @@ def count_plain_step(state: Floats) -> None:
 
 @compiled
 def update(params: Floats, state: Floats, draft_forwards: int, nodes: int, accepted: int) -> None:
-    """End a round that drafted and verified so much."""
     if params[_ROUND] < 0.0:
         return
     price = params[_ROUND] + params[_LEVEL] * draft_forwards + params[_NODE] * nodes
@@ -106,7 +104,6 @@ class Fallback:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all earlier requests."""
         self.history = RequestHistory()
 
     def begin_request(self) -> bool:
@@ -120,7 +117,6 @@ class Fallback:
         return True
 
     def end_request(self) -> None:
-        """End a request that speculated."""
         total = float(self._state[_TOTAL])
         num_failed = 0 if self.price is None or total >= 0.0 else self.history.num_failed + 1
         self.history = RequestHistory(num_failed, 0, self.MEMORY * self.history.saved + total)
@@ -139,12 +135,10 @@ class Fallback:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the next token is decoded by a plain step."""
         return bool(is_plain(self._params, self._state))
 
     def count_plain_step(self) -> None:
         count_plain_step(self._state)
 
     def update(self, *, draft_forwards: int, nodes: int, accepted: int) -> None:
-        """End a round that drafted and verified so much."""
         update(self._params, self._state, draft_forwards, nodes, accepted)

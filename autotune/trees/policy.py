@@ -123,7 +123,6 @@ class TreeGrower:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a request."""
         reset(self._kind, self._params, self._state)
 
     def set_root(self, token: int, context_tokens: int = 0, retrieved: Retrieved = NOTHING) -> None:

@@ -110,8 +110,6 @@ class Calibration(Document):
 
 
 class PricedPolicy(TreePolicy):
-    """Hyperparameters of ``priced``."""
-
     source: ClassVar[str] = "autotune"
     state_size: ClassVar[int] = 5
     needs_prices: ClassVar[bool] = True

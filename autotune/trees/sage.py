@@ -49,8 +49,6 @@ _LAST_ROOT = _FIRST_LENGTH + MAX_WINDOW
 
 
 class SagePolicy(TreePolicy):
-    """Hyperparameters of ``sage``."""
-
     source: ClassVar[str] = "SAGE, section 5.1"
     ordered: ClassVar[tuple[tuple[str, str], ...]] = (
         ("d_min", "d_max"),

@@ -84,7 +84,6 @@ def new_workspace(num_nodes: int) -> Workspace:
 
 @compiled
 def set_root(tree: Tree, token: int, row: int) -> None:
-    """Reset the tree to its root."""
     tree.token[0], tree.parent[0], tree.depth[0], tree.rank[0] = token, -1, 0, -1
     tree.path_logprob[0], tree.path_probability[0] = 0.0, 1.0
     tree.row[0], tree.kv_slot[0] = row, -1

@@ -27,8 +27,6 @@ EPSILON = 1e-12  # eq. 7
 
 
 class WetapPolicy(TreePolicy):
-    """Hyperparameters of ``wetap``."""
-
     source: ClassVar[str] = "WETAP, appendix B.4 and sections 4.4.1 to 4.4.3"
     ordered: ClassVar[tuple[tuple[str, str], ...]] = (("w_min", "w_max"),)
     state_size: ClassVar[int] = 1

@@ -111,11 +111,8 @@ class AnsweredPrompt(Prompt):
 
 @dataclass(frozen=True)
 class WorkloadPrompt:
-    """A prompt with its images loaded.
-
-    A conversation has a prompt for each of its turns. The prompt of turn n has the turns up to n, and can be decoded once the target's
-    answers to the n - 1 turns before it are known (``workloads.conversations``). These follow from the target and the settings, so
-    that they are no part of the prompt's hash.
+    """A prompt with its images loaded; of a conversation the prompt of one turn, with the turns up to it
+    (``workloads.conversations``). The hash leaves the target's answers out, because they follow from the rest.
     """
 
     name: str
@@ -205,7 +202,6 @@ def load_prompt(address: str | Path, number: int, settings: Prompt) -> WorkloadP
 
 
 def load_turns(address: str | Path, number: int, settings: Prompt) -> list[WorkloadPrompt]:
-    """The prompts of all turns of a row; see ``load_prompt``."""
     prompts = load_prompt(address, number, settings).conversation
     if len(prompts) == 1:
         return prompts

@@ -1,10 +1,7 @@
 """Workloads: prompts, images and generation settings, from a file or bundled.
 
-A line of our own JSONL is ``{"prompt": text, "images": [paths], "task": name, "split": "tune" | "evaluate" | "train",
-"max_new_tokens": n, "temperature": t, "top_k": k, "top_p": p, "seed": s}``; only ``prompt`` is required, or in its place
-``messages`` as in a chat, ``[{"role": "user", "content": text or parts}, ...]``, or the ``turns`` of a conversation, ``[text, ...]``,
-in which the target's own answers come between them. Image paths are relative to the file. ``workloads.formats`` reads the files of
-public benchmarks.
+A line of our own JSONL is a ``Prompt``; its image paths are relative to the file. ``workloads.formats`` reads the files
+of public benchmarks.
 
 Prompts of the ``tune`` split choose a configuration, prompts of ``evaluate`` judge it, and prompts of ``train`` are
 only for training drafts; prompts without a split alternate between the first two. A prompt that occurs in two splits is

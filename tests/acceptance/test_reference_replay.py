@@ -46,7 +46,7 @@ def assert_same_rounds(trace: Trace, tree: dict[str, Any], fallback: RoundPrice 
     for prompt in range(trace.num_prompts):
         shown = list(rounds(trace, prompt, parse_policy(tree), fallback))
         assert [len(one.path) for one in shown] == counted.accepted_lengths[prompt].tolist()
-        assert sum(one.num_levels for one in shown) == counted.draft_forwards[prompt]
+        assert sum(len(one.widths) for one in shown) == counted.draft_forwards[prompt]
         assert sum(one.num_nodes for one in shown) == counted.verified_nodes[prompt]
         assert sum(one.num_missing for one in shown) == counted.missing[prompt]
         assert sum(one.tree is None for one in shown) == counted.plain_steps[prompt]

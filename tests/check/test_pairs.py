@@ -75,11 +75,6 @@ def test_both_sides_are_restarted_and_warmed_up_every_five_pairs(tmp_path: Path)
     assert world.num_short == 3 * 2 * (2 + 1), "only warm-ups are short"
 
 
-def test_plain_decoding_is_measured_every_fourth_pair(tmp_path: Path) -> None:
-    pairs = run(World(), tmp_path, 9)
-    assert [pair.number for pair in pairs if pair.plain_base_ms is not None] == [0, 4, 8]
-
-
 def test_nothing_is_lost_and_nothing_done_twice(tmp_path: Path) -> None:
     """Interrupted in the seventh pair, the next run continues with the seventh, in new processes."""
 

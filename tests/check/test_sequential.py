@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import wilcoxon
 
-from autotune.check.sequential import (
-    Design,
-    Verdict,
-    decide,
-    estimate,
-    hodges_lehmann,
-    interim_analysis,
-    launches_of,
-    p_value,
-)
+from autotune.check.sequential import Design, estimate, hodges_lehmann, interim_analysis, launches_of, p_value
 
 BY_PAIR = Design(analyses=(20, 40, 80, 160, 240), by_launch=False)
 
@@ -73,19 +64,6 @@ def test_every_analysis_can_decide() -> None:
         assert least <= min(design.pass_risk, design.fail_risk) * design.share(number)
     assert design.fail_risk * design.share(0) < 0.5 ** (design.analyses[0] // 5 - 1)
     assert BY_PAIR.pass_risk * BY_PAIR.share(0) < 0.5 ** (20 // 5)
-
-
-def test_clear_cases_are_decided_at_the_first_analysis() -> None:
-    for slowdown, verdict in ((0.0, Verdict.PASS), (0.08, Verdict.FAIL), (-0.2, Verdict.PASS)):
-        x = np.random.default_rng(2).normal(math.log1p(slowdown), 0.005, (1, 240))
-        verdicts, taken = decide(x, Design())
-        assert (verdicts[0], taken[0]) == (verdict, 55)
-
-
-def test_slowdowns_between_tolerance_and_limit_stay_open() -> None:
-    x = np.random.default_rng(3).normal(math.log1p(0.03), 0.3, (1, 240))
-    verdicts, taken = decide(x, Design())
-    assert (verdicts[0], taken[0]) == (Verdict.CONTINUE, 240)
 
 
 def test_one_check_is_analysed_like_many() -> None:

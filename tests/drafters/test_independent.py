@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from numpy.random import Generator
 from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
 
+from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.draft import Proposals, num_kept, top_proposals
 from autotune.drafters.independent import IndependentDraft
+from autotune.modeling.target import Target
 from autotune.trees.tree import ROOT, Tree, new_tree, set_root
 from tests.obvious import add_node, ancestors_of, children_of, logits_after, refused, tokens_to
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair, new_llama
@@ -233,3 +236,9 @@ def test_an_unsupported_draft_is_refused() -> None:
     config = MambaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, state_size=4)
     with refused(r"text models of type .mamba. cannot be decoded with trees: .*; known: llama, "):
         IndependentDraft(MambaForCausalLM(config))
+
+
+def test_an_assistant_of_gemma_4_is_refused_by_its_config(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma4_assistant"}')
+    with refused(f"^{tmp_path}: drafts of type gemma4_assistant attend to .* not supported; give a smaller model"):
+        load_draft(str(tmp_path), Target(pair.target))

@@ -156,27 +156,6 @@ def test_the_length_of_the_root_s_match_is_kept() -> None:
     assert proposed(nothing, 3, 2) == [] and nothing.match_length == 0
 
 
-def test_the_longest_match_decides() -> None:
-    """7 follows 5 twice, but 8 follows (4, 5)."""
-    draft = draft_after(5, 7, 5, 7, 4, 5, 8, 4, 5)
-    assert proposed(draft, 5, 3) == [(8, 1.0)]
-    assert proposed(draft_after(5, 7, 5, 7, 4, 5, 8, 4, 5, max_match=1), 5, 3) == [(7, 0.6667), (8, 0.3333)]
-
-
-def test_frequent_followers_come_first_and_of_equal_ones_the_most_recent() -> None:
-    assert proposed(draft_after(5, 6, 5, 7, 5, 6, 5, max_match=1), 5, 3) == [(6, 0.6667), (7, 0.3333)]
-    assert proposed(draft_after(5, 6, 5, 7, 5), 5, 3) == [(7, 0.5), (6, 0.5)]
-    assert proposed(draft_after(5, 7, 5, 6, 5), 5, 3) == [(6, 0.5), (7, 0.5)]
-    assert proposed(draft_after(5, 7, 5, 6, 5), 5, 1) == [(6, 0.5)]
-
-
-def test_a_node_s_context_includes_its_path() -> None:
-    """The text repeats 1 2 3 4: the root 1 is followed by 2, and the path 1 2 3 by 4."""
-    tree = tree_of([1, 2, 3, 9], [-1, ROOT, 1, 1])
-    tokens, _ = draft_after(1, 2, 3, 4, 9, 1).propose(tree, np.array([ROOT, 1, 2, 3]), 1)
-    assert tokens[:, 0].tolist() == [2, 3, 4, 1]
-
-
 def test_a_row_is_filled_with_other_tokens_of_probability_zero() -> None:
     """The tokens are valid and distinct, and never image placeholders."""
     draft = draft_after(5, 2, 5, image=1)
@@ -195,12 +174,6 @@ def test_the_image_is_never_proposed() -> None:
     assert proposed(draft_after(5, image, image, image, 6, 5), 5, 3) == [(image, 1.0)]
     after_image = draft_after(5, image, image, image, 6, 5, image, image=image)
     assert proposed(after_image, image, 3) == [(6, 1.0)]
-
-
-def test_a_request_starts_with_an_empty_index() -> None:
-    draft = draft_after(5, 6, 5)
-    begin(draft, 8, 9, 5)
-    assert proposed(draft, 5, 3) == []
 
 
 def test_options_out_of_range_are_refused() -> None:
@@ -248,14 +221,6 @@ def test_the_corpus_holds_earlier_answers_without_their_prompts() -> None:
     assert proposed(without, 5, 5) == []
 
 
-def test_the_request_s_own_followers_come_first_among_equals() -> None:
-    draft = new_draft(corpus_tokens=100)
-    answer_requests(draft, [5, 6])
-    draft.append(8)
-    draft.append(5)
-    assert proposed(draft, 5, 5) == [(8, 0.5), (6, 0.5)]
-
-
 def test_the_oldest_answers_leave_the_corpus_first() -> None:
     """By whole answers. Of an answer that is longer than the corpus, the end is kept."""
     draft = new_draft(corpus_tokens=6)
@@ -283,17 +248,6 @@ def test_a_corpus_changes_proposals_as_a_scan_of_its_texts_does() -> None:
         expected = rescan([*text, *prompt, *answer], [*prompt, *answer], max_match=4)
         assert proposed(draft, answer[-1], 4) == [(token, round(share, 4)) for token, share in expected[:4]]
         answers.append(answer)
-
-
-def test_a_corpus_is_filled_with_answers_that_fit() -> None:
-    draft = new_draft(corpus_tokens=5)
-    draft.add_answers([[5, 6], [5, 7]])
-    begin(draft, 92, 5)
-    assert [token for token, _ in proposed(draft, 5, 5)] == [7, 6]
-    with pytest.raises(
-        UserError, match="corpus_tokens=5 must hold all answers; they have 6 tokens; raise corpus_tokens"
-    ):
-        draft.add_answers([[1, 2]])
 
 
 # ------------------------------------------------------------------------------------------------------------ decoding

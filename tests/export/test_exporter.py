@@ -436,17 +436,6 @@ def test_draft_kinds_that_engines_do_not_serve_are_refused(tmp_path: Path) -> No
             assert_refused(profile, engine, messages=(message,))
 
 
-def test_no_settings_are_exported_for_a_kind_that_was_not_checked(tmp_path: Path) -> None:
-    """Some engines serve assistants of Gemma 4, so that a refusal must not say that they cannot."""
-    profile = write_pair(tmp_path, kind="gemma4_assistant")
-    for engine in EXPORT_ENGINES:
-        message = (
-            f"is a draft of kind gemma4_assistant, and no settings of {engine} for this kind have been checked, so that none are "
-            "exported; search again with a kind that it serves"
-        )
-        assert_refused(profile, engine, messages=(message,))
-
-
 def test_a_recorded_draft_is_of_the_kind_that_its_trace_names(tmp_path: Path) -> None:
     """A dflash draft reads several of the target's layers, as EAGLE-3 heads do; a retrieval draft is no model."""
     for name, kind, aux_layers in (("tests/blocks", "dflash", (2, 4)), (RETRIEVAL, RETRIEVAL, ())):

@@ -429,7 +429,7 @@ def test_the_header_describes_the_recording(
     fresh: Recorder, draft: IndependentDraft, draft_reference: ModelReference, workload: Workload
 ) -> None:
     found = record(fresh, draft, draft_reference, workload, visual_keep=0.5).header
-    assert (found.target, found.draft, found.visual_keep) == (fresh.target_reference, draft_reference, 0.5)
+    assert (found.target, found.draft, found.subnet.visual_keep) == (fresh.target_reference, draft_reference, 0.5)
     assert (found.workload, found.workload_sha256, found.bounds) == (workload.name, workload.sha256, SMALL)
     assert found.prompts == [prompt.name for prompt in workload.prompts]
     assert found.tasks == ["count", "read", "read", "read", "count"]

@@ -17,7 +17,6 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
-from autotune.evaluation.runner import ArmRunner
 from autotune.modeling.target import Target
 from autotune.recording.chain_recorder import chain_traces
 from autotune.recording.recorder import Recorder
@@ -26,15 +25,7 @@ from autotune.search import screening
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
 from autotune.search.model_pool import _run_task as run_worker
-from autotune.search.screening import (
-    DEPTHS,
-    ScreeningWork,
-    measure_screened,
-    print_screened,
-    screen,
-    screen_in_worker,
-    survivors,
-)
+from autotune.search.screening import DEPTHS, ScreeningWork, print_screened, screen, screen_in_worker, survivors
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.thresholds import MIN_TRACED_PROMPTS
 from autotune.search.traces import Recording, RecordingWork, record_in_worker, record_trace, record_traces
@@ -275,22 +266,6 @@ def test_worker_limits(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -
     assert model_pool.worker_limits(None) == (MAX_WORKERS, 8)
     monkeypatch.setattr("autotune.search.model_pool.free_memory", lambda device: 1 << 31)
     assert model_pool.worker_limits(None) == (0, 64), "half of 2 GiB is too little for a worker"
-
-
-def test_every_subnet_can_be_measured(
-    model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Real runs make one record per variant, and determine the order."""
-    star, independent = model_pool.references
-    variants = [(independent, Subnet()), (independent, Subnet(visual_keep=0.5)), (star, Subnet(injection_layer=4))]
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    screened = screen(model_pool, variants, table, workload, tmp_path, ledger, Console())
-    found = measure_screened(model_pool, screened, None, workload, ledger, Console())
-    assert {one.variant for one in found} == set(variants)
-    assert all(one.measured_speedup and one.measured_speedup > 0 for one in found)
-    monkeypatch.setattr(ArmRunner, "compare", lambda *args, **options: pytest.fail("measured twice"))
-    assert measure_screened(model_pool, screened, None, workload, ledger, Console()) == found
-    assert [one.measured_speedup for one in found] == sorted((one.measured_speedup for one in found), reverse=True)  # type: ignore[type-var]
 
 
 def test_survivors_include_the_best_subnet_of_each_draft_that_can_win() -> None:

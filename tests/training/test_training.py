@@ -25,7 +25,6 @@ from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.two_readings import own_feature_mask, rows_of
-from autotune.errors import UserError
 from autotune.files import read_lines
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
@@ -313,15 +312,6 @@ def test_fixed_layer_is_distilled_in_every_step(recipe: Callable[..., Path], tmp
     assert cached and all("hidden.2" in tensors and "entropies" not in tensors for tensors in cached)
 
 
-def test_layer_that_the_target_does_not_have_is_refused(recipe: Callable[..., Path]) -> None:
-    path = recipe(model="dream", stages=[{**STAGE, "distillation": LAST + 1}])
-    with pytest.raises(UserError) as refused:
-        train(path)
-    assert str(refused.value) == (
-        f"{path}: distillation names a layer of the target, 1 to {LAST}; got {LAST + 1}; name one of them"
-    )
-
-
 def train_killed(recipe_path: Path, output: Path, killed_after: int) -> None:
     """Train until an exception after some steps, then resume to the end."""
     steps = 0
@@ -409,16 +399,15 @@ def test_a_draft_continues_from_the_stored_one(recipe: Callable[..., Path]) -> N
     for kind, draft in (("mtp", {}), ("star", SIZES)):
         folder = train(recipe(model=kind, draft=draft, stages=[STAGE]))
         first = load_file(folder / "model.safetensors")
-        for stages, begin in (([STAGE, later], {"trained_stages": 1}), ([later], {"initial_weights": "stored"})):
-            (folder / ".checkpoint" / "state.safetensors").unlink()
-            train(recipe(model=kind, draft=draft, stages=stages, **begin))
-            second = load_file(folder / "model.safetensors")
-            for name, value in first.items():
-                if name not in ("token_frequencies", "head_importance"):
-                    torch.testing.assert_close(second[name], value, atol=2e-4, rtol=0.01)
         (folder / ".checkpoint" / "state.safetensors").unlink()
-    with refused("which is of kind star; got model mtp; set trained_stages to 0 and"):
-        train(recipe(model="mtp", draft={}, stages=[STAGE] * 2, trained_stages=1))
+        train(recipe(model=kind, draft=draft, stages=[later], initial_weights="stored"))
+        second = load_file(folder / "model.safetensors")
+        for name, value in first.items():
+            if name not in ("token_frequencies", "head_importance"):
+                torch.testing.assert_close(second[name], value, atol=2e-4, rtol=0.01)
+        (folder / ".checkpoint" / "state.safetensors").unlink()
+    with refused("which is of kind star; got model mtp; set initial_weights to new"):
+        train(recipe(model="mtp", draft={}, stages=[STAGE], initial_weights="stored"))
 
 
 @pytest.mark.nightly
@@ -465,8 +454,10 @@ def test_more_processes_than_examples_in_a_batch(recipe: Callable[..., Path]) ->
         ({"model": "stra"}, "model: .*'star'.*'mtp'; got 'stra'"),
         ({"data": {"fiel": "a.jsonl"}}, r"unknown key 'data\.fiel'; did you mean 'file'"),
         ({"draft": {**SIZES, "num_head": 4}}, "unknown key 'num_head'; did you mean 'num_heads'"),
-        ({"trained_stages": 2}, "trained_stages must leave a stage to train; got 2 of 2; add a stage"),
-        ({"trained_stages": 1}, "trained_stages needs the draft of these stages in .*; set it to 0"),
+        (
+            {"model": "dream", "stages": [{**STAGE, "distillation": LAST + 1}]},
+            f"distillation names a layer of the target, 1 to {LAST}; got {LAST + 1}; name one of them",
+        ),
         ({"initial_weights": "stored"}, "initial_weights: stored needs a draft in .*; set it to new"),
     ],
 )

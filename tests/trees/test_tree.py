@@ -69,16 +69,6 @@ def test_a_new_root_clears_the_tree() -> None:
     assert tree.path_logprob[1] == -0.25
 
 
-def test_a_new_tree_is_empty_and_has_room_for_the_root_and_its_nodes() -> None:
-    tree = new_tree(3)
-    assert tree.size[0] == 0
-    assert {len(array) for array in tree[:-1]} == {4}
-
-
-def test_a_workspace_has_room_for_the_nodes() -> None:
-    assert all(len(array) == 10 for array in new_workspace(9))
-
-
 def test_a_child_has_the_fields_of_its_proposal() -> None:
     tree, proposals = new_tree(3), np.zeros((3, 2), CHILD)
     proposals[2, 1] = (-0.5, 0.6, 44, 7)

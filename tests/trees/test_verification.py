@@ -39,24 +39,6 @@ def test_the_accepted_path_of_random_trees() -> None:
     assert min(lengths) == 0 and max(lengths) >= 4, "the random trees no longer cover short and long paths"
 
 
-def test_nothing_is_accepted_from_a_root_alone() -> None:
-    tree = new_tree(5)
-    set_root(tree, 3, -1)
-    assert accept_path(tree, np.zeros(MAX_STEP, np.int64), np.zeros(MAX_STEP, np.int64)) == 0
-
-
-def test_a_token_elsewhere_in_the_tree_is_not_accepted() -> None:
-    """Node 2 holds the target's token after the root, but it is not the root's child."""
-    tree = new_tree(5)
-    set_root(tree, 0, -1)
-    add_node(tree, ROOT, 1, -0.1, 0, -1)
-    add_node(tree, 1, 2, -0.2, 0, -1)
-    target_token = np.full(MAX_STEP, 2)
-    assert accept_path(tree, target_token, np.zeros(MAX_STEP, np.int64)) == 0
-    assert find_child(tree, ROOT, 2) == -1
-    assert find_child(tree, 1, 2) == 2
-
-
 def test_nodes_of_an_earlier_tree_are_not_found() -> None:
     """Planting only resets the size; entries beyond it are stale."""
     tree = new_tree(5)
@@ -189,12 +171,6 @@ def test_acceptance_by_ratio_on_random_trees() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- in a document
-
-
-def test_only_lossless_verification_is_lossless() -> None:
-    assert LosslessVerification().is_lossless
-    assert not WetapVerification().is_lossless
-    assert WetapVerification().threshold == 1.0
 
 
 def test_a_threshold_out_of_range_is_refused() -> None:

@@ -97,16 +97,6 @@ def test_the_entropy_of_a_level_sets_the_width_of_the_next() -> None:
     assert session.expanded == [[()], tree[:2], tree[2:8]]
 
 
-def test_level_1_is_w_min_wide() -> None:
-    assert wetap(length=1, w_min=3, w_max=9).grow(same_everywhere(*[0.125] * 8)) == [(0,), (1,), (2,)]
-
-
-def test_the_width_does_not_carry_over_to_the_next_round() -> None:
-    session = wetap(length=2, w_min=1, w_max=9, budget=128)
-    first = session.grow(same_everywhere(*[0.125] * 8))
-    assert session.grow(same_everywhere(*[0.125] * 8)) == first
-
-
 # ----------------------------------------------------------------------------------------------------------- candidates
 
 
@@ -134,11 +124,6 @@ def test_top_p_is_compared_with_conditional_probabilities() -> None:
     """Cumulative ones never reach 0.9 below a node of 0.5."""
     session = wetap(w_min=10, w_max=10, length=2)
     assert session.grow(root_and_below([0.5, 0.5], [0.95, 0.05])) == [(0,), (1,), (0, 0), (1, 0)]
-
-
-def test_a_parent_has_no_more_than_top_k_candidates() -> None:
-    session = wetap(w_min=10, w_max=10, length=1, top_k=2)
-    assert session.grow(same_everywhere(0.3, 0.3, 0.2, 0.2)) == [(0,), (1,)]
 
 
 def test_candidates_of_no_probability_are_none() -> None:
@@ -244,11 +229,6 @@ def test_the_least_probable_leaf_of_a_level_is_dropped_first() -> None:
     assert wetap(**shape, budget=3).grow(third) == [(0,), (2,), (2, 0)]
 
 
-def test_a_tree_within_the_budget_is_not_pruned() -> None:
-    session = wetap(length=4, w_min=3, w_max=6, gamma=1.0, budget=16, top_p=1.0)
-    assert session.grow(by_table(APPENDIX_D)) == session.grown
-
-
 # ---------------------------------------------------------------------------------------------------------- validation
 
 
@@ -256,17 +236,9 @@ def test_a_value_out_of_range_is_refused() -> None:
     assert_refused(
         "wetap",
         ({"w_min": 20, "w_max": 10}, "w_min must be at most w_max, which is 10"),
-        ({"length": 0}, "length: input should be greater than or equal to 1; got 0"),
         ({"length": 25}, "length: input should be less than or equal to 24; got 25"),
-        ({"w_min": 0}, "w_min: input should be greater than or equal to 1; got 0"),
         ({"w_max": 257}, "w_max: input should be less than or equal to 256; got 257"),
-        ({"gamma": 0}, "gamma: input should be greater than 0; got 0"),
-        ({"alpha": 1.1}, "alpha: input should be less than or equal to 1; got 1.1"),
-        ({"alpha": -0.1}, "alpha: input should be greater than or equal to 0; got -0.1"),
-        ({"budget": 0}, "budget: input should be greater than or equal to 1; got 0"),
         ({"budget": 129}, "budget: input should be less than or equal to 128; got 129"),
         ({"top_k": 17}, "top_k: input should be less than or equal to 16; got 17"),
-        ({"top_p": 0}, "top_p: input should be greater than 0; got 0"),
-        ({"top_p": float("nan")}, "top_p: input should be a finite number; got nan"),
         ({"topk": 8}, "unknown key 'topk'; did you mean 'top_k'?"),
     )

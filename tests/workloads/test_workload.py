@@ -125,12 +125,8 @@ def test_num_prompts_selects_the_first_prompts(tmp_path: Path) -> None:
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "1 image parts for 0 images; give one part for each",
         ),
-        ({"prompt": 3}, "prompt: .*valid string; got 3"),
         ({"prompt": "x", "split": "test"}, "split: .*'tune', 'evaluate' or 'train'; got 'test'"),
         ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens: .*greater than or equal to 1; got 0"),
-        ({"prompt": "x", "temperature": -1}, "temperature: .*greater than or equal to 0; got -1"),
-        ({"prompt": "x", "top_p": 0}, "top_p: .*greater than 0; got 0"),
-        ({"prompt": "x", "top_p": 1.5}, "top_p: .*less than or equal to 1; got 1.5"),
         ('{"prompt": "x", "temperature": NaN}', "temperature: .*finite number"),
     ],
 )
@@ -201,8 +197,10 @@ def test_missing_file(tmp_path: Path) -> None:
     for name in ("nowhere.jsonl", "digit"):
         with pytest.raises(UserError, match=f"{name}: no such file"):
             load_workload(str(tmp_path / name), "tune")
-    with pytest.raises(UserError, match="cannot be read as text"):
-        load_workload(str(tmp_path), "tune")
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))  # JSON is UTF-8
+    for path in (tmp_path, tmp_path / "latin.jsonl"):
+        with pytest.raises(UserError, match="cannot be read as text"):
+            load_workload(str(path), "tune")
 
 
 def test_hash_covers_everything_that_determines_the_answer(tmp_path: Path) -> None:
@@ -300,11 +298,3 @@ def test_tasks_of_the_bundled_workload_alternate() -> None:
     assert first.tasks == ["read", "count", "sum", "sort", "add", "multiply", "describe", "continue"]
     assert [bool(prompt.pixels) for prompt in first.prompts] == [task != "continue" for task in first.tasks]
     assert names(load_workload("digits", "tune", num_prompts=13))[:8] == names(first)
-
-
-def test_file_in_another_encoding(tmp_path: Path) -> None:
-    """JSON is UTF-8."""
-    path = tmp_path / "workload.jsonl"
-    path.write_bytes(json.dumps({"prompt": "é"}, ensure_ascii=False).encode("latin-1"))
-    with pytest.raises(UserError, match="cannot be read as text"):
-        load_workload(str(path), "tune")
