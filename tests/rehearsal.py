@@ -22,10 +22,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from autotune.modeling.graph_memory import graph_memory
-from tests.rehearsed_cuda import Allocation, Call, CudaError, RehearsedCuda, caller, poison, tensors_of
+from tests.rehearsed_cuda import H100, Allocation, Call, CudaError, RehearsedCuda, caller, poison, tensors_of
 
 WAITS = {
     *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "masked_select"),
@@ -121,9 +120,9 @@ class Rehearsal(TorchDispatchMode):
 
     current: ClassVar[Rehearsal | None] = None
 
-    def __init__(self, num_devices: int = 2) -> None:
+    def __init__(self, num_devices: int = 2, name: str = H100) -> None:
         super().__init__()
-        self.cuda = RehearsedCuda(num_devices)
+        self.cuda = RehearsedCuda(num_devices, name)
         self._num_to_device = self._num_to_host = 0
         self._replaced: list[tuple[Any, str, Any]] = []
         self._inference = torch.inference_mode()
@@ -184,7 +183,7 @@ class Rehearsal(TorchDispatchMode):
         def made(data: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
             if isinstance(data, DeviceTensor):
                 return data if device is None else data.to(device)
-            data = tree_map(lambda value: value.item() if isinstance(value, DeviceTensor) else value, data)
+            data = _mapped(lambda value: value.item() if isinstance(value, DeviceTensor) else value, data)
             found = make(data, *args, **options)
             return found if device is None else found.to(device)
 
@@ -200,7 +199,7 @@ class Rehearsal(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name == "_has_compatible_shallow_copy_type":
             return False
-        flat, _ = tree_flatten((args, kwargs))
+        flat = list(_leaves((args, kwargs)))
         tensors = [value for value in flat if isinstance(value, Tensor)]
         ours = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
         asked = self._asked_device(kwargs, flat)
@@ -274,7 +273,7 @@ class Rehearsal(TorchDispatchMode):
             allocation = allocations.get(storage.data_ptr()) if storage.nbytes() else None
             return DeviceTensor(value, allocation or self.cuda.allocate(value, device), device)
 
-        wrapped = tree_map(wrap, outputs)
+        wrapped = _mapped(wrap, outputs)
         if self.cuda.capture is not None and device.index != self.cuda.capture_index:
             self.cuda.refuse(f"work on {device} is not captured on cuda:{self.cuda.capture_index}")
         self._record(Call(function, args, kwargs, outputs), ours)
@@ -337,11 +336,32 @@ class Rehearsal(TorchDispatchMode):
             self.cuda.wait("a blocking copy from the host")
 
 
+def _leaves(values: Any) -> Iterator[Any]:
+    """All values in nested lists, tuples and dictionaries."""
+    if isinstance(values, list | tuple):
+        for value in values:
+            yield from _leaves(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _leaves(value)
+    else:
+        yield values
+
+
+def _mapped(convert: Callable[[Any], Any], values: Any) -> Any:
+    """Nested lists, tuples and dictionaries with converted values; torch's pytree does the same, ten times slower."""
+    if isinstance(values, list | tuple):
+        return type(values)([_mapped(convert, value) for value in values])
+    if isinstance(values, dict):
+        return {key: _mapped(convert, value) for key, value in values.items()}
+    return convert(values)
+
+
 def _on_host(args: Any, kwargs: Any) -> Any:
     def convert(value: Any) -> Any:
         if isinstance(value, DeviceTensor):
             return value.host
         return CPU if isinstance(value, torch.device) else value
 
-    args, kwargs = tree_map(convert, (args, kwargs))
+    args, kwargs = _mapped(convert, (args, kwargs))
     return args, kwargs | {"device": CPU} if kwargs.get("device") is not None else kwargs

@@ -23,6 +23,7 @@ from torch import Tensor
 from tests.imports import ROOT
 
 MEMORY_BYTES = 80 << 30
+H100 = "NVIDIA H100 80GB HBM3"
 _PACKAGE = str(ROOT / "autotune")
 _numbers = itertools.count(1)
 
@@ -51,8 +52,8 @@ class Call(NamedTuple):
 class RehearsedCuda:
     """State of the rehearsed devices: current device and streams, memory, waits, the capture, the graphs."""
 
-    def __init__(self, num_devices: int) -> None:
-        self.num_devices, self.index = num_devices, 0
+    def __init__(self, num_devices: int, name: str) -> None:
+        self.num_devices, self.index, self.name = num_devices, 0, name
         self.streams = {index: Stream(torch.device("cuda", index)) for index in range(num_devices)}
         self.num_streams = 0  # made by the code under test
         self.underway: CUDAGraph | None = None
@@ -152,7 +153,7 @@ class RehearsedCuda:
         """Stand-ins for functions and classes of ``torch.cuda``."""
         CUDAGraph.current = graph.current = self
         properties = SimpleNamespace(
-            name="NVIDIA H100 80GB HBM3", multi_processor_count=132, total_memory=MEMORY_BYTES, major=9, minor=0
+            name=self.name, multi_processor_count=132, total_memory=MEMORY_BYTES, major=9, minor=0
         )
         return {
             "is_available": lambda: True,

@@ -112,13 +112,14 @@ class PrefillTimer:
         started = now_ms(device)
         encoded = target.encode(inputs).prompts
         scores = target.prefill(encoded[0], visual_rankings=["text_after_image"]).visual_scores
-        has_image = encoded[0].num_visual_tokens > 0
+        has_image, hidden = encoded[0].num_visual_tokens > 0, target.hidden
         times = [(self.target_samples, length, now_ms(device) - started)]
         for draft, samples in zip(self.drafts, self.draft_samples, strict=True):
             if self._is_slow and len(samples) >= LEAST_PREFILLS:  # several shares of one prompt's visual tokens
                 continue
             for draft.visual_keep in (1.0, 0.5, 0.1) if has_image else (1.0,):
                 self.plain_step()  # evicts the draft's weights from the processor's caches, as the target's prefill does
+                target.hidden = hidden
                 started = now_ms(device)
                 draft_prompt: Any
                 (draft_prompt,) = draft.prompts(inputs, encoded)

@@ -1,0 +1,177 @@
+"""Runs a whole default search on a simulated GPU, and compares its winner with random configurations there.
+
+The device is rehearsed on the CPU and has a clock (``tests/simulated_device.py``): the small pair ``code`` takes the time of
+Llama-3.1-8B with an EAGLE-3 head, and proposes and accepts what it does anyway. The plan, the shares of the stages and the
+number of prompts that decide are those of a search on such a machine. Prints the search's own output, then stages, prompts,
+captures and regret. Takes about 15 minutes for one device.
+
+    PYTHONPATH=. python benchmarks/simulated_search.py [--gpu h100] [--budget 5m] [--random 200] [--decoded 6]
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from autotune.cli.options import Duration
+from autotune.console import Console
+from autotune.documents.configuration import Configuration, configuration_of
+from autotune.documents.decoding_profile import DecodingProfile
+from autotune.evaluation.summary import ms_per_token
+from autotune.files import read_lines
+from autotune.modeling.graph_memory import graph_memory
+from autotune.prediction.evaluator import Evaluator
+from autotune.search import pipeline
+from autotune.search.finalists import published_defaults
+from autotune.search.model_pool import ModelPool
+from autotune.search.settings import SearchSettings
+from autotune.search.space import load_space
+from autotune.study.document import RUNS, load_study
+from autotune.workloads.workload import Workload, load_workload
+from benchmarks.predictions import random_configurations, random_variants
+from tests.simulated_device import SimulatedDevice, SimulatedSize
+
+PAIR = "code"
+DRAFTS = (f"{PAIR}/eagle3", "retrieval")
+LLAMA_8B = SimulatedSize(num_layers=32, layer_bytes=13.96e9, head_bytes=1.05e9)
+EAGLE3_HEAD = SimulatedSize(num_layers=1, layer_bytes=0.49e9, head_bytes=0.36e9)
+LOADING_S = 20.0
+
+
+def simulated_pool(device: SimulatedDevice) -> type[ModelPool]:
+    """A pool whose models have the simulated sizes as soon as they are loaded."""
+
+    class SimulatedPool(ModelPool):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            device.host_s += LOADING_S
+            text = self.target.text
+            device.simulate(LLAMA_8B, text.layers, self.target.model)
+            network = self._full_drafts[DRAFTS[0]].network  # type: ignore[attr-defined]
+            device.simulate(EAGLE3_HEAD, [network.layer], network)
+
+    return SimulatedPool
+
+
+def decoded_ms_per_token(
+    pool: ModelPool, evaluator: Evaluator, c: list[Configuration], prompts: Workload
+) -> list[float]:
+    """Simulated time per token of each configuration, decoded in turns."""
+    runner = pool.runner(evaluator.table)
+    arms = [runner.arm(configuration.key, configuration) for configuration in c]
+    runs = runner.compare([runner.plain, *arms], prompts)
+    return [ms_per_token(runs[arm.name]) for arm in arms]
+
+
+@click.command()
+@click.option("--gpu", default="h100", show_default=True, help="Device with a datasheet in profiles/devices.")
+@click.option("--budget", "budget_s", type=Duration(), default="5m", show_default=True)
+@click.option("--random", "num_random", default=200, show_default=True, help="Random configurations that are replayed.")
+@click.option(
+    "--decoded", "num_decoded", default=6, show_default=True, help="The fastest of them, which are decoded too."
+)
+@click.option(
+    "--prompts", "num_prompts", default=6, show_default=True, help="Held-out prompts on which they are decoded."
+)
+def main(gpu: str, budget_s: float, num_random: int, num_decoded: int, num_prompts: int) -> None:
+    """Run a default search on a simulated GPU."""
+    made: list[Any] = []
+
+    class KeptEvaluator(Evaluator):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    with SimulatedDevice(gpu) as device, tempfile.TemporaryDirectory() as folder:
+        pool_type = simulated_pool(device)
+
+        class KeptPool(pool_type):  # type: ignore[misc, valid-type]
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, **options)
+                made.append(self)
+
+        pipeline.ModelPool, pipeline.Evaluator = KeptPool, KeptEvaluator  # type: ignore[misc]
+        pipeline.search_trees = device.charged(pipeline.search_trees)
+        torch.set_num_threads(1)
+        settings = SearchSettings(
+            target=f"{PAIR}/target",
+            drafts=DRAFTS,
+            workload=PAIR,
+            budget_s=budget_s,
+            folder=Path(folder),
+            output=Path(folder) / "profile.json",
+        )
+        started = device.now_s()
+        profile = pipeline.search(settings, Console(), started=started)
+        seconds = device.now_s() - started
+        pool, evaluator = made[0], made[1]
+        report_search(profile, Path(folder), seconds, device, settings)
+        report_regret(profile, pool, evaluator, num_random, num_decoded, num_prompts)
+    _ = published_defaults
+
+
+def report_search(
+    profile: DecodingProfile, folder: Path, seconds: float, device: SimulatedDevice, settings: SearchSettings
+) -> None:
+    """Print what the search did."""
+    (study_folder,) = (path for path in folder.iterdir() if path.is_dir())
+    study = load_study(study_folder)
+    assert study is not None
+    memory = graph_memory(next(iter(device_of(study_folder))))
+    measured = profile.point.measured
+    figures = {
+        "simulated seconds": round(seconds, 1),
+        "loading": LOADING_S,
+        "device busy": round(device.busy_s, 1),
+        "stages": {name: round(value, 1) for name, value in study.stage_seconds.items()},
+        "finalists": [[f.num_runs, round(f.speedup, 2), f.is_eliminated] for f in study.finalists],
+        "defaults": [[d.name, d.num_runs, round(d.speedup, 2), d.is_eliminated] for d in study.defaults],
+        "tokens per run": token_counts(study_folder / RUNS),
+        "held-out prompts and tokens": None if measured is None else [measured.num_prompts, measured.num_tokens],
+        "captures": device.counts.captures,
+        "limit of captures": memory.limit,
+    }
+    print(json.dumps(figures, indent=1))
+    del settings
+
+
+def device_of(_: Path) -> list[Any]:
+    return [torch.device("cuda", 0)]
+
+
+def token_counts(path: Path) -> dict[str, float]:
+    """Quantiles of the tokens of all measured runs."""
+    tokens = [line["new_tokens"] for line in read_lines(path)]
+    return {f"{q} %": float(np.percentile(tokens, q)) for q in (5, 50, 95)} | {"runs": len(tokens)}
+
+
+def report_regret(
+    profile: DecodingProfile, pool: ModelPool, evaluator: Evaluator, num_random: int, num_decoded: int, num_prompts: int
+) -> None:
+    """Print the winner's time over the best of random configurations."""
+    rng = random.Random(0)
+    space = load_space("quick").without_images()
+    count = -(-num_random // len(space.trees))
+    pairs = [(p, v) for p, v in random_variants(space, pool, count, rng) if v in evaluator.traces]
+    configurations = random_configurations(space, evaluator, pairs, rng)[:num_random]
+    candidates = sorted((evaluator.evaluate(c) for c in configurations), key=lambda candidate: candidate.rank)
+    winner = configuration_of(profile.point)
+    assert winner is not None, "plain decoding was chosen"
+    fastest = [evaluator.with_fallback(candidate).configuration for candidate in candidates[:num_decoded]]
+    prompts = load_workload(PAIR, "evaluate", num_prompts=num_prompts).cut(num_prompts, 128)
+    winner_ms, *others = decoded_ms_per_token(pool, evaluator, [winner, *fastest], prompts)
+    print(
+        json.dumps({"replayed": len(configurations), "winner": winner_ms, "fastest random": sorted(others)}, indent=1)
+    )
+    print(f"the winner takes {winner_ms / min(others):.3f} times as long as the best random configuration")
+
+
+if __name__ == "__main__":
+    main()
