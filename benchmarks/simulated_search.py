@@ -27,9 +27,9 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.evaluation.summary import ms_per_token
 from autotune.files import read_lines
 from autotune.modeling.graph_memory import graph_memory
+from autotune.modeling.loading import load_model
 from autotune.prediction.evaluator import Evaluator
-from autotune.search import pipeline
-from autotune.search.finalists import published_defaults
+from autotune.search import model_pool, pipeline
 from autotune.search.model_pool import ModelPool
 from autotune.search.settings import SearchSettings
 from autotune.search.space import load_space
@@ -42,7 +42,11 @@ PAIR = "code"
 DRAFTS = (f"{PAIR}/eagle3", "retrieval")
 LLAMA_8B = SimulatedSize(num_layers=32, layer_bytes=13.96e9, head_bytes=1.05e9)
 EAGLE3_HEAD = SimulatedSize(num_layers=1, layer_bytes=0.49e9, head_bytes=0.36e9)
-LOADING_S = 20.0
+
+
+def load_in_bfloat16(name: str, **options: Any) -> Any:
+    """A target in the precision that is usual on GPUs, in which answers are not decoded in batches."""
+    return load_model(name, **options).to(torch.bfloat16)
 
 
 def simulated_pool(device: SimulatedDevice) -> type[ModelPool]:
@@ -51,7 +55,6 @@ def simulated_pool(device: SimulatedDevice) -> type[ModelPool]:
     class SimulatedPool(ModelPool):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            device.host_s += LOADING_S
             text = self.target.text
             device.simulate(LLAMA_8B, text.layers, self.target.model)
             network = self._full_drafts[DRAFTS[0]].network  # type: ignore[attr-defined]
@@ -95,9 +98,10 @@ def main(gpu: str, budget_s: float, num_random: int, num_decoded: int, num_promp
         class KeptPool(pool_type):  # type: ignore[misc, valid-type]
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 super().__init__(*arguments, **options)
-                made.append(self)
+                made.append((device.now_s(), self))
 
         pipeline.ModelPool, pipeline.Evaluator = KeptPool, KeptEvaluator  # type: ignore[misc]
+        model_pool.load_model = load_in_bfloat16
         pipeline.search_trees = device.charged(pipeline.search_trees)
         torch.set_num_threads(1)
         settings = SearchSettings(
@@ -108,27 +112,21 @@ def main(gpu: str, budget_s: float, num_random: int, num_decoded: int, num_promp
             folder=Path(folder),
             output=Path(folder) / "profile.json",
         )
-        started = device.now_s()
-        profile = pipeline.search(settings, Console(), started=started)
-        seconds = device.now_s() - started
-        pool, evaluator = made[0], made[1]
-        report_search(profile, Path(folder), seconds, device, settings)
+        profile = pipeline.search(settings, Console())
+        (loaded_s, pool), evaluator = made[:2]
+        report_search(profile, Path(folder), device.now_s() - loaded_s, device)
         report_regret(profile, pool, evaluator, num_random, num_decoded, num_prompts)
-    _ = published_defaults
 
 
-def report_search(
-    profile: DecodingProfile, folder: Path, seconds: float, device: SimulatedDevice, settings: SearchSettings
-) -> None:
+def report_search(profile: DecodingProfile, folder: Path, seconds: float, device: SimulatedDevice) -> None:
     """Print what the search did."""
     (study_folder,) = (path for path in folder.iterdir() if path.is_dir())
     study = load_study(study_folder)
     assert study is not None
-    memory = graph_memory(next(iter(device_of(study_folder))))
+    memory = graph_memory(torch.device("cuda", 0))
     measured = profile.point.measured
     figures = {
         "simulated seconds": round(seconds, 1),
-        "loading": LOADING_S,
         "device busy": round(device.busy_s, 1),
         "stages": {name: round(value, 1) for name, value in study.stage_seconds.items()},
         "finalists": [[f.num_runs, round(f.speedup, 2), f.is_eliminated] for f in study.finalists],
@@ -139,11 +137,6 @@ def report_search(
         "limit of captures": memory.limit,
     }
     print(json.dumps(figures, indent=1))
-    del settings
-
-
-def device_of(_: Path) -> list[Any]:
-    return [torch.device("cuda", 0)]
 
 
 def token_counts(path: Path) -> dict[str, float]:

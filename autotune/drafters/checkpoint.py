@@ -26,7 +26,7 @@ from autotune.drafters.network import BlocksConfig, BlocksNetwork, DraftNetwork,
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.drafters.token_draft import TokenDraft
-from autotune.drafters.trainable import CONFIG, WEIGHTS, TrainableNetwork
+from autotune.drafters.trainable import CONFIG, PICKLED, WEIGHTS, TrainableNetwork
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
 from autotune.modeling.loading import MTP_SUFFIX, load_model, load_tokenizer, resolve
@@ -62,7 +62,7 @@ def read_config(name: str) -> tuple[Path, dict[str, Any]] | None:
         except OSError:  # load_model reports the error
             return None
         if _is_published(read_json(folder / CONFIG)):
-            cached_file(name, WEIGHTS, _raise_exceptions_for_missing_entries=False)  # its loader tells what is missing
+            any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in (WEIGHTS, PICKLED))
     return folder, read_json(folder / CONFIG)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from autotune.errors import UserError
 from autotune.files import Document
 from autotune.modeling.target import Target
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
 Metrics = dict[str, float]
 """Figures to display and log, by name."""
 
@@ -111,14 +112,22 @@ class TrainableNetwork(DraftNetwork):
 
 
 def read_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
-    """The tensors of a published draft; ``kind`` names it in messages.
+    """The tensors of a published draft; ``kind`` names it in messages. Of a pickle, torch reads tensors alone and runs no code.
 
     Raises:
-        UserError: no safetensors file.
+        UserError: no file of weights, or a pickle of anything else.
     """
-    if not (folder / WEIGHTS).exists():
+    if (folder / WEIGHTS).exists():
+        return load_file(folder / WEIGHTS)
+    if not (folder / PICKLED).exists():
         raise UserError(
-            f"{folder}: {kind} is read from {WEIGHTS}; there is none (pytorch_model.bin is a pickle, which is never opened); save it "
-            "as safetensors"
+            f"{folder}: {kind} is read from {WEIGHTS} or {PICKLED}; there is none; give the head's own folder"
         )
-    return load_file(folder / WEIGHTS)
+    try:
+        tensors: dict[str, Tensor] = torch.load(folder / PICKLED, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{folder / PICKLED}: torch reads no tensors from it ({reason}); save them as {WEIGHTS}"
+        ) from None
+    return tensors

@@ -89,7 +89,8 @@ def reference(name: str) -> ModelReference:
     path = Path(resolve(name.removesuffix(MTP_SUFFIX)))
     if not path.is_dir():
         return ModelReference(id=name, sha256="")
-    return ModelReference(id=name, sha256=known_sha256_of(*sorted(path.glob("*.safetensors")), path / "config.json"))
+    weights = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    return ModelReference(id=name, sha256=known_sha256_of(*weights, path / "config.json"))
 
 
 def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) -> Any:

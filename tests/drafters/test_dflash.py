@@ -320,7 +320,7 @@ def test_drafts_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
     assert isinstance(draft, BlockDraft) and draft.subnet.injection_layer == 3
     load_draft(str(one), target, draft.subnet, random_weights=True)  # as from a profile
     (folder / "model.safetensors").unlink()
-    with refused(r"a DFlash draft is read from model.safetensors; there is none"):
+    with refused(r"a DFlash draft is read from model.safetensors or pytorch_model.bin; there is none"):
         load_draft(str(folder), target)
 
 

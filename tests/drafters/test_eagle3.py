@@ -311,12 +311,23 @@ def test_heads_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path, monkeypat
     with refused("must share one vocabulary; the target has 300 tokens"):
         load_draft(str(folder), target)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with refused(r"pytorch_model\.bin is a pickle, which is never opened"):
+    with refused(r"pytorch_model\.bin: torch reads no tensors from it"):
         load_draft(str(folder), target)
-    published = tmp_path / "hub" / "models--author--head"  # with the pickle alone, as many heads are
+    (folder / "pytorch_model.bin").unlink()
+    published = tmp_path / "hub" / "models--author--head"
     (published / "refs").mkdir(parents=True)
     (published / "refs" / "main").write_text("1234")
     shutil.copytree(folder, published / "snapshots" / "1234")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    with refused(r"snapshots/1234: an EAGLE-3 head is read from model\.safetensors; there is none"):
+    with refused(
+        r"snapshots/1234: an EAGLE-3 head is read from model\.safetensors or pytorch_model\.bin; there is none"
+    ):
+        load_draft("author/head", target)
+    tensors["d2t"] -= tensors["d2t"]
+    torch.save(
+        tensors, published / "snapshots" / "1234" / "pytorch_model.bin"
+    )  # a pickle alone, as EAGLE's own heads are
+    assert load_draft("author/head", target).kind == "eagle3"
+    torch.save({"fc.weight": Path("code")}, published / "snapshots" / "1234" / "pytorch_model.bin")
+    with refused(r"pytorch_model\.bin: torch reads no tensors from it \(Weights only load failed"):
         load_draft("author/head", target)

@@ -274,6 +274,8 @@ def test_steps_and_rounds_are_timed_with_the_requests_own_settings(
     with torch.inference_mode():
         benches[0].decode_ms(32), benches[0].verify_ms(6, 32), benches[0].draft_level_ms(3, 32)
     assert calls == [("penalty", 1), ("penalty", 6), ("coupled", 3)]
+
+
 def test_preparing_takes_nothing_from_the_time_for_overhead(
     pair: Pair, processor: Any, workload: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
