@@ -92,6 +92,7 @@ def main(gpu: str, budget_s: float, num_random: int, num_decoded: int, num_promp
             super().__init__(*arguments, **options)
             made.append(self)
 
+    load_model(f"{PAIR}/target")  # what transformers does when it first loads a model is not rehearsed
     with SimulatedDevice(gpu) as device, tempfile.TemporaryDirectory() as folder:
         pool_type = simulated_pool(device)
 
