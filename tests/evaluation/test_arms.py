@@ -178,7 +178,7 @@ def test_no_arm_captures_anything_while_it_is_timed(rehearsal: Rehearsal, pair: 
         "wide": {"policy": "eagle2", "depth": 8, "k": 16, "budget": 20},
     }
     arms = [runner.plain, *(runner.arm(name, Configuration(tree=tree)) for name, tree in trees.items())]
-    prompts = [WorkloadPrompt(f"{n}", Prompt(prompt=n * "a ", max_new_tokens=8), ()) for n in (20, 400, 30)]
+    prompts = [WorkloadPrompt(f"{n}", Prompt(prompt=n * "a ", max_new_tokens=8), ()) for n in (20, 1000, 30)]
     texts = Workload("texts", "tune", tuple(prompts))
     done = race(runner, [], texts, always=arms, risk=0.05, prompts_per_block=1, min_prompts=1, ends=lambda _: False)
     assert {run.captures for runs in done.runs.values() for run in runs} == {0} and runner.num_repeated == 0
