@@ -15,7 +15,7 @@ import pytest
 
 from autotune.documents.decoding_profile import AR
 from autotune.evaluation.runner import MAX_REPEATS, SHAPE_TOKENS, ArmRunner
-from autotune.modeling.graph_memory import CapturedForward, graph_memory
+from autotune.modeling.graph_memory import graph_memory
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
@@ -185,15 +185,12 @@ def test_a_run_in_which_something_was_captured_is_measured_again(runner: ArmRunn
     """A few times: one that captures every time is kept, with the number."""
     memory, left = graph_memory(runner.decoder.target.device), [1]
 
-    def capture(stats: DecodingStats, settings: Prompt) -> None:
-        memory.keep(CapturedForward({}))
+    def capture(stats: DecodingStats, settings: Prompt, left: list[int] | None = None) -> None:
+        memory.num_kept += 1 if left is None else left.pop() if left else 0
 
-    def capture_once(stats: DecodingStats, settings: Prompt) -> None:
-        memory.num_kept += left.pop() if left else 0
-
-    runs = runner.compare([StubArm(AR), StubArm("once", capture_once), StubArm("always", capture)], evaluate)
-    assert [run.captures for run in (*runs[AR], *runs["once"])] == [0] * 6
-    assert [run.captures for run in runs["always"]] == [1] * 3 and runner.num_repeated == 1 + 3 * MAX_REPEATS
+    runs = runner.compare([StubArm("once", partial(capture, left=left)), StubArm("always", capture)], evaluate)
+    assert [[run.captures for run in of_arm] for of_arm in runs.values()] == [[0, 0, 0], [1, 1, 1]]
+    assert runner.num_repeated == 1 + 3 * MAX_REPEATS
 
 
 def test_a_run_during_which_the_machine_stalled_is_measured_again(runner: ArmRunner, evaluate: Workload) -> None:

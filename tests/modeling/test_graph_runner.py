@@ -171,12 +171,12 @@ def test_a_failed_capture_names_its_cause_and_restores_the_stream(rehearsal: Reh
 @pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
 def test_a_capture_that_lacks_memory_takes_the_place_of_the_others(rehearsal: Rehearsal) -> None:
     memory = graph_memory(torch.device("cuda:0"))
-    runners = [GraphRunner("cuda-graph", memory.device, description="a doubling") for _ in range(2)]
+    runner = GraphRunner("cuda-graph", memory.device, description="a doubling")
     for key in range(3):
-        runners[0].run(doubled, key, {"x": np.ones(1000, np.float32)})
-    rehearsal.cuda.memory_bytes = rehearsal.live_bytes + 12_000  # the new one has inputs and outputs of 8,000
-    (found,) = runners[1].run(doubled, "larger", {"x": np.ones(2000, np.float32)})
-    assert found.tolist() == [2.0] * 2000 and not runners[1].runs_eagerly
+        runner.run(doubled, key, {"x": np.ones(1000, np.float32)})
+    rehearsal.cuda.memory_bytes = rehearsal.live_bytes + 12_000  # the new one has inputs and outputs of 8,000 bytes
+    (found,) = runner.run(doubled, "larger", {"x": np.ones(2000, np.float32)})
+    assert found.tolist() == [2.0] * 2000 and not runner.runs_eagerly
     assert (len(memory), memory.num_kept, memory.num_dropped) == (1, 4, 3)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -145,15 +143,3 @@ def test_the_config_is_restored(pair: Pair, prompts: dict[str, Inputs]) -> None:
         raise ZeroDivisionError
     assert config._attn_implementation == "sdpa"
     assert pair.target.config.to_dict() == before
-
-
-def test_a_target_that_was_observed_is_freed(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """transformers' table of attention functions does not keep it."""
-    target = Target(pair.target)
-    with torch.inference_mode():
-        target.reserve(100)
-        target.prefill(target.encode(prompts["image"]).prompts[0], visual_rankings=["text_after_image"])
-    freed = weakref.ref(target)
-    del target
-    gc.collect()
-    assert freed() is None
