@@ -175,7 +175,7 @@ def test_no_arm_captures_anything_while_it_is_timed(
     """Not even where the largest tree comes second, and a longer prompt, which follows an answer, later: caches do not grow."""
     monkeypatch.setattr("autotune.evaluation.runner.MAX_REPEATS", 0)
     pair = on_device(pair, "cuda:0")
-    runner = ArmRunner(Decoder(pair.target, pair.draft, capture_sizes=(1, 8)), processor)
+    runner = ArmRunner(Decoder(pair.target, pair.draft, mode="cuda-graph", capture_sizes=(1, 8)), processor)
     trees: dict[str, Any] = {
         "chain": {"policy": "chain", "depth": 2},
         "wide": {"policy": "eagle2", "depth": 8, "k": 16, "budget": 20},
