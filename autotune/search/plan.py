@@ -139,7 +139,7 @@ class Plan(Document):
         num_prompts, longest = len(size.answer_tokens), max(size.answer_tokens)
         cuts = []
         if self.num_tune_prompts < num_prompts:
-            cuts.append(f"{self.num_tune_prompts} of {num_prompts} tuning prompts")
+            cuts.append(f"at most {self.num_tune_prompts} of {num_prompts} tuning prompts")
         if self.max_new_tokens is not None:
             cuts.append(f"answers of at most {self.max_new_tokens} tokens instead of {longest}")
         speed = f"prefill {1e3 * self.rates.prefill_s:.0f} ms, plain step {1e3 * self.rates.step_s:.1f} ms"
@@ -174,11 +174,12 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
             break
         limit //= 2
         num_tokens = fmean(min(limit, num_tokens) for num_tokens in size.answer_tokens)
-    num_fitting = int(answers_s / rates.answer_s(num_tokens))
+    # Answers may end before their limits, so twice as many are tried; the deadline of their stage ends it.
+    num_tried = int(2 * answers_s / rates.answer_s(num_tokens))
     return Plan(
         seconds=seconds,
         rates=rates,
-        num_tune_prompts=min(num_prompts, max(LEAST_PROMPTS, num_fitting)),
+        num_tune_prompts=min(num_prompts, max(LEAST_PROMPTS, num_tried)),
         num_evaluate_prompts=size.num_evaluate_prompts,
         max_new_tokens=None if limit == longest else limit,
         full_s=spent_s + size.full_s(rates),

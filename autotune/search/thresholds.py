@@ -21,6 +21,7 @@ MIN_TREE_SEARCH_S = 5.0  # seconds of tree search, even past the deadline
 MAX_PRICED = 8  # choices of heads of a draft that are all timed; of more, those with one share in all blocks are
 LEAST_SHARE = 0.75  # share of the fastest chain's speedup below which a draft does not survive screening
 CONFIRMING = 3  # one of this number of tuning prompts of each task confirms; the others choose
+MIN_CONFIRMING = 12  # with fewer confirming prompts, one of two confirms
 MIN_SPLIT = 12  # with fewer tuning prompts, all of them both choose and confirm
 NUM_CONFIRMED = 64  # configurations, the fastest on the choosing prompts, that are ranked again on the confirming ones
 NUM_CONFIRMED_OF_KIND = 8  # the same, of each draft and policy

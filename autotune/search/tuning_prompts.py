@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from autotune.acceptance.replay import Replay
 from autotune.documents.configuration import Configuration
 from autotune.prediction.evaluator import Evaluator
-from autotune.search.thresholds import CONFIDENCE, CONFIRMING, DECODING_ERROR, MIN_SPLIT
+from autotune.search.thresholds import CONFIDENCE, CONFIRMING, DECODING_ERROR, MIN_CONFIRMING, MIN_SPLIT
 from autotune.trees.tree import Floats
 from autotune.workloads.workload import Workload
 
@@ -61,13 +61,16 @@ class TuningPrompts:
 
 
 def confirms(tasks: Sequence[str]) -> NDArray[np.bool_]:
-    """Whether each prompt is a confirming one, [prompts]: every third of each task, and of the tasks with fewer prompts."""
+    """Whether each prompt is a confirming one, [prompts]: every third of each task, and of the tasks with fewer prompts; every
+    second where thirds are fewer than ``MIN_CONFIRMING``.
+    """
     seen: Counter[str] = Counter()
-    rare = {task for task, count in Counter(tasks).items() if count < CONFIRMING}
+    step = CONFIRMING if len(tasks) >= CONFIRMING * MIN_CONFIRMING else 2
+    rare = {task for task, count in Counter(tasks).items() if count < step}
     flags = []
     for task in tasks:
         name = "" if task in rare else task
-        flags.append(seen[name] % CONFIRMING == CONFIRMING - 1)
+        flags.append(seen[name] % step == step - 1)
         seen[name] += 1
     return np.array(flags)
 

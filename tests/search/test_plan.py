@@ -57,7 +57,7 @@ def test_a_slow_target_gets_fewer_and_shorter_answers() -> None:
     answers_s = plan.num_tune_prompts * SLOW.answer_s(plan.max_new_tokens)
     assert answers_s <= STAGES["traces"] * 240
     text = plan.describe(TEXTS)
-    assert f"{plan.num_tune_prompts} of 40 tuning prompts" in text
+    assert f"at most {plan.num_tune_prompts} of 40 tuning prompts" in text
     assert f"answers of at most {plan.max_new_tokens} tokens instead of 256" in text
     assert f"would take about {plan.full_s / 60:.0f} min" in text and plan.full_s > 1200
 

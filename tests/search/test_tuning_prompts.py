@@ -25,10 +25,13 @@ def workload(count: int) -> Workload:
     return Workload("x", "tune", tuple(WorkloadPrompt(f"{n}", Prompt(prompt=f"{n}"), ()) for n in range(count)))
 
 
-def test_a_third_of_full_task_confirms() -> None:
-    tasks = ["read", "add"] * 9 + ["rare", "rarer", "rarest"]
-    flags = confirms(tasks)
-    assert Counter(np.array(tasks)[flags].tolist()) == {"read": 3, "add": 3, "rarest": 1}
+@pytest.mark.parametrize(
+    ("num_pairs", "confirming"),
+    [(18, {"read": 6, "add": 6, "rarest": 1}), (9, {"read": 4, "add": 4, "rarer": 1})],
+)
+def test_a_third_of_full_task_confirms_and_half_of_few_prompts(num_pairs: int, confirming: dict[str, int]) -> None:
+    tasks = ["read", "add"] * num_pairs + ["rare", "rarer", "rarest"]
+    assert Counter(np.array(tasks)[confirms(tasks)].tolist()) == confirming
 
 
 def test_evaluators_of_both_parts_add_up_to_the_full_one() -> None:
