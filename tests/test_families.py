@@ -121,6 +121,6 @@ def test_other_pictures_give_other_outputs(made: Made) -> None:
             inputs = encode(made.processor, [replace(one.prompt, images=images, videos=videos)])
             assert torch.equal(inputs["input_ids"], one.inputs["input_ids"])
             result = generate(made.target, inputs, output_logits=True, return_dict_in_generate=True)
-            assert (result.logits[0][0] - one.logits[0]).std() > families.LOGITS / 8
+            assert (result.logits[0][0] - one.logits[0]).std() > families.LOGITS / 16
             num_same += result.sequences[0, inputs["input_ids"].shape[1] :].tolist() == one.tokens
         assert num_same <= 1  # a short output may be the same by chance

@@ -12,8 +12,8 @@ STAGES = {
     "evaluation": 0.18,
 }  # share of the budget of each stage
 MAX_SCREENING_SHARE = 0.6  # largest share of the budget for screening, in spaces with thousands of subnets
-ANSWERS_SHARE = 0.5  # share of the time for traces in which the target's answers are decoded
-MIN_TUNE_PROMPTS = 16  # answers are shortened until this number of tuning prompts fits into the budget
+ANSWERS_SHARE = 0.7  # share of the time for traces in which the target's answers are decoded
+MIN_TUNE_PROMPTS = 12  # answers are shortened until this number of tuning prompts fits into the budget
 LEAST_TOKENS = 16  # answers are not shortened below this number of tokens
 LEAST_PROMPTS = 6  # a search without time for this number of prompts, for tuning and for the evaluation, is refused
 MIN_TRACED_PROMPTS = 6  # prompts that are recorded even past the deadline

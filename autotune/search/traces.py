@@ -107,7 +107,10 @@ class Recording:
         """Record answers; returns how many of the first prompts have one."""
         now = time.monotonic()
         deadline = now + ANSWERS_SHARE * (self.work.deadline - now)
-        return self.record(self.work.workload, ANSWERS_AT_ONCE, deadline, self.recorder.answers, report)
+        size = (
+            ANSWERS_AT_ONCE if self.model_pool.target.text.is_exact else PROMPTS_AT_ONCE
+        )  # the latter are not batched
+        return self.record(self.work.workload, size, deadline, self.recorder.answers, report)
 
     def trace_all(self, num_prompts: int, report: Report | None = None) -> int:
         """Record forests of all variants for the first prompts; returns for how many."""

@@ -118,9 +118,9 @@ def test_fastest_finalist_in_real_runs_wins(selection: ProfileSelection, clock: 
     assert [one.speedup for one in measured.finalists] == pytest.approx([10 / 6, 10 / 6, 2.0, 10 / 6])
     assert [one.is_eliminated for one in measured.finalists] == [True, True, False, True]
     confirming = selection.prompts.confirming
-    assert len(confirming.tasks) == 5
+    assert len(confirming.tasks) == 8
     for one, candidate in zip(measured.finalists, finalists, strict=True):
-        assert one.num_runs == 5
+        assert one.num_runs == 8
         replayed_ms = confirming.replay(candidate.configuration).decode_ms
         assert one.predicted_speedup == pytest.approx(confirming.ar_ms.sum() / replayed_ms.sum())
         assert one.interval90 is not None and one.interval90[0] < one.predicted_speedup < one.interval90[1]

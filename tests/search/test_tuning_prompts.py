@@ -26,8 +26,7 @@ def workload(count: int) -> Workload:
 
 
 @pytest.mark.parametrize(
-    ("num_pairs", "confirming"),
-    [(18, {"read": 6, "add": 6, "rarest": 1}), (9, {"read": 4, "add": 4, "rarer": 1})],
+    ("num_pairs", "confirming"), [(18, {"read": 6, "add": 6, "rarest": 1}), (9, {"read": 4, "add": 4, "rarer": 1})]
 )
 def test_a_third_of_full_task_confirms_and_half_of_few_prompts(num_pairs: int, confirming: dict[str, int]) -> None:
     tasks = ["read", "add"] * num_pairs + ["rare", "rarer", "rarest"]
