@@ -91,8 +91,8 @@ def main(tables: int, seconds: float) -> None:
     pool = ModelPool(BUNDLED_TARGET, drafts, "cpu")
     loaded = [(pool.draft(draft, Subnet()), pool.references[draft]) for draft in drafts]
     workload = load_workload(BUNDLED, "tune", num_prompts=48)
-    kv_lengths, held_out = kv_lengths_for(150, 310)
-    settings = CostSettings(kv_lengths=kv_lengths, held_out_kv_length=held_out, time_limit_s=seconds)
+    kv_lengths = kv_lengths_for(150, 310)
+    settings = CostSettings(kv_lengths=kv_lengths, time_limit_s=seconds)
     rows = []
     for number in range(2 * tables):
         is_busy = number % 2 == 1

@@ -25,6 +25,7 @@ from autotune.trees.verification import find_child
 
 _ROUNDS, _DRAFT_FORWARDS, _NODES, _MISSING, _PLAIN_STEPS = range(5)  # columns of counts, [prompts, 5]
 _DRAFT_MS, _VERIFY_MS = range(2)  # columns of times, [prompts, 2]
+PLAIN, VERIFICATION, FIRST, LEVEL = range(4)  # kinds of steps, rows of ``Replay.step_ms``
 
 MAX_MISSING = 0.01  # missing nodes per verified node, up to which predictions are trusted
 
@@ -52,6 +53,8 @@ class Replay:
     verify_ms: Floats
     overhead_ms: Floats
     draft_prefill_ms: Floats
+    step_ms: Floats
+    """Time over all prompts by kind of step and number of tokens, [4, tokens]: plain steps, verifications, first passes, levels."""
 
     @property
     def is_covered(self) -> bool:
@@ -85,6 +88,7 @@ def replay(
     check_reach(trace, policy)
     counts = np.zeros((trace.num_prompts, 5), np.int64)
     times = np.zeros((trace.num_prompts, 2))
+    step_ms = np.zeros((4, len(prices.verify_ms)))
     accepted = np.zeros(len(trace.forest.answer), np.int64)
     tokens = np.zeros(trace.num_prompts, np.int64)
     prompts = np.arange(trace.num_prompts) if prompts is None else prompts
@@ -114,6 +118,7 @@ def replay(
         np.zeros(fallbacks.STATE_SIZE),
         counts,
         times,
+        step_ms,
         accepted,
     )
     rounds, draft_forwards, nodes, missing, plain_steps = counts.T
@@ -133,6 +138,7 @@ def replay(
         + prices.overhead_level_ms * draft_forwards
         + prices.overhead_node_ms * nodes,
         draft_prefill_ms=prices.draft_prefill.ms(trace.draft_prompt_length, trace.num_visual_tokens > 0) * (rounds > 0),
+        step_ms=step_ms,
     )
 
 
@@ -197,6 +203,7 @@ def _replay_prompts(
     fallback: Floats,
     counts: Ints,
     times: Floats,
+    step_ms: Floats,
     accepted: Ints,
 ) -> None:
     """The decoding loop of ``runtime/decoder.py`` over some prompts, with recorded proposals. ``rounds.py`` is the
@@ -213,7 +220,9 @@ def _replay_prompts(
         pending = 1  # committed tokens that the draft has not read, the root included
         while position < num_answer - 1:
             if fallbacks.is_plain(price, fallback):
-                times[p, _VERIFY_MS] += decode_ms[min((prompt_length[p] + position) // kv_step, len(decode_ms) - 1)]
+                ms = decode_ms[min((prompt_length[p] + position) // kv_step, len(decode_ms) - 1)]
+                times[p, _VERIFY_MS] += ms
+                step_ms[PLAIN, 1] += ms
                 accepted[begin + num_rounds] = 0
                 num_rounds += 1
                 counts[p, _ROUNDS] += 1
@@ -229,12 +238,16 @@ def _replay_prompts(
             num_frontier = 1 if policies.drafts(kind, params, state) else 0
             num_read = num_levels = 0
             if num_frontier:
-                times[p, _DRAFT_MS] += _price(draft_first_ms, pending, draft_length, kv_step)
+                ms = _price(draft_first_ms, pending, draft_length, kv_step)
+                times[p, _DRAFT_MS] += ms
+                step_ms[FIRST, min(pending, step_ms.shape[1] - 1)] += ms
                 draft_length += pending
                 pending = 0
             while num_frontier:
                 if num_levels:
-                    times[p, _DRAFT_MS] += _level_price(draft_ms, num_frontier, draft_length + num_read, kv_step)
+                    ms = _level_price(draft_ms, num_frontier, draft_length + num_read, kv_step)
+                    times[p, _DRAFT_MS] += ms
+                    step_ms[LEVEL, min(num_frontier, MAX_LEVEL_STEP, step_ms.shape[1] - 1)] += ms
                     num_read += num_frontier
                 num_levels += 1
                 for i in range(num_frontier):
@@ -246,7 +259,9 @@ def _replay_prompts(
             policies.prune(kind, params, state, tree, work)
             # Verify.
             size = tree.size[0]
-            times[p, _VERIFY_MS] += _price(verify_ms, size, prompt_length[p] + position, kv_step)
+            ms = _price(verify_ms, size, prompt_length[p] + position, kv_step)
+            times[p, _VERIFY_MS] += ms
+            step_ms[VERIFICATION, min(size, step_ms.shape[1] - 1)] += ms
             counts[p, _NODES] += size - 1
             counts[p, _DRAFT_FORWARDS] += num_levels
             # Accept.

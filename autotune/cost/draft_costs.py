@@ -65,6 +65,8 @@ class DraftCosts(Document):
     """Verification between rounds of this draft, as a multiple of the table's ``verify``, the mean over drafts. A draft's weights
     take the place of the target's in the processor's caches, and the target keeps the outputs of the layers that it reads.
     """
+    verify_error: float = Field(default=0.0, ge=0)
+    """Relative standard error of ``verify_ratio``."""
 
     @property
     def name(self) -> str:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Self
+
 import numpy as np
 from pydantic import Field
 
-from autotune.cost.surface import uncertainty
+from autotune.cost.surface import robust_deviation
 from autotune.files import Document
-from autotune.trees.limits import Floats
+from autotune.trees.limits import Floats, Ints
 
 FIT_ITERATIONS = 5  # of iteratively reweighted least squares
+DEGREES = 4.0  # of freedom of the t distribution of relative errors
+LEAST_SPREAD = 0.01  # relative deviation of samples from a fit
+FACTOR = 0.3  # relative deviation of a draft from others that are fitted together, before anything is measured
 
 
-class PrefillCost(Document):
+class _Scalable(Document):
+    """Costs that are multiplied together."""
+
+    def scaled(self, factor: float) -> Self:
+        """The costs where everything takes ``factor`` times as long."""
+        names = [name for name in type(self).model_fields if name.endswith("_ms")]
+        return self.model_copy(update={name: factor * getattr(self, name) for name in names})
+
+
+class PrefillCost(_Scalable):
     """Latency of a prefill, ``intercept + per_token * tokens + image``."""
 
     intercept_ms: float
@@ -22,37 +37,15 @@ class PrefillCost(Document):
     """(tokens, images, ms)"""
     held_out_error: float | None = None
     """Median relative error in leave-one-out cross-validation; None with too few sizes."""
-
-    @property
-    def uncertainty(self) -> float | None:
-        """Relative standard error of a latency (``autotune.cost.surface.uncertainty``)."""
-        return uncertainty(_by_size(self.samples).values(), self.held_out_error)
+    uncertainty: float | None = None
+    """Relative standard error of a latency; None without samples."""
 
     def ms(self, tokens: np.ndarray, has_image: np.ndarray) -> Floats:
         latency: Floats = self.intercept_ms + self.per_token_ms * tokens + self.image_ms * has_image
         return np.maximum(latency, 0.0)
 
 
-def fit_prefill(samples: list[tuple[int, int, float]]) -> PrefillCost:
-    """Fit the medians of samples (tokens, images, ms)."""
-    by_size = _by_size(samples)
-    sizes = np.array([(1, *size) for size in by_size], np.float64)
-    (intercept, per_token, image), error = _fit(
-        sizes, np.array([np.median(size_samples) for size_samples in by_size.values()])
-    )
-    return PrefillCost(
-        intercept_ms=intercept, per_token_ms=per_token, image_ms=image, samples=samples, held_out_error=error
-    )
-
-
-def _by_size(samples: list[tuple[int, int, float]]) -> dict[tuple[int, int], list[float]]:
-    by_size: dict[tuple[int, int], list[float]] = {}
-    for num_tokens, num_images, sample in samples:
-        by_size.setdefault((num_tokens, num_images), []).append(sample)
-    return by_size
-
-
-class Overhead(Document):
+class Overhead(_Scalable):
     """Time of a round outside the two models, from real decoding: tree growth, masks, acceptance, compaction."""
 
     round_ms: float = Field(ge=0)
@@ -65,50 +58,103 @@ class Overhead(Document):
     samples: list[tuple[int, int, int, int, float]] = Field(default_factory=list)
     """(rounds, draft forwards, verified nodes, rounds with retrieval, ms) per run."""
     held_out_error: float | None = None
-    """Median relative error in leave-one-out cross-validation; None with one run."""
-
-    @property
-    def uncertainty(self) -> float | None:
-        """Relative standard error of a run's overhead (``autotune.cost.surface.uncertainty``). No run is repeated."""
-        return uncertainty((), self.held_out_error)
+    """As of ``PrefillCost``."""
+    uncertainty: float | None = None
+    """Relative standard error of a round's overhead; None without samples."""
 
 
-def fit_overhead(samples: list[tuple[int, int, int, int, float]]) -> Overhead:
-    """Fit samples (rounds, draft forwards, verified nodes, rounds with retrieval, ms)."""
-    if not samples:  # every output ended with its first token
-        return Overhead(round_ms=0.0, level_ms=0.0)
-    counts = np.array([row[:4] for row in samples], np.float64)
-    (per_round, per_level, per_node, retrieval), error = _fit(counts, np.maximum([row[4] for row in samples], 1e-6))
-    return Overhead(
-        round_ms=per_round,
-        level_ms=per_level,
-        node_ms=per_node,
-        retrieval_ms=retrieval,
-        samples=samples,
-        held_out_error=error,
-    )
+def fit_prefills(samples: Sequence[list[tuple[int, int, float]]]) -> list[PrefillCost]:
+    """Fit the prefills of a network's subnets, each with its samples (tokens, images, ms), by one line, which a factor scales for each."""
+    members = [
+        (np.array([(1, *row[:2]) for row in rows], np.float64), np.array([row[2] for row in rows])) for rows in samples
+    ]
+    return [
+        PrefillCost(
+            intercept_ms=costs[0],
+            per_token_ms=costs[1],
+            image_ms=costs[2],
+            samples=rows,
+            held_out_error=error,
+            uncertainty=own,
+        )
+        for rows, (costs, error, own) in zip(samples, _fit_together(members), strict=True)
+    ]
 
 
-def _fit(counts: Floats, ms: Floats) -> tuple[list[float], float | None]:
-    """Fit ``ms ~ counts @ costs`` by non-negative least squares of relative errors.
+def fit_overheads(samples: Sequence[list[tuple[int, int, int, int, float]]]) -> list[Overhead]:
+    """Fit the overheads of drafts, each with its samples (rounds, draft forwards, verified nodes, rounds with retrieval, ms): the
+    runtime's work is the same for all of them, and a factor scales it for each.
+    """
+    members = [
+        (np.array([row[:4] for row in rows], np.float64).reshape(-1, 4), np.maximum([row[4] for row in rows], 1e-6))
+        for rows in samples
+    ]
+    return [
+        Overhead(
+            round_ms=costs[0],
+            level_ms=costs[1],
+            node_ms=costs[2],
+            retrieval_ms=costs[3],
+            samples=rows,
+            held_out_error=error,
+            uncertainty=own,
+        )
+        for rows, (costs, error, own) in zip(samples, _fit_together(members), strict=True)
+    ]
+
+
+def _fit_together(members: Sequence[tuple[Floats, Floats]]) -> list[tuple[list[float], float | None, float | None]]:
+    """Fit ``ms ~ factor * (counts @ costs)`` to members that share costs; factors are pooled towards 1 by their standard errors.
+
+    Args:
+        members: counts [samples, costs] and ms [samples] of each.
 
     Returns:
-        The costs, and the median relative error in leave-one-out cross-validation.
+        For each: its costs, the median relative error in leave-one-out cross-validation over all members, and the relative
+        standard error of its factor.
     """
+    counts, ms = (np.concatenate(columns) for columns in zip(*members, strict=True))
+    of_member = np.repeat(np.arange(len(members)), [len(own_ms) for _, own_ms in members])
+    if not len(ms):  # every output ended with its first token
+        return [([0.0] * counts.shape[1], None, None) for _ in members]
+    logs, own = np.zeros(len(members)), np.zeros(len(members))
+    for _ in range(FIT_ITERATIONS):
+        costs = _fit(counts, ms / np.exp(logs[of_member]))
+        residuals = np.log(ms / np.maximum(counts @ costs, 1e-9))
+        spread = max(LEAST_SPREAD, robust_deviation(residuals - logs[of_member]))
+        weights = np.bincount(of_member, minlength=len(members)) / spread**2
+        medians = [float(np.median(residuals[of_member == k])) if weights[k] else 0.0 for k in range(len(members))]
+        own = 1 / (weights + FACTOR**-2)
+        logs = weights * medians * own
+    error = _left_out_error(counts, ms / np.exp(logs[of_member]))
+    return [
+        ((np.exp(log) * costs).tolist(), error, float(np.sqrt(variance)))
+        for log, variance in zip(logs, own, strict=True)
+    ]
+
+
+def _fit(counts: Floats, ms: Floats) -> Floats:
+    """Fit ``ms ~ counts @ costs`` by non-negative least squares of relative errors, of which large ones count less."""
     from scipy.optimize import nnls
 
-    def fit(rows: np.ndarray) -> Floats:
-        # Errors are relative to the prediction: relative to the measurement, a slow run would weigh less than a fast one.
-        weight = 1.0 / ms
-        for _ in range(FIT_ITERATIONS):
-            costs: Floats = nnls(counts[rows] * weight[rows, None], ms[rows] * weight[rows])[0]
-            weight = 1.0 / np.maximum(counts @ costs, 1e-9)
-        return costs
+    # Errors are relative to the prediction: relative to the measurement, a slow run would weigh less than a fast one.
+    weight = 1.0 / ms
+    costs = np.zeros(counts.shape[1])
+    for _ in range(FIT_ITERATIONS):
+        costs = nnls(counts * weight[:, None], ms * weight)[0]
+        predicted = np.maximum(counts @ costs, 1e-9)
+        errors = ms / predicted - 1
+        spread = max(LEAST_SPREAD, robust_deviation(errors))
+        weight = np.sqrt((DEGREES + 1) / (DEGREES + np.square(errors / spread))) / predicted
+    return costs
 
+
+def _left_out_error(counts: Floats, ms: Floats) -> float | None:
+    """Median relative error of the samples, each predicted from all others."""
     errors = []
     for number in range(len(ms)):
-        is_fitted = np.arange(len(ms)) != number
+        others: Ints = np.flatnonzero(np.arange(len(ms)) != number)
         # Some rows cannot be predicted from the others, for example the row of the only prompt without an image.
-        if np.linalg.matrix_rank(counts[is_fitted]) == np.linalg.matrix_rank(counts):
-            errors.append(abs(float(counts[number] @ fit(is_fitted)) / float(ms[number]) - 1))
-    return fit(np.ones(len(ms), bool)).tolist(), float(np.median(errors)) if errors else None
+        if len(others) and np.linalg.matrix_rank(counts[others]) == np.linalg.matrix_rank(counts):
+            errors.append(abs(float(counts[number] @ _fit(counts[others], ms[others])) / float(ms[number]) - 1))
+    return float(np.median(errors)) if errors else None

@@ -69,15 +69,9 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
     drafts: list[DraftCosts]
 
     @property
-    def held_out_errors(self) -> dict[str, float]:
-        """Median relative errors by part: ``verify``, ``digits/star heads-0.5: draft_first``."""
-        return {name: part.held_out_error for name, part in self.parts.items() if part.held_out_error is not None}
-
-    @property
-    def uncertainties(self) -> dict[str, float]:
-        """Relative standard errors by part, as in ``held_out_errors``: spread of repetitions and held-out error together."""
-        errors = {name: part.uncertainty for name, part in self.parts.items()}
-        return {name: error for name, error in errors.items() if error is not None}
+    def errors(self) -> dict[str, tuple[float | None, float | None]]:
+        """Median relative leave-one-out error and relative standard error, by part: ``verify``, ``digits/star heads-0.5: draft_first``."""
+        return {name: (part.held_out_error, part.uncertainty) for name, part in self.parts.items()}
 
     @property
     def parts(self) -> dict[str, Surface | PrefillCost | Overhead]:

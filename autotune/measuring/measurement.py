@@ -5,7 +5,7 @@ decoding for the overhead outside the models.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from autotune.contention_monitor import ContentionMonitor
 from autotune.cost.draft_costs import DraftCosts
-from autotune.cost.request_costs import PrefillCost, fit_overhead, fit_prefill
+from autotune.cost.request_costs import PrefillCost, fit_overheads, fit_prefills
 from autotune.cost.table import KV_STEP, CostTable
 from autotune.device import fingerprint
 from autotune.documents.provenance import ModelReference, stamp
@@ -24,12 +24,11 @@ from autotune.measuring.block_log import BlockLog, LogHeader
 from autotune.measuring.request_timing import (
     LEAST_PREFILLS,
     OverheadRuns,
-    PrefillSamples,
     PrefillTimer,
     choose_prefill_threads,
     overhead_runs,
 )
-from autotune.measuring.sampling import Sampler
+from autotune.measuring.sampling import DECODE, DRAFT_FIRST, DRAFT_LEVEL, VERIFY, Sampler
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench, choose_threads
 from autotune.modeling.attention import choose_attention
@@ -48,12 +47,11 @@ ACCEPTED_EXCESS = 0.1  # of the time limit, before it is mentioned
 THREADS_SHARE, PREFILL_SHARE, OVERHEAD_SHARE = 0.08, 0.12, 0.2
 
 
-def kv_lengths_for(shortest: int, longest: int) -> tuple[tuple[int, ...], int]:
-    """Three KV lengths that span a workload, and a held-out one."""
+def kv_lengths_for(shortest: int, longest: int) -> tuple[int, int, int]:
+    """Three KV lengths that span a workload."""
     first = max(16, shortest)
     last = max(32, longest, first + 8)
-    lengths = (first, (first + last) // 2, last)
-    return lengths, (lengths[0] + lengths[1]) // 2
+    return first, (first + last) // 2, last
 
 
 def measure_costs(
@@ -119,7 +117,9 @@ def measure_costs(
     def report_steps(share: float) -> None:
         report(round(10 * (spent_s + share * max(0.0, limit_s - spent_s))), round(10 * max(limit_s, spent_s)))
 
-    sampler = Sampler(benches, settings, log=log, clock=clock)
+    networks: dict[ModelReference, int] = {}
+    subnets = [(networks.setdefault(reference, len(networks)), draft.subnet) for draft, reference in drafts]
+    sampler = Sampler(benches, settings, subnets=subnets, log=log, clock=clock)
     with limited_threads(threads), torch.inference_mode():
         sampler.run(started + limit_s, report_steps)
     if (took_s := clock() - started) > (1 + ACCEPTED_EXCESS) * limit_s:
@@ -127,6 +127,14 @@ def measure_costs(
             f"the cost table took {took_s:.0f} s, more than its limit of {limit_s:.0f} s: the least, {settings.least_samples} "
             f"samples of every size of the coarse grid and {LEAST_PREFILLS} prefills, takes that long here"
         )
+    surfaces, ratios, unit_ms = sampler.surfaces(), sampler.observations().verify_ratios, sampler.plain_ms
+    (prefill,) = fit_prefills([_in_ms(prefills.target_samples, unit_ms)])
+    overheads = dict(zip(runs, fit_overheads([_in_ms(of_draft, unit_ms) for of_draft in runs.values()]), strict=True))
+    draft_prefills = [_in_ms(samples, unit_ms) for samples in prefills.draft_samples]
+    prefill_costs: dict[int, PrefillCost] = {}
+    for network in networks.values():
+        numbers = [number for number, (own, _) in enumerate(subnets) if own == network]
+        prefill_costs |= dict(zip(numbers, fit_prefills([draft_prefills[number] for number in numbers]), strict=True))
     return CostTable(
         provenance=stamp(monitor.contention()),
         device=fingerprint(str(target.device)),
@@ -139,35 +147,27 @@ def measure_costs(
         disturbed_samples=sampler.disturbed_samples,
         target=target_reference,
         target_shape=target.shape,
-        decode=sampler.surface(sampler.decode),
-        verify=sampler.surface(sampler.verify),
-        prefill=_prefill_cost(prefills.target_samples, sampler.plain_ms),
-        drafts=_draft_costs(drafts, sampler, prefills, runs),
+        decode=surfaces[DECODE],
+        verify=surfaces[VERIFY],
+        prefill=prefill,
+        drafts=[
+            DraftCosts(
+                draft=reference,
+                heads=draft.subnet.heads,
+                vocabulary=draft.subnet.vocabulary,
+                num_parameters=draft.num_parameters,
+                kv_bytes_per_token=draft.kv_bytes_per_token,
+                shape=draft.shape,
+                draft_first=surfaces[f"{DRAFT_FIRST} {number}"],
+                draft_level=surfaces[f"{DRAFT_LEVEL} {number}"],
+                prefill=prefill_costs[number],
+                overhead=overheads[reference],
+                verify_ratio=ratios.get(number, (1.0, 0.0))[0],
+                verify_error=ratios.get(number, (1.0, 0.0))[1],
+            )
+            for number, (draft, reference) in enumerate(drafts)
+        ],
     )
-
-
-def _draft_costs(
-    drafts: list[tuple[LoadedDraft, ModelReference]],
-    sampler: Sampler,
-    prefills: PrefillTimer,
-    runs: dict[ModelReference, OverheadRuns],
-) -> list[DraftCosts]:
-    return [
-        DraftCosts(
-            draft=reference,
-            heads=draft.subnet.heads,
-            vocabulary=draft.subnet.vocabulary,
-            num_parameters=draft.num_parameters,
-            kv_bytes_per_token=draft.kv_bytes_per_token,
-            shape=draft.shape,
-            draft_first=sampler.surface(sampler.draft_firsts[number]),
-            draft_level=sampler.surface(sampler.draft_levels[number]),
-            prefill=_prefill_cost(prefills.draft_samples[number], sampler.plain_ms),
-            overhead=fit_overhead([(*run[:4], sampler.plain_ms * run[4]) for run in runs[reference]]),
-            verify_ratio=sampler.verify_ratio(number),
-        )
-        for number, (draft, reference) in enumerate(drafts)
-    ]
 
 
 def _choose_threads(
@@ -182,5 +182,6 @@ def _choose_threads(
     return threads
 
 
-def _prefill_cost(samples: PrefillSamples, unit_ms: float) -> PrefillCost:
-    return fit_prefill([(num_tokens, num_images, unit_ms * duration) for num_tokens, num_images, duration in samples])
+def _in_ms(samples: Sequence[tuple[*tuple[int, ...], float]], unit_ms: float) -> list[Any]:
+    """Samples whose last entry is in milliseconds, of ones in plain steps."""
+    return [(*counts, unit_ms * duration) for *counts, duration in samples]

@@ -15,16 +15,17 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 
 import numpy as np
 
-from autotune.cost.surface import Surface, robust_deviation
-from autotune.cost.table import EVERY_ROW
-from autotune.measuring.adaptive_grid import AdaptiveGrid
+from autotune.cost.posterior import FIRST, LEVEL, TARGET, Part, Posterior, choice_of
+from autotune.cost.surface import Observation, Point, Surface, robust_deviation
+from autotune.documents.subnet import Subnet
 from autotune.measuring.block_log import Block, BlockLog, Samples, TimedJob
 from autotune.measuring.jobs import SLOW_STEP_MS, Bench, Job, PlainSteps, Rounds, TimedRound, plain_steps_ms
+from autotune.measuring.observations import ITERATIONS, Key, Observations, observe
 from autotune.measuring.settings import CostSettings, Size
 
 LEVELS_PER_ROUND = 4  # draft levels after the draft's first forward
@@ -34,10 +35,13 @@ REFERENCE_STEPS = 3  # of which the last is the reference of the samples next to
 UNTIMED_TOKENS = 9, 2, 4  # of the verification, the first draft forward and the levels of untimed rounds
 JOBS_PER_BLOCK = 12
 WARM_UPS = 2  # untimed rounds of a draft after rounds of another
-LEAST_VERIFICATIONS = 8  # of a draft, and LEAST_AT_A_SIZE of a size, that distinguish it from the other drafts
-LEAST_AT_A_SIZE = 4
 DISTURBANCE = 0.15  # relative difference of the plain steps before and after a job
-DECODE, VERIFY = "decode", "verify"
+DECODE, VERIFY, DRAFT_FIRST, DRAFT_LEVEL = "decode", "verify", "draft_first", "draft_level"
+# Steps of a typical round, and the number of tokens over which they become rarer by a factor of e: what an error of a price costs.
+USE = {DECODE: (1.0, 1.0), VERIFY: (1.0, 24.0), DRAFT_FIRST: (1.0, 8.0), DRAFT_LEVEL: (3.0, 12.0)}
+LEAST_USE = 0.05  # of sizes that are rare
+SWEPT = {VERIFY: 8, DRAFT_FIRST: 1, DRAFT_LEVEL: LEVELS_PER_ROUND}  # sizes of each part in a sweep
+CONTRADICTION = 3.0  # standard deviations from which a size is measured again before it is believed
 
 
 class Sampler:
@@ -47,7 +51,12 @@ class Sampler:
     rounds of one draft follow each other, as in decoding, where its weights are still in the processor's caches from the
     round before. Drafts and sizes come in random order, so that a drifting clock favors none.
 
+    The first samples are of a coarse grid. The next ones go where they decide: to sizes whose error, by the joint fit
+    (``autotune.cost.posterior``), changes the time of a typical round most, and to those that contradict the fit.
+
     Args:
+        subnets: of each bench, its network and subnet: subnets of one network share what they can. Default: all are different
+            networks.
         log: keeps every block of samples as soon as it is complete, and holds the blocks of an interrupted run.
         clock: seconds.
     """
@@ -57,23 +66,36 @@ class Sampler:
         benches: Sequence[Bench],
         settings: CostSettings,
         *,
+        subnets: Sequence[tuple[int, Subnet]] | None = None,
         log: BlockLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.benches, self.settings, self._log, self._clock = benches, settings, log, clock
         self._random = random.Random(settings.seed)
-
-        sizes = settings.coarse_tokens, settings.kv_lengths, settings.held_out
-        held_out = [(1, kv_length) for kv_length in settings.held_out_kv_lengths]
-        self.decode = AdaptiveGrid((1,), (1,), settings.kv_lengths, held_out, settings)
-        every_row = EVERY_ROW if settings.every_row else ()
-        self.verify = AdaptiveGrid(settings.verified_tokens, *sizes, settings, always_examined=every_row)
-        self.draft_firsts = [AdaptiveGrid(settings.tokens, *sizes, settings) for _ in benches]
-        self.draft_levels = [AdaptiveGrid(settings.tokens, *sizes, settings) for _ in benches]
-        self.grids = {DECODE: self.decode, VERIFY: self.verify}
-        for number in range(len(benches)):
-            self.grids[_draft_first(number)] = self.draft_firsts[number]
-            self.grids[_draft_level(number)] = self.draft_levels[number]
+        subnets = subnets or [(number, Subnet()) for number in range(len(benches))]
+        tokens, lengths = settings.tokens, settings.kv_lengths
+        ends = sorted({lengths[0], lengths[-1]})
+        self.sizes: dict[str, list[Size]] = {
+            DECODE: [(1, m) for m in lengths],
+            VERIFY: list(itertools.product(settings.verified_tokens, lengths)),
+        }
+        """All sizes of every part, which are the points of its surface."""
+        coarse = list(itertools.product(settings.coarse_tokens, ends))
+        self.coarse: dict[str, list[Size]] = {DECODE: [(1, m) for m in ends], VERIFY: coarse}
+        """Sizes that are measured in any case: of a network's further subnets a few, which tell how far they differ from the first."""
+        self._members: dict[str, tuple[int, int, int, tuple[float, float]]] = {
+            DECODE: (TARGET, 0, 0, (0.0, 0.0)),
+            VERIFY: (TARGET, 1, 1, (0.0, 0.0)),
+        }
+        for number, (network, subnet) in enumerate(subnets):
+            is_first = network not in [other for other, _ in subnets[:number]]
+            few = settings.coarse_tokens[:: max(1, len(settings.coarse_tokens) // 2)]
+            for part, kind in ((_draft_first(number), FIRST), (_draft_level(number), LEVEL)):
+                self.sizes[part] = list(itertools.product(tokens, lengths))
+                self.coarse[part] = coarse if is_first else list(zip(few, itertools.cycle(ends), strict=False))
+                self._members[part] = kind, network, number, choice_of(subnet)
+        self.samples: dict[str, dict[Size, list[float]]] = {part: {} for part in self.sizes}
+        """In plain steps."""
         self.jobs: list[TimedJob] = []
         self._warm: set[tuple[str, Size]] = set()
         self._latest_draft: int | None = None
@@ -89,26 +111,44 @@ class Sampler:
         """A plain step at the shortest KV length, as it usually is between other jobs."""
         return float(np.median([ms for job in self.jobs for ms in job.plain_ms]))
 
-    def surface(self, grid: AdaptiveGrid) -> Surface:
-        """The surface of one of the grids, in milliseconds."""
-        return grid.surface(self.plain_ms)
+    def surfaces(self) -> dict[str, Surface]:
+        """The surface of every part, in milliseconds."""
+        unit_ms, by_size = self.plain_ms, self.observations().by_size
+        in_ms = {key: Observation(ms=unit_ms * found.ms, error=found.error) for key, found in by_size.items()}
+        points = [
+            [
+                Point(
+                    tokens=n,
+                    kv_length=m,
+                    samples_ms=[unit_ms * sample for sample in self.samples[part].get((n, m), [])],
+                    observed=in_ms.get((part, (n, m))),
+                )
+                for n, m in sizes
+            ]
+            for part, sizes in self.sizes.items()
+        ]
+        return dict(zip(self.sizes, self._posterior(in_ms).surfaces(points), strict=True))
 
-    def verify_ratio(self, draft: int) -> float:
-        """A verification between rounds of a draft, as a multiple of the surface, which pools all drafts; 1.0 where the samples
-        do not distinguish the draft.
-        """
-        surface, plain_ms = self.surface(self.verify), self.plain_ms
-        logs = []
-        for job in self.jobs:
-            for part, tokens, kv_length, ms in job.samples if job.draft == draft else ():
-                if part == VERIFY and len(self.verify.samples[tokens, kv_length]) >= LEAST_AT_A_SIZE:
-                    pooled_ms = surface.latency_ms(np.array([tokens], float), np.array([kv_length], float)).item()
-                    logs.append(math.log(plain_ms * ms / job.reference_ms / pooled_ms))
-        if len(logs) < LEAST_VERIFICATIONS:
-            return 1.0
-        median = float(np.median(logs))
-        is_significant = abs(median) > 2 * robust_deviation(logs) / math.sqrt(len(logs))
-        return math.exp(median) if is_significant else 1.0
+    def observations(self, iterations: int = ITERATIONS) -> Observations:
+        """What the samples say, in plain steps."""
+        return observe(self.jobs, self._predict, verify=VERIFY, iterations=iterations)
+
+    def _predict(self, by_size: dict[Key, Observation]) -> dict[Key, float]:
+        """Prices of all sizes by the joint fit of observations."""
+        logs = self._posterior(by_size).log_ms()
+        return {
+            (part, size): math.exp(log)
+            for (part, sizes), of_part in zip(self.sizes.items(), logs, strict=True)
+            for size, log in zip(sizes, of_part.tolist(), strict=True)
+        }
+
+    def _posterior(self, by_size: Mapping[Key, Observation]) -> Posterior:
+        return Posterior(
+            [
+                Part(*self._members[part], sizes, [by_size.get((part, size)) for size in sizes])
+                for part, sizes in self.sizes.items()
+            ]
+        )
 
     @property
     def disturbed_samples(self) -> int:
@@ -120,62 +160,84 @@ class Sampler:
     # --------------------------------------------------------------------------------------------------- measurement
 
     def run(self, deadline: float, report: Callable[[float], None] = lambda share: None) -> None:
-        """Measure until the surfaces are accurate or ``deadline`` of the clock is reached.
+        """Measure until the prices are as precise as the settings ask, or ``deadline`` of the clock is reached.
 
-        The sizes of the coarse grids get ``settings.least_samples`` samples in any case. ``report`` is called with the share
-        of the time that has passed.
+        The coarse sizes get ``settings.least_samples`` samples in any case. ``report`` is called with the share of the time that has
+        passed.
         """
         started = self._clock()
 
-        def report_time() -> None:
-            report(min(1.0, (self._clock() - started) / max(deadline - started, 1e-9)))
-
-        least, minimum = self.settings.least_samples, self.settings.min_samples
-        self._measure(math.inf, report_time, lambda grid: grid.lacking(least, grid.coarse_sizes))
-        while True:
-            self._measure(deadline, report_time, lambda grid: grid.lacking(least))
-            self._measure(deadline, report_time, lambda grid: grid.lacking(minimum))
-            # A stage gets a quarter of the time, because precise samples do not make a coarse grid accurate.
-            stage_end = min(deadline, self._clock() + (deadline - started) / 4)
-            self._measure(stage_end, report_time, AdaptiveGrid.noisy)
-            if self._clock() >= deadline or not any([grid.refine() for grid in self.grids.values()]):
-                break
-        self._measure(deadline, report_time, AdaptiveGrid.noisy)
-        report(1.0)
-
-    def _measure(self, until: float, report: Callable[[], None], wanted: Callable[[AdaptiveGrid], list[Size]]) -> None:
-        """Sample the wanted sizes, one sample each in turn, until none is left or the time has come."""
-        while self._clock() < until and (jobs := self._sweep(wanted)):
+        def measure(wanted: Mapping[str, Sequence[Size]], until: float) -> None:
+            jobs = self._sweep(wanted)
             for first in range(0, len(jobs), JOBS_PER_BLOCK):
                 self._run_block(jobs[first : first + JOBS_PER_BLOCK], until)
-                report()
+                report(min(1.0, (self._clock() - started) / max(deadline - started, 1e-9)))
                 if self._clock() >= until:
                     return
 
-    def _sweep(self, wanted: Callable[[AdaptiveGrid], list[Size]]) -> list[Job]:
+        while lacking := self._lacking():
+            measure(lacking, math.inf)
+        while self._clock() < deadline and (wanted := self._decisive()):
+            measure(wanted, deadline)
+        report(1.0)
+
+    def _lacking(self) -> dict[str, list[Size]]:
+        """The coarse sizes that have fewer than the least samples."""
+        least = self.settings.least_samples
+        lacking = {
+            part: [size for size in sizes if len(self.samples[part].get(size, ())) < least]
+            for part, sizes in self.coarse.items()
+        }
+        return {part: sizes for part, sizes in lacking.items() if sizes}
+
+    def _decisive(self) -> dict[str, list[Size]]:
+        """The sizes whose next samples change the time of a typical round most, and those that contradict the joint fit; none where all
+        prices are precise enough.
+        """
+        posterior = self._posterior(self.observations(iterations=1).by_size)
+        wanted: dict[str, list[Size]] = {}
+        largest = 0.0
+        for (part, sizes), logs, deviations, contradictions in zip(
+            self.sizes.items(), posterior.log_ms(), posterior.deviations(), posterior.contradictions(), strict=True
+        ):
+            name = part.partition(" ")[0]
+            steps, scale = USE[name]
+            tokens = np.array([n for n, _ in sizes])
+            use = steps * np.maximum(np.exp(-tokens / scale), LEAST_USE)
+            counts = np.array([len(self.samples[part].get(size, ())) for size in sizes])
+            is_open = counts < self.settings.max_samples
+            errors = use * np.exp(logs) * deviations * is_open
+            largest = max(largest, float(errors.max()))
+            is_contradicting = is_open & (np.abs(contradictions) > CONTRADICTION)
+            # A sample tells about other KV lengths too: each number of tokens once, at the length that was sampled least.
+            order = np.lexsort((counts, -np.round(np.log(np.maximum(errors, 1e-12)), 1), ~is_contradicting))
+            by_tokens = {sizes[row][0]: sizes[row] for row in reversed(order.tolist()) if is_open[row]}
+            ranked = sorted(by_tokens.values(), key=[sizes[row] for row in order.tolist()].index)
+            wanted[part] = ranked[: SWEPT.get(name, 1)]
+        return wanted if largest > self.settings.target_error else {}
+
+    def _sweep(self, wanted: Mapping[str, Sequence[Size]]) -> list[Job]:
         """One sample of every wanted size, in random order. The steps of a round have similar KV lengths and numbers of tokens,
         as in decoding, where the processor's caches hold keys, values and weights from the step before.
         """
-
         rounds: list[tuple[int, Size | None, tuple[Size | None, ...]]] = []
-        for draft, (first_grid, level_grid) in enumerate(zip(self.draft_firsts, self.draft_levels, strict=True)):
-            draft_firsts, levels = sorted(wanted(first_grid)), sorted(wanted(level_grid))
+        for draft in range(len(self.benches)):
+            draft_firsts, levels = (sorted(wanted.get(part, ())) for part in (_draft_first(draft), _draft_level(draft)))
             for kv_length in sorted({size[1] for size in (*draft_firsts, *levels)}):
                 sizes = [size for size in levels if size[1] == kv_length]
                 chunks = [tuple(sizes[i : i + LEVELS_PER_ROUND]) for i in range(0, len(sizes), LEVELS_PER_ROUND)]
                 firsts = [size for size in draft_firsts if size[1] == kv_length]
                 rounds += [(draft, size, chunk or (None,)) for size, chunk in zip_longest(firsts, chunks)]
-        verify = wanted(self.verify)
-        # Verification is most of decoding, so rounds that need no size of it sample the noisiest ones once more.
-        verify += self.verify.noisiest(len(rounds) - len(verify))
+        verify = list(wanted.get(VERIFY, ()))
+        # Verification is most of decoding, so rounds that need no size of it sample some once more.
+        pool = verify or self.coarse[VERIFY]
+        verify += self._random.choices(pool, k=max(0, len(rounds) - len(verify)))
         rounds += [(number % len(self.benches), None, (None,)) for number in range(len(verify) - len(rounds))]
         rounds.sort(
             key=lambda sizes: max((size[::-1] for size in (sizes[1], *sizes[2]) if size is not None), default=(0, 0))
         )
-        decode = wanted(self.decode)
-        if rounds:  # every speedup is a multiple of plain steps: their share in a sweep does not fall with its progress
-            lacking = self.decode.lacking(self.settings.max_samples, self.decode.coarse_sizes)
-            decode += [size for size in lacking if size not in decode]
+        # Every speedup is a multiple of plain steps: they are in every sweep.
+        decode = list(dict.fromkeys([*wanted.get(DECODE, ()), *self.coarse[DECODE]]))
         of_drafts: list[list[TimedRound]] = [[] for _ in self.benches]
         for size, (draft, draft_first, draft_levels) in zip_longest(
             sorted(verify, key=lambda size: size[::-1]), rounds
@@ -220,7 +282,7 @@ class Sampler:
         self.jobs += block.jobs
         for job in block.jobs:
             for part, tokens, kv_length, ms in job.samples:
-                self.grids[part].samples.setdefault((tokens, kv_length), []).append(ms / job.reference_ms)
+                self.samples[part].setdefault((tokens, kv_length), []).append(ms / job.reference_ms)
 
     def _begin_draft(self, draft: int) -> float:
         """Run small rounds of a draft after rounds of another; returns the plain step after them."""
@@ -295,8 +357,8 @@ def _usual_round(settings: CostSettings) -> TimedRound:
 
 
 def _draft_first(draft: int) -> str:
-    return f"draft_first {draft}"
+    return f"{DRAFT_FIRST} {draft}"
 
 
 def _draft_level(draft: int) -> str:
-    return f"draft_level {draft}"
+    return f"{DRAFT_LEVEL} {draft}"

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from autotune.cost.table import CostTable, DensePrices
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.errors import UserError
 from autotune.files import Document
+from autotune.prediction.draws import PriceDraws
 from autotune.prediction.prices import SMALLEST, Constraints, TreePricing, largest_round_ms, memory_mib
 from autotune.prediction.sequoia import rank_acceptance, sequoia_trees
 from autotune.trees.fallback import RoundPrice
@@ -84,6 +86,15 @@ class Evaluator:
         """The evaluator of the prompts with these indices only."""
         traces = [trace.select(prompts) for trace in self.traces.values()]
         return Evaluator(traces, self.table, constraints=self.constraints, jobs=self.jobs)
+
+    @cached_property
+    def price_draws(self) -> PriceDraws:
+        """Draws of what the prices of the table may truly be."""
+        return PriceDraws(self.table)
+
+    def with_table(self, table: CostTable) -> Evaluator:
+        """The evaluator of the same traces with other prices."""
+        return Evaluator(self.traces.values(), table, constraints=self.constraints, jobs=self.jobs)
 
     def prices_for(self, variant: DraftVariant, policy: Policy) -> DensePrices:
         """Prices of a policy's rounds; the prices of a tree with retrieval include its time."""

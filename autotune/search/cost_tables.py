@@ -112,7 +112,7 @@ def local_table(
     """
     # Subnets with the full vocabulary do not name it.
     described = [[d, [*s.head_shares], *([] if s.vocabulary is None else [s.vocabulary])] for d, s in variants]
-    # The schema version is part of the key: tables of older schemas have no held-out errors.
+    # The schema version is part of the key.
     documents = [model_pool.key, described, workload.sha256, CostTable.schema_version]
     samples = folder / f"{content_key(documents)}.cost.jsonl"  # serve a table of any time limit
     if time_limit_s != CostSettings.time_limit_s:
@@ -151,7 +151,6 @@ def measure_table(
     """
     lengths = [prompt.inputs(model_pool.processor)["input_ids"].shape[1] for prompt in workload.prompts]
     ends = (n + prompt.settings.max_new_tokens for n, prompt in zip(lengths, workload.prompts, strict=True))
-    kv_lengths, held_out = kv_lengths_for(min(lengths), max(ends))
     with console.stage("cost table") as update:
         table = measure_costs(
             model_pool.target,
@@ -160,8 +159,7 @@ def measure_table(
             model_pool.processor,
             workload,
             settings=CostSettings(
-                kv_lengths=kv_lengths,
-                held_out_kv_length=held_out,
+                kv_lengths=kv_lengths_for(min(lengths), max(ends)),
                 capture_sizes=model_pool.capture_sizes,
                 mode=model_pool.mode,
                 time_limit_s=time_limit_s,
@@ -192,7 +190,9 @@ def print_table(table: CostTable, console: Console) -> None:
         for name, o in overheads.items()
     }
     for text, part in other_parts.items():
-        console.say(f"{text} (held-out error {percent(part.held_out_error)}, uncertainty {percent(part.uncertainty)})")
+        console.say(
+            f"{text} (leave-one-out error {percent(part.held_out_error)}, uncertainty {percent(part.uncertainty)})"
+        )
     for costs in table.drafts:
         if costs.num_parameters and costs.kv_bytes_per_token is not None:
             size = f"{costs.num_parameters / 1e6:.3g}M own parameters"
@@ -200,7 +200,10 @@ def print_table(table: CostTable, console: Console) -> None:
     ratios = [f"{c.verify_ratio:.2f} after {c.name}" for c in table.drafts if round(c.verify_ratio, 2) != 1.0]
     if ratios:
         console.say(f"verification as a multiple of the table's, which is the mean over drafts: {', '.join(ratios)}")
-    for kind, by_part in (("held-out error", table.held_out_errors), ("uncertainty", table.uncertainties)):
+    for kind, values in zip(
+        ("leave-one-out error", "uncertainty"), zip(*table.errors.values(), strict=True), strict=True
+    ):
+        by_part = {part: value for part, value in zip(table.errors, values, strict=True) if value is not None}
         if by_part:
             median, (worst, largest) = np.median([*by_part.values()]), max(by_part.items(), key=lambda item: item[1])
             parts = f"over {len(by_part)} parts, largest {percent(largest)} ({worst})"
@@ -224,8 +227,8 @@ def _print_latencies(table: CostTable, console: Console) -> None:
         sizes = PRINTED_SIZES[:1] if surface is table.decode else PRINTED_SIZES
         latencies = surface.latency_ms(np.array(sizes, np.float64), np.array([middle], np.float64))[:, 0]
         cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(PRINTED_SIZES) - len(sizes))
-        rows.append([name, *cells, surface.model, percent(surface.held_out_error), percent(surface.uncertainty)])
+        rows.append([name, *cells, percent(surface.held_out_error), percent(surface.uncertainty)])
     anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
     mark = f" (estimated{anchors})" if table.estimated else ""
-    columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES), "model", "held-out error", "uncertainty"]
+    columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES), "leave-one-out error", "uncertainty"]
     console.table(f"Cost table, ms, at KV length {middle}{mark}", columns, rows)

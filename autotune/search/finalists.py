@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from autotune.console import Console
+from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
@@ -22,9 +23,14 @@ from autotune.documents.subnet import Subnet
 from autotune.evaluation.race import Race, race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import ms_per_token, speedup, summarize, time_ratio
+from autotune.prediction.draws import time_draws
 from autotune.prediction.evaluator import Candidate, Evaluator
+from autotune.prediction.live_prices import updated_table
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import (
+    CONFIDENCE,
+    MAX_LEADERS,
+    MAX_MOVED_PRICE,
     MAX_PASSES,
     MAX_SIMILAR,
     MAX_TIE,
@@ -33,8 +39,9 @@ from autotune.search.thresholds import (
     NUM_CONFIRMED_OF_KIND,
     RISK,
     ROUNDS,
+    SECOND_RACE_SHARE,
 )
-from autotune.search.tuning_prompts import TuningPrompts, ratio_interval, speedup_interval
+from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
 from autotune.study.document import Finalist, MeasuredConfiguration, MeasuredDefault
 from autotune.trees.policy import parse_policy
 
@@ -70,30 +77,30 @@ def confirmable(fastest: Sequence[Candidate]) -> list[Candidate]:
 
 
 def choose_finalists(candidates: Sequence[Candidate], evaluator: Evaluator, count: int) -> list[Candidate]:
-    """Up to ``count`` distinct configurations to measure: the fastest of every (draft, subnet, policy), at most two of a
-    draft and policy.
+    """Up to ``count`` distinct configurations to measure: of every (draft, subnet, policy) one, at most two of a draft and policy.
 
-    Configurations are ranked on the evaluator's prompts. Configurations whose time is above the fastest one's in the whole 90 %
-    interval of their ratio are left out.
+    They are ranked by the share of draws in which they are the fastest of all: prices and prompts are drawn from what the cost table
+    and the evaluator's prompts leave open (``autotune.prediction.draws``). A configuration that is slower than the first one in
+    ``CONFIDENCE`` of the draws is left out.
     """
-    here = [evaluator.evaluate(candidate.configuration) for candidate in candidates]
-    fastest: dict[tuple[str | None, Subnet, str], Candidate] = {}
-    for candidate in sorted(here, key=lambda candidate: candidate.rank):
-        c = candidate.configuration
-        fastest.setdefault((c.draft, c.subnet, candidate.policy), candidate)
-    chosen: list[Candidate] = []
+    here = sorted((evaluator.evaluate(candidate.configuration) for candidate in candidates), key=lambda c: c.rank)
+    ms = time_draws(evaluator, [candidate.configuration for candidate in here])
+    shares = np.bincount(ms.argmin(0), minlength=len(here)) / ms.shape[1]
+    by_share = sorted(range(len(here)), key=lambda number: (-shares[number], here[number].rank))
+    chosen: list[int] = []
+    seen: set[tuple[str | None, Subnet, str]] = set()
     num_similar: Counter[tuple[str | None, str]] = Counter()
-    for candidate in fastest.values():
-        kind = candidate.configuration.draft, candidate.policy
-        if num_similar[kind] >= MAX_SIMILAR:
+    for number in by_share:
+        c, policy = here[number].configuration, here[number].policy
+        is_slower = chosen and float((ms[number] > ms[chosen[0]]).mean()) > CONFIDENCE
+        if (c.draft, c.subnet, policy) in seen or num_similar[c.draft, policy] >= MAX_SIMILAR or is_slower:
             continue
-        if chosen and ratio_interval(evaluator, candidate.configuration, chosen[0].configuration)[0] > 1.0:
-            continue
-        num_similar[kind] += 1
-        chosen.append(candidate)
+        seen.add((c.draft, c.subnet, policy))
+        num_similar[c.draft, policy] += 1
+        chosen.append(number)
         if len(chosen) == count:
             break
-    return chosen
+    return [here[number] for number in chosen]
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,8 @@ class MeasuredFinalists:
     defaults: list[MeasuredDefault]
     best_defaults: dict[str, Configuration]
     """The defaults that are not significantly slower than the fastest default, which is first."""
+    table: CostTable
+    """The cost table, with prices that their rounds have updated."""
 
     def speedup(self, configuration: Configuration) -> float:
         """The measured speedup of a finalist or default."""
@@ -120,44 +129,52 @@ def measure_finalists(
     prompts: TuningPrompts,
     console: Console,
     *,
+    all_candidates: Sequence[Candidate] = (),
     seed: int,
     deadline: float,
 ) -> MeasuredFinalists:
     """Run finalists, with their fallbacks, and published defaults on confirming prompts until the fastest is known or the time
-    is over. Where the time is short, fewer of them run: the fastest by prediction. ``candidates`` are the fastest first, and
-    ``deadline`` is a value of ``time.monotonic``.
+    is over. Where the time is short, fewer of them run: the fastest by prediction.
+
+    Their rounds update the prices, all candidates are replayed with them, and those that now lead run beside the winner.
+
+    Args:
+        candidates: the fastest first.
+        all_candidates: every configuration that may lead with other prices.
+        deadline: a value of ``time.monotonic``.
     """
     confirming = prompts.confirming
     finalists = {
         f"finalist {number}": confirming.with_fallback(candidate)
         for number, candidate in enumerate(candidates, start=1)
     }
-    prompts_per_block, fitting, fitting_defaults = _fitting(finalists, defaults, confirming, deadline)
+    first_deadline = deadline - (deadline - time.monotonic()) * SECOND_RACE_SHARE * bool(all_candidates)
+    prompts_per_block, fitting, fitting_defaults = _fitting(finalists, defaults, confirming, first_deadline)
     if len(fitting) + len(fitting_defaults) < len(finalists) + len(defaults):
         console.say(
             f"in the time left, {len(fitting)} of {len(finalists)} finalists and {len(fitting_defaults)} of "
             f"{len(defaults)} published defaults are measured"
         )
-    with console.stage("finalists, measured") as update:
-        measured = race(
-            runner,
-            [runner.arm(name, candidate.configuration) for name, candidate in fitting.items()],
-            prompts.confirming_workload,
-            always=[runner.plain],
-            defaults=[runner.arm(name, default) for name, default in fitting_defaults.items()],
-            risk=RISK,
-            prompts_per_block=prompts_per_block,
-            min_prompts=MIN_PROMPTS,
-            passes=MAX_PASSES,
-            seed=seed,
-            deadline=deadline,
-            report=lambda done, of: update(done, of, ""),
-        )
-    results = {}
-    for name, candidate in fitting.items():
-        predicted, interval90 = _prediction(confirming, candidate.configuration, len(measured.runs[name]))
-        measurement = _measurement(name, candidate.configuration, measured)
-        results[name] = Finalist(predicted_speedup=predicted, interval90=interval90, **measurement)
+
+    def run(arms: Mapping[str, Candidate], defaults: Mapping[str, Configuration], until: float, number: int) -> Race:
+        with console.stage("finalists, measured") as update:
+            return race(
+                runner,
+                [runner.arm(name, candidate.configuration) for name, candidate in arms.items()],
+                prompts.confirming_workload,
+                always=[runner.plain],
+                defaults=[runner.arm(name, default) for name, default in defaults.items()],
+                risk=RISK,
+                prompts_per_block=prompts_per_block,
+                min_prompts=MIN_PROMPTS,
+                passes=MAX_PASSES,
+                seed=seed + number,
+                deadline=until,
+                report=lambda done, of: update(done, of, ""),
+            )
+
+    measured = run(fitting, fitting_defaults, first_deadline, 0)
+    results = _results(fitting, measured, confirming)
     default_results = [
         MeasuredDefault(name=name, **_measurement(name, configuration, measured))
         for name, configuration in fitting_defaults.items()
@@ -170,7 +187,62 @@ def measure_finalists(
     best_defaults = {name: defaults[name] for name in measured.remaining_defaults}
     name = winner_of(measured, {name: estimated_speedup(finalist, prompts.full) for name, finalist in results.items()})
     winner = results[name].configuration if name in results else defaults[name]
-    return MeasuredFinalists(winner, [*results.values()], default_results, best_defaults)
+
+    configurations = {name: candidate.configuration for name, candidate in fitting.items()} | fitting_defaults
+    table = updated_table(confirming, {n: (c, measured.runs[n]) for n, c in configurations.items()}, plain)
+    updated = prompts.with_table(table)
+    leading = leaders(all_candidates, winner, [c.key for c in configurations.values()], updated)
+    if leading and name in results:
+        arms = {
+            name: fitting[name],
+            **{f"finalist {len(finalists) + number}": one for number, one in enumerate(leading, start=1)},
+        }
+        if _block_s([c.configuration for c in arms.values()], confirming, MIN_PROMPTS) <= deadline - time.monotonic():
+            console.say(
+                f"with the prices of these rounds, {len(leading)} other configurations may be faster: they run beside the winner"
+            )
+            again = run(arms, {}, deadline, 1)
+            more = _results(arms, again, updated.confirming)
+            print_finalists([*more.values()], [], updated.confirming, console)
+            name = winner_of(again, {n: estimated_speedup(finalist, updated.full) for n, finalist in more.items()})
+            winner = more[name].configuration
+            results |= {n: finalist for n, finalist in more.items() if n not in results}
+            table = updated_table(
+                updated.confirming, {n: (c.configuration, again.runs[n]) for n, c in arms.items()}, again.runs[AR]
+            )
+    return MeasuredFinalists(winner, [*results.values()], default_results, best_defaults, table)
+
+
+def leaders(
+    candidates: Sequence[Candidate], winner: Configuration, measured: Sequence[str], prompts: TuningPrompts
+) -> list[Candidate]:
+    """Up to ``MAX_LEADERS`` configurations, none with a key in ``measured``, that are predicted to be faster than the winner; the
+    fastest first.
+    """
+    if not candidates or not prompts.full.can_replay(winner):
+        return []
+    best_ms = min(candidate.ms_per_token for candidate in candidates)
+    near = [candidate for candidate in candidates if candidate.ms_per_token <= MAX_MOVED_PRICE * best_ms]
+    results = prompts.choosing.replay_many([candidate.configuration for candidate in near])
+    here = [prompts.choosing.candidate(c.configuration, result) for c, result in zip(near, results, strict=True)]
+    fastest = choose_finalists(confirmable(sorted(here, key=lambda c: c.rank)), prompts.confirming, MAX_LEADERS)
+    with_fallbacks = [prompts.confirming.with_fallback(candidate) for candidate in fastest]
+    least = MAX_TIE * prompts.full.evaluate(winner).speedup
+    return [
+        candidate
+        for candidate in with_fallbacks
+        if candidate.key not in measured and prompts.full.evaluate(candidate.configuration).speedup > least
+    ]
+
+
+def _results(arms: Mapping[str, Candidate], measured: Race, confirming: Evaluator) -> dict[str, Finalist]:
+    """The documents of measured finalists."""
+    results = {}
+    for name, candidate in arms.items():
+        predicted, interval90 = _prediction(confirming, candidate.configuration, len(measured.runs[name]))
+        measurement = _measurement(name, candidate.configuration, measured)
+        results[name] = Finalist(predicted_speedup=predicted, interval90=interval90, **measurement)
+    return results
 
 
 def _fitting(

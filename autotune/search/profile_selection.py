@@ -82,6 +82,8 @@ class ProfileSelection:
         """The profile for this device, with measurements on held-out prompts."""
         monitor = ContentionMonitor(str(self.model_pool.target.device))
         self.finalists = finalists = self.measure_finalists(self.candidates(ROUNDS[0][1]))
+        self.prompts = self.prompts.with_table(finalists.table)  # points and predictions use the updated prices
+        self.evaluator = self.prompts.full
         points = [(Condition(), finalists.winner)]
         if self.evaluator.can_replay(finalists.winner):
             *proposed, _ = self.points(self.evaluator.evaluate(finalists.winner))
@@ -103,6 +105,7 @@ class ProfileSelection:
             self.runner,
             self.prompts,
             self.console,
+            all_candidates=[*self.trees.fastest, *itertools.chain(*self.trees.fastest_by_task.values())],
             seed=self.seed,
             deadline=self.clock.deadline_of("finalists"),
         )

@@ -39,6 +39,11 @@ ROUNDS: tuple[tuple[int, int, int | None], ...] = (
 RISK = 0.05  # probability that a race of equally fast arms drops any of them, spent over its looks
 MIN_PROMPTS = 4  # prompts of a race that run even past its deadline, and between two looks at an operating point
 MAX_PASSES = 4  # passes over the confirming prompts in the race of finalists
+SECOND_RACE_SHARE = 0.3  # share of the time for finalists that is left for those that lead with updated prices
+MAX_LEADERS = 2  # of them
+MAX_MOVED_PRICE = (
+    1.2  # times the fastest configuration's time up to which an update of prices may make another one the fastest
+)
 MAX_TIE = 1.005  # ratio of two estimated speedups up to which the smaller tree wins
 MIN_GAIN = 0.02  # share of the decoding time that an operating point must save
 MIN_REQUESTS = 6  # smallest group of requests that may get an operating point
