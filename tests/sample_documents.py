@@ -13,8 +13,9 @@ from PIL import Image
 
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.cost.draft_costs import DraftCosts
+from autotune.cost.posterior import refitted
 from autotune.cost.request_costs import Overhead, PrefillCost
-from autotune.cost.surface import Point, Surface
+from autotune.cost.surface import Observation, Point, Surface
 from autotune.cost.table import CostTable, DensePrices
 from autotune.documents.decoding_profile import (
     DecodingProfile,
@@ -134,7 +135,6 @@ def surface(
     *,
     tokens: Iterable[int] = (1, 2, 8, 65),
     kv_lengths: Iterable[int] = (16, 256, 400),
-    held_out: Iterable[tuple[int, int]] = (),
 ) -> Surface:
     """A surface with one sample at every point."""
 
@@ -142,7 +142,7 @@ def surface(
         return Point(tokens=n, kv_length=m, samples_ms=[latency_ms(n, m)])
 
     lengths = list(kv_lengths)
-    return Surface(points=[point(n, m) for n in tokens for m in lengths], held_out=[point(*size) for size in held_out])
+    return Surface(points=[point(n, m) for n in tokens for m in lengths])
 
 
 def cost_table(draft: ModelReference = DRAFT, **fields: Any) -> CostTable:
@@ -165,6 +165,26 @@ def cost_table(draft: ModelReference = DRAFT, **fields: Any) -> CostTable:
         "drafts": [costs],
     }
     return CostTable(**{**known, **fields})
+
+
+def observed_table(error: float, **fields: Any) -> CostTable:
+    """``cost_table`` as if it had been measured: every price is observed with a relative standard error, and fitted."""
+
+    def observed(of: Surface) -> Surface:
+        points = [
+            point.model_copy(update={"observed": Observation(ms=point.latency_ms, error=error)}) for point in of.points
+        ]
+        return of.model_copy(update={"points": points})
+
+    table = cost_table(**fields)
+    drafts = [
+        costs.model_copy(
+            update={"draft_first": observed(costs.draft_first), "draft_level": observed(costs.draft_level)}
+        )
+        for costs in table.drafts
+    ]
+    parts = {"decode": observed(table.decode), "verify": observed(table.verify), "drafts": drafts}
+    return refitted(table.model_copy(update=parts))
 
 
 def free_prices() -> DensePrices:

@@ -40,8 +40,11 @@ DECODE, VERIFY, DRAFT_FIRST, DRAFT_LEVEL = "decode", "verify", "draft_first", "d
 # Steps of a typical round, and the number of tokens over which they become rarer by a factor of e: what an error of a price costs.
 USE = {DECODE: (1.0, 1.0), VERIFY: (1.0, 24.0), DRAFT_FIRST: (1.0, 8.0), DRAFT_LEVEL: (3.0, 12.0)}
 LEAST_USE = 0.05  # of sizes that are rare
-SWEPT = {VERIFY: 8, DRAFT_FIRST: 1, DRAFT_LEVEL: LEVELS_PER_ROUND}  # sizes of each part in a sweep
-CONTRADICTION = 3.0  # standard deviations from which a size is measured again before it is believed
+VERIFIED_IN_A_SWEEP = 16  # sizes
+DRAFTS_OF_A_SWEEP = 3  # one of so many drafts is in a sweep
+CONTRADICTION = (
+    3.0  # standard deviations from which an error counts so many times: a size is measured again before it is believed
+)
 
 
 class Sampler:
@@ -195,26 +198,34 @@ class Sampler:
         prices are precise enough.
         """
         posterior = self._posterior(self.observations(iterations=1).by_size)
-        wanted: dict[str, list[Size]] = {}
-        largest = 0.0
+        ranked: dict[str, list[Size]] = {}
+        largest: dict[str, float] = {}
         for (part, sizes), logs, deviations, contradictions in zip(
             self.sizes.items(), posterior.log_ms(), posterior.deviations(), posterior.contradictions(), strict=True
         ):
-            name = part.partition(" ")[0]
-            steps, scale = USE[name]
+            steps, scale = USE[part.partition(" ")[0]]
             tokens = np.array([n for n, _ in sizes])
-            use = steps * np.maximum(np.exp(-tokens / scale), LEAST_USE)
             counts = np.array([len(self.samples[part].get(size, ())) for size in sizes])
-            is_open = counts < self.settings.max_samples
-            errors = use * np.exp(logs) * deviations * is_open
-            largest = max(largest, float(errors.max()))
-            is_contradicting = is_open & (np.abs(contradictions) > CONTRADICTION)
+            errors = steps * np.maximum(np.exp(-tokens / scale), LEAST_USE) * np.exp(logs) * deviations
+            errors *= np.where(np.abs(contradictions) > CONTRADICTION, CONTRADICTION, 1.0) * (
+                counts < self.settings.max_samples
+            )
+            largest[part] = float(errors.max())
             # A sample tells about other KV lengths too: each number of tokens once, at the length that was sampled least.
-            order = np.lexsort((counts, -np.round(np.log(np.maximum(errors, 1e-12)), 1), ~is_contradicting))
-            by_tokens = {sizes[row][0]: sizes[row] for row in reversed(order.tolist()) if is_open[row]}
-            ranked = sorted(by_tokens.values(), key=[sizes[row] for row in order.tolist()].index)
-            wanted[part] = ranked[: SWEPT.get(name, 1)]
-        return wanted if largest > self.settings.target_error else {}
+            order = np.lexsort((counts, -np.round(np.log(np.maximum(errors, 1e-12)), 1)))
+            by_tokens = {sizes[row][0]: row for row in reversed(order.tolist()) if errors[row] > 0}
+            ranked[part] = [sizes[row] for row in order.tolist() if row in by_tokens.values()]
+        if max(largest.values()) <= self.settings.target_error:
+            return {}
+        # Rounds of a few drafts, so that many of one follow each other.
+        drafts = sorted(
+            range(len(self.benches)), key=lambda draft: -max(largest[_draft_first(draft)], largest[_draft_level(draft)])
+        )
+        wanted = {DECODE: ranked[DECODE][:1], VERIFY: ranked[VERIFY][:VERIFIED_IN_A_SWEEP]}
+        for draft in drafts[: math.ceil(len(drafts) / DRAFTS_OF_A_SWEEP)]:
+            wanted[_draft_first(draft)] = ranked[_draft_first(draft)][: ROUNDS_IN_A_ROW // 2]
+            wanted[_draft_level(draft)] = ranked[_draft_level(draft)][: ROUNDS_IN_A_ROW // 2 * LEVELS_PER_ROUND]
+        return wanted
 
     def _sweep(self, wanted: Mapping[str, Sequence[Size]]) -> list[Job]:
         """One sample of every wanted size, in random order. The steps of a round have similar KV lengths and numbers of tokens,
@@ -232,12 +243,12 @@ class Sampler:
         # Verification is most of decoding, so rounds that need no size of it sample some once more.
         pool = verify or self.coarse[VERIFY]
         verify += self._random.choices(pool, k=max(0, len(rounds) - len(verify)))
-        rounds += [(number % len(self.benches), None, (None,)) for number in range(len(verify) - len(rounds))]
+        drafts = sorted({draft for draft, *_ in rounds}) or range(len(self.benches))
+        rounds += [(drafts[number % len(drafts)], None, (None,)) for number in range(len(verify) - len(rounds))]
         rounds.sort(
             key=lambda sizes: max((size[::-1] for size in (sizes[1], *sizes[2]) if size is not None), default=(0, 0))
         )
-        # Every speedup is a multiple of plain steps: they are in every sweep.
-        decode = list(dict.fromkeys([*wanted.get(DECODE, ()), *self.coarse[DECODE]]))
+        decode = wanted.get(DECODE) or self.coarse[DECODE][:1]  # every speedup is a multiple of plain steps
         of_drafts: list[list[TimedRound]] = [[] for _ in self.benches]
         for size, (draft, draft_first, draft_levels) in zip_longest(
             sorted(verify, key=lambda size: size[::-1]), rounds

@@ -1,20 +1,17 @@
-"""Surfaces reproduce measured points, and interpolate with the model that predicts held-out points better."""
+"""Surfaces reproduce the prices of their points, and interpolate between them."""
 
 from __future__ import annotations
 
-import itertools
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
-from autotune.cost.surface import MODELS, Point, Surface
+from autotune.cost.surface import Point, Surface, standard_error
 from autotune.errors import UserError
-from tests.sample_documents import cost_table, surface
+from tests.sample_documents import surface
 
 REPOSITORY = Path(__file__).parents[2]
 # Milliseconds by (tokens, KV length).
@@ -65,9 +62,9 @@ def test_surface_with_one_kv_length_is_constant() -> None:
 
 
 def test_sizes_beyond_the_extrapolation_are_refused() -> None:
-    for (tokens, kv_length), model in itertools.product(((9, 100), (1, 451), (9, 451)), MODELS):
+    for tokens, kv_length in ((9, 100), (1, 451), (9, 451)):
         with pytest.raises(UserError) as refused:
-            latency(small_surface(model=model), tokens, kv_length)
+            latency(small_surface(), tokens, kv_length)
         assert "measured up to 8 tokens and a KV length of 300" in str(refused.value)
         assert f"got {tokens:.0f} tokens at {kv_length:.0f}; measure a larger grid" in str(refused.value)
 
@@ -83,108 +80,17 @@ def test_latency_is_the_median() -> None:
     assert Point(tokens=1, kv_length=0, samples_ms=[1.0, 50.0, 1.2]).latency_ms == 1.2
 
 
-def test_held_out_errors_by_hand() -> None:
-    """Predicted 2.0 and 3.5, measured 2.5 and 2.8."""
-    held_out = [Point(tokens=1, kv_length=200, samples_ms=[2.5]), Point(tokens=5, kv_length=100, samples_ms=[2.8])]
-    np.testing.assert_allclose(small_surface(held_out=held_out).held_out_errors(), [-0.2, 0.25])
-    assert small_surface().held_out_errors().tolist() == []
+def test_the_price_of_a_fit_counts_where_there_is_one() -> None:
+    point = Point(tokens=1, kv_length=0, samples_ms=[1.0, 2.0, 3.0], fitted_ms=2.5)
+    assert point.latency_ms == 2.5
+    unmeasured = Surface(points=[Point(tokens=1, kv_length=0, fitted_ms=2.5)])
+    assert latency(unmeasured, 1, 0) == 2.5 and unmeasured.measured == []
+    with pytest.raises(ValidationError, match="every point has samples_ms or fitted_ms"):
+        Surface.model_validate({"points": [{"tokens": 1, "kv_length": 0}]})
 
 
-LENGTHS = (16, 256, 400)
-OFF_GRID = [(12, 100), (16, 300), (20, 100), (24, 300), (40, 100)]
-
-
-def kinked(n: int, m: int) -> float:
-    """Latency increases up to 16 tokens only, which no line from 8 to 33 tokens follows."""
-    return 3.0 + 0.25 * min(n, 16) + 0.002 * m
-
-
-def wavy(n: int, m: int) -> float:
-    """4 tokens are cheaper than 3, as with real kernels, which no increasing function follows."""
-    return 5.0 + 0.02 * n + 0.001 * m - 2.0 * (n == 4)
-
-
-def selected(
-    latency_ms: Callable[[int, int], float], tokens: tuple[int, ...], held_out: list[tuple[int, int]]
-) -> Surface:
-    return surface(latency_ms, tokens=tokens, kv_lengths=LENGTHS, held_out=held_out).with_best_model()
-
-
-def test_model_with_the_smaller_held_out_error_is_selected() -> None:
-    """``steps`` for a kink, ``linear`` for a decreasing curve; the document has the errors of both."""
-    steps = selected(kinked, (1, 2, 4, 8, 33, 65), OFF_GRID)
-    assert steps.model == "steps" and steps.errors["steps"] < 0.02 < steps.errors["linear"]
-    line = selected(wavy, (1, 2, 3, 4, 5, 8, 33, 65), [(4, 100), (4, 300), (3, 100)])
-    assert line.model == "linear" and line.errors["linear"] < 1e-9 < 0.05 < line.errors["steps"]
-    assert (steps.held_out_error, line.held_out_error) == (steps.errors["steps"], line.errors["linear"])
-    for found in (steps, line):
-        for model in MODELS:
-            assert found.errors[model] == float(np.median(np.abs(found.held_out_errors(model))))
-
-
-def test_linear_model_is_selected_without_held_out_points() -> None:
-    found = small_surface(model="steps").with_best_model()
-    assert found.model == "linear" and found.errors == {} and found.held_out_error is None
-
-
-def test_linear_model_can_be_requested() -> None:
-    """It is exact at the points of the grid."""
-    steps = selected(kinked, (1, 2, 4, 8, 33, 65), OFF_GRID)
-    tokens, lengths = np.array([1.0, 8, 65]), np.array(LENGTHS, float)
-    exact = [[kinked(int(n), int(m)) for m in lengths] for n in tokens]
-    np.testing.assert_array_equal(steps.latency_ms(tokens, lengths, model="linear"), exact)
-
-
-def test_steps_model_is_increasing_and_not_negative() -> None:
-    """Also when it is fitted to noise."""
-    rng = np.random.default_rng(0)
-    noisy = surface(lambda n, m: float(rng.uniform(0.1, 5.0)), tokens=(1, 2, 8, 33, 129), kv_lengths=LENGTHS)
-    prices = noisy.latency_ms(np.arange(1.0, 130), np.arange(0.0, 600), model="steps")
-    assert (np.diff(prices, axis=0) > -1e-9).all() and (np.diff(prices, axis=1) > -1e-9).all() and (prices >= 0).all()
-    assert prices[0, 0] == prices[0, 16], "below the shortest KV length latency is constant"
-
-
-def test_steps_model_is_fitted_to_examined_points() -> None:
-    """A grid of 1, 8 and 129 tokens does not locate a jump between them; examined points do."""
-
-    def jumping(n: int, m: int) -> float:
-        return 3.0 + 2.0 * (n > 32) + 0.002 * m
-
-    examined = [Point(tokens=n, kv_length=16, samples_ms=[jumping(n, 16)]) for n in (9, 17, 32, 33, 48, 65)]
-    coarse = surface(jumping, tokens=(1, 8, 129), kv_lengths=LENGTHS)
-    informed = coarse.model_copy(update={"examined": examined})
-    errors = [abs(latency(found, 33, 256, model="steps") / jumping(33, 256) - 1) for found in (coarse, informed)]
-    assert errors[1] < 0.01 < errors[0]
-
-
-def test_loaded_table_has_the_same_latencies(tmp_path: Path) -> None:
-    """Documents contain samples, not fitted numbers; a model fitted in another process is identical to the last bit."""
-    table = cost_table(verify=selected(kinked, (1, 2, 4, 8, 33, 65), OFF_GRID))
-    path = tmp_path / "pair.cost.json"
-    table.save(path)
-    tokens, lengths = np.arange(1.0, 66), np.arange(0.0, 400, 16)
-    script = f"""
-import sys
-from pathlib import Path
-import numpy as np
-from autotune.cost.table import CostTable
-
-path = Path({str(path)!r})
-table = CostTable.load(path)
-assert not {{"torch", "sklearn"}} & set(sys.modules), "imported before they are needed"
-prices = table.verify.latency_ms(np.arange(1.0, 66), np.arange(0.0, 400, 16))
-assert "torch" not in sys.modules
-sys.stdout.buffer.write(prices.tobytes())
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, cwd=REPOSITORY)
-    assert table.verify.model == "steps"
-    assert done.stdout == table.verify.latency_ms(tokens, lengths).tobytes()
-
-
-def test_models_are_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = surface(lambda n, m: 1.0 + 0.1 * n + 0.01 * m, tokens=(1, 2, 8, 65))
-    before = latency(found, 5, 100, model="steps")
-    monkeypatch.setattr("sklearn.linear_model.LinearRegression", None)
-    assert latency(found, 5, 100, model="steps") == before
-    with pytest.raises(TypeError):  # other samples need another fit
-        latency(surface(lambda n, m: 2.0 + 0.1 * n + 0.01 * m, tokens=(1, 2, 8, 65)), 5, 100, model="steps")
+def test_standard_errors_by_hand() -> None:
+    """The median absolute deviation of 1, 2, 3, 4, 5 is 1."""
+    assert standard_error([1.0, 2, 3, 4, 5]) == pytest.approx(1.2533 * 1.4826 / 3 / 5**0.5)
+    assert standard_error([1.0, 2, 3, 4, 500]) == standard_error([1.0, 2, 3, 4, 5]), "interruptions have no effect"
+    assert standard_error([2.0, 2.0]) == 0.0

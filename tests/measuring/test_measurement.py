@@ -40,7 +40,7 @@ from autotune.workloads.workload import Workload, load_workload
 from tests.sample_documents import write_image, write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS, Pair
 
-SETTINGS = CostSettings(kv_lengths=(32, 64, 128), held_out_kv_length=48, min_samples=2, max_samples=2, time_limit_s=60)
+SETTINGS = CostSettings(kv_lengths=(32, 64, 128), max_samples=2, time_limit_s=60)
 
 
 @pytest.fixture(scope="module")
@@ -126,24 +126,22 @@ def sizes(surface: Surface) -> set[tuple[int, int]]:
     return {(point.tokens, point.kv_length) for point in surface.points}
 
 
-def test_every_surface_is_a_full_grid_with_held_out_points(table: CostTable) -> None:
+def test_every_surface_has_a_price_at_every_size(table: CostTable) -> None:
     coarse = {(n, m) for n in SETTINGS.coarse_tokens for m in (32, 128)}
     draft = table.drafts[0]
     finest = ((table.verify, {*TOKENS, *EVERY_ROW}), (draft.draft_first, TOKENS), (draft.draft_level, TOKENS))
     for surface, tokens in finest:
-        assert coarse <= sizes(surface) <= {(n, m) for n in tokens for m in SETTINGS.kv_lengths}
-        assert {(p.tokens, p.kv_length) for p in surface.held_out} == set(SETTINGS.held_out)
-        surface.latency_ms(np.array([1.0, TOKENS[-1]]), np.array([16.0, 128.0]), model="linear")  # a full grid
-    assert {(1, 32), (1, 128)} <= sizes(table.decode) <= {(1, m) for m in SETTINGS.kv_lengths}
-    assert [(p.tokens, p.kv_length) for p in table.decode.held_out] == [(1, 48), (1, 112)]
+        assert sizes(surface) == {(n, m) for n in tokens for m in SETTINGS.kv_lengths}
+        assert coarse <= {(point.tokens, point.kv_length) for point in surface.measured}
+        assert all(point.fitted_ms is not None for point in surface.points)
+    assert sizes(table.decode) == {(1, m) for m in SETTINGS.kv_lengths}
 
 
-def test_every_part_has_a_held_out_error(table: CostTable, pair: Pair) -> None:
+def test_every_part_has_its_errors(table: CostTable, pair: Pair) -> None:
     of_draft = [f"{pair.draft_folder}: {part}" for part in ("draft_first", "draft_level", "prefill", "overhead")]
-    assert list(table.held_out_errors) == ["decode", "verify", "prefill", *of_draft]
-    for surface in (table.decode, table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
-        assert set(surface.errors) == {"linear", "steps"}
-        assert surface.held_out_error == min(surface.errors.values())
+    assert list(table.errors) == ["decode", "verify", "prefill", *of_draft]
+    for left_out, uncertainty in table.errors.values():
+        assert left_out is not None and uncertainty is not None and uncertainty > 0
 
 
 def test_table_has_the_shapes_of_its_models(table: CostTable) -> None:
@@ -156,8 +154,8 @@ def test_table_has_the_shapes_of_its_models(table: CostTable) -> None:
 def test_samples_are_kept(table: CostTable) -> None:
     costs = table.drafts[0]
     for surface in (table.verify, costs.draft_first, costs.draft_level, table.decode):
-        for point in [*surface.points, *surface.examined, *surface.held_out]:
-            assert len(point.samples_ms) >= SETTINGS.min_samples and min(point.samples_ms) > 0
+        for point in surface.measured:
+            assert min(point.samples_ms) > 0 and point.observed is not None
     overhead = costs.overhead
     assert overhead.round_ms >= 0 and overhead.level_ms >= 0
     assert len(overhead.samples) == 4 * 4, "four kinds of trees, four prompts"
@@ -214,7 +212,7 @@ def test_slow_models_keep_the_time_limit(
     monkeypatch.setattr("autotune.runtime.rounds.host_ms", lambda: 1e3 * clock())
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
     said: list[str] = []
-    settings = replace(SETTINGS, time_limit_s=25.0, min_samples=6, max_samples=30)
+    settings = replace(SETTINGS, time_limit_s=25.0, max_samples=30)
     models = target, ids[0], [(draft, ids[1])], processor, workload
     measure = partial(measure_costs, *models, say=said.append, clock=clock)
     table = measure(settings=settings)
@@ -287,11 +285,10 @@ def test_preparing_takes_nothing_from_the_time_for_overhead(
 
 
 def test_kv_lengths_span_a_workload() -> None:
-    """The held-out one lies between the first two."""
     for shortest, longest in ((5, 29), (20, 420), (150, 400), (1000, 5000), (100, 101), (31, 32)):
-        lengths, held_out = kv_lengths_for(shortest, longest)
+        lengths = kv_lengths_for(shortest, longest)
         assert lengths[0] <= max(16, shortest) and lengths[-1] >= longest
-        assert lengths[0] < held_out < lengths[1]
+        assert lengths[0] < lengths[1] < lengths[2]
 
 
 def test_captured_steps_have_capture_sizes_and_padded_kv_lengths_only(
@@ -315,9 +312,8 @@ def test_a_draft_without_a_model_is_timed_like_others(pair: Pair, workload: Work
     """Lookups at every size, by KV length, and the building of the index; on other devices they cost nothing."""
     target, named = Target(pair.target), reference(RETRIEVAL)
     draft = load_draft(RETRIEVAL, target)
-    settings = replace(SETTINGS, min_samples=1)
     table = measure_costs(
-        target, reference(str(pair.target_folder)), [(draft, named)], processor, workload, settings=settings
+        target, reference(str(pair.target_folder)), [(draft, named)], processor, workload, settings=SETTINGS
     )
     (costs,) = table.drafts
     assert costs.draft == named and (costs.num_parameters, costs.kv_bytes_per_token) == (0, 0)
@@ -357,7 +353,7 @@ def test_subnets_have_costs_of_their_own(pair: Pair, workload: Workload, process
     whole, half = (load_draft(str(tmp_path), target, Subnet(heads=heads)) for heads in (None, 0.5))
     references = reference(str(pair.target_folder)), reference(str(tmp_path))
     drafts = [(draft, references[1]) for draft in (whole, half)]
-    table = measure_costs(target, references[0], drafts, processor, workload, settings=replace(SETTINGS, min_samples=1))
+    table = measure_costs(target, references[0], drafts, processor, workload, settings=SETTINGS)
     rows = [table.costs_of(references[1], subnet) for subnet in (Subnet(), Subnet(heads=0.5))]
     assert [row.heads for row in rows] == [None, 0.5]
     assert [row.shape.crossing_share for row in rows if row.shape is not None] == [1 / 3, 1 / 3]

@@ -69,7 +69,7 @@ def test_configuration_is_resolved_to_a_draft_and_its_last_layer() -> None:
 
 def test_table_of_short_prompts_covers_their_answers() -> None:
     """The KV lengths that ``autotune search`` measures for a workload suffice to evaluate it."""
-    lengths, _ = kv_lengths_for(20, 60)
+    lengths = kv_lengths_for(20, 60)
     flat = surface(lambda n, m: 1.0, kv_lengths=lengths)
     table = cost_table(decode=surface(lambda n, m: 1.0, tokens=(1,), kv_lengths=lengths), verify=flat)
     costs = table.drafts[0].model_copy(update={"draft_level": flat})

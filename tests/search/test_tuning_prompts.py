@@ -7,15 +7,17 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from autotune.cost.surface import MAD_TO_SD
+from autotune.cost.posterior import refitted
+from autotune.cost.surface import Observation, Surface
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
+from autotune.prediction.draws import speedup_draws, time_draws
 from autotune.prediction.evaluator import Evaluator
 from autotune.search.thresholds import DECODING_ERROR
-from autotune.search.tuning_prompts import TuningPrompts, confirms, ratio_interval, speedup_interval
+from autotune.search.tuning_prompts import TuningPrompts, confirms, speedup_interval
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from autotune.workloads.workload import Workload
-from tests.sample_documents import cost_table, random_trace, surface
+from tests.sample_documents import cost_table, observed_table, random_trace
 
 CHAIN = Configuration(tree={"policy": "chain", "depth": 3})
 TREE = Configuration(tree={"policy": "eagle2", "k": 2, "depth": 3})
@@ -52,65 +54,68 @@ def test_few_prompts_are_not_split() -> None:
     assert prompts.confirming_workload is prompts.workload
 
 
-def with_errors(**errors: float) -> CostTable:
-    """The sample table with a held-out error of parts: ``decode``, ``verify``, ``draft_level``."""
-    table = cost_table()
-    costs = table.drafts[0]
-    if "draft_level" in errors:
-        level = costs.draft_level.model_copy(update={"errors": {"linear": errors["draft_level"]}})
-        table = table.model_copy(update={"drafts": [costs.model_copy(update={"draft_level": level})]})
-    parts = {
-        name: getattr(table, name).model_copy(update={"errors": {"linear": errors[name]}})
-        for name in ("decode", "verify")
-        if name in errors
-    }
-    return table.model_copy(update=parts)
-
-
 def test_interval_without_errors_is_that_of_decoding() -> None:
     """Decoding differs from single steps even where these are known exactly."""
     evaluator = Evaluator([random_trace(0)], cost_table())
     speedup = evaluator.evaluate(CHAIN).speedup
     half_width = float(np.exp(1.645 * DECODING_ERROR))
-    assert speedup_interval(evaluator, CHAIN) == pytest.approx((speedup / half_width, speedup * half_width), rel=1e-3)
+    assert speedup_interval(evaluator, CHAIN) == pytest.approx((speedup / half_width, speedup * half_width), rel=0.02)
 
 
-def test_interval_contains_the_predictions_of_disturbed_tables() -> None:
-    """Tables whose verification and plain steps are off by random factors, and decoding too: 90 % lie inside."""
-    evaluator = Evaluator([random_trace(0)], with_errors(verify=0.1, decode=0.05))
-    low, high = speedup_interval(evaluator, CHAIN)
+def test_draws_cover_the_truth() -> None:
+    """Tables whose prices were observed with errors of 10 %: the true speedup lies in nine of ten intervals of the draws."""
+    truth = Evaluator([random_trace(0)], cost_table()).evaluate(CHAIN).speedup
     rng = np.random.default_rng(0)
     inside = 0
-    for _ in range(60):
-        verify, decode = np.exp(rng.normal(0, MAD_TO_SD * np.array([0.1, 0.05])))
-        table = cost_table(
-            decode=surface(lambda n, m, f=decode: f * (1.0 + 0.001 * m), tokens=(1,)),
-            verify=surface(lambda n, m, f=verify: f * (1.0 + 0.02 * n + 0.001 * m)),
-        )
-        speedup = Evaluator([random_trace(0)], table).evaluate(CHAIN).speedup * np.exp(rng.normal(0, DECODING_ERROR))
-        inside += low <= speedup <= high
-    assert 0.8 <= inside / 60 <= 0.97
+    for _ in range(40):
+        draws = speedup_draws(Evaluator([random_trace(0)], disturbed_table(rng, 0.1)), CHAIN)
+        low, high = np.quantile(draws, [0.05, 0.95])
+        inside += low <= truth <= high
+    assert inside / 40 >= 0.75
+
+
+def disturbed_table(rng: np.random.Generator, error: float) -> CostTable:
+    """The sample table as a measurement with independent errors of every size finds it."""
+
+    def disturbed(of: Surface) -> Surface:
+        points = [
+            point.model_copy(
+                update={"observed": Observation(ms=point.latency_ms * float(np.exp(rng.normal(0, error))), error=error)}
+            )
+            for point in of.points
+        ]
+        return of.model_copy(update={"points": points})
+
+    table = cost_table()
+    (costs,) = table.drafts
+    drafts = [
+        costs.model_copy(update={name: disturbed(getattr(costs, name)) for name in ("draft_first", "draft_level")})
+    ]
+    parts = {"decode": disturbed(table.decode), "verify": disturbed(table.verify), "drafts": drafts}
+    return refitted(table.model_copy(update=parts))
 
 
 def test_other_prompts_widen_the_interval() -> None:
-    evaluator = Evaluator([random_trace(0)], with_errors(verify=0.1))
+    evaluator = Evaluator([random_trace(0)], observed_table(0.1))
     low, high = speedup_interval(evaluator, CHAIN)
     wide_low, wide_high = speedup_interval(evaluator, CHAIN, other_prompts=True)
     assert wide_low < low < high < wide_high
 
 
-def test_ratio_of_a_configuration_to_itself_is_certain() -> None:
-    """Whatever the errors of the table."""
-    evaluator = Evaluator([random_trace(0)], with_errors(verify=0.3, draft_level=0.3))
-    assert ratio_interval(evaluator, CHAIN, CHAIN) == pytest.approx((1.0, 1.0))
+def test_shared_errors_cancel_in_a_comparison() -> None:
+    """The prices of two similar trees err together, and so do the prompts: their ratio is known better than each."""
+    evaluator = Evaluator([random_trace(0)], observed_table(0.3))
+    longer = Configuration(tree={"policy": "chain", "depth": 4})
+    chain, tree = np.log(time_draws(evaluator, [CHAIN, longer]))
+    assert (chain - tree).std() < 0.5 * min(chain.std(), tree.std())
+    assert (chain - chain).std() == 0
 
 
-def test_shared_errors_cancel_in_a_ratio() -> None:
-    """An error of the plain step, which neither configuration takes, and of a part with nearly the same share in both."""
-    evaluator = Evaluator([random_trace(0)], cost_table())
-    narrow = ratio_interval(evaluator, TREE, CHAIN)
-    assert ratio_interval(Evaluator([random_trace(0)], with_errors(decode=0.5)), TREE, CHAIN) == pytest.approx(narrow)
-    uncertain = Evaluator([random_trace(0)], with_errors(verify=0.1))
-    low, high = ratio_interval(uncertain, TREE, CHAIN)
-    speedup_low, speedup_high = speedup_interval(uncertain, TREE)
-    assert np.log(high / low) - np.log(narrow[1] / narrow[0]) < 0.5 * np.log(speedup_high / speedup_low)
+def test_draws_add_up_to_the_replayed_time() -> None:
+    """Without errors of prices, every draw of the same prompts is the predicted time."""
+    evaluator = Evaluator([random_trace(0, num_prompts=5)], cost_table())
+    for configuration in (CHAIN, TREE):
+        result = evaluator.replay(configuration)
+        assert result.step_ms.sum() == pytest.approx((result.draft_ms + result.verify_ms).sum())
+        drawn = time_draws(evaluator, [configuration], other_prompts=False)
+        np.testing.assert_allclose(drawn, result.decode_ms.sum())
