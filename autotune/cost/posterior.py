@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autotune.cost.table import CostTable
 
 TARGET, FIRST, LEVEL = range(3)  # kinds of steps that share a curve over tokens
+CONTRADICTION = 3.0  # standard deviations
 VOCABULARY_OCTAVES = 4.0  # that change a latency as much as all heads do
 
 
@@ -97,10 +98,11 @@ class Posterior:
         return np.split(self._fit.deviations(self._steps), self._ends)
 
     def contradictions(self) -> list[Floats]:
-        """Distance of every point's observation from its prediction by all others, in standard deviations, by part; 0 where nothing
-        was observed.
+        """How far observations are from their predictions by all others, as absolute differences of logarithms, by part: where that is
+        more than ``CONTRADICTION`` standard deviations; 0 elsewhere.
         """
-        return np.split(self._by_point(np.divide(*self._fit.left_out())), self._ends)
+        errors, expected = self._fit.left_out()
+        return np.split(self._by_point(np.abs(errors) * (np.abs(errors) > CONTRADICTION * expected)), self._ends)
 
     def _by_point(self, values: Floats) -> Floats:
         by_point = np.zeros(len(self._steps.tokens))

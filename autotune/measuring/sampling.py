@@ -42,9 +42,6 @@ USE = {DECODE: (1.0, 1.0), VERIFY: (1.0, 24.0), DRAFT_FIRST: (1.0, 8.0), DRAFT_L
 LEAST_USE = 0.05  # of sizes that are rare
 VERIFIED_IN_A_SWEEP = 16  # sizes
 DRAFTS_OF_A_SWEEP = 3  # one of so many drafts is in a sweep
-CONTRADICTION = (
-    3.0  # standard deviations from which an error counts so many times: a size is measured again before it is believed
-)
 
 
 class Sampler:
@@ -206,10 +203,9 @@ class Sampler:
             steps, scale = USE[part.partition(" ")[0]]
             tokens = np.array([n for n, _ in sizes])
             counts = np.array([len(self.samples[part].get(size, ())) for size in sizes])
-            errors = steps * np.maximum(np.exp(-tokens / scale), LEAST_USE) * np.exp(logs) * deviations
-            errors *= np.where(np.abs(contradictions) > CONTRADICTION, CONTRADICTION, 1.0) * (
-                counts < self.settings.max_samples
-            )
+            use = steps * np.maximum(np.exp(-tokens / scale), LEAST_USE) * np.exp(logs)
+            # What contradicts the fit is measured again before it is believed.
+            errors = use * np.maximum(deviations, contradictions) * (counts < self.settings.max_samples)
             largest[part] = float(errors.max())
             # A sample tells about other KV lengths too: each number of tokens once, at the length that was sampled least.
             order = np.lexsort((counts, -np.round(np.log(np.maximum(errors, 1e-12)), 1)))
