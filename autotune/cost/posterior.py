@@ -21,7 +21,7 @@ CONTRADICTION = 3.0  # standard deviations
 VOCABULARY_OCTAVES = 4.0  # that change a latency as much as all heads do
 
 
-class Part(NamedTuple):
+class SurfaceSteps(NamedTuple):
     """The sizes of a surface, what was observed at them, and whose steps they are."""
 
     kind: int
@@ -61,7 +61,7 @@ def choice_of(subnet: Subnet) -> tuple[float, float]:
 class Posterior:
     """The joint fit of parts, of which at least one point is observed."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[SurfaceSteps]) -> None:
         self._parts = parts
         steps = Steps(*(np.concatenate(fields) for fields in zip(*(part.steps for part in parts), strict=True)))
         self._ends = np.cumsum([len(part.sizes) for part in parts])[:-1]
@@ -149,7 +149,7 @@ def _median(errors: Floats) -> float | None:
     return float(np.median(errors)) if len(errors) else None
 
 
-def parts_of(table: CostTable) -> list[Part]:
+def parts_of(table: CostTable) -> list[SurfaceSteps]:
     """The parts of a table: plain steps, verifications, and the first passes and levels of every draft."""
     networks: dict[str, int] = {}
     parts = [_part(TARGET, 0, 0, Subnet(), table.decode), _part(TARGET, 1, 1, Subnet(), table.verify)]
@@ -163,10 +163,10 @@ def parts_of(table: CostTable) -> list[Part]:
     return parts
 
 
-def _part(kind: int, network: int, member: int, subnet: Subnet, surface: Surface) -> Part:
+def _part(kind: int, network: int, member: int, subnet: Subnet, surface: Surface) -> SurfaceSteps:
     points = surface.points
     sizes, observed = [(point.tokens, point.kv_length) for point in points], [point.observed for point in points]
-    return Part(kind, network, member, choice_of(subnet), sizes, observed, [point.live for point in points])
+    return SurfaceSteps(kind, network, member, choice_of(subnet), sizes, observed, [point.live for point in points])
 
 
 def is_fitted(table: CostTable) -> bool:

@@ -46,7 +46,7 @@ class Point(Document):
     observed: Observation | None = None
     """The robust mean of the samples (``autotune.measuring.observations``)."""
     live: Observation | None = None
-    """What rounds of finalists near this size took."""
+    """The time of finalists' rounds near this size."""
     fitted_ms: float | None = Field(default=None, ge=0)
     """The price of the joint fit (``autotune.cost.joint_fit``); None where nothing is fitted: the median of the samples is the price."""
 

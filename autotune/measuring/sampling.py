@@ -20,7 +20,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from autotune.cost.posterior import FIRST, LEVEL, TARGET, Part, Posterior, choice_of
+from autotune.cost.posterior import FIRST, LEVEL, TARGET, SurfaceSteps, Posterior, choice_of
 from autotune.cost.surface import Observation, Point, Surface, robust_deviation
 from autotune.documents.subnet import Subnet
 from autotune.measuring.block_log import Block, BlockLog, Samples, TimedJob
@@ -145,7 +145,7 @@ class Sampler:
     def _posterior(self, by_size: Mapping[Key, Observation]) -> Posterior:
         return Posterior(
             [
-                Part(*self._members[part], sizes, [by_size.get((part, size)) for size in sizes])
+                SurfaceSteps(*self._members[part], sizes, [by_size.get((part, size)) for size in sizes])
                 for part, sizes in self.sizes.items()
             ]
         )

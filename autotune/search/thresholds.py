@@ -26,7 +26,7 @@ MIN_SPLIT = 12  # with fewer tuning prompts, all of them both choose and confirm
 NUM_CONFIRMED = 64  # configurations, the fastest on the choosing prompts, that are ranked again on the confirming ones
 NUM_CONFIRMED_OF_KIND = 8  # the same, of each draft and policy
 MAX_SIMILAR = 2  # finalists with the same draft and policy
-CONFIDENCE = 0.9  # of intervals of predictions; one above the fastest in all of it is no finalist
+CONFIDENCE = 0.9  # of intervals of predictions; what is slower than the first in this share of draws is no finalist
 DECODING_ERROR = 0.08  # relative standard deviation of measured speedups around predictions by exact costs
 ROUNDS: tuple[tuple[int, int, int | None], ...] = (
     (8, 6, None),
@@ -39,11 +39,9 @@ ROUNDS: tuple[tuple[int, int, int | None], ...] = (
 RISK = 0.05  # probability that a race of equally fast arms drops any of them, spent over its looks
 MIN_PROMPTS = 4  # prompts of a race that run even past its deadline, and between two looks at an operating point
 MAX_PASSES = 4  # passes over the confirming prompts in the race of finalists
-SECOND_RACE_SHARE = 0.3  # share of the time for finalists that is left for those that lead with updated prices
-MAX_LEADERS = 2  # of them
-MAX_MOVED_PRICE = (
-    1.2  # times the fastest configuration's time up to which an update of prices may make another one the fastest
-)
+SECOND_RACE_SHARE = 0.3  # share of the time for finalists that is left for configurations that lead with updated prices
+MAX_LEADERS = 2  # configurations that run because they lead with updated prices
+MAX_MOVED_PRICE = 1.2  # times the fastest one's time, up to which updated prices may let a configuration lead
 MAX_TIE = 1.005  # ratio of two estimated speedups up to which the smaller tree wins
 MIN_GAIN = 0.02  # share of the decoding time that an operating point must save
 MIN_REQUESTS = 6  # smallest group of requests that may get an operating point
