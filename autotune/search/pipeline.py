@@ -241,6 +241,8 @@ class _SearchRun:
         self.tune = self.tune.cut(num_prompts)
         if traces[0].num_prompts != num_prompts:  # another worker or run had time for more or fewer
             traces = record(self.tune)
+        assert self.study is not None
+        self.study = self.study.model_copy(update={"tune_sha256": self.tune.sha256})
         print_agreement(traces, self.console)
         return traces
 

@@ -1,8 +1,9 @@
-"""Whole searches on a rehearsed GPU."""
+"""Whole searches: what their studies keep, and searches on a rehearsed GPU."""
 
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,36 @@ from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.evaluation.arms import DecoderArm
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
-from autotune.search import finalists
+from autotune.report.sources import find_sources
+from autotune.search import finalists, traces
 from autotune.search.pipeline import search
+from autotune.search.plan import StageClock
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.settings import SearchSettings
 from tests.cli.test_end_to_end import write_small_job
 from tests.rehearsal import Rehearsal
 from tests.tiny_models import Pair
+
+
+def test_the_study_of_a_cut_search_has_its_records(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the traces hold fewer prompts than planned, the profile's study is still found with all it recorded."""
+    deadline_of = StageClock.deadline_of
+    late = {"traces": time.monotonic() - 1}
+    monkeypatch.setattr(StageClock, "deadline_of", lambda clock, name: late.get(name) or deadline_of(clock, name))
+    monkeypatch.setattr(traces, "MIN_TRACED_PROMPTS", 2)
+    models = {"target": str(pair.target_folder), "drafts": (str(pair.draft_folder),), "gpu": "h100", "jobs": 1}
+    job = {"workload": write_small_job(tmp_path)[1], "space": str(tmp_path / "small.yaml")}
+    output = tmp_path / "profile.json"
+    search(
+        SearchSettings(**models, **job, folder=tmp_path / ".autotune", output=output, budget_s=60, num_trials=2),
+        Console(),
+    )
+    assert "2 of 4 prompts were recorded" in capsys.readouterr().err
+    found = find_sources(output)
+    assert found.notes == [] and found.study is not None and found.candidates
+    assert {trace.num_prompts for trace in found.traces} == {2}
 
 
 @pytest.mark.nightly
