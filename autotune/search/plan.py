@@ -1,18 +1,20 @@
 """The plan of a search: what fits into its budget on this machine.
 
-The number of prompts and the length of answers are planned from the target's measured speed before the long part begins.
-Every stage then has a share of the time that is left: it does its work in the order of its value until its deadline, and
-time that it does not need goes to later stages.
+The number of prompts, the length of answers and the least of every stage are planned from the target's measured speed before
+the long part begins. Every stage then has its least and a share of the time that nothing needs: it does its work in the order of
+its value until its deadline, and time that it does not need goes to later stages.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 import torch
+from pydantic import Field
 
 from autotune.errors import UserError
 from autotune.files import Document
@@ -21,9 +23,14 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.search.thresholds import (
     ANSWERS_SHARE,
+    KEPT_PROMPTS,
+    KEPT_SHARE,
+    KEPT_TOKENS,
     LEAST_PROMPTS,
     LEAST_TOKENS,
     MAX_SCREENING_SHARE,
+    MIN_TRACED_PROMPTS,
+    MIN_TREE_SEARCH_S,
     MIN_TUNE_PROMPTS,
     STAGES,
 )
@@ -40,7 +47,9 @@ SCREENED_TOKENS = 8 * 64
 SCREENING_STEPS = 0.18  # of a chain at one position of an answer
 DECODING_STEPS = 0.7  # per token, mean over the arms that are compared
 FULL_FINALIST_RUNS = 13 * 32  # arms times prompts
-LEAST_FINALIST_ARMS = EVALUATED_ARMS = 4
+LEAST_FINALIST_ARMS = 5  # plain decoding, two finalists and two published defaults
+EVALUATED_ARMS = 4  # plain decoding, Hugging Face, the profile and the best default
+WARM_UPS_S = 0.5  # of an arm in a race
 
 
 class Rates(Document):
@@ -111,12 +120,20 @@ class SearchSize:
         num_screened = self.num_variants if self.num_variants > self.num_survivors else 0
         return num_screened * SCREENED_TOKENS * SCREENING_STEPS * rates.step_s / self.num_processes
 
-    def least_s(self, rates: Rates) -> float:
-        """Estimated duration of the smallest search that is sound, in seconds."""
-        counted = LEAST_PROMPTS * (rates.answer_s(LEAST_TOKENS) + LEAST_TOKENS * TRACE_STEPS * rates.step_s)
-        num_runs = LEAST_PROMPTS * (LEAST_FINALIST_ARMS + EVALUATED_ARMS)
-        timed = rates.table_s(self.num_priced) + num_runs * rates.run_s(LEAST_TOKENS)
-        return (self.is_measured * timed + counted) / (1 - STAGES["tree search"])
+    def kept_s(self, rates: Rates, num_tokens: float, num_judged: int, num_raced: int) -> dict[str, float]:
+        """Estimated duration of the least of each stage, in seconds: answers of ``num_tokens``, ``num_judged`` held-out prompts and
+        ``num_raced`` prompts of finalists.
+        """
+        traced_s = rates.answer_s(num_tokens) + self.num_survivors * num_tokens * TRACE_STEPS * rates.step_s
+        kept = {"traces": MIN_TRACED_PROMPTS * traced_s, "tree search": MIN_TREE_SEARCH_S}
+        if self.is_measured:
+            kept["cost table"] = rates.table_s(self.num_priced)
+            for stage, num_arms, num_prompts in (
+                ("finalists", LEAST_FINALIST_ARMS, num_raced),
+                ("evaluation", EVALUATED_ARMS, num_judged),
+            ):
+                kept[stage] = num_arms * (num_prompts * rates.run_s(num_tokens) + WARM_UPS_S)
+        return kept
 
 
 class Plan(Document):
@@ -131,8 +148,19 @@ class Plan(Document):
     """Limit of every answer; None: the workload's own limits."""
     full_s: float
     """Estimated duration of a search that cuts nothing, in seconds."""
+    kept_s: dict[str, float] = Field(default_factory=dict)
+    """Time that earlier stages leave to each stage, in seconds."""
+    num_kept_prompts: tuple[int, int] = KEPT_PROMPTS[-1]
+    """Held-out prompts and prompts of finalists in that time."""
     screening_share: float = STAGES["screening"]
-    """Share of the budget in which subnets are screened."""
+    """Share of the time that is not kept, in which subnets are screened."""
+
+    def table_limit_s(self, limit_s: float) -> float:
+        """``limit_s``, halved until the cost table leaves the other stages their time: similar searches share a table."""
+        free_s = self.seconds - sum(self.kept_s.values())
+        while limit_s > 1.5 * (self.kept_s.get("cost table", 0.0) + STAGES["cost table"] * max(free_s, 0.0)):
+            limit_s /= 2
+        return limit_s
 
     def describe(self, size: SearchSize) -> str:
         """One line: what fits, and what a search that cuts nothing would take."""
@@ -152,28 +180,33 @@ class Plan(Document):
 def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float = 0.0) -> Plan:
     """The plan for a budget of ``seconds``, of which ``spent_s`` are over.
 
-    Answers are shortened, by halves, until ``MIN_TUNE_PROMPTS`` answers and the least of the real runs fit.
+    Answers are shortened, by halves, until ``MIN_TUNE_PROMPTS`` answers and the first of ``KEPT_PROMPTS`` fit; below
+    ``KEPT_TOKENS`` tokens only where the last of them does not fit otherwise.
 
     Raises:
         UserError: not even the smallest sound search fits; the message has its duration.
     """
     left_s = seconds - spent_s
-    if (least_s := size.least_s(rates)) > left_s:
+    if (least_s := sum(size.kept_s(rates, LEAST_TOKENS, *KEPT_PROMPTS[-1]).values())) > left_s:
         raise UserError(
             f"--budget {seconds:.0f}s: on this machine (prefill {1e3 * rates.prefill_s:.0f} ms, plain step "
             f"{1e3 * rates.step_s:.1f} ms) a sound profile takes about {spent_s + least_s:.0f} s; give "
             f"--budget {1.1 * (spent_s + least_s):.0f}s or more"
         )
     num_prompts, longest = len(size.answer_tokens), max(size.answer_tokens)
-    answers_s = ANSWERS_SHARE * STAGES["traces"] * left_s * size.num_processes
-    num_wanted = min(num_prompts, MIN_TUNE_PROMPTS)
-    limit, num_tokens = longest, fmean(size.answer_tokens)
-    while limit // 2 >= LEAST_TOKENS:
-        evaluated_s = LEAST_PROMPTS * EVALUATED_ARMS * rates.run_s(num_tokens)
-        if num_wanted * rates.answer_s(num_tokens) <= answers_s and evaluated_s <= STAGES["evaluation"] * left_s:
-            break
-        limit //= 2
+    limits = [longest]
+    while limits[-1] // 2 >= LEAST_TOKENS:
+        limits.append(max(limits[-1] // 2, KEPT_TOKENS) if limits[-1] > KEPT_TOKENS else limits[-1] // 2)
+    whole = [limit for limit in limits if limit >= min(KEPT_TOKENS, longest)]
+    choices = [*itertools.product(KEPT_PROMPTS, whole), *((KEPT_PROMPTS[-1], limit) for limit in limits[len(whole) :])]
+    for kept_prompts, limit in choices:
         num_tokens = fmean(min(limit, num_tokens) for num_tokens in size.answer_tokens)
+        kept_s = size.kept_s(rates, num_tokens, *kept_prompts)
+        free_s = left_s - sum(kept_s.values())
+        answers_s = ANSWERS_SHARE * size.num_processes * (kept_s["traces"] + STAGES["traces"] * max(0.0, free_s))
+        is_answered = min(num_prompts, MIN_TUNE_PROMPTS) * rates.answer_s(num_tokens) <= answers_s
+        if is_answered and free_s >= (1 - KEPT_SHARE) * left_s:
+            break
     # Answers may end before their limits, so twice as many are tried; the deadline of their stage ends it.
     num_tried = int(2 * answers_s / rates.answer_s(num_tokens))
     return Plan(
@@ -183,16 +216,23 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
         num_evaluate_prompts=size.num_evaluate_prompts,
         max_new_tokens=None if limit == longest else limit,
         full_s=spent_s + size.full_s(rates),
+        kept_s=kept_s,
+        num_kept_prompts=kept_prompts,
         screening_share=min(MAX_SCREENING_SHARE, max(STAGES["screening"], size.screening_s(rates) / seconds)),
     )
 
 
 class StageClock:
-    """Deadlines of the stages of a search in their order, of ``time.monotonic`` as is the ``deadline`` of the search."""
+    """Deadlines of the stages of a search in their order, of ``time.monotonic`` as is the ``deadline`` of the search.
+
+    Attributes:
+        kept_s: seconds that earlier stages leave to a stage.
+    """
 
     def __init__(self, deadline: float, stages: Iterable[str] = STAGES) -> None:
         self.deadline = deadline
         self.weights = {stage: STAGES[stage] for stage in stages}
+        self.kept_s: Mapping[str, float] = {}
 
     def set_share(self, stage: str, share: float) -> None:
         """Give a stage another share of the budget, at the cost of all others equally."""
@@ -200,8 +240,21 @@ class StageClock:
         self.weights[stage] = others * share / (1 - share)
 
     def deadline_of(self, stage: str) -> float:
-        """The end of a stage that begins now: its share of the time left for it and the later stages."""
+        """The end of a stage that begins now: the time kept for it, and its share of the time that is left for it and the later
+        stages and not kept.
+        """
+        kept = self._kept_from(stage)
+        now, weights = time.monotonic(), [self.weights[name] for name in kept]
+        left_s, kept_s = max(0.0, self.deadline - now), sum(kept.values())
+        free_s = max(0.0, left_s - kept_s) * weights[0] / sum(weights)
+        return now + free_s + kept[stage] * min(1.0, left_s / max(kept_s, 1e-9))
+
+    def limit_of(self, stage: str) -> float:
+        """The end of the time that is not kept for later stages: the least of a stage may go on until then."""
+        kept = self._kept_from(stage)
+        return self.deadline - (sum(kept.values()) - kept[stage])
+
+    def _kept_from(self, stage: str) -> dict[str, float]:
+        """The time kept for this stage and every later one."""
         stages = list(self.weights)
-        later = [self.weights[name] for name in stages[stages.index(stage) :]]
-        now = time.monotonic()
-        return now + max(0.0, self.deadline - now) * self.weights[stage] / sum(later)
+        return {name: self.kept_s.get(name, 0.0) for name in stages[stages.index(stage) :]}
