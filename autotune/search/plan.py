@@ -23,6 +23,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.search.thresholds import (
     ANSWERS_SHARE,
+    HELD_OUT_PROMPTS,
     KEPT_PROMPTS,
     KEPT_SHARE,
     KEPT_TOKENS,
@@ -48,8 +49,8 @@ SCREENING_STEPS = 0.18  # of a chain at one position of an answer
 DECODING_STEPS = 0.7  # per token, mean over the arms that are compared
 FULL_FINALIST_RUNS = 13 * 32  # arms times prompts
 LEAST_FINALIST_ARMS = 5  # plain decoding, two finalists and two published defaults
-EVALUATED_ARMS = 4  # plain decoding, Hugging Face, the profile and the best default
-WARM_UPS_S = 0.5  # of an arm in a race
+EVALUATED_ARMS = 4  # plain decoding, the profile, the best default, and for the first block Hugging Face
+WARM_UPS_S = 2.5  # of the arms of a race
 
 
 class Rates(Document):
@@ -128,11 +129,9 @@ class SearchSize:
         kept = {"traces": MIN_TRACED_PROMPTS * traced_s, "tree search": MIN_TREE_SEARCH_S}
         if self.is_measured:
             kept["cost table"] = rates.table_s(self.num_priced)
-            for stage, num_arms, num_prompts in (
-                ("finalists", LEAST_FINALIST_ARMS, num_raced),
-                ("evaluation", EVALUATED_ARMS, num_judged),
-            ):
-                kept[stage] = num_arms * (num_prompts * rates.run_s(num_tokens) + WARM_UPS_S)
+            num_runs = LEAST_FINALIST_ARMS * num_raced, (EVALUATED_ARMS - 1) * num_judged + HELD_OUT_PROMPTS
+            for stage, count in zip(("finalists", "evaluation"), num_runs, strict=True):
+                kept[stage] = count * rates.run_s(num_tokens) + WARM_UPS_S
         return kept
 
 
@@ -158,7 +157,7 @@ class Plan(Document):
     def table_limit_s(self, limit_s: float) -> float:
         """``limit_s``, halved until the cost table leaves the other stages their time: similar searches share a table."""
         free_s = self.seconds - sum(self.kept_s.values())
-        while limit_s > 1.5 * (self.kept_s.get("cost table", 0.0) + STAGES["cost table"] * max(free_s, 0.0)):
+        while limit_s > 2 * (self.kept_s.get("cost table", 0.0) + STAGES["cost table"] * max(free_s, 0.0)):
             limit_s /= 2
         return limit_s
 

@@ -151,7 +151,7 @@ class Recording:
         # Parts that other processes have made are read, in no time: one part in so many is this process's own.
         durations = deque([0.0], maxlen=2 * num_processes)
         # The first process records all that others have not made, in order, and so knows how many of the first prompts are done.
-        for begin in range(self.rank * size, total, size if self.rank == 0 else size * num_processes):
+        for begin in range(self.rank % num_processes * size, total, size if self.rank == 0 else size * num_processes):
             began, until = time.monotonic(), deadline if begin >= MIN_TRACED_PROMPTS else self.work.limit
             if begin > 0 and began + max(durations) > until:
                 return begin

@@ -182,8 +182,8 @@ def test_screening_compares_with_one_share_of_heads(capsys: pytest.CaptureFixtur
     ranked = [screened_subnet(draft, speedup, heads=heads) for draft, speedup, heads in choices]
     print_screened(ranked, [ranked[0].variant], Console())
     printed = " ".join(capsys.readouterr().err.split())
-    assert "a: best of 3 subnets 2.125x (heads=0.5/1/1 keep=1, M 2.00)" in printed
-    assert "best of the 2 with one share of heads in all blocks 2.000x (heads=0.5 keep=1, M 2.00)" in printed
+    assert "a: best of 3 subnets 2.125x (heads=0.5/1/1, M 2.00)" in printed
+    assert "best of the 2 with one share of heads in all blocks 2.000x (heads=0.5, M 2.00)" in printed
     assert "b: best" not in printed, "it has no other subnets"
 
 
