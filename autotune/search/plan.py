@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 
 from autotune.errors import UserError
+from autotune.evaluation.arms import WARM_UP_S
 from autotune.files import Document
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
@@ -50,7 +51,6 @@ DECODING_STEPS = 0.7  # per token, mean over the arms that are compared
 FULL_FINALIST_RUNS = 13 * 32  # arms times prompts
 LEAST_FINALIST_ARMS = 5  # plain decoding, two finalists and two published defaults
 EVALUATED_ARMS = 4  # plain decoding, the profile, the best default, and for the first block Hugging Face
-WARM_UPS_S = 2.5  # of the arms of a race
 
 
 class Rates(Document):
@@ -126,12 +126,14 @@ class SearchSize:
         ``num_raced`` prompts of finalists.
         """
         traced_s = rates.answer_s(num_tokens) + self.num_survivors * num_tokens * TRACE_STEPS * rates.step_s
-        kept = {"traces": MIN_TRACED_PROMPTS * traced_s, "tree search": MIN_TREE_SEARCH_S}
+        kept = {"traces": MIN_TRACED_PROMPTS * traced_s}
         if self.is_measured:
             kept["cost table"] = rates.table_s(self.num_priced)
-            num_runs = LEAST_FINALIST_ARMS * num_raced, (EVALUATED_ARMS - 1) * num_judged + HELD_OUT_PROMPTS
-            for stage, count in zip(("finalists", "evaluation"), num_runs, strict=True):
-                kept[stage] = count * rates.run_s(num_tokens) + WARM_UPS_S
+            run_s = rates.run_s(num_tokens)
+            warm_up_s = min(WARM_UP_S, run_s)
+            kept["finalists"] = LEAST_FINALIST_ARMS * (num_raced * run_s + warm_up_s)
+            num_runs = (EVALUATED_ARMS - 1) * num_judged + HELD_OUT_PROMPTS
+            kept["evaluation"] = num_runs * run_s + EVALUATED_ARMS * warm_up_s
         return kept
 
 
@@ -186,7 +188,8 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
         UserError: not even the smallest sound search fits; the message has its duration.
     """
     left_s = seconds - spent_s
-    if (least_s := sum(size.kept_s(rates, LEAST_TOKENS, *KEPT_PROMPTS[-1]).values())) > left_s:
+    least_s = sum(size.kept_s(rates, LEAST_TOKENS, *KEPT_PROMPTS[-1]).values()) / (1 - STAGES["tree search"])
+    if least_s > left_s:
         raise UserError(
             f"--budget {seconds:.0f}s: on this machine (prefill {1e3 * rates.prefill_s:.0f} ms, plain step "
             f"{1e3 * rates.step_s:.1f} ms) a sound profile takes about {spent_s + least_s:.0f} s; give "
@@ -196,11 +199,12 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
     limits = [longest]
     while limits[-1] // 2 >= LEAST_TOKENS:
         limits.append(max(limits[-1] // 2, KEPT_TOKENS) if limits[-1] > KEPT_TOKENS else limits[-1] // 2)
+    trees_s = min(MIN_TREE_SEARCH_S, STAGES["tree search"] * left_s)
     whole = [limit for limit in limits if limit >= min(KEPT_TOKENS, longest)]
     choices = [*itertools.product(KEPT_PROMPTS, whole), *((KEPT_PROMPTS[-1], limit) for limit in limits[len(whole) :])]
     for kept_prompts, limit in choices:
         num_tokens = fmean(min(limit, num_tokens) for num_tokens in size.answer_tokens)
-        kept_s = size.kept_s(rates, num_tokens, *kept_prompts)
+        kept_s = size.kept_s(rates, num_tokens, *kept_prompts) | {"tree search": trees_s}
         free_s = left_s - sum(kept_s.values())
         answers_s = ANSWERS_SHARE * size.num_processes * (kept_s["traces"] + STAGES["traces"] * max(0.0, free_s))
         is_answered = min(num_prompts, MIN_TUNE_PROMPTS) * rates.answer_s(num_tokens) <= answers_s
@@ -244,9 +248,8 @@ class StageClock:
         """
         kept = self._kept_from(stage)
         now, weights = time.monotonic(), [self.weights[name] for name in kept]
-        left_s, kept_s = max(0.0, self.deadline - now), sum(kept.values())
-        free_s = max(0.0, left_s - kept_s) * weights[0] / sum(weights)
-        return now + free_s + kept[stage] * min(1.0, left_s / max(kept_s, 1e-9))
+        free_s = max(0.0, self.deadline - now - sum(kept.values()))
+        return now + kept[stage] + free_s * weights[0] / sum(weights)
 
     def limit_of(self, stage: str) -> float:
         """The end of the time that is not kept for later stages: the least of a stage may go on until then."""
@@ -254,6 +257,8 @@ class StageClock:
         return self.deadline - (sum(kept.values()) - kept[stage])
 
     def _kept_from(self, stage: str) -> dict[str, float]:
-        """The time kept for this stage and every later one."""
+        """The time kept for this stage and every later one, less where not so much is left."""
         stages = list(self.weights)
-        return {name: self.kept_s.get(name, 0.0) for name in stages[stages.index(stage) :]}
+        kept = {name: self.kept_s.get(name, 0.0) for name in stages[stages.index(stage) :]}
+        share = min(1.0, max(0.0, self.deadline - time.monotonic()) / max(sum(kept.values()), 1e-9))
+        return {name: share * seconds for name, seconds in kept.items()}
