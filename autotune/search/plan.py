@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
@@ -28,7 +28,6 @@ from autotune.search.thresholds import (
     KEPT_PROMPTS,
     KEPT_SHARE,
     KEPT_TOKENS,
-    LEAST_PROMPTS,
     LEAST_TOKENS,
     MAX_SCREENING_SHARE,
     MIN_TRACED_PROMPTS,
@@ -171,11 +170,13 @@ class Plan(Document):
             cuts.append(f"at most {self.num_tune_prompts} of {num_prompts} tuning prompts")
         if self.max_new_tokens is not None:
             cuts.append(f"answers of at most {self.max_new_tokens} tokens instead of {longest}")
+        num_judged, num_raced = self.num_kept_prompts
+        kept = f"; time is kept for {num_raced} prompts of finalists and {num_judged} held-out ones"
         speed = f"prefill {1e3 * self.rates.prefill_s:.0f} ms, plain step {1e3 * self.rates.step_s:.1f} ms"
         fits = ", ".join(cuts) or f"all {num_prompts} tuning prompts and their full answers"
         if self.full_s > self.seconds:
             fits += f"; a search that cuts nothing would take about {self.full_s / 60:.0f} min"
-        return f"plan for {self.seconds:.0f} s ({speed}): {fits}"
+        return f"plan for {self.seconds:.0f} s ({speed}): {fits}{kept if size.is_measured else ''}"
 
 
 def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float = 0.0) -> Plan:
@@ -188,8 +189,8 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
         UserError: not even the smallest sound search fits; the message has its duration.
     """
     left_s = seconds - spent_s
-    least_s = sum(size.kept_s(rates, LEAST_TOKENS, *KEPT_PROMPTS[-1]).values()) / (1 - STAGES["tree search"])
-    if least_s > left_s:
+    least = replace(size, num_survivors=1).kept_s(rates, LEAST_TOKENS, *KEPT_PROMPTS[-1])
+    if (least_s := sum(least.values()) / (1 - STAGES["tree search"])) > left_s:
         raise UserError(
             f"--budget {seconds:.0f}s: on this machine (prefill {1e3 * rates.prefill_s:.0f} ms, plain step "
             f"{1e3 * rates.step_s:.1f} ms) a sound profile takes about {spent_s + least_s:.0f} s; give "
@@ -215,7 +216,7 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
     return Plan(
         seconds=seconds,
         rates=rates,
-        num_tune_prompts=min(num_prompts, max(LEAST_PROMPTS, num_tried)),
+        num_tune_prompts=min(num_prompts, max(MIN_TRACED_PROMPTS, num_tried)),
         num_evaluate_prompts=size.num_evaluate_prompts,
         max_new_tokens=None if limit == longest else limit,
         full_s=spent_s + size.full_s(rates),

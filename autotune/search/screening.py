@@ -107,8 +107,10 @@ def _screen(model_pool: ModelPool, work: ScreeningWork, ledger: Ledger, report: 
     """Make the records of all units, the promising ones first; returns what is known, the fastest first."""
     waiting, screen_together = _screening_units(model_pool, work)
     num_units, records = len(waiting), dict[str, Record]()
-    whole = {group[0][0]: key for key, group in reversed(waiting.items())}
-    some, *others = [key for key in waiting if key in whole.values()]
+    whole: dict[str, str] = {}
+    for key, group in waiting.items():
+        whole.setdefault(group[0][0], key)
+    some, *others = whole.values()
     phases = [([some], None), (others, work.limit), (_coarse(waiting, whole), work.deadline)]
 
     def screen_groups(chosen: Sequence[str], deadline: float | None) -> bool:
@@ -126,34 +128,33 @@ def _screen(model_pool: ModelPool, work: ScreeningWork, ledger: Ledger, report: 
 
 
 def _coarse(waiting: Mapping[str, Group], whole: Mapping[str, str]) -> list[str]:
-    """Keys of groups like the first of their draft, ``whole`` by draft, with the least and a middle share of visual tokens."""
-    keys: dict[tuple[str, float], str] = {}
-    for key, group in waiting.items():
-        draft, subnet = group[0]
-        first = waiting[whole[draft]][0][1]
-        if subnet != first and subnet == first.model_copy(update={"visual_keep": subnet.visual_keep}):
-            keys[draft, subnet.visual_keep] = key
-    chosen = []
-    for draft in whole:
-        keeps = sorted(keep for of, keep in keys if of == draft)
-        chosen += [keys[draft, keep] for keep in sorted({*keeps[:1], *keeps[len(keeps) // 2 :][:1]}, reverse=True)]
-    return chosen
+    """Keys of groups like the first of their draft, ``whole`` by draft, with a middle and the least share of visual tokens."""
+    chosen: list[str] = []
+    for draft, whole_key in whole.items():
+        first = waiting[whole_key][0][1]
+        keeps = {
+            subnet.visual_keep: key
+            for key, ((of, subnet), *_) in waiting.items()
+            if of == draft and subnet == first.model_copy(update={"visual_keep": subnet.visual_keep}) != first
+        }
+        ordered = [keeps[keep] for keep in sorted(keeps, reverse=True)]
+        chosen += [*ordered[len(ordered) // 2 :][:1], *ordered[-1:]]
+    return list(dict.fromkeys(chosen))
 
 
 def _nearest(waiting: Mapping[str, Group], screened: Sequence[ScreenedSubnet], count: int) -> list[str]:
     """Keys of the groups that are nearest to the best subnet of their draft, the drafts in turn; last come drafts that cannot win."""
     best_of_draft = {subnet.draft: subnet for subnet in reversed(screened)}
-    least = LEAST_SHARE * screened[0].speedup
-    near: dict[str, list[tuple[float, str]]] = {}
+    near: dict[str, list[tuple[float, str]]] = {draft: [] for draft in best_of_draft}
     for key, group in waiting.items():
-        best = best_of_draft.get(group[0][0], screened[0])
-        near.setdefault(group[0][0], []).append((min(_distance(subnet, best.subnet) for _, subnet in group), key))
+        draft = group[0][0]
+        near[draft].append((min(_distance(subnet, best_of_draft[draft].subnet) for _, subnet in group), key))
     order = [
-        (draft in best_of_draft and best_of_draft[draft].speedup < least, turn, key)
+        (best_of_draft[draft].speedup < LEAST_SHARE * screened[0].speedup, turn, key)
         for draft, groups in near.items()
         for turn, (_, key) in enumerate(sorted(groups))
     ]
-    return [key for *_, key in sorted(order, key=lambda one: one[:2])[:count]]
+    return [key for *_, key in sorted(order)[:count]]
 
 
 def _distance(subnet: Subnet, best: Subnet) -> float:

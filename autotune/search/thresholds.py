@@ -15,13 +15,14 @@ MAX_SCREENING_SHARE = 0.6  # largest share of the budget for screening, in space
 ANSWERS_SHARE = 0.7  # share of the time for traces in which the target's answers are decoded
 MIN_TUNE_PROMPTS = 12  # answers are shortened until this number of tuning prompts fits into the budget
 LEAST_TOKENS = 16  # answers are not shortened below this number of tokens
-LEAST_PROMPTS = 6  # tuning prompts that are tried even where fewer fit
 KEPT_PROMPTS = (
     (16, 8),
     (8, 8),
     (8, 4),
 )  # held-out prompts and prompts of finalists whose time earlier stages leave: the first that fits
-KEPT_TOKENS = 100  # tokens below which answers are shortened only where the last of KEPT_PROMPTS does not fit
+KEPT_TOKENS = (
+    100  # tokens below which answers are shortened only where the last of `KEPT_PROMPTS` does not fit otherwise
+)
 KEPT_SHARE = 0.9  # largest share of the budget that is kept for the least of all stages
 MIN_TRACED_PROMPTS = 6  # prompts that are recorded past the deadline too, as long as later stages keep their least
 MIN_TREE_SEARCH_S = 5.0  # seconds of tree search, even past the deadline

@@ -25,9 +25,9 @@ from autotune.search.settings import SearchSettings
 from autotune.search.thresholds import (
     ANSWERS_SHARE,
     KEPT_PROMPTS,
-    LEAST_PROMPTS,
     LEAST_TOKENS,
     MAX_SCREENING_SHARE,
+    MIN_TRACED_PROMPTS,
     STAGES,
 )
 from autotune.workloads.workload import Workload
@@ -59,7 +59,7 @@ def test_a_fast_target_needs_no_cuts() -> None:
 def test_a_slow_target_gets_fewer_and_shorter_answers() -> None:
     """The answers of the tuning prompts fit into their share of the budget, and the plan says what was cut."""
     plan = make_plan(TEXTS, SLOW, seconds=240, spent_s=15)
-    assert LEAST_PROMPTS <= plan.num_tune_prompts < 40
+    assert MIN_TRACED_PROMPTS <= plan.num_tune_prompts < 40
     assert plan.max_new_tokens is not None and LEAST_TOKENS <= plan.max_new_tokens < 256
     answers_s = plan.num_tune_prompts * SLOW.answer_s(plan.max_new_tokens)
     assert answers_s <= 2 * ANSWERS_SHARE * STAGES["traces"] * 240, "they may end before their limits"
