@@ -205,18 +205,9 @@ class _SearchRun:
     def screen(self, table: CostTable) -> list[DraftVariant]:
         """The draft variants whose trees are searched."""
         pool, tune, ledger, console = self.model_pool, self.tune, self.ledger, self.console
-        screened = screen(
-            pool,
-            self.variants,
-            table,
-            tune,
-            self.folder,
-            ledger,
-            console,
-            jobs=self.settings.jobs,
-            deadline=self.clock.deadline_of("screening"),
-            limit=self.clock.limit_of("screening"),
-        )
+        times = {"deadline": self.clock.deadline_of("screening"), "limit": self.clock.limit_of("screening")}
+        jobs = self.settings.jobs
+        screened = screen(pool, self.variants, table, tune, self.folder, ledger, console, jobs=jobs, **times)
         documents = [pool.key, _described(self.variants), table.content_hash, tune.sha256]
         described = self.shared_decision(
             "survivors",

@@ -124,6 +124,7 @@ def _screen(model_pool: ModelPool, work: ScreeningWork, ledger: Ledger, report: 
     in_time = [screen_groups(chosen, deadline) for chosen, deadline in phases]
     while waiting and all(in_time):
         in_time = [screen_groups(_nearest(waiting, _ranked(records), ROUND_SIZE * work.num_processes), work.deadline)]
+    screen_groups(list(waiting), -math.inf)  # what an earlier run had time for
     return _ranked(records)
 
 

@@ -270,6 +270,7 @@ def test_screening_ends_at_its_deadline(
     assert {one.variant for one in late} >= {next(v for v in variants if v[0] == d) for d in model_pool.references}
     assert f"{len(late)} of {len(variants)} subnets were screened" in capsys.readouterr().err
     assert len(late) < len(screen(*arguments)) == len(variants)
+    assert len(screen(*arguments, deadline=time.monotonic() - 1)) == len(variants), "records that exist are used"
 
 
 def test_traces_end_at_their_deadline(
