@@ -8,6 +8,7 @@ compared by runs of the same prompt that are seconds apart.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import time
 from collections import defaultdict
@@ -44,6 +45,7 @@ SLOW_PREFILL = 3.0
 # ...or its mean forward took this many times the shortest of the arms: the largest tree does not.
 SLOW_FORWARD = 8.0
 MAX_REPEATS = 3
+LEAST_PROMPTS = 2  # of a comparison, for which its variance is known
 SHAPE_TOKENS = (
     64  # prompts whose lengths round up to the same multiple have one shape; on a GPU it is the padded length
 )
@@ -79,6 +81,8 @@ class ArmRunner:
         self.context = context
         self.with_perplexity = with_perplexity
         self.draft_of = draft_of
+        self.limit = math.inf
+        """A value of ``time.monotonic``: ``min_prompts`` of a comparison may end past its deadline, and all but two until then."""
         self.num_repeated = 0
         """Runs that were measured again because the machine was busy or something was captured."""
         plain = Decoder(
@@ -152,7 +156,7 @@ class ArmRunner:
         Args:
             arms: of equal names the last one counts.
             seed: of the order in which arms take turns.
-            deadline: of ``time.monotonic``. After ``min_prompts``, no prompt is begun that is expected to end later.
+            deadline: of ``time.monotonic``. After ``min_prompts``, no prompt is begun that is expected to end later (see ``limit``).
             repeat: distinguishes comparisons of the same arms in the ledger.
             keep_memory: fallbacks keep what they remember of earlier comparisons.
         """
@@ -168,8 +172,8 @@ class ArmRunner:
         for number, prompt in enumerate(workload.prompts):
             prompt_runs = {arm.name: known[arm.key, prompt.sha256] for arm in arms if (arm.key, prompt.sha256) in known}
             if len(prompt_runs) < len(arms):  # all arms of an interrupted prompt are measured again
-                is_late = deadline is not None and time.monotonic() + self.prompt_s(arms) > deadline
-                if number >= min_prompts and is_late:
+                until = self.limit if number < min_prompts else math.inf if deadline is None else deadline
+                if number >= min(LEAST_PROMPTS, min_prompts) and time.monotonic() + self.prompt_s(arms) > until:
                     break
                 prompt_runs = self._run_prompt(arms, prompt, order)
                 if self.ledger is not None:

@@ -95,7 +95,7 @@ def evaluate_profile(
     Args:
         defaults: published defaults that may be the best one, the most probable one first. Others are not run where replay
             says, in the whole interval, that the profile is faster; they leave when they are significantly slower than the fastest.
-        deadline: of ``time.monotonic``. After ``MIN_PROMPTS`` prompts, no prompt is begun that would end later.
+        deadline: of ``time.monotonic``. No prompt but the first two is begun that is expected to end later.
     """
     decoder = decoder_for(
         profile,
@@ -111,6 +111,7 @@ def evaluate_profile(
         context=[model_pool.key, profile.threads, profile.prefill_threads, points],
         draft_of=model_pool.draft_of,
     )
+    runner.limit = deadline
     last = configuration_of(profile.point)
     if last is not None and evaluator.can_replay(last):
         defaults = {

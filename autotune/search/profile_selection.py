@@ -98,6 +98,7 @@ class ProfileSelection:
 
     def measure_finalists(self, candidates: list[Candidate]) -> MeasuredFinalists:
         """The results of candidates and published defaults in real runs."""
+        self.runner.limit = self.clock.limit_of("finalists")
         return measure_finalists(
             candidates,
             published_defaults(self.model_pool),

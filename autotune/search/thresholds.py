@@ -19,10 +19,8 @@ KEPT_PROMPTS = (
     (16, 8),
     (8, 8),
     (8, 4),
-)  # held-out prompts and prompts of finalists whose time earlier stages leave: the first that fits
-KEPT_TOKENS = (
-    100  # tokens below which answers are shortened only where the last of `KEPT_PROMPTS` does not fit otherwise
-)
+)  # held-out prompts and finalists' prompts whose time is kept: the first that fit
+KEPT_TOKENS = 100  # tokens below which answers are shortened only where no `KEPT_PROMPTS` fit otherwise
 KEPT_SHARE = 0.9  # largest share of the budget that is kept for the least of all stages
 MIN_TRACED_PROMPTS = 6  # prompts that are recorded past the deadline too, as long as later stages keep their least
 MIN_TREE_SEARCH_S = 5.0  # seconds of tree search, even past the deadline
@@ -44,7 +42,7 @@ ROUNDS: tuple[tuple[int, int, int | None], ...] = (
     (4, 2, 2),
 )  # prompts between two looks, finalists and published defaults (None: all) of the race: the first that fits into the time
 RISK = 0.05  # probability that a race of equally fast arms drops any of them, spent over its looks
-MIN_PROMPTS = 4  # prompts of a race that run even past its deadline, and between two looks at an operating point
+MIN_PROMPTS = 4  # prompts of a race that may end past its deadline, and between two looks at an operating point
 MAX_PASSES = 4  # passes over the confirming prompts in the race of finalists
 MAX_TIE = 1.005  # ratio of two estimated speedups up to which the smaller tree wins
 MIN_GAIN = 0.02  # share of the decoding time that an operating point must save

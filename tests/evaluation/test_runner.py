@@ -154,6 +154,9 @@ def test_a_prompt_that_would_end_too_late_is_not_begun(
     later = {"deadline": 12.5, "min_prompts": 0, "repeat": 1}
     assert runner.compare(arms, evaluate, **later) == {AR: [], "chain": []}
     assert len(runner.compare(arms[:1], evaluate, **later)[AR]) == 1, "without the slow arm there is time"
+    for limit, count in ((0.0, 2), (1e9, 3)):
+        runner.limit = limit
+        assert len(runner.compare(arms, evaluate, deadline=0.0, min_prompts=3, repeat=count)[AR]) == count
 
 
 def test_past_the_deadline_it_ends_with_whole_prompts(runner: ArmRunner, evaluate: Workload) -> None:
