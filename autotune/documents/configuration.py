@@ -49,7 +49,7 @@ class Configuration(Document):
     @property
     def label(self) -> str:
         """Draft, tree and subnet on one line."""
-        return " ".join([*([] if self.draft is None else [self.draft]), self.tree_label, self.subnet.label])
+        return " ".join(filter(None, [self.draft, self.tree_label, self.subnet.label]))
 
 
 def configuration_of(point: OperatingPoint) -> Configuration | None:

@@ -58,11 +58,14 @@ class Subnet(Document):
     @property
     def name(self) -> str:
         """Name in file names: ``heads-0.5-layer-9-keep-0.1``, without the draft's defaults."""
-        return re.sub("[= /:]", "-", self.label)
+        return re.sub("[= /:]", "-", self._described(f"keep={self.visual_keep:g}"))
 
     @property
     def label(self) -> str:
-        """Name in tables: ``heads=0.5 layer=9 keep=0.1``, without the draft's defaults."""
+        """Name in tables: ``heads=0.5 layer=9 keep=0.1``, without the draft's defaults; there may be no image to keep all of."""
+        return self._described("" if self.visual_keep == 1.0 else f"keep={self.visual_keep:g}")
+
+    def _described(self, keep: str) -> str:
         shares = self.heads if isinstance(self.heads, tuple) else () if self.heads is None else (self.heads,)
         heads = ["heads=" + "/".join(f"{share:g}" for share in shares)] if shares else []
         layer = [] if self.injection_layer is None else [f"layer={self.injection_layer}"]
@@ -70,4 +73,4 @@ class Subnet(Document):
         ratio = "" if self.operator_ratio is None else f":{self.operator_ratio}"
         operator = [] if self.operator is None else [f"operator={self.operator}{ratio}"]
         vocabulary = [] if self.vocabulary is None else [f"vocabulary={self.vocabulary:g}"]
-        return " ".join([*heads, *layer, f"keep={self.visual_keep:g}", *ranking, *operator, *vocabulary])
+        return " ".join(filter(None, [*heads, *layer, keep, *ranking, *operator, *vocabulary]))

@@ -9,6 +9,7 @@ by the number of ordered pairs of arms in the race (Bonferroni), because the run
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ def race(
     workload: Workload,
     *,
     always: Sequence[Arm] = (),
+    briefly: Sequence[Arm] = (),
     defaults: Sequence[Arm] = (),
     risk: float,
     prompts_per_block: int,
@@ -52,6 +54,7 @@ def race(
     Args:
         arms: leave when they are slower than the fastest arm or default.
         always: run on every prompt and are not compared.
+        briefly: the same, but they leave after a block where not all prompts can end before the deadline.
         defaults: leave when they are slower than the fastest default.
         risk: probability that any of equal arms leaves.
         prompts_per_block: number of prompts between two looks.
@@ -59,12 +62,12 @@ def race(
         passes: over the prompts.
         ends: whether the race is over, given the names of the arms and defaults that are not significantly slower than the
             fastest of them; by default, when one is left.
-        deadline: of ``time.monotonic``. No prompt is begun that would end later.
+        deadline: of ``time.monotonic``. No prompt is begun that is expected to end later.
     """
     prompts = workload.prompts
     blocks = [prompts[begin : begin + prompts_per_block] for begin in range(0, len(prompts), prompts_per_block)]
     names, default_names = [arm.name for arm in arms], [arm.name for arm in defaults]
-    runs: dict[str, list[Run]] = {arm.name: [] for arm in (*always, *arms, *defaults)}
+    runs: dict[str, list[Run]] = {arm.name: [] for arm in (*always, *briefly, *arms, *defaults)}
     num_done, num_looks = 0, passes * len(blocks)
     runner.reserve(workload)
 
@@ -74,8 +77,9 @@ def race(
 
     for look in range(num_looks):
         block = blocks[look % len(blocks)]
+        remaining = [*always, *briefly, *(arm for arm in (*arms, *defaults) if arm.name in {*names, *default_names})]
         block_runs = runner.compare(
-            [*always, *(arm for arm in (*arms, *defaults) if arm.name in {*names, *default_names})],
+            remaining,
             Workload(workload.name, workload.split, block),
             seed=seed + look,
             deadline=deadline,
@@ -95,6 +99,9 @@ def race(
         default_names = _not_slower(runs, default_names, pair_risk)
         if num_more < len(block) or ends(leaders):
             break
+        num_left = passes * len(prompts) - num_done
+        if deadline is not None and time.monotonic() + num_left * runner.prompt_s(remaining) > deadline:
+            briefly = ()
     return Race(runs, names, default_names)
 
 

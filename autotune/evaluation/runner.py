@@ -8,8 +8,10 @@ compared by runs of the same prompt that are seconds apart.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +45,7 @@ SLOW_PREFILL = 3.0
 # ...or its mean forward took this many times the shortest of the arms: the largest tree does not.
 SLOW_FORWARD = 8.0
 MAX_REPEATS = 3
+LEAST_PROMPTS = 2  # of a comparison, for which its variance is known
 SHAPE_TOKENS = (
     64  # prompts whose lengths round up to the same multiple have one shape; on a GPU it is the padded length
 )
@@ -78,6 +81,8 @@ class ArmRunner:
         self.context = context
         self.with_perplexity = with_perplexity
         self.draft_of = draft_of
+        self.limit = math.inf
+        """A value of ``time.monotonic``: ``min_prompts`` of a comparison may end past its deadline, and all but two until then."""
         self.num_repeated = 0
         """Runs that were measured again because the machine was busy or something was captured."""
         plain = Decoder(
@@ -88,6 +93,7 @@ class ArmRunner:
         self.conversations = Conversations(processor, self._plain_answers)
         self._decoders: dict[str, Decoder] = {}
         self._warm: set[tuple[Any, ...]] = set()
+        self._run_s: defaultdict[str, list[float]] = defaultdict(list)  # durations with warm-ups, by arm key
         self._reserved: dict[str, int] = {}  # tokens of a prompt and its answer, by the prompt's hash
 
     def arm(self, name: str, configuration: Configuration) -> DecoderArm:
@@ -150,7 +156,7 @@ class ArmRunner:
         Args:
             arms: of equal names the last one counts.
             seed: of the order in which arms take turns.
-            deadline: of ``time.monotonic``. After ``min_prompts``, no prompt is begun that would end later.
+            deadline: of ``time.monotonic``. After ``min_prompts``, no prompt is begun that is expected to end later (see ``limit``).
             repeat: distinguishes comparisons of the same arms in the ledger.
             keep_memory: fallbacks keep what they remember of earlier comparisons.
         """
@@ -163,14 +169,12 @@ class ArmRunner:
             for fallback in arm.fallbacks:
                 fallback.forget()
         self.reserve(workload)
-        started = time.monotonic()
         for number, prompt in enumerate(workload.prompts):
-            now = time.monotonic()
-            is_late = deadline is not None and now + (now - started) / max(1, number) > deadline
-            if number >= min_prompts and is_late:
-                break
             prompt_runs = {arm.name: known[arm.key, prompt.sha256] for arm in arms if (arm.key, prompt.sha256) in known}
             if len(prompt_runs) < len(arms):  # all arms of an interrupted prompt are measured again
+                until = self.limit if number < min_prompts else math.inf if deadline is None else deadline
+                if number >= min(LEAST_PROMPTS, min_prompts) and time.monotonic() + self.prompt_s(arms) > until:
+                    break
                 prompt_runs = self._run_prompt(arms, prompt, order)
                 if self.ledger is not None:
                     lines = ({"comparison": comparison, **run.model_dump()} for run in prompt_runs.values())
@@ -181,6 +185,12 @@ class ArmRunner:
                 report(number + 1, len(workload.prompts))
         return runs
 
+    def prompt_s(self, arms: Sequence[Arm]) -> float:
+        """Expected duration of runs of these arms on a prompt, in seconds; of unknown arms, that of the known ones."""
+        known = {key: sum(seconds) / len(seconds) for key, seconds in self._run_s.items()}
+        usual_s = sum(known.values()) / max(1, len(known))
+        return sum(known.get(arm.key, usual_s) for arm in arms)
+
     def _run_prompt(self, arms: Sequence[Arm], prompt: WorkloadPrompt, order: random.Random) -> dict[str, Run]:
         """Run all arms on one prompt, in random order, and repeat the runs that something else slowed down.
 
@@ -189,7 +199,11 @@ class ArmRunner:
         forwards took far longer, or in which forward passes were captured; fallbacks forget such runs.
         """
         histories = {arm.name: _histories(arm) for arm in arms}
-        runs = {arm.name: self.run(arm, prompt) for arm in order.sample(list(arms), len(arms))}
+        runs: dict[str, Run] = {}
+        for arm in order.sample(list(arms), len(arms)):
+            began = time.monotonic()
+            runs[arm.name] = self.run(arm, prompt)
+            self._run_s[arm.key].append(time.monotonic() - began)
         for _ in range(MAX_REPEATS):
             usual_ms = float(np.median([run.target_prefill_ms for run in runs.values()]))
             forward_ms = min((run.forward_ms for run in runs.values() if run.forward_ms > 0), default=0.0)

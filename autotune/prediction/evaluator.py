@@ -138,7 +138,7 @@ class Evaluator:
         configuration = self.resolve(configuration)
         variant = configuration.draft or "", configuration.subnet
         if variant not in self.traces:
-            known = "; ".join(f"{draft} {subnet.label}" for draft, subnet in self.traces)
+            known = "; ".join(f"{draft} {subnet.label}".strip() for draft, subnet in self.traces)
             raise UserError(
                 f"no trace has {configuration.draft} {configuration.subnet.label}; there are {known}; "
                 "record it, or narrow the space"

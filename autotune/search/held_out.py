@@ -33,7 +33,7 @@ from autotune.runtime.load import decoder_for
 from autotune.search.finalists import print_labels
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import HELD_OUT_PROMPTS, MIN_PROMPTS, RISK
-from autotune.search.tuning_prompts import TuningPrompts
+from autotune.search.tuning_prompts import TuningPrompts, ratio_interval
 from autotune.study.document import RUNS
 from autotune.workloads.workload import Workload
 
@@ -65,7 +65,7 @@ class Evaluation:
         """The speedup of the profile over plain decoding, Hugging Face and the best default, by task and over all prompts."""
         gains = []
         for over in filter(None, (AR, HF, self.best_default)):
-            pairs = list(zip(self.runs[TUNED], self.runs[over], strict=True))
+            pairs = list(zip(self.runs[TUNED], self.runs[over], strict=False))  # some arms have fewer runs
             tasks = list(dict.fromkeys(run.task or "" for run, _ in pairs))
             for task in (*(tasks if len(tasks) > 1 else ()), ALL):
                 task_pairs = [pair for pair in pairs if task in (ALL, pair[0].task)]
@@ -93,8 +93,9 @@ def evaluate_profile(
     """Run the profile, plain decoding, Hugging Face and the defaults on held-out prompts until the deadline.
 
     Args:
-        defaults: published defaults that may be the best one. They leave when they are significantly slower than the fastest.
-        deadline: of ``time.monotonic``. After ``MIN_PROMPTS`` prompts, no prompt is begun that would end later.
+        defaults: published defaults that may be the best one, the most probable one first. Others are not run where replay
+            says, in the whole interval, that the profile is faster; they leave when they are significantly slower than the fastest.
+        deadline: of ``time.monotonic``. No prompt but the first two is begun that is expected to end later.
     """
     decoder = decoder_for(
         profile,
@@ -110,14 +111,22 @@ def evaluate_profile(
         context=[model_pool.key, profile.threads, profile.prefill_threads, points],
         draft_of=model_pool.draft_of,
     )
+    runner.limit = deadline
     last = configuration_of(profile.point)
+    if last is not None and evaluator.can_replay(last):
+        defaults = {
+            name: default
+            for number, (name, default) in enumerate(defaults.items())
+            if number == 0 or not evaluator.can_replay(default) or ratio_interval(evaluator, default, last)[0] <= 1.0
+        }
     tuned = DecoderArm(TUNED, decoder, key=last.key if last else TUNED)
     with console.stage("evaluation, measured") as update:
         measured = race(
             runner,
             [],
             workload,
-            always=[runner.plain, HuggingFaceArm(HF, decoder.target.model, threads=decoder.threads), tuned],
+            always=[runner.plain, tuned],
+            briefly=[HuggingFaceArm(HF, decoder.target.model, threads=decoder.threads)],
             defaults=[runner.arm(name, default) for name, default in defaults.items()],
             risk=RISK,
             prompts_per_block=HELD_OUT_PROMPTS,

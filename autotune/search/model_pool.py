@@ -86,12 +86,15 @@ class ModelPool:
         self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
 
     @contextmanager
-    def worker_pool(self, jobs: int | None, task: Callable[..., None], *arguments: Any) -> Iterator[WorkerPool]:
-        """A pool of workers that load the same models and run ``task(model_pool, rank, *arguments)``, ``jobs`` processes in
-        all (None: one per core), which share torch's threads.
+    def worker_pool(
+        self, jobs: int | None, task: Callable[..., None], *arguments: Any, deadline: float | None = None
+    ) -> Iterator[WorkerPool]:
+        """A pool of workers that load the same models and run ``task(model_pool, rank, *arguments)`` until ``deadline``, ``jobs``
+        processes in all (None: one per core), which share torch's threads.
         """
         num_workers, num_threads = self.worker_limits(jobs)
-        pool = WorkerPool(num_workers, _run_task, self.arguments, self.num_cores, num_threads, task, *arguments)
+        given = self.arguments, self.num_cores, num_threads, task, *arguments
+        pool = WorkerPool(num_workers, _run_task, *given, deadline=deadline)
         with pool, limited_threads(num_threads):
             yield pool
 

@@ -163,6 +163,7 @@ class _SearchRun:
         self.plan = Plan.model_validate(self.shared_decision("plan", documents, make), strict=False)
         self.console.say(self.plan.describe(size))
         self.clock.set_share("screening", self.plan.screening_share)
+        self.clock.kept_s = self.plan.kept_s
         limit = self.plan.max_new_tokens
         self.evaluate = self.evaluate.cut(self.plan.num_evaluate_prompts, limit)
         # Held-out turns follow their answers where they are run.
@@ -177,6 +178,7 @@ class _SearchRun:
         else:
             # Not the deadline of the stage: the limit is part of the table's key.
             limit_s = min(CostSettings.time_limit_s, STAGES["cost table"] * settings.budget_s)
+            limit_s = self.plan.table_limit_s(limit_s)
             table = local_table(
                 self.model_pool, priced, self.tune, self.folder, self.ledger, self.console, time_limit_s=limit_s
             )
@@ -203,8 +205,9 @@ class _SearchRun:
     def screen(self, table: CostTable) -> list[DraftVariant]:
         """The draft variants whose trees are searched."""
         pool, tune, ledger, console = self.model_pool, self.tune, self.ledger, self.console
-        deadline, jobs = self.clock.deadline_of("screening"), self.settings.jobs
-        screened = screen(pool, self.variants, table, tune, self.folder, ledger, console, jobs=jobs, deadline=deadline)
+        times = {"deadline": self.clock.deadline_of("screening"), "limit": self.clock.limit_of("screening")}
+        jobs = self.settings.jobs
+        screened = screen(pool, self.variants, table, tune, self.folder, ledger, console, jobs=jobs, **times)
         documents = [pool.key, _described(self.variants), table.content_hash, tune.sha256]
         described = self.shared_decision(
             "survivors",
@@ -233,7 +236,12 @@ class _SearchRun:
             bounds=self.bounds,
             jobs=self.settings.jobs,
         )
-        traces = record(self.tune, deadline=self.clock.deadline_of("traces"))
+        traces = record(
+            self.tune,
+            deadline=self.clock.deadline_of("traces"),
+            limit=self.clock.limit_of("traces"),
+            answer_s=self.plan.rates.answer_s(max(prompt.settings.max_new_tokens for prompt in self.tune.prompts)),
+        )
         documents = [self.model_pool.key, _described(variants), self.tune.sha256, self.bounds.model_dump()]
         num_prompts = self.shared_decision(
             "num_prompts", [*documents, self.settings.budget_s], lambda: traces[0].num_prompts
@@ -241,6 +249,8 @@ class _SearchRun:
         self.tune = self.tune.cut(num_prompts)
         if traces[0].num_prompts != num_prompts:  # another worker or run had time for more or fewer
             traces = record(self.tune)
+        assert self.study is not None
+        self.study = self.study.model_copy(update={"tune_sha256": self.tune.sha256})
         print_agreement(traces, self.console)
         return traces
 

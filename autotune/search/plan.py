@@ -1,29 +1,37 @@
 """The plan of a search: what fits into its budget on this machine.
 
-The number of prompts and the length of answers are planned from the target's measured speed before the long part begins.
-Every stage then has a share of the time that is left: it does its work in the order of its value until its deadline, and
-time that it does not need goes to later stages.
+The number of prompts, the length of answers and the least of every stage are planned from the target's measured speed before
+the long part begins. Every stage then has its least and a share of the time that nothing needs: it does its work in the order of
+its value until its deadline, and time that it does not need goes to later stages.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
+from pydantic import Field
 
 from autotune.errors import UserError
+from autotune.evaluation.arms import WARM_UP_S
 from autotune.files import Document
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.search.thresholds import (
     ANSWERS_SHARE,
-    LEAST_PROMPTS,
+    HELD_OUT_PROMPTS,
+    KEPT_PROMPTS,
+    KEPT_SHARE,
+    KEPT_TOKENS,
     LEAST_TOKENS,
     MAX_SCREENING_SHARE,
+    MIN_TRACED_PROMPTS,
+    MIN_TREE_SEARCH_S,
     MIN_TUNE_PROMPTS,
     STAGES,
 )
@@ -40,7 +48,8 @@ SCREENED_TOKENS = 8 * 64
 SCREENING_STEPS = 0.18  # of a chain at one position of an answer
 DECODING_STEPS = 0.7  # per token, mean over the arms that are compared
 FULL_FINALIST_RUNS = 13 * 32  # arms times prompts
-LEAST_FINALIST_ARMS = EVALUATED_ARMS = 4
+LEAST_FINALIST_ARMS = 5  # plain decoding, two finalists and two published defaults
+EVALUATED_ARMS = 4  # plain decoding, the profile, the best default, and for the first block Hugging Face
 
 
 class Rates(Document):
@@ -111,12 +120,20 @@ class SearchSize:
         num_screened = self.num_variants if self.num_variants > self.num_survivors else 0
         return num_screened * SCREENED_TOKENS * SCREENING_STEPS * rates.step_s / self.num_processes
 
-    def least_s(self, rates: Rates) -> float:
-        """Estimated duration of the smallest search that is sound, in seconds."""
-        counted = LEAST_PROMPTS * (rates.answer_s(LEAST_TOKENS) + LEAST_TOKENS * TRACE_STEPS * rates.step_s)
-        num_runs = LEAST_PROMPTS * (LEAST_FINALIST_ARMS + EVALUATED_ARMS)
-        timed = rates.table_s(self.num_priced) + num_runs * rates.run_s(LEAST_TOKENS)
-        return (self.is_measured * timed + counted) / (1 - STAGES["tree search"])
+    def kept_s(self, rates: Rates, num_tokens: float, num_judged: int, num_raced: int) -> dict[str, float]:
+        """Estimated duration of the least of each stage, in seconds: answers of ``num_tokens``, ``num_judged`` held-out prompts and
+        ``num_raced`` prompts of finalists.
+        """
+        traced_s = rates.answer_s(num_tokens) + self.num_survivors * num_tokens * TRACE_STEPS * rates.step_s
+        kept = {"traces": MIN_TRACED_PROMPTS * traced_s}
+        if self.is_measured:
+            kept["cost table"] = rates.table_s(self.num_priced)
+            run_s = rates.run_s(num_tokens)
+            warm_up_s = min(WARM_UP_S, run_s)
+            kept["finalists"] = LEAST_FINALIST_ARMS * (num_raced * run_s + warm_up_s)
+            num_runs = (EVALUATED_ARMS - 1) * num_judged + HELD_OUT_PROMPTS
+            kept["evaluation"] = num_runs * run_s + EVALUATED_ARMS * warm_up_s
+        return kept
 
 
 class Plan(Document):
@@ -131,8 +148,19 @@ class Plan(Document):
     """Limit of every answer; None: the workload's own limits."""
     full_s: float
     """Estimated duration of a search that cuts nothing, in seconds."""
+    kept_s: dict[str, float] = Field(default_factory=dict)
+    """Time that earlier stages leave to each stage, in seconds."""
+    num_kept_prompts: tuple[int, int] = KEPT_PROMPTS[-1]
+    """Held-out prompts and prompts of finalists in that time."""
     screening_share: float = STAGES["screening"]
-    """Share of the budget in which subnets are screened."""
+    """Share of the time that is not kept, in which subnets are screened."""
+
+    def table_limit_s(self, limit_s: float) -> float:
+        """``limit_s``, halved until the cost table leaves the other stages their time: similar searches share a table."""
+        free_s = self.seconds - sum(self.kept_s.values())
+        while limit_s > 2 * (self.kept_s.get("cost table", 0.0) + STAGES["cost table"] * max(free_s, 0.0)):
+            limit_s /= 2
+        return limit_s
 
     def describe(self, size: SearchSize) -> str:
         """One line: what fits, and what a search that cuts nothing would take."""
@@ -142,57 +170,73 @@ class Plan(Document):
             cuts.append(f"at most {self.num_tune_prompts} of {num_prompts} tuning prompts")
         if self.max_new_tokens is not None:
             cuts.append(f"answers of at most {self.max_new_tokens} tokens instead of {longest}")
+        num_judged, num_raced = self.num_kept_prompts
+        kept = f"; time is kept for {num_raced} prompts of finalists and {num_judged} held-out ones"
         speed = f"prefill {1e3 * self.rates.prefill_s:.0f} ms, plain step {1e3 * self.rates.step_s:.1f} ms"
         fits = ", ".join(cuts) or f"all {num_prompts} tuning prompts and their full answers"
         if self.full_s > self.seconds:
             fits += f"; a search that cuts nothing would take about {self.full_s / 60:.0f} min"
-        return f"plan for {self.seconds:.0f} s ({speed}): {fits}"
+        return f"plan for {self.seconds:.0f} s ({speed}): {fits}{kept if size.is_measured else ''}"
 
 
 def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float = 0.0) -> Plan:
     """The plan for a budget of ``seconds``, of which ``spent_s`` are over.
 
-    Answers are shortened, by halves, until ``MIN_TUNE_PROMPTS`` answers and the least of the real runs fit.
+    Answers are shortened, by halves, until ``MIN_TUNE_PROMPTS`` answers and the first of ``KEPT_PROMPTS`` fit; below
+    ``KEPT_TOKENS`` tokens only where the last of them does not fit otherwise.
 
     Raises:
         UserError: not even the smallest sound search fits; the message has its duration.
     """
     left_s = seconds - spent_s
-    if (least_s := size.least_s(rates)) > left_s:
+    least = replace(size, num_survivors=1).kept_s(rates, LEAST_TOKENS, *KEPT_PROMPTS[-1])
+    if (least_s := sum(least.values()) / (1 - STAGES["tree search"])) > left_s:
         raise UserError(
             f"--budget {seconds:.0f}s: on this machine (prefill {1e3 * rates.prefill_s:.0f} ms, plain step "
             f"{1e3 * rates.step_s:.1f} ms) a sound profile takes about {spent_s + least_s:.0f} s; give "
             f"--budget {1.1 * (spent_s + least_s):.0f}s or more"
         )
     num_prompts, longest = len(size.answer_tokens), max(size.answer_tokens)
-    answers_s = ANSWERS_SHARE * STAGES["traces"] * left_s * size.num_processes
-    num_wanted = min(num_prompts, MIN_TUNE_PROMPTS)
-    limit, num_tokens = longest, fmean(size.answer_tokens)
-    while limit // 2 >= LEAST_TOKENS:
-        evaluated_s = LEAST_PROMPTS * EVALUATED_ARMS * rates.run_s(num_tokens)
-        if num_wanted * rates.answer_s(num_tokens) <= answers_s and evaluated_s <= STAGES["evaluation"] * left_s:
-            break
-        limit //= 2
+    limits = [longest]
+    while limits[-1] // 2 >= LEAST_TOKENS:
+        limits.append(max(limits[-1] // 2, KEPT_TOKENS) if limits[-1] > KEPT_TOKENS else limits[-1] // 2)
+    trees_s = min(MIN_TREE_SEARCH_S, STAGES["tree search"] * left_s)
+    whole = [limit for limit in limits if limit >= min(KEPT_TOKENS, longest)]
+    choices = [*itertools.product(KEPT_PROMPTS, whole), *((KEPT_PROMPTS[-1], limit) for limit in limits[len(whole) :])]
+    for kept_prompts, limit in choices:
         num_tokens = fmean(min(limit, num_tokens) for num_tokens in size.answer_tokens)
+        kept_s = size.kept_s(rates, num_tokens, *kept_prompts) | {"tree search": trees_s}
+        free_s = left_s - sum(kept_s.values())
+        answers_s = ANSWERS_SHARE * size.num_processes * (kept_s["traces"] + STAGES["traces"] * max(0.0, free_s))
+        is_answered = min(num_prompts, MIN_TUNE_PROMPTS) * rates.answer_s(num_tokens) <= answers_s
+        if is_answered and free_s >= (1 - KEPT_SHARE) * left_s:
+            break
     # Answers may end before their limits, so twice as many are tried; the deadline of their stage ends it.
     num_tried = int(2 * answers_s / rates.answer_s(num_tokens))
     return Plan(
         seconds=seconds,
         rates=rates,
-        num_tune_prompts=min(num_prompts, max(LEAST_PROMPTS, num_tried)),
+        num_tune_prompts=min(num_prompts, max(MIN_TRACED_PROMPTS, num_tried)),
         num_evaluate_prompts=size.num_evaluate_prompts,
         max_new_tokens=None if limit == longest else limit,
         full_s=spent_s + size.full_s(rates),
+        kept_s=kept_s,
+        num_kept_prompts=kept_prompts,
         screening_share=min(MAX_SCREENING_SHARE, max(STAGES["screening"], size.screening_s(rates) / seconds)),
     )
 
 
 class StageClock:
-    """Deadlines of the stages of a search in their order, of ``time.monotonic`` as is the ``deadline`` of the search."""
+    """Deadlines of the stages of a search in their order, of ``time.monotonic`` as is the ``deadline`` of the search.
+
+    Attributes:
+        kept_s: seconds that earlier stages leave to a stage.
+    """
 
     def __init__(self, deadline: float, stages: Iterable[str] = STAGES) -> None:
         self.deadline = deadline
         self.weights = {stage: STAGES[stage] for stage in stages}
+        self.kept_s: Mapping[str, float] = {}
 
     def set_share(self, stage: str, share: float) -> None:
         """Give a stage another share of the budget, at the cost of all others equally."""
@@ -200,8 +244,22 @@ class StageClock:
         self.weights[stage] = others * share / (1 - share)
 
     def deadline_of(self, stage: str) -> float:
-        """The end of a stage that begins now: its share of the time left for it and the later stages."""
+        """The end of a stage that begins now: the time kept for it, and its share of the time that is left for it and the later
+        stages and not kept.
+        """
+        kept = self._kept_from(stage)
+        now, weights = time.monotonic(), [self.weights[name] for name in kept]
+        free_s = max(0.0, self.deadline - now - sum(kept.values()))
+        return now + kept[stage] + free_s * weights[0] / sum(weights)
+
+    def limit_of(self, stage: str) -> float:
+        """The end of the time that is not kept for later stages: the least of a stage may go on until then."""
+        kept = self._kept_from(stage)
+        return self.deadline - (sum(kept.values()) - kept[stage])
+
+    def _kept_from(self, stage: str) -> dict[str, float]:
+        """The time kept for this stage and every later one, less where not so much is left."""
         stages = list(self.weights)
-        later = [self.weights[name] for name in stages[stages.index(stage) :]]
-        now = time.monotonic()
-        return now + max(0.0, self.deadline - now) * self.weights[stage] / sum(later)
+        kept = {name: self.kept_s.get(name, 0.0) for name in stages[stages.index(stage) :]}
+        share = min(1.0, max(0.0, self.deadline - time.monotonic()) / max(sum(kept.values()), 1e-9))
+        return {name: share * seconds for name, seconds in kept.items()}

@@ -23,6 +23,7 @@ from autotune.documents.decoding_profile import (
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.documents.run import Run
+from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import race
 from autotune.evaluation.summary import speedup
 from autotune.prediction.evaluator import Candidate
@@ -99,6 +100,7 @@ class ProfileSelection:
 
     def measure_finalists(self, candidates: list[Candidate]) -> MeasuredFinalists:
         """The results of candidates and published defaults in real runs."""
+        self.runner.limit = self.clock.limit_of("finalists")
         return measure_finalists(
             candidates,
             published_defaults(self.model_pool),
@@ -129,12 +131,13 @@ class ProfileSelection:
             candidate = self.evaluator.with_fallback(predicted).configuration
             if candidate.key in {rival.key for rival in rivals.values()}:
                 continue
-            if time.monotonic() > deadline:
+            arms = [self.runner.arm(name, c) for name, c in {**rivals, POINT: candidate}.items()]
+            if time.monotonic() + MIN_PROMPTS * self.runner.prompt_s(arms) > deadline:
                 self.console.say(
                     f"{len(points) - number} operating points were not confirmed in their share of the budget"
                 )
                 break
-            runs = self._point_runs(condition, {**rivals, POINT: candidate}, deadline)
+            runs = self._point_runs(condition, arms, deadline)
             # An arm that left before the others has fewer runs.
             ratios = {name: speedup(runs[name], runs[POINT][: len(runs[name])]) for name in rivals}
             is_faster = max(ratios.values()) <= 1 - MIN_GAIN
@@ -150,9 +153,7 @@ class ProfileSelection:
             print_labels(labels, self.console)
         return kept
 
-    def _point_runs(
-        self, condition: Condition, configurations: Mapping[str, Configuration], deadline: float
-    ) -> Mapping[str, Sequence[Run]]:
+    def _point_runs(self, condition: Condition, arms: Sequence[Arm], deadline: float) -> Mapping[str, Sequence[Run]]:
         """Runs of the arms on the tuning prompts that meet a condition, until the difference of the point to the others is
         significant or the time is over.
         """
@@ -171,7 +172,7 @@ class ProfileSelection:
         )
         return race(
             self.runner,
-            [self.runner.arm(name, configuration) for name, configuration in configurations.items()],
+            arms,
             Workload(tune.name, tune.split, prompts),
             risk=RISK,
             prompts_per_block=MIN_PROMPTS,

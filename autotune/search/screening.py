@@ -1,4 +1,7 @@
-"""Screening: every subnet of every draft is evaluated, exhaustively, as STAR chooses among its subnets.
+"""Screening: every subnet of every draft is evaluated, as STAR chooses among its subnets, the promising ones first.
+
+The whole subnet of each draft comes first, then a few shares of visual tokens, then the subnets that are nearest to the best one of
+each draft that can still win, so that a deadline leaves out those that are least likely to win.
 
 A subnet's speed is predicted from chains along recorded answers and the cost table. Subnets of a supernet that differ
 in heads only are recorded together (``recording.chain_recorder``); their chains are the chains of the recorder of
@@ -7,7 +10,7 @@ traces, up to rounding, so nothing is estimated but the cost of unequal shares o
 
 from __future__ import annotations
 
-import random
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +29,7 @@ from autotune.search.finalists import NAMES, print_labels
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import LEAST_SHARE
 from autotune.search.traces import record_trace
-from autotune.study.ledger import Ledger, Record
+from autotune.study.ledger import Ledger, Record, Report
 from autotune.study.records import ScreenedSubnet, record_of, screened_in
 from autotune.trees.chain import ChainPolicy
 from autotune.workloads.workload import Workload
@@ -35,9 +38,10 @@ DEPTHS = range(1, 9)  # of the chains
 NUM_PROMPTS = 8
 NUM_TOKENS = 64  # of each answer, the same for all subnets
 BOUNDS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_tokens": NUM_TOKENS})
-ORDER_SEED = 0
+MAX_TOGETHER = 8  # subnets in a unit of work
+ROUND_SIZE = 4  # units of each process between two rankings
 
-Units = dict[str, Callable[[], Record]]
+Group = Sequence[DraftVariant]
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,9 @@ class ScreeningWork:
     """The storage of the ledger."""
     deadline: float | None
     """A value of ``time.monotonic``."""
+    limit: float | None = None
+    """That of the whole subnet of every draft, which may pass the deadline."""
+    num_processes: int = 1
 
 
 def screen(
@@ -66,23 +73,26 @@ def screen(
     *,
     jobs: int | None = None,
     deadline: float | None = None,
+    limit: float | None = None,
 ) -> list[ScreenedSubnet]:
     """Predict the speed of every variant with its best chain; returns the fastest first.
 
     Every variant is a record of the ledger. Where that takes long, ``jobs`` processes share the work (None: one per core).
-    No variant is begun after ``deadline``, of ``time.monotonic``, but the full subnet of every draft.
+    No variant is begun that would end after ``deadline``, of ``time.monotonic``; the whole subnet of every draft may end until
+    ``limit`` (None: whenever it ends).
     """
-    work = ScreeningWork(variants, table, workload, folder, ledger.storage, deadline)
-    with console.stage("screening") as update, model_pool.worker_pool(jobs, screen_in_worker, work) as workers:
+    num_processes = 1 + model_pool.worker_limits(jobs)[0]
+    work = ScreeningWork(variants, table, workload, folder, ledger.storage, deadline, limit, num_processes)
+    with (
+        console.stage("screening") as update,
+        model_pool.worker_pool(jobs, screen_in_worker, work, deadline=deadline) as workers,
+    ):
 
         def report(done: int, of: int) -> None:
             update(done, of, "")
             workers.report(done, of)
 
-        first, later = _screening_units(model_pool, work)
-        records = ledger.work("subnets", first)
-        records |= ledger.work("subnets", later, report=report, deadline=deadline)
-    screened = _ranked(records)
+        screened = _screen(model_pool, work, ledger, report)
     if len(screened) < len(variants):
         console.say(f"{len(screened)} of {len(variants)} subnets were screened in their share of the budget")
     return screened
@@ -90,14 +100,73 @@ def screen(
 
 def screen_in_worker(model_pool: ModelPool, rank: int, work: ScreeningWork) -> None:
     """Screen the variants that no other process screens."""
-    first, later = _screening_units(model_pool, work)
-    Ledger(work.storage).work("subnets", first | later, deadline=work.deadline)
+    _screen(model_pool, work, Ledger(work.storage), lambda done, of: None)
 
 
-def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[Units, Units]:
-    """Units that find the best chain of each variant: those with the first variant of each draft, and the others in a random
-    order, so that those that are screened before a deadline are a sample of all. Variants that are recorded together are
-    one unit.
+def _screen(model_pool: ModelPool, work: ScreeningWork, ledger: Ledger, report: Report) -> list[ScreenedSubnet]:
+    """Make the records of all units, the promising ones first; returns what is known, the fastest first."""
+    waiting, screen_together = _screening_units(model_pool, work)
+    num_units, records = len(waiting), dict[str, Record]()
+    whole: dict[str, str] = {}
+    for key, group in waiting.items():
+        whole.setdefault(group[0][0], key)
+    some, *others = whole.values()
+    phases = [([some], None), (others, work.limit), (_coarse(waiting, whole), work.deadline)]
+
+    def screen_groups(chosen: Sequence[str], deadline: float | None) -> bool:
+        """Whether there was time for all of them."""
+        done = num_units - len(waiting)
+        units = {key: partial(screen_together, waiting.pop(key)) for key in chosen}
+        found = ledger.work("subnets", units, report=lambda more, _: report(done + more, num_units), deadline=deadline)
+        records.update(found)
+        return len(found) == len(units)
+
+    in_time = [screen_groups(chosen, deadline) for chosen, deadline in phases]
+    while waiting and all(in_time):
+        in_time = [screen_groups(_nearest(waiting, _ranked(records), ROUND_SIZE * work.num_processes), work.deadline)]
+    screen_groups(list(waiting), -math.inf)  # what an earlier run had time for
+    return _ranked(records)
+
+
+def _coarse(waiting: Mapping[str, Group], whole: Mapping[str, str]) -> list[str]:
+    """Keys of groups like the first of their draft, ``whole`` by draft, with a middle and the least share of visual tokens."""
+    chosen: list[str] = []
+    for draft, whole_key in whole.items():
+        first = waiting[whole_key][0][1]
+        keeps = {
+            subnet.visual_keep: key
+            for key, ((of, subnet), *_) in waiting.items()
+            if of == draft and subnet == first.model_copy(update={"visual_keep": subnet.visual_keep}) != first
+        }
+        ordered = [keeps[keep] for keep in sorted(keeps, reverse=True)]
+        chosen += [*ordered[len(ordered) // 2 :][:1], *ordered[-1:]]
+    return list(dict.fromkeys(chosen))
+
+
+def _nearest(waiting: Mapping[str, Group], screened: Sequence[ScreenedSubnet], count: int) -> list[str]:
+    """Keys of the groups that are nearest to the best subnet of their draft, the drafts in turn; last come drafts that cannot win."""
+    best_of_draft = {subnet.draft: subnet for subnet in reversed(screened)}
+    near: dict[str, list[tuple[float, str]]] = {draft: [] for draft in best_of_draft}
+    for key, group in waiting.items():
+        draft = group[0][0]
+        near[draft].append((min(_distance(subnet, best_of_draft[draft].subnet) for _, subnet in group), key))
+    order = [
+        (best_of_draft[draft].speedup < LEAST_SHARE * screened[0].speedup, turn, key)
+        for draft, groups in near.items()
+        for turn, (_, key) in enumerate(sorted(groups))
+    ]
+    return [key for *_, key in sorted(order)[:count]]
+
+
+def _distance(subnet: Subnet, best: Subnet) -> float:
+    """How much a subnet differs from the best one: by one choice less than by two, and visual tokens by their logarithm."""
+    changed = sum(getattr(subnet, name) != getattr(best, name) for name in Subnet.model_fields)
+    return 10.0 * changed + abs(math.log(subnet.visual_keep / best.visual_keep))
+
+
+def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[dict[str, Group], Callable[[Group], Record]]:
+    """Groups of variants that are recorded together, by a key that contains everything that their record depends on, and the
+    function that finds the best chain of each variant of a group.
     """
     prompts = work.workload.cut(NUM_PROMPTS)
     recorder = model_pool.recorder(work.folder)
@@ -111,7 +180,7 @@ def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[Units,
     recorder.layers = tuple(sorted(layers))
     recorder.answers(prompts)
 
-    def screen_together(group: Sequence[DraftVariant]) -> Record:
+    def screen_together(group: Group) -> Record:
         draft, subnets = group[0][0], [subnet for _, subnet in group]
         if len(group) == 1:
             traces = [record_trace(model_pool, recorder, group[0], prompts, BOUNDS)]
@@ -122,28 +191,30 @@ def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[Units,
         evaluator = Evaluator(traces, work.table, jobs=1)
         return record_of([_best_chain(evaluator, draft, subnet) for subnet in subnets])
 
-    def units(groups: Sequence[Sequence[DraftVariant]]) -> Units:
-        """A unit for every group of variants; its key contains everything that its record depends on."""
-        documents = ["best chains", work.table.content_hash, prompts.sha256, BOUNDS.model_dump()]
-        common = [version_of(DISTRIBUTION), model_pool.key, documents]
-        keys = (content_key([common, [[draft, subnet.model_dump(mode="json")] for draft, subnet in g]]) for g in groups)
-        return {key: partial(screen_together, group) for key, group in zip(keys, groups, strict=True)}
-
+    documents = ["best chains", work.table.content_hash, prompts.sha256, BOUNDS.model_dump()]
+    common = [version_of(DISTRIBUTION), model_pool.key, documents]
     groups = _recorded_together(model_pool, work.variants)
-    first = list({group[0][0]: group for group in reversed(groups)}.values())
-    later = [group for group in groups if group not in first]
-    random.Random(ORDER_SEED).shuffle(later)
-    return units(first), units(later)
+    return {
+        content_key([common, [[draft, subnet.model_dump(mode="json")] for draft, subnet in group]]): group
+        for group in groups
+    }, screen_together
 
 
-def _recorded_together(model_pool: ModelPool, variants: Sequence[DraftVariant]) -> list[list[DraftVariant]]:
-    """The variants in groups: subnets of a supernet that differ in heads only, and single ones."""
+def _recorded_together(model_pool: ModelPool, variants: Sequence[DraftVariant]) -> list[Group]:
+    """The variants in groups: up to ``MAX_TOGETHER`` subnets of a supernet that differ in heads only, those with one share in all
+    blocks first, and single ones.
+    """
     groups: dict[object, list[DraftVariant]] = {}
     for draft, subnet in variants:
         is_supernet = model_pool.supernet_layers(draft) != ()
         key = subnet.model_copy(update={"heads": None}) if is_supernet else subnet
         groups.setdefault((draft, key), []).append((draft, subnet))
-    return list(groups.values())
+    return [
+        part
+        for group in groups.values()
+        for ordered in [sorted(group, key=lambda variant: len(set(variant[1].head_shares)))]
+        for part in (ordered[first : first + MAX_TOGETHER] for first in range(0, len(ordered), MAX_TOGETHER))
+    ]
 
 
 def _best_chain(evaluator: Evaluator, draft: str, subnet: Subnet) -> ScreenedSubnet:
@@ -192,7 +263,7 @@ def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVar
         ["survivor", "best chain's depth", "M", "predicted"],
         rows,
     )
-    print_labels({name: f"{subnet.draft} {subnet.subnet.label}" for name, subnet in named.items()}, console)
+    print_labels({name: f"{subnet.draft} {subnet.subnet.label}".strip() for name, subnet in named.items()}, console)
     for draft in dict.fromkeys(subnet.draft for subnet in screened):
         _print_equal_shares([subnet for subnet in screened if subnet.draft == draft], console)
 
@@ -203,7 +274,7 @@ def _print_equal_shares(screened: Sequence[ScreenedSubnet], console: Console) ->
     if 0 < len(equal) < len(screened):
         best, best_equal = screened[0].speedup, equal[0].speedup
         console.say(
-            f"{screened[0].draft}: best of {len(screened)} subnets {best:.3f}x ({screened[0].subnet.label}, "
+            f"{screened[0].draft}: best of {len(screened)} subnets {best:.3f}x ({screened[0].subnet.label or 'whole'}, "
             f"M {screened[0].tokens_per_round:.2f}); best of the {len(equal)} with one share of heads in all blocks "
-            f"{best_equal:.3f}x ({equal[0].subnet.label}, M {equal[0].tokens_per_round:.2f})"
+            f"{best_equal:.3f}x ({equal[0].subnet.label or 'whole'}, M {equal[0].tokens_per_round:.2f})"
         )

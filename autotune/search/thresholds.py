@@ -15,8 +15,14 @@ MAX_SCREENING_SHARE = 0.6  # largest share of the budget for screening, in space
 ANSWERS_SHARE = 0.7  # share of the time for traces in which the target's answers are decoded
 MIN_TUNE_PROMPTS = 12  # answers are shortened until this number of tuning prompts fits into the budget
 LEAST_TOKENS = 16  # answers are not shortened below this number of tokens
-LEAST_PROMPTS = 6  # a search without time for this number of prompts, for tuning and for the evaluation, is refused
-MIN_TRACED_PROMPTS = 6  # prompts that are recorded even past the deadline
+KEPT_PROMPTS = (
+    (16, 8),
+    (8, 8),
+    (8, 4),
+)  # held-out prompts and finalists' prompts whose time is kept: the first that fit
+KEPT_TOKENS = 100  # tokens below which answers are shortened only where no `KEPT_PROMPTS` fit otherwise
+KEPT_SHARE = 0.9  # largest share of the budget that is kept for the least of all stages
+MIN_TRACED_PROMPTS = 6  # prompts that are recorded past the deadline too, as long as later stages keep their least
 MIN_TREE_SEARCH_S = 5.0  # seconds of tree search, even past the deadline
 MAX_PRICED = 8  # choices of heads of a draft that are all timed; of more, those with one share in all blocks are
 LEAST_SHARE = 0.75  # share of the fastest chain's speedup below which a draft does not survive screening
@@ -31,13 +37,12 @@ DECODING_ERROR = 0.08  # relative standard deviation of measured speedups around
 ROUNDS: tuple[tuple[int, int, int | None], ...] = (
     (8, 6, None),
     (8, 4, None),
-    (4, 4, None),
-    (4, 2, None),
+    (8, 4, 2),
+    (8, 2, 2),
     (4, 2, 2),
-    (4, 1, 1),
 )  # prompts between two looks, finalists and published defaults (None: all) of the race: the first that fits into the time
 RISK = 0.05  # probability that a race of equally fast arms drops any of them, spent over its looks
-MIN_PROMPTS = 4  # prompts of a race that run even past its deadline, and between two looks at an operating point
+MIN_PROMPTS = 4  # prompts of a race that may end past its deadline, and between two looks at an operating point
 MAX_PASSES = 4  # passes over the confirming prompts in the race of finalists
 SECOND_RACE_SHARE = 0.3  # share of the time for finalists that is left for configurations that lead with updated prices
 MAX_LEADERS = 2  # configurations that run because they lead with updated prices

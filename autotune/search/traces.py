@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import ANSWERS_SHARE, MIN_TRACED_PROMPTS
 from autotune.workloads.workload import Workload
 
-PROMPTS_AT_ONCE = 2  # of each process, between two looks at the clock
+PROMPTS_AT_ONCE = 2  # between two looks at the clock
+BATCHED_SHARE = 0.4  # of the time of an answer, where it is one of many in a batch
+BATCH_SHARE = 0.25  # largest share of the stage's time for one batch
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,11 @@ class RecordingWork:
     """Keeps the traces."""
     bounds: ForestBounds
     num_processes: int = 1
+    answers_at_once: int = ANSWERS_AT_ONCE
     deadline: float = math.inf
     """A value of ``time.monotonic``."""
+    limit: float = math.inf
+    """That of ``MIN_TRACED_PROMPTS``, which may pass the deadline."""
     visual_input: VisualInput = "features"
 
 
@@ -46,19 +52,27 @@ def record_traces(
     visual_input: VisualInput = "features",
     bounds: ForestBounds | None = None,
     jobs: int | None = None,
-    deadline: float | None = None,
+    deadline: float = math.inf,
+    limit: float = math.inf,
+    answer_s: float = 0.0,
 ) -> list[Trace]:
     """Record the target's answers, then a trace of every variant, and save them under ``folder``.
 
-    Where that takes long, ``jobs`` processes share the work (None: one per core). Past ``deadline``, of
-    ``time.monotonic``, no more than ``MIN_TRACED_PROMPTS`` prompts are recorded: the traces are of the first prompts of the
-    workload, the same for all variants.
+    Where that takes long, ``jobs`` processes share the work (None: one per core). The traces are of the first prompts of the
+    workload, the same for all variants: those whose records end before ``deadline``, of ``time.monotonic``, and
+    ``MIN_TRACED_PROMPTS`` that end before ``limit``. Fewer answers are decoded together where one takes so long, ``answer_s``, that
+    a batch may pass the deadline.
     """
     num_processes = 1 + model_pool.worker_limits(jobs)[0]
-    until = math.inf if deadline is None else deadline
-    work = RecordingWork(variants, workload, folder, bounds or ForestBounds(), num_processes, until, visual_input)
+    at_once = ANSWERS_AT_ONCE if model_pool.target.text.is_exact else PROMPTS_AT_ONCE  # the latter are not batched
+    left_s = deadline - time.monotonic()
+    while at_once > PROMPTS_AT_ONCE and at_once * BATCHED_SHARE * answer_s > BATCH_SHARE * left_s:
+        at_once //= 2
+    work = RecordingWork(
+        variants, workload, folder, bounds or ForestBounds(), num_processes, at_once, deadline, limit, visual_input
+    )
     recording = Recording(model_pool, work)
-    with model_pool.worker_pool(jobs, record_in_worker, work) as workers:
+    with model_pool.worker_pool(jobs, record_in_worker, work, deadline=deadline) as workers:
         with console.stage("target's answers") as update:
 
             def report_answers(done: int, of: int) -> None:
@@ -107,10 +121,7 @@ class Recording:
         """Record answers; returns how many of the first prompts have one."""
         now = time.monotonic()
         deadline = now + ANSWERS_SHARE * (self.work.deadline - now)
-        size = (
-            ANSWERS_AT_ONCE if self.model_pool.target.text.is_exact else PROMPTS_AT_ONCE
-        )  # the latter are not batched
-        return self.record(self.work.workload, size, deadline, self.recorder.answers, report)
+        return self.record(self.work.workload, self.work.answers_at_once, deadline, self.recorder.answers, report)
 
     def trace_all(self, num_prompts: int, report: Report | None = None) -> int:
         """Record forests of all variants for the first prompts; returns for how many."""
@@ -137,19 +148,18 @@ class Recording:
     ) -> int:
         """Record parts of ``size`` prompts until the deadline; returns the number of the first prompts that are recorded."""
         prompts, total, num_processes = workload.prompts, len(workload.prompts), self.work.num_processes
-        for first in range(0, total, size * num_processes):
-            end = min(first + size * num_processes, total)
-            began = time.monotonic()
-            # The own part of this group first; the parts of other processes are read, where these have made them.
-            for number in range(num_processes if self.rank == 0 else 1):
-                begin = first + (self.rank + number) % num_processes * size
-                if begin < end:
-                    record_part(Workload(workload.name, workload.split, prompts[begin : min(begin + size, end)]))
+        # Parts that other processes have made are read, in no time: one part in so many is this process's own.
+        durations = deque([0.0], maxlen=2 * num_processes)
+        # The first process records all that others have not made, in order, and so knows how many of the first prompts are done.
+        for begin in range(self.rank % num_processes * size, total, size if self.rank == 0 else size * num_processes):
+            began, until = time.monotonic(), deadline if begin >= MIN_TRACED_PROMPTS else self.work.limit
+            if begin > 0 and began + max(durations) > until:
+                return begin
+            end = min(begin + size, total)
+            record_part(Workload(workload.name, workload.split, prompts[begin:end]))
+            durations.append(time.monotonic() - began)
             if report is not None:
                 report(end, total)
-            now = time.monotonic()
-            if end >= MIN_TRACED_PROMPTS and now + (now - began) > deadline:
-                return end
         return total
 
 

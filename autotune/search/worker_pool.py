@@ -7,6 +7,7 @@ worker gets its task once and is never told more; what a killed worker has not m
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -15,18 +16,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MIN_REMAINING_S = 15.0  # of work: a worker has to load torch and the models first
+MIN_REMAINING_S = 25.0  # of work: a worker has to load torch and the models first, which takes 8 s of one core
 MAX_WORKERS = 7  # more of them wait for memory
 
 
 class WorkerPool:
     """Up to ``num_workers`` processes that run ``task(rank, *arguments)``, ranks from 1.
 
-    They start once ``report`` finds enough work left, and are terminated at the end of the ``with`` block.
+    They start once ``report`` finds enough work left before ``deadline``, of ``time.monotonic``, and are terminated at the end of
+    the ``with`` block.
     """
 
-    def __init__(self, num_workers: int, task: Callable[..., None], *arguments: Any) -> None:
+    def __init__(
+        self, num_workers: int, task: Callable[..., None], *arguments: Any, deadline: float | None = None
+    ) -> None:
         self.num_workers = num_workers
+        self.deadline = math.inf if deadline is None else deadline
         self.processes: list[Any] = []
         self._task, self._arguments = task, arguments
         self._first_report: tuple[int, float] | None = None
@@ -45,7 +50,9 @@ class WorkerPool:
         now = time.monotonic()
         self._first_report = self._first_report or (done, now)  # pieces found on disk say nothing about the speed
         first, began = self._first_report
-        if self.processes or done <= first or (now - began) / (done - first) * (of - done) < MIN_REMAINING_S:
+        if self.processes or done <= first:
+            return
+        if min((now - began) / (done - first) * (of - done), self.deadline - now) < MIN_REMAINING_S:
             return
         context = multiprocessing.get_context("spawn")  # a fork of a process with torch's threads may hang
         work = pickle.dumps((self._task, self._arguments))

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ Report = Callable[[int, int], None]
 
 LEASE_S = 60.0  # a claim that is not renewed lapses after this time
 POLL_S = 0.2
+RECENT = 4  # units of a stage whose longest duration is expected of the next one
 
 
 class Ledger:
@@ -40,6 +42,7 @@ class Ledger:
         self.storage = storage
         self.lease_s = lease_s
         self._used: dict[str, dict[str, None]] = {}
+        self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._table = sql.Table(
             "autotune_ledger",
@@ -124,13 +127,15 @@ class Ledger:
     ) -> dict[str, Record]:
         """Compute the missing records of ``units``, shared with all other workers of the ledger.
 
-        Returns the records in the order of ``units``: all of them, unless the deadline (of ``time.monotonic``) has passed.
+        Returns the records in the order of ``units``: all of them, unless the deadline (of ``time.monotonic``) is too near. No unit
+        is begun that would end later: one is expected to take as long as the longest of the stage's ``RECENT`` latest here.
         """
         keys = list(units)
         while len(waiting := self.missing(keys)) > 0:
             if report is not None:
                 report(len(keys) - len(waiting), len(keys))
-            if deadline is not None and time.monotonic() > deadline:
+            began, durations = time.monotonic(), self._durations[stage]
+            if deadline is not None and began + max(durations, default=0.0) > deadline:
                 break
             mine = next((key for key in waiting if self.claim(key, stage)), None)
             if mine is None:  # other workers have claimed the rest
@@ -138,6 +143,7 @@ class Ledger:
                 continue
             with self._held(mine):
                 self.put(mine, units[mine]())
+            durations.append(time.monotonic() - began)
         if report is not None:
             report(len(keys) - len(waiting), len(keys))
         finished = self.records(keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,9 @@ class TimedRunner(ArmRunner):
         self.compared: list[tuple[set[str], int, bool]] = []
 
     def reserve(self, workload: Workload) -> None: ...
+
+    def prompt_s(self, arms: Sequence[Arm]) -> float:
+        return float(len(arms))
 
     def compare(  # type: ignore[override]
         self, arms: Sequence[Arm], workload: Workload, *, repeat: int, keep_memory: bool, min_prompts: int, **_: Any
@@ -75,6 +79,15 @@ def test_equal_arms_rarely_leave(num_arms: int) -> None:
     runner = TimedRunner({AR: 1.0, **dict.fromkeys(names.split(), 1.0)}, noise=0.05)
     races = [race(runner, names) for _ in range(400)]
     assert sum(len(done.remaining) < num_arms for done in races) / 400 <= RISK
+
+
+@pytest.mark.parametrize("seconds", [15.0, 100.0])
+def test_arms_that_run_briefly_leave_where_the_time_is_short(seconds: float) -> None:
+    """After the first block, two arms on eight more prompts take 16 s."""
+    runner = TimedRunner({AR: 1.0, "hf": 1.0})
+    options = {"passes": 1, "briefly": [StubArm("hf")], "ends": lambda _: False}
+    done = race(runner, "", deadline=time.monotonic() + seconds, **options)
+    assert len(done.runs[AR]) == 16 and len(done.runs["hf"]) == (16 if seconds > 16.0 else 8)
 
 
 def test_slower_arms_leave_and_the_others_continue() -> None:

@@ -140,11 +140,23 @@ def test_arms_take_turns_in_a_random_order_that_the_seed_repeats(runner: ArmRunn
 def test_a_prompt_that_would_end_too_late_is_not_begun(
     runner: ArmRunner, evaluate: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock advances a second at each reading: two prompts took a second and a half each, and 1.2 s are left."""
-    ticks = itertools.count()
-    monkeypatch.setattr("autotune.evaluation.runner.time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-    runs = runner.compare([StubArm(AR)], evaluate, deadline=4.2, min_prompts=1)
-    assert len(runs[AR]) == 2 < len(evaluate.prompts)
+    """Nor is the first one of a later comparison: runs of its arms, each by itself, took two seconds and three."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("autotune.evaluation.runner.time", clock)
+
+    def takes(seconds: float) -> Callable[[DecodingStats, Prompt], None]:
+        return lambda *_: setattr(clock, "now", clock.now + seconds)
+
+    arms = [StubArm(AR, takes(2.0)), StubArm("chain", takes(3.0))]
+    runs = runner.compare(arms, evaluate, deadline=14.9, min_prompts=0)
+    assert len(runs[AR]) == 2 < len(evaluate.prompts) and clock.now == 10.0
+    assert runner.prompt_s(arms) == 5.0 and runner.prompt_s([*arms, StubArm("sage")]) == 7.5
+    later = {"deadline": 12.5, "min_prompts": 0, "repeat": 1}
+    assert runner.compare(arms, evaluate, **later) == {AR: [], "chain": []}
+    assert len(runner.compare(arms[:1], evaluate, **later)[AR]) == 1, "without the slow arm there is time"
+    for limit, count in ((0.0, 2), (1e9, 3)):
+        runner.limit = limit
+        assert len(runner.compare(arms, evaluate, deadline=0.0, min_prompts=3, repeat=count)[AR]) == count
 
 
 def test_past_the_deadline_it_ends_with_whole_prompts(runner: ArmRunner, evaluate: Workload) -> None:

@@ -1,8 +1,9 @@
-"""Whole searches on a rehearsed GPU."""
+"""Whole searches: what their studies keep, and searches on a rehearsed GPU."""
 
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,71 @@ import pytest
 import torch
 
 from autotune.console import Console
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.evaluation.arms import DecoderArm
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
-from autotune.search import finalists
+from autotune.report.sources import find_sources
+from autotune.search import finalists, traces
 from autotune.search.pipeline import search
+from autotune.search.plan import StageClock
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.settings import SearchSettings
+from autotune.study.ledger import Ledger
 from tests.cli.test_end_to_end import write_small_job
 from tests.rehearsal import Rehearsal
 from tests.tiny_models import Pair
+
+
+def estimated_search(pair: Pair, folder: Path, **options: Any) -> DecodingProfile:
+    """A small search for another device, with documents in ``folder``."""
+    models = {"target": str(pair.target_folder), "drafts": (str(pair.draft_folder),), "gpu": "h100", "jobs": 1}
+    job = {"workload": write_small_job(folder)[1], "space": str(folder / "small.yaml")}
+    places = {"folder": folder / ".autotune", "output": folder / "profile.json"}
+    return search(SearchSettings(**models, **job, **places, budget_s=60, **options), Console())
+
+
+@pytest.mark.nightly
+def test_a_search_that_is_interrupted_ends_with_the_same_winner(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted again and again, each time after two more records."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "interrupted").mkdir()
+    whole = estimated_search(pair, tmp_path / "whole", num_trials=60)
+    put, num_interrupted = Ledger.put, 0
+    left = iter(())  # records until the next interruption
+
+    def put_some(ledger: Ledger, key: str, record: Any) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        put(ledger, key, record)
+
+    monkeypatch.setattr(Ledger, "put", put_some)
+    profile = None
+    while profile is None:
+        left = iter(range(2))
+        try:
+            profile = estimated_search(pair, tmp_path / "interrupted", num_trials=60)
+        except KeyboardInterrupt:
+            num_interrupted += 1
+    assert num_interrupted >= 2 and profile.points == whole.points
+
+
+def test_the_study_of_a_cut_search_has_its_records(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the traces hold fewer prompts than planned, the profile's study is still found with all it recorded."""
+    deadline_of = StageClock.deadline_of
+    late = {"traces": time.monotonic() - 1}
+    monkeypatch.setattr(StageClock, "deadline_of", lambda clock, name: late.get(name) or deadline_of(clock, name))
+    monkeypatch.setattr(traces, "MIN_TRACED_PROMPTS", 2)
+    estimated_search(pair, tmp_path, num_trials=2)
+    assert "2 of 4 prompts were recorded" in capsys.readouterr().err
+    found = find_sources(tmp_path / "profile.json")
+    assert found.notes == [] and found.study is not None and found.candidates
+    assert {trace.num_prompts for trace in found.traces} == {2}
 
 
 @pytest.mark.nightly

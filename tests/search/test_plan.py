@@ -22,7 +22,14 @@ from autotune.search import plan as plans
 from autotune.search.model_pool import ModelPool
 from autotune.search.plan import RATE_TOKENS, Rates, SearchSize, StageClock, make_plan, measure_rates
 from autotune.search.settings import SearchSettings
-from autotune.search.thresholds import ANSWERS_SHARE, LEAST_PROMPTS, LEAST_TOKENS, MAX_SCREENING_SHARE, STAGES
+from autotune.search.thresholds import (
+    ANSWERS_SHARE,
+    KEPT_PROMPTS,
+    LEAST_TOKENS,
+    MAX_SCREENING_SHARE,
+    MIN_TRACED_PROMPTS,
+    STAGES,
+)
 from autotune.workloads.workload import Workload
 from tests.rehearsal import Counts, Rehearsal
 from tests.tiny_models import Pair
@@ -52,7 +59,7 @@ def test_a_fast_target_needs_no_cuts() -> None:
 def test_a_slow_target_gets_fewer_and_shorter_answers() -> None:
     """The answers of the tuning prompts fit into their share of the budget, and the plan says what was cut."""
     plan = make_plan(TEXTS, SLOW, seconds=240, spent_s=15)
-    assert LEAST_PROMPTS <= plan.num_tune_prompts < 40
+    assert MIN_TRACED_PROMPTS <= plan.num_tune_prompts < 40
     assert plan.max_new_tokens is not None and LEAST_TOKENS <= plan.max_new_tokens < 256
     answers_s = plan.num_tune_prompts * SLOW.answer_s(plan.max_new_tokens)
     assert answers_s <= 2 * ANSWERS_SHARE * STAGES["traces"] * 240, "they may end before their limits"
@@ -60,6 +67,18 @@ def test_a_slow_target_gets_fewer_and_shorter_answers() -> None:
     assert f"at most {plan.num_tune_prompts} of 40 tuning prompts" in text
     assert f"answers of at most {plan.max_new_tokens} tokens instead of 256" in text
     assert f"would take about {plan.full_s / 60:.0f} min" in text and plan.full_s > 1200
+
+
+def test_the_last_stages_keep_their_least() -> None:
+    """Of 60 ms a step and ten minutes: sixteen held-out prompts and eight of finalists, of 100 tokens."""
+    plan = make_plan(replace(TEXTS, num_processes=2), Rates(prefill_s=0.3, step_s=0.06), seconds=600, spent_s=5)
+    assert (plan.max_new_tokens, plan.num_kept_prompts) == (100, (16, 8)) and plan.num_tune_prompts >= 12
+    assert 0.7 * 600 < sum(plan.kept_s.values()) < 600
+    assert plan.table_limit_s(90.0) == 22.5, "the table leaves them their time"
+    for step_s in (0.004, 0.008):  # alone, and beside a busy core
+        plan = make_plan(DIGITS, Rates(prefill_s=5 * step_s, step_s=step_s), seconds=120, spent_s=5)
+        assert plan.num_kept_prompts == (16, 8)
+    assert make_plan(TEXTS, SLOW, seconds=240, spent_s=15).num_kept_prompts == KEPT_PROMPTS[-1]
 
 
 def test_more_time_cuts_less() -> None:
@@ -82,7 +101,9 @@ def test_a_budget_below_the_least_is_refused_with_the_least() -> None:
 
 
 def test_a_search_for_another_device_times_nothing() -> None:
-    assert replace(TEXTS, is_measured=False).least_s(SLOW) < 0.5 * TEXTS.least_s(SLOW)
+    kept_s = replace(TEXTS, is_measured=False).kept_s(SLOW, 100, 16, 8)
+    assert set(kept_s) == {"traces"}
+    make_plan(replace(TEXTS, is_measured=False), SLOW, seconds=30, spent_s=5)
 
 
 def test_time_that_a_stage_leaves_goes_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +117,20 @@ def test_time_that_a_stage_leaves_goes_to_later_ones(monkeypatch: pytest.MonkeyP
     now = 1200.0
     assert clock.deadline_of("finalists") == now, "no time is left"
     assert list(StageClock(time.monotonic(), ("tree search",)).weights) == ["tree search"]
+
+
+def test_a_stage_leaves_later_ones_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(plans, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
+    clock = StageClock(now + 100, ("traces", "finalists", "evaluation"))
+    clock.kept_s = {"traces": 10.0, "finalists": 20.0, "evaluation": 40.0}
+    share = STAGES["traces"] / sum(STAGES[name] for name in clock.weights)
+    assert clock.deadline_of("traces") == pytest.approx(now + 10 + share * 30)
+    assert clock.limit_of("traces") == now + 40
+    now = 1060.0  # the traces took too long
+    assert clock.deadline_of("finalists") == pytest.approx(now + 40 / 3), "of 40 s, the later stage keeps two thirds"
+    now = 1090.0
+    assert clock.deadline_of("evaluation") == pytest.approx(1100.0) and clock.limit_of("evaluation") == 1100.0
 
 
 def test_a_stage_may_get_another_share_of_the_budget() -> None:

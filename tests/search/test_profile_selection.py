@@ -20,8 +20,9 @@ from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Race
 from autotune.evaluation.runner import ArmRunner
 from autotune.prediction.evaluator import Candidate, Evaluator
+from autotune.search import held_out
 from autotune.search.finalists import estimated_speedup, published_defaults, winner_of
-from autotune.search.held_out import Evaluation, measured_point
+from autotune.search.held_out import Evaluation, evaluate_profile, measured_point
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
 from autotune.search.plan import StageClock
@@ -215,12 +216,12 @@ def test_the_estimate_is_of_all_tuning_prompts(selection: ProfileSelection, cloc
 def test_little_time_measures_fewer_arms(
     selection: ProfileSelection, clock: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The fastest by prediction."""
+    """The fastest by prediction, and no fewer than two finalists and two defaults."""
     late = replace(selection, clock=StageClock(time.monotonic() - 1))
     clock(lambda arm, prompt: 10.0 if arm.name == AR else 5.0)
     measured = late.measure_finalists(finalists_of(selection))
-    assert len(measured.finalists) == len(measured.defaults) == 1
-    assert "1 of 4 finalists and 1 of 6 published defaults are measured" in capsys.readouterr().err.replace("\n", " ")
+    assert len(measured.finalists) == len(measured.defaults) == 2
+    assert "2 of 4 finalists and 2 of 6 published defaults are measured" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_operating_point_must_be_faster_in_real_runs(
@@ -301,6 +302,33 @@ def test_best_default_is_decided_on_held_out_prompts(selection: ProfileSelection
     }
     assert document.evidence.best_default == "chain"
     assert {gain.over: gain.speedup for gain in document.evidence.gains}["chain"] == pytest.approx(1.25)
+
+
+def test_defaults_that_replay_has_beaten_are_not_decoded_again(
+    selection: ProfileSelection, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beaten in the whole interval of the ratio. The best one of the tuning prompts runs in any case."""
+    beaten = COMPARED_DEFAULTS["sage"].tree, COMPARED_DEFAULTS["chain"].tree
+    monkeypatch.setattr(Evaluator, "can_replay", lambda self, configuration: True)
+    monkeypatch.setattr(held_out, "ratio_interval", lambda _, c, to: (1.1, 1.3) if c.tree in beaten else (0.9, 1.3))
+    monkeypatch.setattr(Evaluator, "evaluate", lambda self, configuration: selection.trees.fastest[0])
+    clock(lambda arm, prompt: {AR: 10.0, "tuned": 4.0}.get(arm.name, 5.0))
+    winner = finalists_of(selection)[0].configuration
+    profile = selection.profile_of(selection.model_pool.device, [(Condition(), winner)])
+    defaults = {name: default for name, default in published_defaults(selection.model_pool).items() if name != "star"}
+    ordered = {name: defaults[name] for name in ("sage", "eagle2", "chain")}
+    evaluation = evaluate_profile(
+        profile,
+        ordered,
+        selection.model_pool,
+        selection.evaluator,
+        selection.evaluate,
+        selection.folder,
+        Console(),
+        seed=0,
+        deadline=time.monotonic() + 60,
+    )
+    assert list(evaluation.runs) == [AR, "hf", "sage", "eagle2", "tuned"]
 
 
 def test_gains_are_told_by_task() -> None:

@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,18 +26,27 @@ from autotune.search import screening
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
 from autotune.search.model_pool import _run_task as run_worker
-from autotune.search.screening import DEPTHS, ScreeningWork, print_screened, screen, screen_in_worker, survivors
+from autotune.search.screening import (
+    DEPTHS,
+    MAX_TOGETHER,
+    ScreeningWork,
+    print_screened,
+    screen,
+    screen_in_worker,
+    survivors,
+)
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.thresholds import MIN_TRACED_PROMPTS
 from autotune.search.traces import Recording, RecordingWork, record_in_worker, record_trace, record_traces
 from autotune.search.worker_pool import MAX_WORKERS
 from autotune.study.ledger import Ledger
-from autotune.study.records import ScreenedSubnet
+from autotune.study.records import ScreenedSubnet, record_of
 from autotune.workloads.workload import Workload, load_workload
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.sample_documents import cost_table, write_image, write_workload
 from tests.tiny_models import Pair
 
+SCREENED = {"depth": 1, "tokens_per_round": 2.0, "ms_per_token": 1.0}
 GRID = {
     "name": "grid",
     "heads": [1.0, 0.25],
@@ -172,6 +182,45 @@ def test_screening_resumes_from_its_records(
         screen(model_pool, variants[:1], dearer, workload, tmp_path, ledger, Console())
 
 
+def test_promising_subnets_are_screened_first(
+    model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole subnet of each draft, a few shares of visual tokens, then the neighbours of the best; all of them in the end."""
+    star, independent = model_pool.references
+    by_block = {"heads": [1.0, 0.5, 0.25], "heads_by_block": True}
+    keeps = {"visual_keep": {"choices": [1.0, 0.6, 0.5, 0.1]}}
+    variants = model_pool.subnets(SearchSpace.model_validate({**GRID, **by_block, **keeps}))
+    speeds: dict[str, float] = {star: 2.0, independent: 1.4}
+    order: list[tuple[str, list[Subnet]]] = []
+
+    def unit(pool: ModelPool, work: ScreeningWork) -> Any:
+        def screen_together(group: Any) -> Any:
+            draft, subnets = group[0][0], [subnet for _, subnet in group]
+            order.append((draft, subnets))
+            slower = {s: 0.1 * abs(s.visual_keep - 0.5) + 0.2 * (s.injection_layer == 2) for s in subnets}
+            return record_of(
+                [ScreenedSubnet(**SCREENED, draft=draft, subnet=s, speedup=speeds[draft] - slower[s]) for s in subnets]
+            )
+
+        groups = screening._recorded_together(pool, work.variants)
+        return {str(number): group for number, group in enumerate(groups)}, screen_together
+
+    monkeypatch.setattr(screening, "_screening_units", unit)
+    arguments = model_pool, variants, table, workload, tmp_path
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    found = screen(*arguments, ledger, Console(), jobs=1)
+    assert len(found) == len(variants) and max(len(subnets) for _, subnets in order) == MAX_TOGETHER
+    assert [draft for draft, _ in order[:2]] == [star, independent]
+    assert order[0][1][0].heads is None and {len(set(s.head_shares)) for s in order[0][1][:3]} == {1}
+    assert [(draft, subnets[0].visual_keep) for draft, subnets in order[2:6]] == [
+        (draft, keep) for draft in (star, independent) for keep in (0.5, 0.1)
+    ]
+    last = max(number for number, (draft, _) in enumerate(order) if draft == star)
+    assert {draft for draft, _ in order[last + 1 :]} == {independent}, "a draft that cannot win comes last"
+    for _, (nearest, *_) in order[6:10]:
+        assert nearest.injection_layer == order[0][1][0].injection_layer or nearest.visual_keep == 0.5
+
+
 def screened_subnet(draft: str, speedup: float, **choices: Any) -> ScreenedSubnet:
     subnet = Subnet(**choices)
     return ScreenedSubnet(draft=draft, subnet=subnet, depth=1, tokens_per_round=2, ms_per_token=1, speedup=speedup)
@@ -182,8 +231,8 @@ def test_screening_compares_with_one_share_of_heads(capsys: pytest.CaptureFixtur
     ranked = [screened_subnet(draft, speedup, heads=heads) for draft, speedup, heads in choices]
     print_screened(ranked, [ranked[0].variant], Console())
     printed = " ".join(capsys.readouterr().err.split())
-    assert "a: best of 3 subnets 2.125x (heads=0.5/1/1 keep=1, M 2.00)" in printed
-    assert "best of the 2 with one share of heads in all blocks 2.000x (heads=0.5 keep=1, M 2.00)" in printed
+    assert "a: best of 3 subnets 2.125x (heads=0.5/1/1, M 2.00)" in printed
+    assert "best of the 2 with one share of heads in all blocks 2.000x (heads=0.5, M 2.00)" in printed
     assert "b: best" not in printed, "it has no other subnets"
 
 
@@ -221,6 +270,7 @@ def test_screening_ends_at_its_deadline(
     assert {one.variant for one in late} >= {next(v for v in variants if v[0] == d) for d in model_pool.references}
     assert f"{len(late)} of {len(variants)} subnets were screened" in capsys.readouterr().err
     assert len(late) < len(screen(*arguments)) == len(variants)
+    assert len(screen(*arguments, deadline=time.monotonic() - 1)) == len(variants), "records that exist are used"
 
 
 def test_traces_end_at_their_deadline(
@@ -238,6 +288,21 @@ def test_traces_end_at_their_deadline(
     ):
         np.testing.assert_array_equal(trace.forest.child_token, whole.forest.child_token)
         assert trace.header.workload_sha256 == many.cut(count).sha256
+
+
+def test_recording_begins_nothing_that_would_end_late(
+    model_pool: ModelPool, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts take 10 s each. The least may pass the deadline, and not the limit; more must end before the deadline."""
+    many = Workload("x", "tune", tuple(replace(p, name=f"{n}") for n in range(12) for p in workload.prompts))
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("autotune.search.traces.time", clock)
+    for deadline, limit, count in ((60.0, 90.0, 12), (15.0, 90.0, MIN_TRACED_PROMPTS), (15.0, 29.0, 4), (0.0, 0.0, 2)):
+        clock.now = 0.0
+        work = RecordingWork([], many, tmp_path, ForestBounds(), 2, deadline=deadline, limit=limit)
+        done = Recording(model_pool, work).record(many, 2, deadline, lambda _: setattr(clock, "now", clock.now + 10.0))
+        assert done == count, (deadline, limit)
+        assert clock.now <= max(deadline, limit, 10.0)
 
 
 def test_every_prompt_is_recorded_by_one_process(model_pool: ModelPool, workload: Workload, tmp_path: Path) -> None:

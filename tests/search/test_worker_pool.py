@@ -96,6 +96,12 @@ def test_short_work_starts_no_workers(clock: Any) -> None:
         assert not pool.processes, "no more than the number of workers"
 
 
+def test_no_worker_starts_for_a_stage_that_ends_soon(clock: Any) -> None:
+    with WorkerPool(1, fail, deadline=25.0) as pool:
+        start(pool, clock)
+        assert not pool.processes, "24 s are left for 98 s of work"
+
+
 def test_workers_run_the_task_and_end_with_the_block(
     clock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

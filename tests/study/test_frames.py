@@ -39,7 +39,7 @@ def test_trials_and_runs_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(trials.columns[:4]) == ["key", "draft", "subnet", "ms_per_token"]
     assert trials.key.tolist() == [static.key, chain.key], "every configuration once, the fastest first"
     assert trials[["policy", "speedup"]].to_numpy().tolist() == [["static", 2.0], ["chain", 1.5]]
-    assert trials.subnet.tolist() == ["keep=1", "keep=0.5"]
+    assert trials.subnet.tolist() == ["", "keep=0.5"]
     assert trials.depth.isna().tolist() == [True, False] and trials.paths[0] == "[[0], [0, 0]]"
 
     assert study.runs_dataframe().empty

@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from autotune.errors import UserError
+from autotune.study import ledger as module
 from autotune.study.ledger import Ledger
 
 # A worker process: appends the number of each unit that it starts to a file.
@@ -152,6 +155,23 @@ def test_a_deadline_ends_the_work_with_the_records_so_far(tmp_path: Path) -> Non
     units = {f"unit-{number}": lambda: (time.sleep(0.1), {"done": True})[1] for number in range(50)}
     records = ledger.work("slow", units, deadline=time.monotonic() + 0.25)
     assert 1 <= len(records) < 50 and list(records) == list(units)[: len(records)]
+
+
+def test_no_unit_is_begun_that_would_end_after_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest of the stage's latest units decides, in later calls too; other stages have their own."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=time.sleep)
+    monkeypatch.setattr(module, "time", clock)
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+
+    def unit(seconds: float) -> Callable[[], dict[str, float]]:
+        return lambda: {"ended": setattr(clock, "now", clock.now + seconds) or clock.now}  # type: ignore[func-returns-value]
+
+    first = ledger.work("long", {"a": unit(1.0), "b": unit(20.0), "c": unit(20.0), "d": unit(1.0)}, deadline=50.0)
+    assert [record["ended"] for record in first.values()] == [1.0, 21.0, 41.0], "the fourth might take 20 s as well"
+    assert ledger.work("long", {"e": unit(1.0)}, deadline=50.0) == {}
+    assert ledger.work("other", {"f": unit(1.0)}, deadline=50.0) == {"f": {"ended": 42.0}}
+    assert len(ledger.work("long", {str(n): unit(1.0) for n in range(4)}, deadline=80.0)) == 4
+    assert ledger.work("long", {"e": unit(1.0)}, deadline=50.0) == {"e": {"ended": 47.0}}, "20 s are long ago"
 
 
 def test_storage_that_does_not_answer_is_one_clear_line() -> None:
