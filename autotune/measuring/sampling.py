@@ -20,7 +20,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from autotune.cost.posterior import FIRST, LEVEL, TARGET, SurfaceSteps, Posterior, choice_of
+from autotune.cost.posterior import FIRST, LEVEL, TARGET, Posterior, SurfaceSteps, choice_of
 from autotune.cost.surface import Observation, Point, Surface, robust_deviation
 from autotune.documents.subnet import Subnet
 from autotune.measuring.block_log import Block, BlockLog, Samples, TimedJob

@@ -148,7 +148,8 @@ def measure_finalists(
         f"finalist {number}": confirming.with_fallback(candidate)
         for number, candidate in enumerate(candidates, start=1)
     }
-    first_deadline = deadline - (deadline - time.monotonic()) * SECOND_RACE_SHARE * bool(all_candidates)
+    first_share = 1.0 - SECOND_RACE_SHARE * bool(all_candidates)
+    first_deadline = time.monotonic() + first_share * (deadline - time.monotonic())
     prompts_per_block, fitting, fitting_defaults = _fitting(finalists, defaults, confirming, first_deadline)
     if len(fitting) + len(fitting_defaults) < len(finalists) + len(defaults):
         console.say(

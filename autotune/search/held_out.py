@@ -28,12 +28,13 @@ from autotune.evaluation.arms import DecoderArm, HuggingFaceArm
 from autotune.evaluation.race import race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import Summary, summarize
+from autotune.prediction.draws import time_draws
 from autotune.prediction.evaluator import Evaluator
 from autotune.runtime.load import decoder_for
 from autotune.search.finalists import print_labels
 from autotune.search.model_pool import ModelPool
-from autotune.search.thresholds import HELD_OUT_PROMPTS, MIN_PROMPTS, RISK
-from autotune.search.tuning_prompts import TuningPrompts, ratio_interval
+from autotune.search.thresholds import CONFIDENCE, HELD_OUT_PROMPTS, MIN_PROMPTS, RISK
+from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import RUNS
 from autotune.workloads.workload import Workload
 
@@ -94,7 +95,7 @@ def evaluate_profile(
 
     Args:
         defaults: published defaults that may be the best one, the most probable one first. Others are not run where replay
-            says, in the whole interval, that the profile is faster; they leave when they are significantly slower than the fastest.
+            says, in nine of ten draws, that the profile is faster; they leave when they are significantly slower than the fastest.
         deadline: of ``time.monotonic``. No prompt but the first two is begun that is expected to end later.
     """
     decoder = decoder_for(
@@ -117,7 +118,7 @@ def evaluate_profile(
         defaults = {
             name: default
             for number, (name, default) in enumerate(defaults.items())
-            if number == 0 or not evaluator.can_replay(default) or ratio_interval(evaluator, default, last)[0] <= 1.0
+            if number == 0 or not evaluator.can_replay(default) or not _is_slower(default, last, evaluator)
         }
     tuned = DecoderArm(TUNED, decoder, key=last.key if last else TUNED)
     with console.stage("evaluation, measured") as update:
@@ -146,6 +147,12 @@ def evaluate_profile(
         predicted={name: evaluator.evaluate(configuration).speedup for name, configuration in replayable.items()},
         best_default=next(iter(measured.remaining_defaults), None),
     )
+
+
+def _is_slower(configuration: Configuration, than: Configuration, evaluator: Evaluator) -> bool:
+    """Whether replay says so in ``CONFIDENCE`` of the draws."""
+    ms, than_ms = time_draws(evaluator, [configuration, than])
+    return bool((ms > than_ms).mean() > CONFIDENCE)
 
 
 def print_evaluation(evaluation: Evaluation, num_points: int, console: Console) -> None:

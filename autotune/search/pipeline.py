@@ -301,7 +301,12 @@ class _SearchRun:
             units = {key: lambda: selection.measured_profile().model_dump(mode="json")}
             profile = DecodingProfile.model_validate(self.ledger.work("profile", units)[key], strict=False)
         if (finalists := selection.finalists) is not None:
-            update = {"finalists": finalists.finalists, "defaults": finalists.defaults}
+            finalists.table.save(self.folder / f"{finalists.table.content_hash}.cost.json")
+            update = {
+                "finalists": finalists.finalists,
+                "defaults": finalists.defaults,
+                "cost_table": finalists.table.content_hash,
+            }
             self.study = self.study.model_copy(update=update)
         limit = self.plan.max_new_tokens or settings.max_new_tokens
         workload = profile.workload.model_copy(update={"max_new_tokens": limit, "temperature": settings.temperature})
