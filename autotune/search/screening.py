@@ -58,7 +58,7 @@ class ScreeningWork:
     deadline: float | None
     """A value of ``time.monotonic``."""
     limit: float | None = None
-    """That of the whole subnet of every draft, which may pass the deadline."""
+    """The same for the whole subnet of every draft, which may pass the deadline."""
     num_processes: int = 1
 
 

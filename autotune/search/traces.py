@@ -38,7 +38,7 @@ class RecordingWork:
     deadline: float = math.inf
     """A value of ``time.monotonic``."""
     limit: float = math.inf
-    """That of ``MIN_TRACED_PROMPTS``, which may pass the deadline."""
+    """The same for ``MIN_TRACED_PROMPTS``, which may pass the deadline."""
     visual_input: VisualInput = "features"
 
 

@@ -70,7 +70,7 @@ def test_a_slow_target_gets_fewer_and_shorter_answers() -> None:
 
 
 def test_the_last_stages_keep_their_least() -> None:
-    """Of 60 ms a step and ten minutes: sixteen held-out prompts and eight of finalists, of 100 tokens."""
+    """At 60 ms a step, ten minutes have sixteen held-out prompts and eight of finalists, of 100 tokens."""
     plan = make_plan(replace(TEXTS, num_processes=2), Rates(prefill_s=0.3, step_s=0.06), seconds=600, spent_s=5)
     assert (plan.max_new_tokens, plan.num_kept_prompts) == (100, (16, 8)) and plan.num_tune_prompts >= 12
     assert 0.7 * 600 < sum(plan.kept_s.values()) < 600
