@@ -124,8 +124,8 @@ def measure_costs(
         sampler.run(started + limit_s, report_steps)
     if (took_s := clock() - started) > (1 + ACCEPTED_EXCESS) * limit_s:
         say(
-            f"the cost table took {took_s:.0f} s, more than its limit of {limit_s:.0f} s: the least, {settings.least_samples} "
-            f"samples of every size of the coarse grid and {LEAST_PREFILLS} prefills, takes that long here"
+            f"the cost table took {took_s:.0f} s, more than its limit of {limit_s:.0f} s: the least, a "
+            f"sample of a few sizes of every draft and {LEAST_PREFILLS} prefills, takes that long here"
         )
     surfaces, ratios, unit_ms = sampler.surfaces(), sampler.observations().verify_ratios, sampler.plain_ms
     (prefill,) = fit_prefills([_in_ms(prefills.target_samples, unit_ms)])

@@ -82,7 +82,9 @@ class Sampler:
         """All sizes of every part, which are the points of its surface."""
         coarse = list(itertools.product(settings.coarse_tokens, ends))
         self.coarse: dict[str, list[Size]] = {DECODE: [(1, m) for m in ends], VERIFY: coarse}
-        """Sizes that are measured in any case: of a network's further subnets a few, which tell how far they differ from the first."""
+        """Sizes that are measured first: of a network's further subnets a few, which tell how far they differ from the first."""
+        self.least: dict[str, list[Size]] = {DECODE: self.coarse[DECODE][:1], VERIFY: coarse[:: len(ends)]}
+        """Sizes that are measured even past the deadline: no network is without a sample."""
         self._members: dict[str, tuple[int, int, int, tuple[float, float]]] = {
             DECODE: (TARGET, 0, 0, (0.0, 0.0)),
             VERIFY: (TARGET, 1, 1, (0.0, 0.0)),
@@ -92,7 +94,9 @@ class Sampler:
             few = settings.coarse_tokens[:: max(1, len(settings.coarse_tokens) // 2)]
             for part, kind in ((_draft_first(number), FIRST), (_draft_level(number), LEVEL)):
                 self.sizes[part] = list(itertools.product(tokens, lengths))
-                self.coarse[part] = coarse if is_first else list(zip(few, itertools.cycle(ends), strict=False))
+                some = list(zip(few, itertools.cycle(ends), strict=False))
+                self.coarse[part] = coarse if is_first else some
+                self.least[part] = some if is_first else []
                 self._members[part] = kind, network, number, choice_of(subnet)
         self.samples: dict[str, dict[Size, list[float]]] = {part: {} for part in self.sizes}
         """In plain steps."""
@@ -162,8 +166,8 @@ class Sampler:
     def run(self, deadline: float, report: Callable[[float], None] = lambda share: None) -> None:
         """Measure until the prices are as precise as the settings ask, or ``deadline`` of the clock is reached.
 
-        The coarse sizes get ``settings.least_samples`` samples in any case. ``report`` is called with the share of the time that has
-        passed.
+        The least sizes get a sample in any case, then the coarse ones ``settings.least_samples``. ``report`` is called with the share of
+        the time that has passed.
         """
         started = self._clock()
 
@@ -175,20 +179,21 @@ class Sampler:
                 if self._clock() >= until:
                     return
 
-        while lacking := self._lacking():
+        while lacking := self._lacking(self.least, 1):
             measure(lacking, math.inf)
+        while self._clock() < deadline and (lacking := self._lacking(self.coarse, self.settings.least_samples)):
+            measure(lacking, deadline)
         while self._clock() < deadline and (wanted := self._decisive()):
             measure(wanted, deadline)
         report(1.0)
 
-    def _lacking(self) -> dict[str, list[Size]]:
-        """The coarse sizes that have fewer than the least samples."""
-        least = self.settings.least_samples
+    def _lacking(self, sizes: Mapping[str, Sequence[Size]], count: int) -> dict[str, list[Size]]:
+        """The sizes that have fewer than ``count`` samples."""
         lacking = {
-            part: [size for size in sizes if len(self.samples[part].get(size, ())) < least]
-            for part, sizes in self.coarse.items()
+            part: [size for size in of_part if len(self.samples[part].get(size, ())) < count]
+            for part, of_part in sizes.items()
         }
-        return {part: sizes for part, sizes in lacking.items() if sizes}
+        return {part: of_part for part, of_part in lacking.items() if of_part}
 
     def _decisive(self) -> dict[str, list[Size]]:
         """The sizes whose next samples change the time of a typical round most, and those that contradict the joint fit; none where all

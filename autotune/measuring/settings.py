@@ -22,7 +22,7 @@ class CostSettings:
     mode: str = EAGER
     """How forwards run (``autotune.execution.MODES``)."""
     least_samples: int = 2
-    """Samples of every size of the coarse grid, even after the time limit."""
+    """Samples of every size of the coarse grid, before further sizes are measured."""
     max_samples: int = 30
     target_error: float = 0.002
     """Standard deviation of every price, times the number of its steps in a typical round, in plain steps, at which sampling stops."""
