@@ -157,7 +157,7 @@ def test_a_size_that_contradicts_the_others_is_sampled_again() -> None:
     """Its first samples fall into a burst that the plain steps beside it miss: half of the price that the model expects."""
     bench = Bench(noise=lambda: 0.0)
     sampler = Sampler([bench], SETTINGS, clock=lambda: bench.seconds)
-    sampler.run(0.5)
+    sampler.run(3.0)
     size = (9, 32)
     sampler.samples["draft_level 0"][size] = [0.4 * one for one in sampler.samples["draft_level 0"][size]]
     for job in sampler.jobs:
@@ -256,7 +256,7 @@ def test_sizes_and_drafts_come_in_random_order() -> None:
     turns = [(name, list(entries)) for name, entries in groupby(draft_firsts, key=itemgetter(3))]
     turns = [(name, entries) for name, entries in turns if len(entries) > WARM_UPS]
     num_sizes, untimed = 2 * len(COARSE_TOKENS) - 1, (UNTIMED_TOKENS[1], 32)
-    for _, entries in turns[:3]:
+    for _, entries in turns[6:9]:  # the first ones are of the least sizes
         sizes = [entry[1:3] for entry in entries]
         assert sizes[:WARM_UPS] == [untimed] * WARM_UPS
         visited = [size for size in sizes if size != untimed][:num_sizes]
