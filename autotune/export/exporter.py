@@ -95,9 +95,8 @@ def export_profile(
 def _pair(engine: Engine, selected: Selection) -> Pair:
     """The models as an engine is given them, which does not know the names of bundled models."""
     folders, target, draft = bundled_models(), selected.profile.target.id, selected.trace.header.draft.id
-    dtype = (selected.profile.precision or "").partition(",")[0] or None  # how weights are quantized may follow
     names = str(folders.get(target, target)), str(folders.get(draft, draft))
-    pair = Pair(*names, selected.kind, find_model(target), find_model(draft), dtype)
+    pair = Pair(*names, selected.kind, find_model(target), find_model(draft), selected.profile.dtype)
     if (reason := engine.refusal(pair)) is not None:
         raise UserError(f"{engine.name} {engine.version} refuses {draft} as a draft of {target}: {reason}")
     return pair
