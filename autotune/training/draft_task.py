@@ -164,7 +164,11 @@ class DraftTask:
         """Mean metrics of the full draft over the held-out teacher batches."""
         self.module.eval()
         settings = LossSettings()
-        metrics = [self.module.loss(batch, settings, torch.Generator().manual_seed(0))[1] for batch in self._held_out]
+        is_half = self.target.dtype != torch.float32  # its outputs do not fit the float32 weights of the draft
+        with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=is_half):
+            metrics = [
+                self.module.loss(batch, settings, torch.Generator().manual_seed(0))[1] for batch in self._held_out
+            ]
         self.module.train()
         return {f"held_out_{name}": sum(batch[name] for batch in metrics) / len(metrics) for name in metrics[0]}
 

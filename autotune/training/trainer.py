@@ -107,9 +107,9 @@ def learning_rate(stage: Stage, step: int) -> float:
     return stage.learning_rate * (stage.final_rate + (1 - stage.final_rate) * 0.5 * (1 + math.cos(math.pi * share)))
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """bfloat16 if the device supports it natively, otherwise None (float32)."""
-    return torch.bfloat16 if multiplies_bfloat16(device) else None
+def autocast_dtype(device: torch.device, target: torch.dtype) -> torch.dtype | None:
+    """bfloat16 if the device multiplies it natively, or the target's data type is not float32; otherwise None (float32)."""
+    return torch.bfloat16 if multiplies_bfloat16(device) or target != torch.float32 else None
 
 
 def make_optimizers(module: nn.Module, parameters: Sequence[nn.Parameter], stage: Stage) -> list[torch.optim.Optimizer]:
@@ -227,9 +227,9 @@ def train(
     if not accelerator.is_main_process:
         progress = notify = console = None
     torch.manual_seed(recipe.seed)
-    autocast = autocast_dtype(accelerator.device)
     report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
     task = DraftTask(recipe, recipe_path, accelerator, report=report, console=console)
+    autocast = autocast_dtype(accelerator.device, task.target.dtype)
     # The recipe and its file of examples must not change while a run is resumed.
     content = recipe.model_dump(mode="json", exclude_defaults=True)
     key = content_key([content, sha256_of(recipe_path.parent / recipe.data.file)])

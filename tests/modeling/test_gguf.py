@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from click.testing import CliRunner
 
 from autotune.cli.main import main
 from autotune.console import Console
+from autotune.device import fingerprint
+from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.files import sha256_of
@@ -22,9 +25,13 @@ from autotune.modeling.loading import default_drafts, load_model, load_processor
 from autotune.modeling.target import Target
 from autotune.report.prompts import TokenTexts
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.load import load
 from autotune.search.model_pool import ModelPool
+from autotune.training.trainer import train
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
-from tests.tiny_models import new_llama, sharpen
+from tests.sample_documents import decoding_profile
+from tests.tiny_models import Pair, new_llama, sharpen
+from tests.training.conftest import STAGE, write_recipe
 
 gguf = pytest.importorskip("gguf", reason="pip install autotune-speculative[gguf]")
 
@@ -151,7 +158,7 @@ def test_a_folder_or_the_hub_names_a_gguf_file(tiny: tuple[Path, Any], monkeypat
 
 @pytest.mark.parametrize("is_native", [True, False])
 def test_gguf_weights_are_bfloat16_where_the_device_multiplies_it(
-    tiny: tuple[Path, Any], text_pair: Any, monkeypatch: pytest.MonkeyPatch, is_native: bool
+    tiny: tuple[Path, Any], text_pair: Pair, monkeypatch: pytest.MonkeyPatch, is_native: bool
 ) -> None:
     """Room is planned for the dense weights; checkpoints with a data type of their own keep it."""
     monkeypatch.setattr(loading, "multiplies_bfloat16", lambda device: is_native)
@@ -165,11 +172,7 @@ def test_gguf_weights_are_bfloat16_where_the_device_multiplies_it(
     assert said.lines[1:] == [f"{path}: loaded in {does} bfloat16 natively; --dtype chooses another type"]
     assert load_model(str(text_pair.target_folder)).dtype == torch.float32
     assert load_model(str(text_pair.target_folder), dtype="bfloat16").dtype == torch.bfloat16
-    assert planned[-1] * 2 == expected_bytes(text_pair.target)
-
-
-def expected_bytes(model: Any) -> int:
-    return int(4 * model.num_parameters())
+    assert planned[-1] == 2 * text_pair.target.num_parameters()
 
 
 def test_documents_have_keys_by_file_and_data_type(tiny: tuple[Path, Any], tmp_path: Path) -> None:
@@ -211,9 +214,9 @@ def test_what_is_wrong_with_a_gguf_file_is_told(
         str(tmp_path / "none.gguf"): "no such file; check the path, or give OWNER/NAME:FILE.gguf",
     }
     for name, message in cases.items():
-        for load in (load_model, load_processor):
+        for loader in (load_model, load_processor):
             with pytest.raises(UserError, match=message) as caught:
-                load(name)
+                loader(name)
             assert "\n" not in str(caught.value)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
@@ -243,6 +246,53 @@ def test_a_gguf_file_is_measured(tiny: tuple[Path, Any], tmp_path: Path) -> None
     assert done.exit_code == 0, done.output
     assert done.output.count("the tokens are those of the dequantized model") == 1
     assert json.loads(table.read_text())["precision"] == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_a_profile_is_loaded_in_its_precision(tiny: tuple[Path, Any], dtype: Any) -> None:
+    """Or in the data type that is asked for, with a warning."""
+    (path, _), retrieval = tiny, ModelReference(id="retrieval", sha256="")
+    profile = decoding_profile(reference(str(path)), retrieval, hardware=fingerprint("cpu"))
+    profile = profile.model_copy(update={"precision": "bfloat16"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        decoder = load(profile, dtype=dtype)
+    assert decoder.target.text.precision == (dtype or "bfloat16")
+    texts = [str(warning.message) for warning in caught if "the speedup may differ" in str(warning.message)]
+    assert texts == ([] if dtype is None else ["profile: tuned in bfloat16, loaded in float32; the speedup may differ"])
+
+
+def test_a_draft_is_trained_for_a_gguf_file(
+    tiny: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [{"prompt": f"Row {number} reads 3, 1, 4.", "max_new_tokens": 6} for number in range(7)]
+    (tmp_path / "examples.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    sizes = {"num_heads": 4, "head_size": 16, "mlp_size": 32, "layers": [1, 1, 2]}
+    changes = {"model": "eagle3", "draft": sizes, "dtype": "bfloat16", "stages": [STAGE]}
+    path = write_recipe(tmp_path / "recipe.yaml", str(tiny[0]), **changes)
+    draft = load_draft(str(train(path, output=tmp_path / "out")), Target(load_model(str(tiny[0]), dtype="bfloat16")))
+    assert draft.kind == "eagle3"
+
+
+def test_a_data_type_that_quantized_weights_do_not_take_is_refused(
+    text_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    settings = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    model = type(text_pair.target).from_pretrained(text_pair.target_folder, quantization_config=settings)
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.nn.Linear, "forward", refusing_linear)
+    with pytest.raises(
+        UserError, match=r"quantized with torchao Int8WeightOnly, cannot run in float16 on cpu \(no kernel"
+    ):
+        load_model(str(tmp_path), dtype="float16")
+
+
+def refusing_linear(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("no kernel for Half")
 
 
 @pytest.mark.nightly
