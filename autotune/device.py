@@ -194,6 +194,17 @@ def check_supported(name: str) -> None:
         )
 
 
+def multiplies_bfloat16(device: torch.device | str) -> bool:
+    """Whether a device has instructions for products of bfloat16: AVX-512 BF16 or AMX on a CPU, compute capability 8 on a GPU."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    capable = torch.cpu.get_capabilities()
+    return bool(capable.get("avx512_bf16") or capable.get("amx_bf16"))
+
+
 def gib(num_bytes: float) -> str:
     """Format a size: ``1.5 GiB``, or ``3 MiB`` below one GiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -24,6 +24,7 @@ from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import NotComparable
 from autotune.files import WORKSPACE, content_key, read_json, sha256_of, write_bytes
+from autotune.modeling.loading import Dtype
 
 CHECKS = WORKSPACE / "checks"
 # Files that a side decodes with: the package, and the bundled models next to it or, if installed, inside it.
@@ -59,7 +60,7 @@ class Sides:
     def key(self, run: LocalRun, seed: int) -> str:
         """Key of the comparison's pairs: the same command continues with them."""
         profiles = [profile.model_dump(mode="json", exclude={"evidence"}) for profile in self.profiles]
-        codes = [code_hash(self.base), code_hash(self.head), self.base.label, self.is_aa]
+        codes = [code_hash(self.base), code_hash(self.head), self.base.label, self.is_aa, self.head.dtype]
         return content_key([*codes, *profiles, run.workload.sha256, seed, run.hardware.key])
 
 
@@ -68,10 +69,11 @@ def code_hash(side: Side) -> str:
 
 
 @contextmanager
-def open_sides(against: str | None, profile: Path, folder: Path) -> Iterator[Sides]:
+def open_sides(against: str | None, profile: Path, folder: Path, dtype: Dtype | None = None) -> Iterator[Sides]:
     """Base and head. The base is the profile ``against`` if that is a file, otherwise a git revision; None: the head."""
     head_profile = DecodingProfile.load(profile)
-    head = Side(name="head", label="the current version", profile=_without_evidence(profile, folder / "head.json"))
+    copy = _without_evidence(profile, folder / "head.json")
+    head = Side(name="head", label="the current version", profile=copy, dtype=dtype)
     if against is None:
         yield Sides(replace(head, name="base"), head, (head_profile, head_profile), is_aa=True)
         return

@@ -41,7 +41,7 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-check-")))
         sides = None
         if settings.is_timed:
-            sides = stack.enter_context(open_sides(settings.against, settings.profile, folder))
+            sides = stack.enter_context(open_sides(settings.against, settings.profile, folder, settings.dtype))
         runs, processor = _decode_all(settings, workloads, device, console)
         gates = [gate for run, proof in zip(runs, evidence, strict=True) for gate in _local_gates(settings, run, proof)]
         timings: list[Timing | None] = [None] * len(runs)
@@ -83,7 +83,7 @@ def _decode_all(
     """Decode every workload in this process; returns the processor too. Workers need the memory of the models, so these
     are freed.
     """
-    decoder = load(settings.profile, device=device)
+    decoder = load(settings.profile, device=device, dtype=settings.dtype, console=console)
     runs = []
     for workload in workloads:
         with console.stage(f"check of {workload.name}") as update:

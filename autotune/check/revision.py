@@ -51,6 +51,7 @@ def checked_out(ref: str, profile: Path, head: Side, folder: Path) -> Iterator[S
             profile=in_tree if in_tree.is_file() else own_profile,
             code=_code_in(tree, root, head),
             python=_python_for(ref, root, tree, folder / "environment"),
+            dtype=head.dtype,
         )
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=root, capture_output=True)

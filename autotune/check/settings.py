@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from autotune.errors import UserError
 from autotune.files import require_writable
+from autotune.modeling.loading import Dtype
 from autotune.option_fields import setting
 from autotune.workloads.formats import Format
 
@@ -42,6 +43,7 @@ class CheckSettings(BaseModel):
     on_inconclusive: Literal["fail", "warn"] = setting("fail", "Exit with 3 (fail) or 0 (warn) if inconclusive.")
     seed: int = setting(0, "Seed of all random orders.")
     device: str = setting("auto", "auto, cpu or cuda:N.")
+    dtype: Dtype | None = setting(None, "Data type of the target; default: the profile's.")
     junit: Path | None = setting(None, "JUnit XML file to write.")
     markdown: Path | None = setting(None, "Markdown file to write.")
     github: bool = setting(False, "Annotate the run, and add to its summary, on GitHub Actions.")

@@ -3,7 +3,7 @@
 Runs as a script with the code under test, which may be of another commit than this file, so it uses only autotune's public interface.
 Requests are lines of JSON on standard input, answers lines of JSON on standard output. It ends when its input is closed.
 
-    python -P worker.py '{"profile": FILE, "device": "cpu"}'
+    python -P worker.py '{"profile": FILE, "options": {"device": "cpu"}}'
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Stopwatch:
 
 
 class SideDecoder:
-    def __init__(self, profile: str, device: str) -> None:
+    def __init__(self, profile: str, options: dict[str, Any]) -> None:
         import autotune
 
         self.package = os.path.dirname(os.path.abspath(autotune.__file__))
-        self.tuned = autotune.load(profile, device=device)
+        self.tuned = autotune.load(profile, **options)
         # Plain decoding runs its steps as the profile does: a slower baseline would flatter the draft.
         steps = {name: getattr(self.tuned, name) for name in ("mode", "capture_sizes", "threads", "prefill_threads")}
         self.plain = autotune.Decoder(target=self.tuned.target_model, draft=None, **steps)
@@ -82,7 +82,7 @@ def serve(requests: TextIO, answers: TextIO, settings: dict[str, Any]) -> None:
         answers.flush()
 
     try:
-        side = SideDecoder(settings["profile"], settings["device"])
+        side = SideDecoder(settings["profile"], settings["options"])
         answer(ready=side.package)
         for line in requests:
             answer(**side.decode(json.loads(line)))

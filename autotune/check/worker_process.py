@@ -55,6 +55,8 @@ class Side:
     profile: Path
     code: Path = Path(__file__).parents[2]
     python: str = sys.executable
+    dtype: str | None = None
+    """Data type of the target; None: the profile's."""
 
 
 class WorkerProcess:
@@ -62,7 +64,8 @@ class WorkerProcess:
 
     def __init__(self, side: Side, *, device: str, log: Path) -> None:
         self.side, self.log = side, log
-        settings = json.dumps({"profile": str(side.profile), "device": device})
+        options = {"device": device, **({} if side.dtype is None else {"dtype": side.dtype})}
+        settings = json.dumps({"profile": str(side.profile), "options": options})
         # In a new session Ctrl-C reaches the parent only; workers end when their input is closed.
         with log.open("ab") as errors:
             self._process = subprocess.Popen(

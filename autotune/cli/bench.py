@@ -38,6 +38,7 @@ from autotune.search.settings import SearchSettings
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the order of the runs.")
 @options.device
+@options.profile_dtype
 @options.settings_options(SearchSettings, "wait_until_idle_s")
 @options.table("a row for every run")
 @options.as_json

@@ -8,14 +8,12 @@ from typing import Any
 import click
 
 from autotune.cli import options
+from autotune.search.settings import SearchSettings
 
 
 @click.command(short_help="Tell what to expect on this machine before a search.")
-@click.option(
-    "--target",
-    default=None,
-    help="Target to examine: a bundled name, a path or a Hugging Face id; default: the machine alone.",
-)
+@click.option("--target", default=None, help="Target to examine, as of a search; default: the machine alone.")
+@options.settings_options(SearchSettings, "dtype")
 @click.option(
     "--draft",
     "drafts",

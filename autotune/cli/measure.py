@@ -12,7 +12,7 @@ from autotune.search.settings import SearchSettings
 
 
 @click.command(short_help="Measure a cost table: latencies of models on a device.")
-@options.settings_options(SearchSettings, "target", "drafts")
+@options.settings_options(SearchSettings, "target", "dtype", "drafts")
 @click.option(
     "--heads", type=float, multiple=True, help="Share of attention heads kept; star has quarters. Repeatable."
 )
@@ -50,10 +50,10 @@ def command(
 
     console = Console()
     prompts = load_workload(workload, "tune", format=choices["workload_format"]).first_turns()
-    execution = choices["capture_sizes"], choices["mode"]
+    execution = choices["capture_sizes"], choices["mode"], choices["dtype"]
     has_random_weights = choices["random_weights"]
     model_pool = ModelPool(
-        target, drafts, choose_device(choices["device"]), *execution, random_weights=has_random_weights
+        target, drafts, choose_device(choices["device"]), *execution, random_weights=has_random_weights, console=console
     )
     if has_random_weights:
         console.say("weights are random: this table's latencies hold, its models accept nothing of each other")

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from autotune.files import require_writable
+from autotune.modeling.loading import Dtype
 from autotune.option_fields import extra_of, option_name
 from autotune.workloads.formats import FORMATS
 
@@ -104,6 +105,13 @@ random_weights = click.option(
     "--random-weights",
     is_flag=True,
     help="Make weights at random, from a config alone: latency does not depend on them.",
+)
+profile_dtype = click.option(
+    "--dtype",
+    type=click.Choice(get_args(Dtype)),
+    default=None,
+    show_default="the profile's",
+    help="Data type of the target.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 

@@ -16,7 +16,15 @@ SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "voc
 
 @click.command(short_help="Record traces: a draft's proposals along the target's answers.")
 @options.settings_options(
-    SearchSettings, "target", "drafts", *SUBNET_OPTIONS, "workload", "workload_format", "max_new_tokens", "temperature"
+    SearchSettings,
+    "target",
+    "dtype",
+    "drafts",
+    *SUBNET_OPTIONS,
+    "workload",
+    "workload_format",
+    "max_new_tokens",
+    "temperature",
 )
 @options.device
 @click.option(
@@ -67,7 +75,7 @@ def command(target: str, drafts: tuple[str, ...], workload: str, output: Path, a
     prompts = load_workload(workload, "tune", num_prompts=num_prompts, format=format)
     if choices["temperature"] is not None:
         prompts = prompts.sampled(choices["temperature"])
-    model_pool = ModelPool(target, drafts, choose_device(choices["device"]))
+    model_pool = ModelPool(target, drafts, choose_device(choices["device"]), dtype=choices["dtype"], console=console)
     prompts = prompts.cut(num_prompts, choices["max_new_tokens"])
     prompts = model_pool.recorder(output).follow(prompts)
     subnet = Subnet(**{name: choices[name] for name in SUBNET_OPTIONS})

@@ -10,6 +10,7 @@ import click
 
 from autotune.cli import options
 from autotune.errors import UserError
+from autotune.modeling.loading import Dtype
 from autotune.workloads.formats import Format
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of the sampled tokens.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the sampled tokens.")
 @options.device
+@options.profile_dtype
 @options.as_json
 def command(
     profile: Path,
@@ -36,6 +38,7 @@ def command(
     workload: str | None,
     workload_format: Format | None,
     device: str,
+    dtype: Dtype | None,
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -52,7 +55,7 @@ def command(
     from autotune.evaluation.answers import answer_prompts
 
     answers = []
-    for answer in answer_prompts(profile, prompts, device=device, prints=not as_json):
+    for answer in answer_prompts(profile, prompts, device=device, dtype=dtype, prints=not as_json):
         answers.append(answer)
         if not as_json:
             click.echo(answer["summary"], err=True)

@@ -7,12 +7,15 @@ from pathlib import Path
 import click
 
 from autotune.cli import options
+from autotune.modeling.loading import Dtype
+from autotune.search.settings import SearchSettings
 
 
 @click.command(short_help="Train a draft from a recipe.")
 @click.argument("recipe", type=click.Path(path_type=Path))
 @options.output(None, "Folder to write.  [default: the folder that the recipe names]")
-def command(recipe: Path, output: Path | None) -> None:
+@options.settings_options(SearchSettings, "dtype")
+def command(recipe: Path, output: Path | None, dtype: Dtype | None) -> None:
     """Train a draft from a recipe. Interrupted training continues at its last checkpoint."""
     from autotune.files import read_yaml
 
@@ -21,4 +24,4 @@ def command(recipe: Path, output: Path | None) -> None:
     from autotune.console import Console
     from autotune.training.trainer import train_with_progress
 
-    train_with_progress(recipe, output, Console())
+    train_with_progress(recipe, output, Console(), dtype)

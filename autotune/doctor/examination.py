@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from autotune.documents.provenance import stamp
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.execution import EAGER
 from autotune.modeling.clock import now_ms
-from autotune.modeling.loading import load_model, load_processor, reference
+from autotune.modeling.loading import Dtype, load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.workloads.formats import Format
@@ -37,6 +38,7 @@ def examine(
     drafts: Sequence[str] = (),
     *,
     device: str,
+    dtype: Dtype | None = None,
     num_tokens: int,
     random_weights: bool,
     workload_format: Format | None,
@@ -47,6 +49,7 @@ def examine(
         workload: whose first prompts are answered; those with images are left out for a text model.
         drafts: decode these prompts, next to plain decoding, in every mode.
         device: ``auto``, ``cpu`` or ``cuda:N``.
+        dtype: of the target, as of ``load_model``.
         num_tokens: of each answer.
         workload_format: of the workload's file; None finds it out.
 
@@ -63,7 +66,8 @@ def examine(
     found_target = None
     if target is not None:
         with console.stage("target"):
-            loaded = Target(load_model(target, device=chosen, random_weights=random_weights))
+            options: dict[str, Any] = {"dtype": dtype, "random_weights": random_weights, "console": console}
+            loaded = Target(load_model(target, device=chosen, **options))
             processor = load_processor(target, or_bundled=random_weights)
             loaded_drafts: dict[str, LoadedDraft] = {}
             for id, name in zip(draft_ids, drafts, strict=True):

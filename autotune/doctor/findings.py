@@ -83,7 +83,7 @@ def _attention_notes(target: TargetFound) -> list[str]:
 def _precision_notes(target: TargetFound) -> list[str]:
     ties, texts = target.near_ties, []
     if not target.has_native_precision:
-        texts.append(f"the device emulates {target.precision}: load the model in float16")
+        texts.append(f"the device emulates {target.precision}: another --dtype may be faster")
     if ties.num_flips > ties.num_unexplained:
         texts.append(
             f"{ties.num_flips - ties.num_unexplained} of {ties.num_tokens} argmaxes flip in near ties (noise {ties.noise:.2g}): outputs of speculative and "

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autotune.device import multiplies_bfloat16
 from autotune.doctor.attention import attention_uses
 from autotune.doctor.diagnosis import NearTies, StepTimes, TargetFound, TreeCheck
 from autotune.doctor.trials import try_drafts
@@ -63,7 +64,7 @@ def examine_target(
         model_type=target.text.config.model_type,
         is_tested=target.text.is_tested,
         precision=target.text.precision,
-        has_native_precision=_has_native_precision(target),
+        has_native_precision=target.dtype != torch.bfloat16 or multiplies_bfloat16(target.device),
         weight_bytes=round(shape.text_parameters * shape.bytes_per_parameter),
         kv_bytes_per_token=shape.kv_bytes_per_token,
         attention=attention_uses(target, prompt, ATTENTION_TOKENS),
@@ -74,13 +75,6 @@ def examine_target(
         steps=tuple(time_steps(target, mode, len(prompt) + num_tokens) for mode in modes),
         trials=try_drafts(target, drafts, processor, workload, modes) if drafts else (),
     )
-
-
-def _has_native_precision(target: Target) -> bool:
-    if target.dtype != torch.bfloat16 or target.device.type != "cuda":
-        return True
-    with torch.cuda.device(target.device):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 @torch.inference_mode()

@@ -240,6 +240,11 @@ class DecodingProfile(Document, kind="decoding-profile", made_by="autotune searc
         return self
 
     @property
+    def dtype(self) -> str:
+        """Data type in which the target is loaded; how its weights are quantized follows it in ``precision``."""
+        return self.precision.partition(",")[0]
+
+    @property
     def point(self) -> OperatingPoint:
         """The last point, which decodes requests that match no other."""
         return self.points[-1]

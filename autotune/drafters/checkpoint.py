@@ -29,6 +29,7 @@ from autotune.drafters.token_draft import TokenDraft
 from autotune.drafters.trainable import CONFIG, PICKLED, WEIGHTS, TrainableNetwork
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
+from autotune.modeling.gguf import find_gguf
 from autotune.modeling.loading import MTP_SUFFIX, load_model, load_tokenizer, resolve
 from autotune.modeling.target import Target
 
@@ -50,12 +51,14 @@ PUBLISHED = ((is_dflash, load_dflash), (is_eagle3, load_eagle3))
 
 
 def read_config(name: str) -> tuple[Path, dict[str, Any]] | None:
-    """The folder of a draft or Hugging Face model and its ``config.json``; None for an id that is not found.
+    """The folder of a draft or Hugging Face model and its ``config.json``; None for a GGUF file, or an id that is not found.
 
     Raises:
         UserError: no such model.
     """
     folder = Path(resolve(name))
+    if folder.is_file():
+        return None
     if not folder.is_dir():  # an id: its config tells whether it is a draft that reads features
         try:
             folder = Path(cached_file(name, CONFIG)).parent
@@ -140,7 +143,8 @@ def _load_whole(
         draft: TokenDraft = getattr(importlib.import_module(module), class_name)()
         draft.attach(target)
         return draft
-    model = load_model(name, device=str(target.device), random_weights=random_weights)
+    dtype: Any = None if find_gguf(name) is None else str(target.dtype).removeprefix("torch.")
+    model = load_model(name, device=str(target.device), dtype=dtype, random_weights=random_weights)
     return IndependentDraft(model, tokenizer=load_tokenizer(name))
 
 

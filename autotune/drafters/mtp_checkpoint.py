@@ -94,7 +94,7 @@ def _read(source: str, num_layers: int) -> dict[str, Tensor]:
 def _files(source: str, num_layers: int) -> Iterable[Path]:
     """The checkpoint's files that may hold the head; of a Hugging Face id, only these are downloaded."""
     folder = Path(resolve(source))
-    if folder.is_dir():
+    if folder.exists():  # a GGUF file is loaded without its head
         return sorted(folder.glob("*.safetensors"))
     index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
     if index is None:

@@ -10,6 +10,7 @@ from transformers import TextStreamer
 
 from autotune.console import Console
 from autotune.evaluation.perplexity import quality
+from autotune.modeling.loading import Dtype
 from autotune.runtime.load import load
 from autotune.workloads.conversations import Conversations
 from autotune.workloads.prompt import WorkloadPrompt
@@ -33,14 +34,14 @@ def _not_in_order(prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
 
 
 def answer_prompts(
-    profile: Path, prompts: Sequence[WorkloadPrompt], *, device: str, prints: bool = False
+    profile: Path, prompts: Sequence[WorkloadPrompt], *, device: str, dtype: Dtype | None = None, prints: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Decode prompts one after the other; yields the text of each answer, its statistics and a summary line. The turns of a
     conversation are given in their order, and follow the answers of the profile.
 
     With ``prints``, each answer is printed to stdout while it is decoded, word by word.
     """
-    decoder = load(profile, device=device, console=Console())
+    decoder = load(profile, device=device, dtype=dtype, console=Console())
     assert decoder.profile is not None
     points = decoder.profile.points
     conversations = Conversations(decoder.processor, decode=_not_in_order)

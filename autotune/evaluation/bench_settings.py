@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import ARM_NAMES, COMPARED, LOSSY_SWEEP
 from autotune.errors import UserError, nearest
+from autotune.modeling.loading import Dtype
 from autotune.workloads.formats import Format
 from autotune.workloads.workload import Workload, load_workload
 
@@ -55,6 +56,8 @@ class BenchSettings:
     seed: int = 0
     """Seed of the order of the runs."""
     device: str = "auto"
+    dtype: Dtype | None = None
+    """Data type of the target; None: the profile's."""
     wait_until_idle_s: float | None = None
     """The longest time to wait until the machine is idle, in seconds; None: do not wait."""
 

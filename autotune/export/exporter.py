@@ -19,10 +19,13 @@ from autotune.export.sglang import Sglang
 from autotune.export.transformers import Transformers
 from autotune.export.vllm import Vllm
 from autotune.files import require_writable, write_bytes
-from autotune.modeling.loading import bundled_models
+from autotune.modeling.gguf import PACKAGED, SUFFIX
+from autotune.modeling.loading import bundled_models, resolve
 from autotune.trees.chain import ChainPolicy
 
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Vllm(), Sglang(), Transformers())}
+
+GGUF_NOTE = "predictions are of its dequantized weights; an engine that keeps them quantized may choose other tokens"
 
 
 def export_profile(
@@ -78,6 +81,7 @@ def export_profile(
             *_profile_notes(selected, engine),
             *_prompt_notes(selected, engine, variants, replay),
             *(conversion.note for conversion in conversions),
+            *(f"{name}: {GGUF_NOTE}" for name in (pair.target, pair.draft) if name.endswith(SUFFIX)),
             *engine.caveats(pair),
             *engine.notes,
         ],
@@ -95,9 +99,8 @@ def export_profile(
 def _pair(engine: Engine, selected: Selection) -> Pair:
     """The models as an engine is given them, which does not know the names of bundled models."""
     folders, target, draft = bundled_models(), selected.profile.target.id, selected.trace.header.draft.id
-    dtype = (selected.profile.precision or "").partition(",")[0] or None  # how weights are quantized may follow
-    names = str(folders.get(target, target)), str(folders.get(draft, draft))
-    pair = Pair(*names, selected.kind, find_model(target), find_model(draft), dtype)
+    path = lambda name: resolve(name) if name in PACKAGED else str(folders.get(name, name))  # noqa: E731
+    pair = Pair(path(target), path(draft), selected.kind, find_model(target), find_model(draft), selected.profile.dtype)
     if (reason := engine.refusal(pair)) is not None:
         raise UserError(f"{engine.name} {engine.version} refuses {draft} as a draft of {target}: {reason}")
     return pair

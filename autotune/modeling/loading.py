@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from autotune.device import check_room
+from autotune.device import check_room, multiplies_bfloat16
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
 from autotune.files import data_root, known_sha256_of
+from autotune.modeling.gguf import PACKAGED, UNQUANTIZED, file_type, find_gguf, gguf_errors, read_metadata
 from autotune.modeling.quantization import (
     check_packed_weights,
     decompress,
@@ -20,6 +21,9 @@ from autotune.modeling.quantization import (
     usable_quantizer,
 )
 
+if TYPE_CHECKING:
+    from autotune.console import Console
+
 BUNDLED_TARGET = "digits/target"
 BUNDLED_DRAFT = "digits/independent"
 BUNDLED_DRAFTS = (BUNDLED_DRAFT, "digits/star", "digits/dream", "digits/specvlm", "digits/mtp")
@@ -27,6 +31,8 @@ RETRIEVAL = "retrieval"
 """Name of the draft that needs no model; a folder of this name is ``./retrieval``."""
 MTP_SUFFIX = ":mtp"
 """Ends the name of a draft that is the multi-token prediction head of a target's own checkpoint: ``FOLDER:mtp``."""
+Dtype = Literal["float32", "bfloat16", "float16"]
+"""Data types in which a model can be loaded (``--dtype``)."""
 DEFAULT_DRAFTS = (*BUNDLED_DRAFTS, RETRIEVAL)
 DEFAULT_PAIR = BUNDLED_TARGET.partition("/")[0]
 OTHER_PAIRS = ("code",)
@@ -43,33 +49,40 @@ def bundled_models() -> dict[str, Path]:
 
 
 def default_workload(target: str) -> str:
-    """The bundled workload for a target: the one named after its pair, and that of the first pair for all other targets."""
+    """The bundled workload for a target: the one named after its pair, a text workload for packaged models, and that of the first
+    pair for all other targets.
+    """
+    if target in PACKAGED:
+        return "code"
     pair = target.partition("/")[0]
     return pair if pair in OTHER_PAIRS else DEFAULT_PAIR
 
 
 def default_drafts(target: str) -> tuple[str, ...]:
     """The drafts that compete for a target by default: all that are bundled with its pair, and retrieval."""
-    pair = default_workload(target)
+    pair = target if target in PACKAGED else default_workload(target)
     if pair == DEFAULT_PAIR:
         return DEFAULT_DRAFTS
     return (*(name for name in bundled_models() if name.startswith(f"{pair}/") and name != target), RETRIEVAL)
 
 
 def resolve(name: str) -> str:
-    """Return the path or Hugging Face id for ``from_pretrained``.
+    """Return the path or Hugging Face id for ``from_pretrained``; of a GGUF model the path of the file.
 
     Raises:
-        UserError: an unknown model of a bundled pair, or a path without a model.
+        UserError: an unknown model of a bundled pair, a path without a model, or as ``find_gguf``.
     """
     bundled = bundled_models()
     if name in bundled:
         return str(bundled[name])
+    if (gguf := find_gguf(name)) is not None:
+        return str(gguf)
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").exists():
             raise UserError(
-                f"{name}: a model folder has a config.json; this one has none; give a folder written by save_pretrained"
+                f"{name}: a model folder has a config.json or a GGUF file; this one has neither; give a folder written by "
+                "save_pretrained"
             )
         return name
     if (
@@ -78,7 +91,7 @@ def resolve(name: str) -> str:
         or name.startswith((".", "/"))
         or "/" not in name
     ):
-        raise UserError(f"{name}: no such model; {nearest(name, bundled)}")
+        raise UserError(f"{name}: no such model; {nearest(name, [*bundled, *PACKAGED])}")
     return name
 
 
@@ -87,63 +100,134 @@ def reference(name: str) -> ModelReference:
     if name in TOKEN_DRAFTS:
         return ModelReference(id=name, sha256="")
     path = Path(resolve(name.removesuffix(MTP_SUFFIX)))
+    if path.is_file():
+        return ModelReference(id=name, sha256=known_sha256_of(path))
     if not path.is_dir():
         return ModelReference(id=name, sha256="")
     weights = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
     return ModelReference(id=name, sha256=known_sha256_of(*weights, path / "config.json"))
 
 
-def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) -> Any:
-    """Load a model for inference.
+def load_model(
+    name: str,
+    *,
+    device: str = "cpu",
+    dtype: Dtype | None = None,
+    random_weights: bool = False,
+    console: Console | None = None,
+) -> Any:
+    """Load a model for inference. GGUF weights are dequantized.
 
     Args:
+        dtype: None: the checkpoint's. GGUF files, whose weights have none of their own, are loaded in bfloat16 where the device
+            multiplies it natively.
         random_weights: make the weights at random. Only the config is needed, and latency does not depend on weights.
+        console: is told what was done to the weights of a GGUF file.
 
     Raises:
-        UserError: transformers cannot load it or read its packed weights, it does not fit on the device, or it is quantized and
-            cannot run there.
+        UserError: transformers cannot load it or read its packed weights, it does not fit on the device, it is quantized and
+            cannot run there, or it cannot run in ``dtype``.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GgufConfig
     from transformers.utils import logging
 
     from autotune.modeling.attention import choose_attention
 
-    source = resolve(name)
+    source, gguf = _pretrained(name)
     advice = "free some, or load a smaller model"
     logging.disable_progress_bar()
-    with _load_errors(name):
-        config = AutoConfig.from_pretrained(source)
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    with _load_errors(name, gguf):
+        config = AutoConfig.from_pretrained(source, **gguf)
         factory = AutoModelForImageTextToText if _is_vlm(config) else AutoModelForCausalLM
         is_quantized = quantization_of(config) is not None
+        if gguf:
+            # A config that is given is not parsed again, which takes seconds. Transformers would keep weights packed where it
+            # finds kernels for them.
+            dense = {"config": config, "quantization_config": GgufConfig(dequantize=True)}
+            options = {**gguf, **dense, "dtype": _gguf_dtype(name, gguf["gguf_file"], device, dtype, console)}
         if random_weights:
             if is_quantized:
                 raise UserError(
                     f"{name}: weights of a quantized model cannot be made at random; give its checkpoint, or a config without "
                     "quantization_config"
                 )
-            check_room(device, {"weights": _weight_bytes(factory, config)}, what=name, advice=advice)
-            model = factory.from_config(config, dtype=config.dtype).to(device)
+            check_room(device, {"weights": _weight_bytes(factory, config, options)}, what=name, advice=advice)
+            model = factory.from_config(config, dtype=options.get("dtype", config.dtype)).to(device)
         else:
             weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
-            if is_quantized and is_dense_once_loaded(usable_quantizer(config, name=name, device=device)):
-                weights = _weight_bytes(factory, config)
+            is_dense = is_quantized and is_dense_once_loaded(usable_quantizer(config, name=name, device=device))
+            if is_dense or (options and not is_quantized):
+                weights = _weight_bytes(factory, config, options)
             check_room(device, {"weights": weights}, what=name, advice=advice)
             # Straight to the device: the host never holds all weights of a GPU, and some quantized models cannot be moved.
             device_map = {"": device}
-            model, info = factory.from_pretrained(source, output_loading_info=True, device_map=device_map)
+            model, info = factory.from_pretrained(source, output_loading_info=True, device_map=device_map, **options)
             check_packed_weights(info["missing_keys"], info["unexpected_keys"], name=name)
+            if gguf and info["missing_keys"]:
+                raise ValueError(f"it lacks {min(info['missing_keys'])}, which would be made at random")
             decompress(model)
     choose_attention(device)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    if dtype is not None:
+        _check_runs(model, dtype, name)
+    return model
+
+
+def _pretrained(name: str) -> tuple[str, dict[str, str]]:
+    """A model as ``from_pretrained`` takes it: folder or id, and ``gguf_file`` for a GGUF file, whose metadata are checked."""
+    source = Path(resolve(name))
+    if not source.is_file():
+        return str(source), {}
+    read_metadata(source, name)
+    return str(source.parent), {"gguf_file": str(source.absolute())}
+
+
+def _gguf_dtype(name: str, file: str, device: str, dtype: Dtype | None, console: Console | None) -> str:
+    """The data type for the weights of a GGUF file; says what becomes of them."""
+    stored = file_type(read_metadata(Path(file), name))
+    say = (lambda _: None) if console is None else console.say
+    if stored not in UNQUANTIZED:
+        kind = stored.removeprefix("MOSTLY_")
+        say(f"{name}: {kind} weights are dequantized; the tokens are those of the dequantized model")
+    if dtype is not None:
+        return dtype
+    is_native = multiplies_bfloat16(device)
+    chosen = "bfloat16" if is_native else UNQUANTIZED.get(stored, "float32")
+    does = "multiplies" if is_native else "does not multiply"
+    say(f"{name}: loaded in {chosen}, because {device} {does} bfloat16 natively; --dtype chooses another type")
+    return chosen
+
+
+def _check_runs(model: Any, dtype: Dtype, name: str) -> None:
+    """Check that a model runs in the data type that was asked for: quantized weights may allow one only."""
+    import torch
+
+    found, reason = str(model.dtype).removeprefix("torch."), ""
+    if found != dtype:
+        reason = f"it runs in {found}"
+    else:
+        try:
+            with torch.inference_mode():
+                model.get_decoder()(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0][:200]
+    if reason:
+        quantization = quantization_of(model.config)
+        what = "" if quantization is None else f", quantized with {quantization},"
+        raise UserError(
+            f"{name}{what} cannot run in {dtype} on {model.device} ({reason}); leave --dtype out, or give another"
+        )
 
 
 @contextmanager
-def _load_errors(name: str) -> Iterator[None]:
+def _load_errors(name: str, gguf: Mapping[str, str]) -> Iterator[None]:
     """Turn errors of transformers into one line."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        yield
+        with gguf_errors(Path(gguf["gguf_file"]), name) if gguf else nullcontext():
+            yield
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
         raise UserError(
@@ -157,12 +241,12 @@ def _is_vlm(config: Any) -> bool:
     return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
-def _weight_bytes(factory: Any, config: Any) -> int:
-    """Bytes of the weights of a model, which is not made."""
+def _weight_bytes(factory: Any, config: Any, options: Mapping[str, Any]) -> int:
+    """Bytes of the weights of a model, which is not made, in the data type of ``options`` or its config."""
     import torch
 
     with torch.device("meta"):
-        empty = factory.from_config(config, dtype=config.dtype)
+        empty = factory.from_config(config, dtype=options.get("dtype", config.dtype))
     return sum(parameter.numel() * parameter.element_size() for parameter in empty.parameters())
 
 
@@ -194,7 +278,10 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
     """
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-    source = resolve(name)
+    source, gguf = _pretrained(name)
+    if gguf:
+        with _load_errors(name, gguf):
+            return AutoTokenizer.from_pretrained(source, **gguf)
     if or_bundled and not _has_tokenizer(name):
         return load_processor(BUNDLED_TARGET).tokenizer
     try:

@@ -115,7 +115,7 @@ class Recorder:
         return self.folder / "answers" / f"{self._answer_key(prompt)}.json"
 
     def _answer_key(self, prompt: WorkloadPrompt) -> str:
-        content = [self.target_reference.sha256 or self.target_reference.id, prompt.sha256]
+        content = [self.target_reference.sha256 or self.target_reference.id, self.target.text.precision, prompt.sha256]
         return content_key(content if self.mode == EAGER else [*content, self.mode])  # near ties may fall otherwise
 
     def trace(

@@ -15,7 +15,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import NotComparable, UserError
 from autotune.execution import AUTO, CUDA_GRAPH
-from autotune.modeling.loading import load_model, load_processor, reference
+from autotune.modeling.loading import Dtype, load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import DEFAULT_CONTEXT_TOKENS, Decoder
 from autotune.runtime.points import LoadedPoint, as_draft
@@ -28,6 +28,7 @@ def load(
     target: Any = None,
     draft: Any = None,
     device: str = "auto",
+    dtype: Dtype | None = None,
     strict: bool = False,
     corpus_tokens: int = 0,
     context_tokens: int = DEFAULT_CONTEXT_TOKENS,
@@ -35,8 +36,8 @@ def load(
 ) -> Decoder:
     """Load a decoder that follows a profile.
 
-    Loads the target and the drafts that the profile names, each once, or takes loaded models. On another device than the
-    profile's, decoding is still lossless: the loader warns. ``corpus_tokens`` is that of ``Decoder``: retrieval looks in
+    Loads the target, in ``dtype`` or the profile's precision, and the drafts that the profile names, each once, or takes loaded
+    models. On another device or in another precision than the profile's, decoding is still lossless: the loader warns. ``corpus_tokens`` is that of ``Decoder``: retrieval looks in
     earlier answers too. In mode ``cuda-graph`` everything that requests of up to
     ``context_tokens`` tokens need is captured now (``Decoder.prepare``), with a progress bar on ``console``; 0 captures nothing.
 
@@ -70,7 +71,14 @@ def load(
             )
         return named.id
 
-    loaded = Target(load_model(checked_id(document.target), device=device_name) if target is None else target)
+    if (model := target) is None:
+        options: dict[str, Any] = {"dtype": dtype or document.dtype, "console": console}
+        model = load_model(checked_id(document.target), device=device_name, **options)
+    loaded = Target(model)
+    if (precision := loaded.text.precision) != document.precision:
+        warnings.warn(
+            f"{source}: tuned in {document.precision}, loaded in {precision}; the speedup may differ", stacklevel=2
+        )
     drafts = {
         network: load_draft(checked_id(ModelReference(id=choice.id, sha256=choice.sha256)), loaded, choice.subnet)
         if draft is None

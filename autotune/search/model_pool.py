@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.device import fingerprint, free_memory
 from autotune.documents.configuration import Configuration, DraftVariant
@@ -19,7 +20,7 @@ from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
 from autotune.execution import EAGER, capture_sizes_for
 from autotune.files import content_key
-from autotune.modeling.loading import load_model, load_processor, reference
+from autotune.modeling.loading import Dtype, load_model, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
@@ -57,20 +58,24 @@ class ModelPool:
         device: str,
         capture_sizes: Sequence[int] = (),
         mode: str = EAGER,
+        dtype: Dtype | None = None,
         *,
         random_weights: bool = False,
+        console: Console | None = None,
     ) -> None:
-        """``random_weights``: as in ``load_model``, of the target and the drafts. Workers do not know it.
+        """``dtype`` and ``console`` as in ``load_model``, of the target; ``random_weights`` of the target and the drafts. Workers
+        know neither ``random_weights`` nor ``console``.
 
         Raises:
             UserError: a model cannot be loaded, or a draft does not fit the target.
         """
-        self.arguments = target, tuple(drafts), device, tuple(capture_sizes), mode
+        self.arguments = target, tuple(drafts), device, tuple(capture_sizes), mode, dtype
         self.num_cores = torch.get_num_threads()
         self.target_reference = reference(target)
         self._random_weights = random_weights
         self.processor = load_processor(target, or_bundled=random_weights)
-        self.target = Target(load_model(target, device=device, random_weights=random_weights))
+        options: dict[str, Any] = {"dtype": dtype, "random_weights": random_weights, "console": console}
+        self.target = Target(load_model(target, device=device, **options))
         self.device = fingerprint(device)
         self._subnets: dict[DraftVariant, LoadedDraft] = {}
         self._full_drafts: dict[str, LoadedDraft] = {}
@@ -213,9 +218,9 @@ class ModelPool:
     def key(self) -> str:
         """Content key of the models, the device, the library versions, and the mode: part of the key of every document."""
         models = [model.sha256 or model.id for model in (self.target_reference, *self.references.values())]
-        documents: list[object] = [*models, self.device.key, version_of("torch"), version_of("transformers")]
+        documents: list[object] = [*models, self.precision, self.device.key]
+        documents += [version_of("torch"), version_of("transformers")]
         documents += [list(self.capture_sizes)] if self.capture_sizes else []
         documents += [self.mode] if self.mode != EAGER else []
-        if (quantization := self.target.text.quantization) is not None:
-            documents += [quantization, *quantization_versions(quantization)]
+        documents += quantization_versions(self.target.text.quantization)
         return content_key(documents)

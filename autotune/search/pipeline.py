@@ -98,6 +98,8 @@ class _SearchRun:
             self.device or "cpu",
             settings.capture_sizes,
             settings.mode if self.device else EAGER,
+            settings.dtype,
+            console=console,
         )
         compiled.result()
         self.loading_s = time.monotonic() - loading

@@ -19,7 +19,7 @@ from autotune.documents.subnet import Operator
 from autotune.errors import UserError, nearest
 from autotune.execution import AUTO, check_capture_sizes
 from autotune.files import WORKSPACE, Document, require_writable
-from autotune.modeling.loading import BUNDLED_TARGET, default_drafts, default_workload
+from autotune.modeling.loading import BUNDLED_TARGET, Dtype, default_drafts, default_workload
 from autotune.option_fields import option_name, setting
 from autotune.search.space import space_path
 from autotune.study.storage import storage_url
@@ -34,7 +34,14 @@ class SearchSettings(Document):
     gpu: str = setting(
         "auto", "Device: auto (the accelerator, or the CPU), a local device, or the name of another one."
     )
-    target: str = setting(BUNDLED_TARGET, "Target: a bundled name, a path or a Hugging Face id.")
+    target: str = setting(
+        BUNDLED_TARGET,
+        "Target: a bundled name, a path, a Hugging Face id, or a GGUF file: its path, or OWNER/NAME:FILE.gguf of the hub.",
+    )
+    dtype: Dtype | None = setting(
+        None,
+        "Data type of the target and its trained drafts; default: the checkpoint's, and for GGUF files bfloat16 where the device multiplies it natively.",
+    )
     drafts: tuple[str, ...] = setting(
         (),
         "Draft: a bundled name, a path, a Hugging Face id, one of these followed by :mtp for the multi-token prediction head of its checkpoint, or retrieval; may be repeated; default: all drafts bundled with the target's pair, and retrieval.",

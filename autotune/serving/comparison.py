@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.console import Console
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import Export, Variant
@@ -68,7 +69,7 @@ def bench(
         (variant, *_) = export.variants
         commands = {SPECULATIVE: variant.command, PLAIN: with_draft_tokens(variant.command, 0)}
         arms = {arm: partial(started_checked, command, engine, export, console) for arm, command in commands.items()}
-    predicted = predict(export, variant, workload, device, console)
+    predicted = predict(export, variant, workload, device, console, DecodingProfile.load(profile).dtype)
     is_interleaved = isinstance(engine, ServerOptions) and engine.interleaved
     measured = measure_engines(arms, predicted, requests_at_once, console, interleaved=is_interleaved)
     compared = [_comparison(*pair) for pair in zip(predicted, measured[SPECULATIVE].prompts, strict=True)]

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -66,11 +67,11 @@ def load_export(source: Path, engine: str, folder: Path | None) -> Export:
 
 
 def predict(
-    export: Export, variant: Variant, workload: Workload, device: str, console: Console
+    export: Export, variant: Variant, workload: Workload, device: str, console: Console, dtype: Any = None
 ) -> list[PredictedPrompt]:
     """Record the target's answers and the draft's proposals along them, as the engine shows the draft images, and replay them.
 
-    Records are kept in the study's folder, as the records of ``autotune record`` are. Prompts with an image are left out where the
+    ``dtype`` is that of the target, as of ``load_model``. Records are kept in the study's folder, as the records of ``autotune record`` are. Prompts with an image are left out where the
     engine's draft sees of it what is not recorded.
 
     Raises:
@@ -95,7 +96,7 @@ def predict(
             "another --workload"
         )
     study = Path(export.study)
-    target = Target(load_model(export.target.id, device=device))
+    target = Target(load_model(export.target.id, device=device, dtype=dtype, console=console))
     draft = load_draft(export.draft.id, target)
     recorder = Recorder(
         target, reference(export.target.id), processor, study if study.is_dir() else WORKSPACE / "engines"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from autotune.console import Console
 from autotune.device import fingerprint
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.export.engine_prices import EnginePrices, RoundTimes
 from autotune.serving.client import EngineClient
@@ -46,7 +47,7 @@ def measure_prices(
     """
     export = load_export(profile, "vllm", folder)
     (variant, *_) = export.variants
-    predicted = predict(export, variant, workload, device, console)
+    predicted = predict(export, variant, workload, device, console, DecodingProfile.load(profile).dtype)
     sizes = sorted({1, *requests_at_once})
     samples: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     order = random.Random(0)

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from autotune.console import Console
 from autotune.drafters.checkpoint import NETWORKS, load_feature_network
 from autotune.drafters.divergence import divergence
 from autotune.drafters.trainable import CONFIG, LossSettings, Metrics, TrainableNetwork
@@ -35,7 +36,13 @@ class DraftTask:
     """Holds exactly the trained parameters."""
 
     def __init__(
-        self, recipe: Recipe, recipe_path: Path, accelerator: Accelerator, *, report: Report | None = None
+        self,
+        recipe: Recipe,
+        recipe_path: Path,
+        accelerator: Accelerator,
+        *,
+        report: Report | None = None,
+        console: Console | None = None,
     ) -> None:
         self.recipe = recipe
         self.recipe_path = recipe_path
@@ -53,7 +60,7 @@ class DraftTask:
         )
         name = teacher_name(recipe, recipe_path)
         self.processor = load_processor(name)
-        self.target = Target(load_model(name, device=str(accelerator.device)))
+        self.target = Target(load_model(name, device=str(accelerator.device), dtype=recipe.dtype, console=console))
         self.target_reference = reference(name)
         self.teacher = Teacher(self.target)
         for stage in recipe.stages:
@@ -109,7 +116,7 @@ class DraftTask:
         options: dict[str, Any] = {"batch_size": stage.batch_size, "seed": data.seed, "share": share}
         examples = JsonlExamples(self._training_lines, self.target, self.processor, **options)
         content: dict[str, Any] = {
-            "target": self.target_reference.sha256 or self.target_reference.id,
+            "target": [self.target_reference.sha256 or self.target_reference.id, self.target.text.precision],
             "data": data.model_dump(exclude={"file"}),
             "batch_size": stage.batch_size,
             "share": list(share),
@@ -157,7 +164,11 @@ class DraftTask:
         """Mean metrics of the full draft over the held-out teacher batches."""
         self.module.eval()
         settings = LossSettings()
-        metrics = [self.module.loss(batch, settings, torch.Generator().manual_seed(0))[1] for batch in self._held_out]
+        is_half = self.target.dtype != torch.float32  # its outputs do not fit the float32 weights of the draft
+        with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=is_half):
+            metrics = [
+                self.module.loss(batch, settings, torch.Generator().manual_seed(0))[1] for batch in self._held_out
+            ]
         self.module.train()
         return {f"held_out_{name}": sum(batch[name] for batch in metrics) / len(metrics) for name in metrics[0]}
 

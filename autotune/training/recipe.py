@@ -10,9 +10,9 @@ from pydantic_core.core_schema import literal_schema
 
 from autotune.drafters.checkpoint import NETWORKS
 from autotune.drafters.trainable import LossSettings
-from autotune.errors import UserError
+from autotune.errors import UserError, errors_about
 from autotune.files import Document
-from autotune.modeling.loading import resolve
+from autotune.modeling.loading import Dtype, resolve
 
 
 class Stage(LossSettings):
@@ -52,7 +52,9 @@ class Recipe(Document, kind="recipe"):
     model: Annotated[str, GetPydanticSchema(lambda *_: literal_schema([*NETWORKS]))]
     """The kind of the draft."""
     teacher: str
-    """The target: a folder relative to the recipe, or a Hugging Face id. The draft uses its tokenizer and processor."""
+    """The target: a folder or GGUF file relative to the recipe, or the name of a model. The draft uses its tokenizer and processor."""
+    dtype: Dtype | None = None
+    """Data type of the target; None: as of ``load_model``."""
     draft: dict[str, Any] = Field(default_factory=dict)
     """Config fields of the draft."""
     initial_weights: Literal["new", "stored"] = "new"
@@ -77,15 +79,13 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def teacher_name(recipe: Recipe, recipe_path: Path) -> str:
-    """The name by which ``load_model`` finds the teacher: a folder relative to the recipe, or a model name.
+    """The name by which ``load_model`` finds the teacher: a path relative to the recipe, or a model name.
 
     Raises:
         UserError: no such model.
     """
-    folder = (recipe_path.parent / recipe.teacher).resolve()
-    if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise UserError(f"{recipe_path}: the teacher {folder} has no config.json; name a folder with a model")
-        return str(folder)
-    resolve(recipe.teacher)
-    return recipe.teacher
+    path = (recipe_path.parent / recipe.teacher).resolve()
+    name = str(path) if path.exists() else recipe.teacher
+    with errors_about(str(recipe_path)):
+        resolve(name)
+    return name

@@ -20,8 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from autotune.console import Console
+from autotune.device import multiplies_bfloat16
 from autotune.errors import UserError
 from autotune.files import append_line, content_key, sha256_of
+from autotune.modeling.loading import Dtype
 from autotune.training.curve import draw_curve
 from autotune.training.draft_task import DraftTask
 from autotune.training.recipe import Recipe, Stage, load_recipe
@@ -105,12 +107,9 @@ def learning_rate(stage: Stage, step: int) -> float:
     return stage.learning_rate * (stage.final_rate + (1 - stage.final_rate) * 0.5 * (1 + math.cos(math.pi * share)))
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """bfloat16 if the device supports it natively, otherwise None (float32)."""
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else None
-    capable = torch.cpu.get_capabilities()
-    return torch.bfloat16 if capable.get("avx512_bf16") or capable.get("amx_bf16") else None
+def autocast_dtype(device: torch.device, target: torch.dtype) -> torch.dtype | None:
+    """bfloat16 if the device multiplies it natively, or the target's data type is not float32; otherwise None (float32)."""
+    return torch.bfloat16 if multiplies_bfloat16(device) or target != torch.float32 else None
 
 
 def make_optimizers(module: nn.Module, parameters: Sequence[nn.Parameter], stage: Stage) -> list[torch.optim.Optimizer]:
@@ -210,8 +209,10 @@ def train(
     output: Path | None = None,
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
+    dtype: Dtype | None = None,
+    console: Console | None = None,
 ) -> Path:
-    """Train the draft of a recipe, continuing from the last checkpoint.
+    """Train the draft of a recipe, continuing from the last checkpoint; ``dtype`` of the target, instead of the recipe's.
 
     Returns the folder with the weights, the training log and its plot. Only the main process calls ``progress`` and ``notify``.
 
@@ -219,22 +220,23 @@ def train(
         UserError: an invalid recipe, teacher or example, too little memory, or a checkpoint of another recipe.
     """
     recipe = load_recipe(recipe_path)
+    recipe = recipe if dtype is None else recipe.model_copy(update={"dtype": dtype})
     output = output or recipe_path.parent
     # Processes wait for each other while the target generates answers and while the main process evaluates.
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))])
     if not accelerator.is_main_process:
-        progress = notify = None
+        progress = notify = console = None
     torch.manual_seed(recipe.seed)
-    dtype = autocast_dtype(accelerator.device)
     report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
-    task = DraftTask(recipe, recipe_path, accelerator, report=report)
+    task = DraftTask(recipe, recipe_path, accelerator, report=report, console=console)
+    autocast = autocast_dtype(accelerator.device, task.target.dtype)
     # The recipe and its file of examples must not change while a run is resumed.
     content = recipe.model_dump(mode="json", exclude_defaults=True)
     key = content_key([content, sha256_of(recipe_path.parent / recipe.data.file)])
     checkpoint = Checkpoint(output / ".checkpoint" / "state.safetensors", key)
     log = output / "training.jsonl"
-    trainer = Trainer(recipe, task, accelerator, checkpoint, log, progress, dtype)
-    estimate = task.check_memory(half_precision=dtype is not None)
+    trainer = Trainer(recipe, task, accelerator, checkpoint, log, progress, autocast)
+    estimate = task.check_memory(half_precision=autocast is not None)
     if notify is not None:
         notify(estimate)
     trainer.run()
@@ -254,7 +256,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerat
             parameter.grad = accelerator.reduce(gradient, reduction="mean")
 
 
-def train_with_progress(recipe_path: Path, output: Path | None, console: Console) -> None:
+def train_with_progress(recipe_path: Path, output: Path | None, console: Console, dtype: Dtype | None = None) -> None:
     shown: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
 
@@ -269,4 +271,4 @@ def train_with_progress(recipe_path: Path, output: Path | None, console: Console
             stack.close()  # end the progress bar of the stage before
             console.say(text)
 
-        train(recipe_path, output=output, progress=progress, notify=notify)
+        train(recipe_path, output=output, progress=progress, notify=notify, dtype=dtype, console=console)

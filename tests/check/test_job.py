@@ -294,7 +294,7 @@ class InProcess:
     def decode(self, request: WorkerRequest, *, plain: bool) -> Decoded:
         key = (self.side.profile.read_text(), str(request.name), plain)  # the content, whatever its path
         if key not in self.decoded:
-            self._side = self._side or SideDecoder(str(self.side.profile), "cpu")
+            self._side = self._side or SideDecoder(str(self.side.profile), {"device": "cpu"})
             fields = {"inputs": str(request.inputs), "settings": request.settings, "task": request.task}
             self.decoded[key] = Decoded.model_validate(self._side.decode({**fields, "plain": plain}))
         jitter = 0.001 * (len(self.launched) % 7)

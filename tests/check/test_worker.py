@@ -40,7 +40,7 @@ def served(profile: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
     """The worker's answers, in this process."""
     answers = io.StringIO()
     lines = io.StringIO("".join(json.dumps(one) + "\n" for one in requests))
-    worker.serve(lines, answers, {"profile": str(profile), "device": "cpu"})
+    worker.serve(lines, answers, {"profile": str(profile), "options": {"device": "cpu"}})
     return [json.loads(line) for line in answers.getvalue().splitlines()]
 
 
@@ -79,7 +79,7 @@ def test_plain_decoding_steps_as_the_profile_does(profile: Path) -> None:
     """With its mode, sizes and threads: an eager baseline would flatter a compiled draft."""
     steps = {"mode": "fixed", "capture_sizes": (1, 8, 160), "threads": 1}
     DecodingProfile.load(profile).model_copy(update=steps).save(profile)
-    side = worker.SideDecoder(str(profile), "cpu")
+    side = worker.SideDecoder(str(profile), {"device": "cpu"})
     assert (
         {name: getattr(side.plain, name) for name in steps}
         == {name: getattr(side.tuned, name) for name in steps}

@@ -180,6 +180,12 @@ def test_bundled_models_are_exported_as_folders(tmp_path: Path) -> None:
         assert any(note.startswith(f"{folder / part} holds ") and change in note for note in found.notes)
 
 
+def test_a_gguf_target_is_exported_with_a_note(tmp_path: Path) -> None:
+    target = ModelReference(id="models/tiny.gguf", sha256="9" * 64)
+    found = exported(write_pair(tmp_path, target=target, table=table_of(DRAFT, target=target)), "vllm")
+    assert any(note.startswith("models/tiny.gguf: predictions are of its dequantized weights") for note in found.notes)
+
+
 # --------------------------------------------------------------------------------------------------- drafts and subnets
 
 
