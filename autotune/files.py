@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 KEPT_BYTES = 1 << 26  # of files whose hash is kept; smaller ones are read in a tenth of a second
 SETTLED_S = 10.0  # age of a file's last change from which another change has another time on every file system
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 WORKSPACE = Path(".autotune")
 """Folder for studies and other intermediate files, relative to the working directory."""
 
@@ -250,33 +253,58 @@ def require_writable(path: Path, option: str = "-o") -> None:
     """Refuse a file that cannot be written, before the work that produces it. Creates nothing."""
     if path.is_dir():
         raise UserError(f"{path}: the output must be a file; got a folder; add a file name")
-    folder = path.parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    with _write_errors(path, f"choose another output with {option}"):
+        folder = Path(os.path.realpath(path)).parent
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        if not _is_special(path):
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+
+
+@contextlib.contextmanager
+def _write_errors(path: Path, advice: str = "choose another output with -o") -> Iterator[None]:
+    """Turn the errors of a file that is written into one line."""
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror or error}); choose another output with {option}"
-        ) from None
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        reason = getattr(error, "strerror", None) or error
+        if getattr(error, "errno", None) in DISK_FULL:
+            advice = "free some space, and run the same command to continue"
+        raise UserError(f"{path}: cannot be written ({reason}); {advice}") from None
+
+
+def _is_special(path: Path) -> bool:
+    """Whether a path names a device, a pipe or a socket, which is written to and never replaced."""
+    return path.exists() and not path.is_file()
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically: readers see the old content or the new, never a part of it."""
+    """Write a file atomically: readers see the old content or the new, never a part of it. The permissions of a file that is
+    replaced are kept; a link keeps pointing to its file, which is replaced.
+
+    Raises:
+        UserError: it cannot be written, as on a full disk.
+    """
     require_writable(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with _write_errors(path):
+        if _is_special(path):
+            path.write_bytes(content)
+            return
+        path = Path(os.path.realpath(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            if path.exists():
+                os.chmod(temporary, path.stat().st_mode & 0o777)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def write_table(path: Path, frame: DataFrame) -> None:
@@ -290,17 +318,18 @@ def write_table(path: Path, frame: DataFrame) -> None:
 
 def append_line(path: Path, *records: dict[str, Any]) -> None:
     """Append JSON records to a file in one write, and sync it to disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     line = b"".join(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records)
-    with path.open("ab+") as file:
-        # A crash may have left an incomplete last line: begin a new one.
-        if file.tell() > 0:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                line = b"\n" + line
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+    with _write_errors(path, "check its folder"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            # A crash may have left an incomplete last line: begin a new one.
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    line = b"\n" + line
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -165,24 +166,62 @@ def test_yaml(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-class DiskError(OSError):
-    """Raised by the simulated failure of a disk."""
-
-
 def test_failed_write_leaves_the_old_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "study.json"
 
     def fail(*args: Any, **kwargs: Any) -> None:
-        raise DiskError("disk full")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     for before in ({}, {"study.json": b"old"}):
         for name, content in before.items():
             (tmp_path / name).write_bytes(content)
-        for step in ("replace", "fsync", "chmod"):
-            with monkeypatch.context() as patch, pytest.raises(DiskError):
+        for step in ("replace", "fsync", *(["chmod"] if before else [])):
+            with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
                 patch.setattr(os, step, fail)
                 Example(trials=1).save(path)
+            assert str(caught.value) == (
+                f"{path}: cannot be written (No space left on device); free some space, and run the same command to continue"
+            )
             assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before, step
+
+
+def test_a_full_disk_is_a_mistake_of_one_line() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full")
+    for write in (lambda: files.write_bytes(full, b"text"), lambda: files.append_line(full, {"a": 1})):
+        with pytest.raises(UserError, match=r"/dev/full: cannot be written \(No space left on device\); free some space"):
+            write()
+
+
+def test_devices_pipes_and_links_are_written_through(tmp_path: Path) -> None:
+    """Never replaced: root could, and every later program would miss the device."""
+    null = os.stat(os.devnull)
+    files.require_writable(Path(os.devnull))
+    files.write_bytes(Path(os.devnull), b"text")
+    assert (os.stat(os.devnull).st_rdev, os.stat(os.devnull).st_mode) == (null.st_rdev, null.st_mode)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.write_bytes(pipe, b"text")
+    assert os.read(reader, 10) == b"text" and pipe.is_fifo()
+    os.close(reader)
+    for file in (tmp_path / "real.json", tmp_path / "new.json"):
+        link = tmp_path / f"link-{file.name}"
+        link.symlink_to(file.name)
+        for content in (b"first", b"second"):
+            files.write_bytes(link, content)
+            assert link.is_symlink() and file.read_bytes() == content
+
+
+def test_permissions_are_the_umask_s_for_new_files_and_kept_for_old_ones(tmp_path: Path) -> None:
+    path, before = tmp_path / "profile.json", os.umask(0o077)
+    try:
+        for mode in (0o600, 0o640):
+            files.write_bytes(path, b"prompts")
+            assert path.stat().st_mode & 0o777 == mode
+            path.chmod(0o640)
+    finally:
+        os.umask(before)
 
 
 def test_write_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +237,6 @@ def test_write_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     files.write_bytes(path, b"new")
     assert seen == [(tmp_path, b"new", b"old")]
     assert path.read_bytes() == b"new"
-    assert path.stat().st_mode & 0o777 == 0o644, "not the private mode of a temporary file"
 
 
 def test_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
