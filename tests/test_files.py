@@ -190,7 +190,9 @@ def test_a_full_disk_is_a_mistake_of_one_line() -> None:
     if not full.exists():
         pytest.skip("no /dev/full")
     for write in (lambda: files.write_bytes(full, b"text"), lambda: files.append_line(full, {"a": 1})):
-        with pytest.raises(UserError, match=r"/dev/full: cannot be written \(No space left on device\); free some space"):
+        with pytest.raises(
+            UserError, match=r"/dev/full: cannot be written \(No space left on device\); free some space"
+        ):
             write()
 
 
