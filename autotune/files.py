@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import platformdirs
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autotune.errors import UserError, nearest
+from autotune.strict_parsing import parse_json, parse_yaml
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -100,11 +100,11 @@ class Document(BaseModel):
             )
         schema = content.get("schema")
         name, _, version = str(schema).partition("/")
-        if name != f"autotune.{kind}" or not version.isdigit():
-            raise UserError(f"{source}: schema must be {present!r}; got {schema!r}; give a file of that kind")
+        if name != f"autotune.{kind}" or not version.isdecimal():
+            raise UserError(f"{source}: schema must be {present!r}; got {_shown(schema)}; give a file of that kind")
         if schema != present:
             raise UserError(
-                f"{source}: this program reads schema {present!r}; got {schema!r}; make the file again"
+                f"{source}: this program reads schema {present!r}; got {_shown(schema)}; make the file again"
                 f"{cls.schema_made_by and f' with {cls.schema_made_by}'}, or read it with the version of autotune that wrote it"
             )
         return {key: value for key, value in content.items() if key != "schema"}
@@ -176,26 +176,22 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8, or a path with a zero byte
         raise UserError(f"{path}: cannot be read as text ({error}); check the path and its permissions") from None
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file; a ``UserError`` if it is none."""
+    """The content of a YAML file (see ``parse_yaml``); a ``UserError`` if it is none."""
     try:
-        return yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not YAML ({str(error).splitlines()[0]}); fix the file") from None
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a finite number")
+        return parse_yaml(read_text(path))
+    except ValueError as error:
+        raise UserError(f"{path}: not YAML ({error}); fix the file") from None
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; a ``UserError`` if it is none. NaN and Infinity are not JSON."""
+    """The content of a JSON file (see ``parse_json``); a ``UserError`` if it is none."""
     try:
-        return json.loads(read_text(path), parse_constant=_refuse_constant)
+        return parse_json(read_text(path))
     except ValueError as error:
         raise UserError(f"{path}: not a complete JSON document ({error}); restore the file, or make it again") from None
 
@@ -228,9 +224,13 @@ def describe(error: ValidationError, kind_of: type[BaseModel]) -> str:
         return f"unknown key {where!r}; {nearest(key, _keys_near(kind_of, first['loc']))}"
     if first["type"] == "missing":
         return f"key {where!r} is required and missing; add it"
-    value = repr(first.get("input"))
-    value = value if len(value) <= 60 else value[:57] + "..."
-    return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}; got {value}; fix that value"
+    return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}; got {_shown(first.get('input'))}; fix that value"
+
+
+def _shown(value: Any) -> str:
+    """A value in a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _keys_near(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
@@ -339,7 +339,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_bytes().splitlines():
         try:
-            record = json.loads(line)
+            record = parse_json(line.decode())
         except ValueError:
             continue
         if isinstance(record, dict):

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,15 +108,16 @@ def test_every_truncation_of_a_document_is_refused(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    """By the JSON reader, and by the document if they come from YAML."""
-    for number in ("NaN", "Infinity", "-Infinity"):
+    for number in ("NaN", "Infinity", "-Infinity", "1e999"):
         path = write(tmp_path / "study.json", f'{{"schema": "autotune.study/1", "trials": 1, "budget_ms": {number}}}')
         with pytest.raises(UserError, match=f"{number} is not a finite number"):
             Example.load(path)
-    for number in (".nan", ".inf", "-.inf"):
+    for number in (".nan", ".inf", "-.inf", "1.0e+999"):
         path = write(tmp_path / "study.yaml", f"schema: autotune.study/1\ntrials: 1\nbudget_ms: {number}")
-        with pytest.raises(UserError, match="budget_ms: input should be a finite number"):
+        with pytest.raises(UserError, match=f"{re.escape(number)} is not a finite number"):
             Example.load(path)
+    with pytest.raises(UserError, match="budget_ms: input should be a finite number"):
+        Example.parse({"schema": "autotune.study/1", "trials": 1, "budget_ms": math.nan}, source="x")
 
 
 class Later(Example, kind="study", version=4, made_by="autotune search"):
@@ -138,11 +140,12 @@ def test_parsing_does_not_change_its_input_and_documents_are_frozen() -> None:
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
-    missing, binary = tmp_path / "no.json", tmp_path / "binary.json"
+    missing, binary, zero = tmp_path / "no.json", tmp_path / "binary.json", tmp_path / "a\0b"
     binary.write_bytes(b"\xff\xfe\x00")
     for path, message in (
         (missing, "no such file; check the path"),
         (binary, "cannot be read as text"),
+        (zero, "cannot be read as text"),
         (tmp_path, "cannot be read as text"),
     ):
         for read in (files.read_text, files.read_json, files.read_yaml):
@@ -151,16 +154,64 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
             assert str(caught.value).startswith(f"{path}: {message}")
 
 
+NOT_JSON = {
+    "[" * 3000: "it is nested too deeply",
+    "[" * 300 + "]" * 300: "it is nested in more than 200 levels",
+    '{"a": {"b": 1, "b": 2}}': "key 'b' occurs twice",
+    "9" * 5000: "Exceeds the limit",
+    r'"\ud800"': "surrogates not allowed",
+    r'"\uDFff"': "surrogates not allowed",
+    "[1e999]": "1e999 is not a finite number",
+}
+
+
+def test_json_that_no_document_has(tmp_path: Path) -> None:
+    path = tmp_path / "study.json"
+    for text, message in NOT_JSON.items():
+        path.write_text(text)
+        with pytest.raises(
+            UserError, match=rf"study.json: not a complete JSON document \(.*{re.escape(message)}.*\); restore"
+        ):
+            files.read_json(path)
+        path.write_text(f'{{"a": 1}}\n{text}\n{{"a": 2}}\n')
+        assert [record["a"] for record in files.read_lines(path)] == [1, 2]
+    path.write_text(r'["\ud83d\ude00", [[]], 0.5, -1e-300]')
+    assert files.read_json(path) == ["\N{GRINNING FACE}", [[]], 0.5, -1e-300]
+
+
+def test_schemas_that_are_no_versions(tmp_path: Path) -> None:
+    for version in ("²", "9" * 5000):
+        with pytest.raises(UserError) as caught:
+            Example.load(write(tmp_path / "study.json", {"trials": 1}, f"autotune.study/{version}"))
+        assert len(str(caught.value)) < 400
+
+
+NOT_YAML = {
+    "depth: {low: 3\nhigh: ]": "line 2: ",
+    "a: &b [1]\nc: *b": "line 2: aliases are not accepted; write the value out",
+    "a: !!set {b}": "line 1: tags are not accepted",
+    "a: !!int abc": "line 1: tags are not accepted",
+    "!!python/object/apply:os.getcwd []": "line 1: tags are not accepted",
+    "a: 1\na: 2": "key 'a' occurs twice",
+    "1: a": "line 1: keys are text; got 1",
+    "? [a]\n: b": "line 1: keys are text; got ['a']",
+    "a: " + "9" * 5000: "Exceeds the limit",
+    "[" * 3000: "it is nested too deeply",
+    'a: "\\ud800"': "surrogates not allowed",
+    "a: \0": "unacceptable character",
+}
+
+
 def test_yaml(tmp_path: Path) -> None:
+    """Dates are text, and a merge key is a key."""
     path = tmp_path / "space.yaml"
-    path.write_text("depth: {low: 3, high: 8}\n")
-    assert files.read_yaml(path) == {"depth": {"low": 3, "high": 8}}
-    path.write_text("depth: {low: 3\nhigh: ]")
-    with pytest.raises(UserError, match=r"not YAML .*; fix the file"):
-        files.read_yaml(path)
-    path.write_text("!!python/object/apply:os.getcwd []")  # YAML tags are never executed
-    with pytest.raises(UserError, match="not YAML"):
-        files.read_yaml(path)
+    path.write_text("depth: {low: 3, high: 8}\nday: 2020-99-99\nshare: 0.5\nlog: yes\nname: null\n<<: {a: 1}\n")
+    merged = {"depth": {"low": 3, "high": 8}, "day": "2020-99-99", "share": 0.5, "log": True, "name": None}
+    assert files.read_yaml(path) == merged | {"<<": {"a": 1}}
+    for text, message in NOT_YAML.items():
+        path.write_text(text)
+        with pytest.raises(UserError, match=rf"space.yaml: not YAML \(.*{re.escape(message)}.*\); fix the file"):
+            files.read_yaml(path)
 
 
 # ------------------------------------------------------------------------------------------------------------- writing

@@ -127,7 +127,7 @@ def test_num_prompts_selects_the_first_prompts(tmp_path: Path) -> None:
         ),
         ({"prompt": "x", "split": "test"}, "split: .*'tune', 'evaluate' or 'train'; got 'test'"),
         ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens: .*greater than or equal to 1; got 0"),
-        ('{"prompt": "x", "temperature": NaN}', "temperature: .*finite number"),
+        ('{"prompt": "x", "temperature": NaN}', "NaN is not a finite number"),
     ],
 )
 def test_invalid_line_is_reported_with_its_number(line: Any, message: str, tmp_path: Path) -> None:
