@@ -164,8 +164,8 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; check the path") from None
-    except (OSError, ValueError) as error:  # pyarrow's own errors are of both
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # pyarrow's own errors are of many kinds
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{path}: not a readable Parquet file ({reason}); download it again") from None
     return rows
 
