@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,11 @@ def resolve(name: str) -> str:
     if name in bundled:
         return str(bundled[name])
     path = Path(name)
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # a name that no file has
+        raise UserError(f"{name:.40}...: no such model ({error.strerror}); check the name or path") from None
+    if is_folder:
         if not (path / "config.json").exists():
             raise UserError(
                 f"{name}: a model folder has a config.json; this one has none; give a folder written by save_pretrained"
@@ -111,8 +115,8 @@ def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) 
     source = resolve(name)
     advice = "free some, or load a smaller model"
     logging.disable_progress_bar()
-    with _load_errors(name):
-        config = AutoConfig.from_pretrained(source)
+    with load_errors(name):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         factory = AutoModelForImageTextToText if _is_vlm(config) else AutoModelForCausalLM
         is_quantized = quantization_of(config) is not None
         if random_weights:
@@ -130,25 +134,66 @@ def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) 
             check_room(device, {"weights": weights}, what=name, advice=advice)
             # Straight to the device: the host never holds all weights of a GPU, and some quantized models cannot be moved.
             device_map = {"": device}
-            model, info = factory.from_pretrained(source, output_loading_info=True, device_map=device_map)
+            model, info = factory.from_pretrained(
+                source,
+                output_loading_info=True,
+                device_map=device_map,
+                ignore_mismatched_sizes=True,  # ``_check_weights`` names them
+                trust_remote_code=False,
+            )
             check_packed_weights(info["missing_keys"], info["unexpected_keys"], name=name)
+            _check_weights(model, info, name=name)
             decompress(model)
     choose_attention(device)
     return model.eval().requires_grad_(False)
 
 
 @contextmanager
-def _load_errors(name: str) -> Iterator[None]:
-    """Turn errors of transformers into one line."""
+def load_errors(name: str, advice: str = "check the name or path, and its files") -> Iterator[None]:
+    """Turn errors of transformers and safetensors, which raise anything for damaged files, into one line."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
         yield
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except UserError:
+        raise
+    except Exception as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
-        raise UserError(
-            f"{name}: transformers cannot load it ({str(reason).strip().splitlines()[0]}); check the name or path"
-        ) from None
+        line = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
+        raise UserError(f"{name:.200}: transformers cannot load it ({line[:300]}); {advice}") from None
+
+
+def check_finite(tensors: Mapping[str, Any], *, source: object) -> None:
+    """Refuse weights that are not finite, of which every answer would be one token over and over."""
+    import torch
+
+    sums = {
+        name: tensor.sum(dtype=torch.float32)  # one pass without a copy, in which NaN and infinity stay
+        for name, tensor in tensors.items()
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter)  # not the packed weights of torchao
+        and tensor.is_floating_point()
+        and tensor.dtype.itemsize > 1
+        and not tensor.is_meta
+    }
+    for device in {value.device for value in sums.values()}:
+        names = [name for name, value in sums.items() if value.device == device]
+        is_finite = torch.stack([sums[name] for name in names]).isfinite().tolist()
+        if not all(is_finite):
+            name = names[is_finite.index(False)]
+            raise UserError(
+                f"{source}: the weights {name} are not finite; restore the file, or load another checkpoint"
+            )
+
+
+def _check_weights(model: Any, info: Mapping[str, Any], *, name: str) -> None:
+    """Refuse weights that transformers made at random because the checkpoint lacks them, or has others."""
+    for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of")):
+        if found := sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info[key]):
+            raise UserError(
+                f"{name}: its checkpoint {what} {len(found)} weights of the model, {found[0]} the first, which would be random; "
+                "restore the file, or load another checkpoint"
+            )
+    check_finite(dict(model.named_parameters()), source=name)
 
 
 def _is_vlm(config: Any) -> bool:
@@ -198,16 +243,15 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
     if or_bundled and not _has_tokenizer(name):
         return load_processor(BUNDLED_TARGET).tokenizer
     try:
-        is_vlm = _is_vlm(AutoConfig.from_pretrained(source))
-    except (OSError, ValueError):  # loading the model reports the error
+        is_vlm = _is_vlm(AutoConfig.from_pretrained(source, trust_remote_code=False))
+    except Exception:  # loading the model reports the error
         is_vlm = True
     try:
-        return (AutoProcessor if is_vlm else AutoTokenizer).from_pretrained(source)
+        return (AutoProcessor if is_vlm else AutoTokenizer).from_pretrained(source, trust_remote_code=False)
     except ImportError as error:  # several processors need torchvision
         raise UserError(
             f"{name}: its processor needs a package that is not installed ({' '.join(str(error).split())[:200]}); install it"
         ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{name}: its processor cannot be loaded ({str(error).strip().splitlines()[0]}); save it beside the model"
-        ) from None
+    except Exception as error:  # tokenizers raises plain exceptions
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"{name}: its processor cannot be loaded ({reason[:300]}); save it beside the model") from None
