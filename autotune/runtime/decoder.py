@@ -22,6 +22,7 @@ from autotune.runtime.generate_args import (
     Call,
     Request,
     check_names,
+    check_values,
     generation_settings,
     new_request,
     prepare_call,
@@ -248,6 +249,7 @@ class Decoder:
         if inputs.get("input_ids") is None:
             names = ", ".join(name for name, value in inputs.items() if value is not None)
             raise UserError(f"generate needs input_ids, as the target's processor makes them; got {names or 'nothing'}")
+        check_values(inputs, seed)
         config = inputs.get("generation_config") or model.generation_config
         inputs = generation_settings(config, inputs)
         return prepare_call(model, self, self.processor, inputs, seed=seed, workload=workload)
@@ -272,6 +274,8 @@ class Decoder:
 
     def _generate(self, call: Call, streamer: Any) -> DecodingOutput:
         num_rows = len(call.inputs["input_ids"])
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise UserError(f"a streamer has put and end; got {streamer!r:.60}; pass one of transformers' streamers")
         if streamer is not None and num_rows > 1:
             raise UserError(f"a streamer reads one prompt; input_ids has {num_rows} rows; stream them one by one")
         with self._own() as ownership:
