@@ -285,7 +285,7 @@ def prepared_call(
         eos_token_ids=frozenset(int(token) for token in eos_ids),
         pad_token_id=int(pad if pad is not None else (eos_ids or [0])[0]),
         temperature=temperature if config.do_sample else 0.0,
-        seed=seed or 0,
+        seed=int(seed or 0),
         processors=processors,  # temperature, top-k and top-p among them
         stops=[stop for stop in stops if type(stop).__name__ not in _COUNTED_STOPS],
         returns_dict=bool(config.return_dict_in_generate),
