@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -31,7 +31,7 @@ def _checked(content: Any, text: str) -> Any:
     while level:
         if depth > MAX_DEPTH:
             raise ValueError(f"it is nested in more than {MAX_DEPTH} levels")
-        nested = [list(value.values()) if isinstance(value, dict) else value for value in level]
+        nested: list[list[Any]] = [list(value.values()) if isinstance(value, dict) else value for value in level]
         level, depth = [inner for values in nested for inner in values if isinstance(inner, dict | list)], depth + 1
     if _SURROGATE.search(text):
         json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is no character
@@ -69,11 +69,6 @@ def parse_yaml(text: str) -> Any:
 class _JsonLoader(yaml.SafeLoader):
     """Makes what JSON can hold."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
-        first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":timestamp", ":merge", ":value"))]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) not in (None, "!"):
@@ -93,3 +88,9 @@ class _JsonLoader(yaml.SafeLoader):
         if not isinstance(key := self.construct_object(node), str):
             raise yaml.MarkedYAMLError(None, None, f"keys are text; got {key!r:.60}", node.start_mark)
         return key
+
+
+_JsonLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":timestamp", ":merge", ":value"))]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
