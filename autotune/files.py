@@ -218,10 +218,10 @@ def parse_kind(value: Any, kinds: Mapping[str, type[D]], *, key: str, what: str,
 def describe(error: ValidationError, kind_of: type[BaseModel]) -> str:
     """The first violation in one line: location, rule, value, next step. Unknown keys come before missing ones."""
     first = min(error.errors(), key=lambda violation: violation["type"] != "extra_forbidden")
-    where = ".".join(str(part) for part in first["loc"]) or "the document"
+    where = ".".join(str(part)[:100] for part in first["loc"]) or "the document"
     if first["type"] == "extra_forbidden":
         key = str(first["loc"][-1])
-        return f"unknown key {where!r}; {nearest(key, _keys_near(kind_of, first['loc']))}"
+        return f"unknown key {_shown(where)}; {nearest(key, _keys_near(kind_of, first['loc']))}"
     if first["type"] == "missing":
         return f"key {where!r} is required and missing; add it"
     return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}; got {_shown(first.get('input'))}; fix that value"
