@@ -253,7 +253,7 @@ def require_writable(path: Path, option: str = "-o") -> None:
     """Refuse a file that cannot be written, before the work that produces it. Creates nothing."""
     if path.is_dir():
         raise UserError(f"{path}: the output must be a file; got a folder; add a file name")
-    with _write_errors(path, f"choose another output with {option}"):
+    with write_errors(path, f"choose another output with {option}"):
         folder = Path(os.path.realpath(path)).parent
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
@@ -263,13 +263,15 @@ def require_writable(path: Path, option: str = "-o") -> None:
 
 
 @contextlib.contextmanager
-def _write_errors(path: Path, advice: str = "choose another output with -o") -> Iterator[None]:
+def write_errors(path: Path, advice: str = "choose another output with -o") -> Iterator[None]:
     """Turn the errors of a file that is written into one line."""
+    from safetensors import SafetensorError  # has errors of its own for those of the disk
+
     try:
         yield
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name with a zero byte
         reason = getattr(error, "strerror", None) or error
-        if getattr(error, "errno", None) in DISK_FULL:
+        if getattr(error, "errno", None) in DISK_FULL or isinstance(error, SafetensorError):
             advice = "free some space, and run the same command to continue"
         raise UserError(f"{path}: cannot be written ({reason}); {advice}") from None
 
@@ -287,7 +289,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         UserError: it cannot be written, as on a full disk.
     """
     require_writable(path)
-    with _write_errors(path):
+    with write_errors(path):
         if _is_special(path):
             path.write_bytes(content)
             return
@@ -319,7 +321,7 @@ def write_table(path: Path, frame: DataFrame) -> None:
 def append_line(path: Path, *records: dict[str, Any]) -> None:
     """Append JSON records to a file in one write, and sync it to disk."""
     line = b"".join(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records)
-    with _write_errors(path, "check its folder"):
+    with write_errors(path, "check its folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:
             # A crash may have left an incomplete last line: begin a new one.

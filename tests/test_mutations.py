@@ -188,7 +188,7 @@ def test_images(kind: str, is_nightly: bool, tmp_path: Path) -> None:
 
 @nightly
 def test_traces(is_nightly: bool, tmp_path: Path) -> None:
-    """What is loaded is replayed: the arrays are sound."""
+    """Arrays that are loaded can be replayed."""
     from safetensors.numpy import load_file, save_file
 
     path, policy = tmp_path / "a.trace.json", parse_policy({"policy": "eagle2", "k": 3, "depth": 4})

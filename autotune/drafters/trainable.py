@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from autotune.documents.subnet import Subnet
@@ -18,6 +18,7 @@ from autotune.drafters.network import DraftNetwork, NetworkConfig
 from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
 from autotune.errors import UserError
 from autotune.files import Document
+from autotune.modeling.loading import save_tensors
 from autotune.modeling.target import Target
 
 CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
@@ -105,8 +106,7 @@ class TrainableNetwork(DraftNetwork):
 
     def save(self, folder: Path) -> None:
         """Write config and weights in bfloat16, which are loaded in the target's precision."""
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(self.saved_tensors(), folder / WEIGHTS)
+        save_tensors(folder / WEIGHTS, self.saved_tensors())
         self.config.save(folder / CONFIG)
 
 

@@ -11,7 +11,7 @@ from autotune.device import check_room
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
-from autotune.files import data_root, known_sha256_of
+from autotune.files import data_root, known_sha256_of, write_errors
 from autotune.modeling.quantization import (
     check_packed_weights,
     decompress,
@@ -183,6 +183,20 @@ def check_finite(tensors: Mapping[str, Any], *, source: object) -> None:
             raise UserError(
                 f"{source}: the weights {name} are not finite; restore the file, or load another checkpoint"
             )
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, as ``write_bytes`` writes others."""
+    from safetensors.torch import save_file
+
+    temporary = path.with_suffix(".new")
+    with write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _check_weights(model: Any, info: Mapping[str, Any], *, name: str) -> None:

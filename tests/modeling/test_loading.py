@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import resource
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.trainable import CONFIG, WEIGHTS
 from autotune.errors import UserError
-from autotune.modeling.loading import load_model, load_processor
+from autotune.modeling.loading import load_model, load_processor, save_tensors
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from tests.drafters.test_feature_draft import agreeing_draft
@@ -245,3 +246,20 @@ def test_damaged_drafts_are_refused_by_name(damage: str, star_folder: Path, pair
     with pytest.raises(UserError, match=message) as caught:
         load_draft(str(folder), Target(pair.target))
     assert "\n" not in str(caught.value)
+
+
+def test_weights_that_do_not_fit_the_disk_are_one_line(tmp_path: Path) -> None:
+    """The limit of a file's size stands for a full disk. The file before stays, and nothing else."""
+    path, weights = tmp_path / "model.safetensors", {"a": torch.zeros(100)}
+    save_tensors(path, weights)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(
+            UserError, match=r"model.safetensors: cannot be written \(.*large.*\); free some space, and run"
+        ):
+            save_tensors(path, {"a": torch.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    assert torch.equal(load_file(path)["a"], weights["a"])
