@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from tests.mutations import damaged, json_bytes, mutated
 from tests.sample_documents import cost_table, decoding_profile, free_prices, random_trace, write_image
 from tests.serving.test_client import REPLIES, ask
 from tests.study.test_document import study_document
+from tests.tiny_models import Pair
 from tests.workloads import test_formats as formats
 
 FEW, MANY = 25, 1000
@@ -230,3 +232,39 @@ def test_replies_of_engines(path: str, is_nightly: bool) -> None:
     whole = REPLIES[path]
     texts = damaged(whole.encode()) if isinstance(whole, str) else json_bytes(whole)
     mutate(FEW, texts.map(lambda text: text.decode(errors="replace")), lambda text: ask({path: text}), is_nightly)
+
+
+@nightly
+@pytest.mark.parametrize("kind", ["target", "draft"])
+def test_checkpoints(kind: str, is_nightly: bool, text_pair: Pair, tmp_path: Path) -> None:
+    """Config and weights, within the address space that they take, so that a damaged size does not fill the memory."""
+    import torch
+
+    from autotune.drafters.checkpoint import load_draft
+    from autotune.modeling.loading import load_model
+    from autotune.modeling.target import Target
+    from tests.drafters.test_feature_draft import agreeing_draft
+
+    folder, target = tmp_path / kind, Target(text_pair.target)
+    if kind == "target":
+        shutil.copytree(text_pair.target_folder, folder)
+    else:
+        with torch.inference_mode():
+            agreeing_draft("dream", target, injection_layer=4).network.save(folder)  # type: ignore[operator]
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    content, data = read_json(config), weights.read_bytes()
+
+    def check(damage: tuple[bytes, bytes]) -> None:
+        text, changed = damage
+        config.write_bytes(text)
+        weights.write_bytes(changed)
+        if kind == "target":
+            Target(load_model(str(folder)))
+        else:
+            load_draft(str(folder), target)
+
+    sound = st.just(json.dumps(content).encode())
+    pairs = st.one_of(st.tuples(json_bytes(content), st.just(data)), st.tuples(sound, damaged(data)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autotune.device.free_memory", lambda device: 1 << 28)
+        mutate(FEW // 2, pairs, check, is_nightly)

@@ -25,6 +25,11 @@ BUNDLED_DRAFT = "digits/independent"
 BUNDLED_DRAFTS = (BUNDLED_DRAFT, "digits/star", "digits/dream", "digits/specvlm", "digits/mtp")
 RETRIEVAL = "retrieval"
 """Name of the draft that needs no model; a folder of this name is ``./retrieval``."""
+LARGEST_SIZES = {
+    **{"num_hidden_layers": 1000, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12, "head_dim": 1 << 12},
+    **{"hidden_size": 1 << 17, "intermediate_size": 1 << 20, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 30},
+    **{"image_size": 1 << 14, "patch_size": 1 << 10},
+}
 MTP_SUFFIX = ":mtp"
 """Ends the name of a draft that is the multi-token prediction head of a target's own checkpoint: ``FOLDER:mtp``."""
 DEFAULT_DRAFTS = (*BUNDLED_DRAFTS, RETRIEVAL)
@@ -118,6 +123,7 @@ def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) 
     with load_errors(name):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         factory = AutoModelForImageTextToText if _is_vlm(config) else AutoModelForCausalLM
+        _check_sizes(config, name=name)
         is_quantized = quantization_of(config) is not None
         if random_weights:
             if is_quantized:
@@ -129,7 +135,9 @@ def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) 
             model = factory.from_config(config, dtype=config.dtype).to(device)
         else:
             weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
-            if is_quantized and is_dense_once_loaded(usable_quantizer(config, name=name, device=device)):
+            if not is_quantized:
+                weights = max(weights, _weight_bytes(factory, config))  # of a damaged config, more than its files
+            elif is_dense_once_loaded(usable_quantizer(config, name=name, device=device)):
                 weights = _weight_bytes(factory, config)
             check_room(device, {"weights": weights}, what=name, advice=advice)
             # Straight to the device: the host never holds all weights of a GPU, and some quantized models cannot be moved.
@@ -197,6 +205,15 @@ def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _check_sizes(config: Any, *, name: str) -> None:
+    """Refuse sizes that no model has, of which transformers would make modules until the memory is full."""
+    for part in (config, *(getattr(config, key, None) for key in ("text_config", "vision_config"))):
+        for key, largest in LARGEST_SIZES.items():
+            value = getattr(part, key, None)
+            if isinstance(value, int) and not 0 <= value <= largest:
+                raise UserError(f"{name}: {key} is at most {largest}; got {value:.6g}; restore its config.json")
 
 
 def _check_weights(model: Any, info: Mapping[str, Any], *, name: str) -> None:

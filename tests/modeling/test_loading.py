@@ -128,9 +128,7 @@ def copy_of(folder: Path, new: Path) -> Path:
 
 def change_config(folder: Path, **changes: Any) -> None:
     content = json.loads((folder / CONFIG).read_text())
-    text = {
-        key: value for key, value in changes.items() if key in ("vocab_size", "num_attention_heads", "rope_parameters")
-    }
+    text = {key: value for key, value in changes.items() if key not in ("dtype", "quantization_config")}
     content["text_config"] |= text
     (folder / CONFIG).write_text(json.dumps(content | changes))
 
@@ -166,7 +164,15 @@ DAMAGED_TARGETS: dict[str, tuple[Callable[[Path], Any], str]] = {
     **{f"cut at {size}": (partial(cut, size=size), "transformers cannot load it") for size in (0, 5, 100, 5000)},
     "pickle": (lambda f: (f / WEIGHTS).write_bytes(pickle.dumps({"a": 1})), "transformers cannot load it"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "transformers cannot load it"),
-    "vocabulary": (lambda f: change_config(f, vocab_size=-1), "transformers cannot load it"),
+    "vocabulary": (
+        lambda f: change_config(f, vocab_size=-1),
+        "vocab_size is at most .*; got -1; restore its config.json",
+    ),
+    "layers": (
+        lambda f: change_config(f, num_hidden_layers=2**40),
+        "num_hidden_layers is at most 1000; got 1.09951e.12",
+    ),
+    "room": (lambda f: change_config(f, vocab_size=2**24, hidden_size=2**17), "weights"),
     "no heads": (lambda f: change_config(f, num_attention_heads=0), "transformers cannot load it"),
     "dtype": (lambda f: change_config(f, dtype="float99"), "transformers cannot load it"),
     "quantization": (lambda f: change_config(f, quantization_config={"quant_method": "none"}), "damaged"),
