@@ -27,11 +27,12 @@ def parse_json(text: str) -> Any:
 
 def _checked(content: Any, text: str) -> Any:
     """The content of a text, if it is not nested too deeply and its strings are Unicode; both are looked for only where they can be."""
-    level, depth = [[content]] if text.count("[") + text.count("{") + text.count("- ") > MAX_DEPTH else [], 0
+    level: list[Any] = [[content]] if text.count("[") + text.count("{") + text.count("- ") > MAX_DEPTH else []
+    depth = 0
     while level:
         if depth > MAX_DEPTH:
             raise ValueError(f"it is nested in more than {MAX_DEPTH} levels")
-        nested: list[list[Any]] = [list(value.values()) if isinstance(value, dict) else value for value in level]
+        nested = [list(value.values()) if isinstance(value, dict) else value for value in level]
         level, depth = [inner for values in nested for inner in values if isinstance(inner, dict | list)], depth + 1
     if _SURROGATE.search(text):
         json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is no character

@@ -136,7 +136,9 @@ def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) 
         else:
             weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
             if not is_quantized:
-                weights = max(weights, _weight_bytes(factory, config))  # of a damaged config, more than its files
+                # Of a damaged config, many times those of its files; twice that may be another precision or a tied head.
+                whole = _weight_bytes(factory, config) if weights else 0
+                weights = whole if whole > 4 * weights else weights
             elif is_dense_once_loaded(usable_quantizer(config, name=name, device=device)):
                 weights = _weight_bytes(factory, config)
             check_room(device, {"weights": weights}, what=name, advice=advice)
