@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 QUIET_S = 600  # longest time without a line where standard error is not a terminal
 Update = Callable[[int, int, str], None]
@@ -39,11 +40,11 @@ class Console:
         table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for number, column in enumerate(columns):
             if number == 0:
-                table.add_column(column, overflow="fold")
+                table.add_column(Text(column), overflow="fold")
             else:
-                table.add_column(column, justify="right", no_wrap=True)
+                table.add_column(Text(column), justify="right", no_wrap=True)
         for number, row in enumerate(rows):
-            table.add_row(*row, style="bold" if number == emphasised else None)
+            table.add_row(*map(Text, row), style="bold" if number == emphasised else None)
         self._rich.print(table)
         self._rich.print()
 
@@ -53,11 +54,11 @@ class Console:
         started = time.monotonic()
         if sys.stderr.isatty():
             columns = (
-                TextColumn("{task.description:24}"),
+                TextColumn("{task.description:24}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
+                TextColumn("{task.fields[note]}", markup=False),
             )
             with Progress(*columns, console=self._rich, transient=True, speed_estimate_period=300) as progress:
                 bar = progress.add_task(name, total=None, note="")

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
+def masked(text: str) -> str:
+    """A text in which passwords of URLs, ``scheme://user:password@host`` and ``?password=...``, are asterisks."""
+    text = re.sub(r"(://[^\s:/?#@]*:)\S*@", r"\1***@", text)
+    return re.sub(r"([?&]\w*password=)[^\s&'\")]*", r"\1***", text, flags=re.IGNORECASE)
+
+
 class UserError(Exception):
-    """A mistake that the user can fix. The message is one line: the rule, the value that broke it, and the next step."""
+    """A mistake that the user can fix. The message is one line: the rule, the value that broke it, and the next step. Passwords
+    of URLs in it are masked.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(masked(message))
 
 
 class NotComparable(UserError):

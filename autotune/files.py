@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import platformdirs
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autotune.errors import UserError, nearest
+from autotune.strict_parsing import parse_json, parse_yaml
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 KEPT_BYTES = 1 << 26  # of files whose hash is kept; smaller ones are read in a tenth of a second
 SETTLED_S = 10.0  # age of a file's last change from which another change has another time on every file system
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 WORKSPACE = Path(".autotune")
 """Folder for studies and other intermediate files, relative to the working directory."""
 
@@ -97,11 +100,11 @@ class Document(BaseModel):
             )
         schema = content.get("schema")
         name, _, version = str(schema).partition("/")
-        if name != f"autotune.{kind}" or not version.isdigit():
-            raise UserError(f"{source}: schema must be {present!r}; got {schema!r}; give a file of that kind")
+        if name != f"autotune.{kind}" or not version.isdecimal():
+            raise UserError(f"{source}: schema must be {present!r}; got {_shown(schema)}; give a file of that kind")
         if schema != present:
             raise UserError(
-                f"{source}: this program reads schema {present!r}; got {schema!r}; make the file again"
+                f"{source}: this program reads schema {present!r}; got {_shown(schema)}; make the file again"
                 f"{cls.schema_made_by and f' with {cls.schema_made_by}'}, or read it with the version of autotune that wrote it"
             )
         return {key: value for key, value in content.items() if key != "schema"}
@@ -173,26 +176,22 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8, or a path with a zero byte
         raise UserError(f"{path}: cannot be read as text ({error}); check the path and its permissions") from None
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file; a ``UserError`` if it is none."""
+    """The content of a YAML file (see ``parse_yaml``); a ``UserError`` if it is none."""
     try:
-        return yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not YAML ({str(error).splitlines()[0]}); fix the file") from None
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a finite number")
+        return parse_yaml(read_text(path))
+    except ValueError as error:
+        raise UserError(f"{path}: not YAML ({error}); fix the file") from None
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; a ``UserError`` if it is none. NaN and Infinity are not JSON."""
+    """The content of a JSON file (see ``parse_json``); a ``UserError`` if it is none."""
     try:
-        return json.loads(read_text(path), parse_constant=_refuse_constant)
+        return parse_json(read_text(path))
     except ValueError as error:
         raise UserError(f"{path}: not a complete JSON document ({error}); restore the file, or make it again") from None
 
@@ -219,15 +218,19 @@ def parse_kind(value: Any, kinds: Mapping[str, type[D]], *, key: str, what: str,
 def describe(error: ValidationError, kind_of: type[BaseModel]) -> str:
     """The first violation in one line: location, rule, value, next step. Unknown keys come before missing ones."""
     first = min(error.errors(), key=lambda violation: violation["type"] != "extra_forbidden")
-    where = ".".join(str(part) for part in first["loc"]) or "the document"
+    where = ".".join(str(part)[:100] for part in first["loc"]) or "the document"
     if first["type"] == "extra_forbidden":
         key = str(first["loc"][-1])
-        return f"unknown key {where!r}; {nearest(key, _keys_near(kind_of, first['loc']))}"
+        return f"unknown key {_shown(where)}; {nearest(key, _keys_near(kind_of, first['loc']))}"
     if first["type"] == "missing":
         return f"key {where!r} is required and missing; add it"
-    value = repr(first.get("input"))
-    value = value if len(value) <= 60 else value[:57] + "..."
-    return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}; got {value}; fix that value"
+    return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}; got {_shown(first.get('input'))}; fix that value"
+
+
+def _shown(value: Any) -> str:
+    """A value in a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _keys_near(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
@@ -250,33 +253,60 @@ def require_writable(path: Path, option: str = "-o") -> None:
     """Refuse a file that cannot be written, before the work that produces it. Creates nothing."""
     if path.is_dir():
         raise UserError(f"{path}: the output must be a file; got a folder; add a file name")
-    folder = path.parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    with write_errors(path, f"choose another output with {option}"):
+        folder = Path(os.path.realpath(path)).parent
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        if not _is_special(path):
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+
+
+@contextlib.contextmanager
+def write_errors(path: Path, advice: str = "choose another output with -o") -> Iterator[None]:
+    """Turn the errors of a file that is written into one line."""
+    from safetensors import SafetensorError  # has errors of its own for those of the disk
+
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror or error}); choose another output with {option}"
-        ) from None
+        yield
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name with a zero byte
+        reason = getattr(error, "strerror", None) or error
+        if getattr(error, "errno", None) in DISK_FULL or isinstance(error, SafetensorError):
+            advice = "free some space, and run the same command to continue"
+        raise UserError(f"{path}: cannot be written ({reason}); {advice}") from None
+
+
+def _is_special(path: Path) -> bool:
+    """Whether a path names a device, a pipe or a socket, which is written to and never replaced."""
+    return path.exists() and not path.is_file()
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically: readers see the old content or the new, never a part of it."""
+    """Write a file atomically: readers see the old content or the new, never a part of it. The permissions of a file that is
+    replaced are kept; a link keeps pointing to its file, which is replaced.
+
+    Raises:
+        UserError: it cannot be written, as on a full disk.
+    """
     require_writable(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with write_errors(path):
+        if _is_special(path):
+            path.write_bytes(content)
+            return
+        path = Path(os.path.realpath(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            if path.exists():
+                os.chmod(temporary, path.stat().st_mode & 0o777)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def write_table(path: Path, frame: DataFrame) -> None:
@@ -290,17 +320,18 @@ def write_table(path: Path, frame: DataFrame) -> None:
 
 def append_line(path: Path, *records: dict[str, Any]) -> None:
     """Append JSON records to a file in one write, and sync it to disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     line = b"".join(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records)
-    with path.open("ab+") as file:
-        # A crash may have left an incomplete last line: begin a new one.
-        if file.tell() > 0:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                line = b"\n" + line
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+    with write_errors(path, "check its folder"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            # A crash may have left an incomplete last line: begin a new one.
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    line = b"\n" + line
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -310,7 +341,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_bytes().splitlines():
         try:
-            record = json.loads(line)
+            record = parse_json(line.decode())
         except ValueError:
             continue
         if isinstance(record, dict):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -106,15 +108,16 @@ def test_every_truncation_of_a_document_is_refused(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    """By the JSON reader, and by the document if they come from YAML."""
-    for number in ("NaN", "Infinity", "-Infinity"):
+    for number in ("NaN", "Infinity", "-Infinity", "1e999"):
         path = write(tmp_path / "study.json", f'{{"schema": "autotune.study/1", "trials": 1, "budget_ms": {number}}}')
         with pytest.raises(UserError, match=f"{number} is not a finite number"):
             Example.load(path)
-    for number in (".nan", ".inf", "-.inf"):
+    for number in (".nan", ".inf", "-.inf", "1.0e+999"):
         path = write(tmp_path / "study.yaml", f"schema: autotune.study/1\ntrials: 1\nbudget_ms: {number}")
-        with pytest.raises(UserError, match="budget_ms: input should be a finite number"):
+        with pytest.raises(UserError, match=f"{re.escape(number)} is not a finite number"):
             Example.load(path)
+    with pytest.raises(UserError, match="budget_ms: input should be a finite number"):
+        Example.parse({"schema": "autotune.study/1", "trials": 1, "budget_ms": math.nan}, source="x")
 
 
 class Later(Example, kind="study", version=4, made_by="autotune search"):
@@ -137,11 +140,12 @@ def test_parsing_does_not_change_its_input_and_documents_are_frozen() -> None:
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
-    missing, binary = tmp_path / "no.json", tmp_path / "binary.json"
+    missing, binary, zero = tmp_path / "no.json", tmp_path / "binary.json", tmp_path / "a\0b"
     binary.write_bytes(b"\xff\xfe\x00")
     for path, message in (
         (missing, "no such file; check the path"),
         (binary, "cannot be read as text"),
+        (zero, "cannot be read as text"),
         (tmp_path, "cannot be read as text"),
     ):
         for read in (files.read_text, files.read_json, files.read_yaml):
@@ -150,39 +154,127 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
             assert str(caught.value).startswith(f"{path}: {message}")
 
 
+NOT_JSON = {
+    "[" * 3000: "it is nested too deeply",
+    "[" * 300 + "]" * 300: "it is nested in more than 200 levels",
+    '{"a": {"b": 1, "b": 2}}': "key 'b' occurs twice",
+    "9" * 5000: "Exceeds the limit",
+    r'"\ud800"': "surrogates not allowed",
+    r'"\uDFff"': "surrogates not allowed",
+    "[1e999]": "1e999 is not a finite number",
+}
+
+
+def test_json_that_no_document_has(tmp_path: Path) -> None:
+    path = tmp_path / "study.json"
+    for text, message in NOT_JSON.items():
+        path.write_text(text)
+        with pytest.raises(
+            UserError, match=rf"study.json: not a complete JSON document \(.*{re.escape(message)}.*\); restore"
+        ):
+            files.read_json(path)
+        path.write_text(f'{{"a": 1}}\n{text}\n{{"a": 2}}\n')
+        assert [record["a"] for record in files.read_lines(path)] == [1, 2]
+    path.write_text(r'["\ud83d\ude00", [[]], 0.5, -1e-300]')
+    assert files.read_json(path) == ["\N{GRINNING FACE}", [[]], 0.5, -1e-300]
+
+
+def test_schemas_that_are_no_versions(tmp_path: Path) -> None:
+    for version in ("²", "9" * 5000):
+        with pytest.raises(UserError) as caught:
+            Example.load(write(tmp_path / "study.json", {"trials": 1}, f"autotune.study/{version}"))
+        assert len(str(caught.value)) < 400
+
+
+NOT_YAML = {
+    "depth: {low: 3\nhigh: ]": "line 2: ",
+    "a: &b [1]\nc: *b": "line 2: aliases are not accepted; write the value out",
+    "a: !!set {b}": "line 1: tags are not accepted",
+    "a: !!int abc": "line 1: tags are not accepted",
+    "!!python/object/apply:os.getcwd []": "line 1: tags are not accepted",
+    "a: 1\na: 2": "key 'a' occurs twice",
+    "1: a": "line 1: keys are text; got 1",
+    "? [a]\n: b": "line 1: keys are text; got ['a']",
+    "a: " + "9" * 5000: "Exceeds the limit",
+    "[" * 3000: "it is nested too deeply",
+    'a: "\\ud800"': "surrogates not allowed",
+    "a: \0": "unacceptable character",
+}
+
+
 def test_yaml(tmp_path: Path) -> None:
+    """Dates are text, and a merge key is a key."""
     path = tmp_path / "space.yaml"
-    path.write_text("depth: {low: 3, high: 8}\n")
-    assert files.read_yaml(path) == {"depth": {"low": 3, "high": 8}}
-    path.write_text("depth: {low: 3\nhigh: ]")
-    with pytest.raises(UserError, match=r"not YAML .*; fix the file"):
-        files.read_yaml(path)
-    path.write_text("!!python/object/apply:os.getcwd []")  # YAML tags are never executed
-    with pytest.raises(UserError, match="not YAML"):
-        files.read_yaml(path)
+    path.write_text("depth: {low: 3, high: 8}\nday: 2020-99-99\nshare: 0.5\nlog: yes\nname: null\n<<: {a: 1}\n")
+    merged = {"depth": {"low": 3, "high": 8}, "day": "2020-99-99", "share": 0.5, "log": True, "name": None}
+    assert files.read_yaml(path) == merged | {"<<": {"a": 1}}
+    for text, message in NOT_YAML.items():
+        path.write_text(text)
+        with pytest.raises(UserError, match=rf"space.yaml: not YAML \(.*{re.escape(message)}.*\); fix the file"):
+            files.read_yaml(path)
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
-
-
-class DiskError(OSError):
-    """Raised by the simulated failure of a disk."""
 
 
 def test_failed_write_leaves_the_old_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "study.json"
 
     def fail(*args: Any, **kwargs: Any) -> None:
-        raise DiskError("disk full")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     for before in ({}, {"study.json": b"old"}):
         for name, content in before.items():
             (tmp_path / name).write_bytes(content)
-        for step in ("replace", "fsync", "chmod"):
-            with monkeypatch.context() as patch, pytest.raises(DiskError):
+        for step in ("replace", "fsync", *(["chmod"] if before else [])):
+            with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
                 patch.setattr(os, step, fail)
                 Example(trials=1).save(path)
+            assert str(caught.value) == (
+                f"{path}: cannot be written (No space left on device); free some space, and run the same command to continue"
+            )
             assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before, step
+
+
+def test_a_full_disk_is_a_mistake_of_one_line() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full")
+    for write in (lambda: files.write_bytes(full, b"text"), lambda: files.append_line(full, {"a": 1})):
+        with pytest.raises(
+            UserError, match=r"/dev/full: cannot be written \(No space left on device\); free some space"
+        ):
+            write()
+
+
+def test_devices_pipes_and_links_are_written_through(tmp_path: Path) -> None:
+    """Never replaced: root could, and every later program would miss the device."""
+    null = os.stat(os.devnull)
+    files.require_writable(Path(os.devnull))
+    files.write_bytes(Path(os.devnull), b"text")
+    assert (os.stat(os.devnull).st_rdev, os.stat(os.devnull).st_mode) == (null.st_rdev, null.st_mode)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.write_bytes(pipe, b"text")
+    assert os.read(reader, 10) == b"text" and pipe.is_fifo()
+    os.close(reader)
+    for file in (tmp_path / "real.json", tmp_path / "new.json"):
+        link = tmp_path / f"link-{file.name}"
+        link.symlink_to(file.name)
+        for content in (b"first", b"second"):
+            files.write_bytes(link, content)
+            assert link.is_symlink() and file.read_bytes() == content
+
+
+def test_permissions_are_the_umask_s_for_new_files_and_kept_for_old_ones(tmp_path: Path) -> None:
+    path, before = tmp_path / "profile.json", os.umask(0o077)
+    try:
+        for mode in (0o600, 0o640):
+            files.write_bytes(path, b"prompts")
+            assert path.stat().st_mode & 0o777 == mode
+            path.chmod(0o640)
+    finally:
+        os.umask(before)
 
 
 def test_write_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +290,6 @@ def test_write_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     files.write_bytes(path, b"new")
     assert seen == [(tmp_path, b"new", b"old")]
     assert path.read_bytes() == b"new"
-    assert path.stat().st_mode & 0o777 == 0o644, "not the private mode of a temporary file"
 
 
 def test_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

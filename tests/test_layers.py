@@ -12,7 +12,7 @@ from tests.imports import MODULES, heavy_import, imported_names, own_imports
 # From the bottom to the top, one row for a floor. A module may import modules of its own entry and of lower rows, at module
 # level and inside functions alike.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "console"),
+    ("errors", "console", "strict_parsing"),
     ("files",),
     ("option_fields", "trees"),
     ("documents", "execution"),
@@ -65,6 +65,7 @@ TORCH_FREE = (
     "search.tree_search",
     "search.worker_pool",
     "serving.client",
+    "strict_parsing",
     "study",
     "trees",
     "workloads.workload",

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from autotune.check.counts import Counts, compare_counts, counts_gate
 from autotune.check.local_run import LocalRun
 from autotune.check.pairs import PairRunner
@@ -24,7 +22,7 @@ from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import NotComparable
 from autotune.files import WORKSPACE, content_key, read_json, sha256_of, write_bytes
-from autotune.modeling.loading import Dtype
+from autotune.modeling.loading import Dtype, save_tensors
 
 CHECKS = WORKSPACE / "checks"
 # Files that a side decodes with: the package, and the bundled models next to it or, if installed, inside it.
@@ -114,7 +112,7 @@ def write_requests(run: LocalRun, processor: Any, folder: Path) -> list[WorkerRe
     requests = []
     for number, (prompt, decoded) in enumerate(zip(run.workload.prompts, run.runs, strict=True)):
         path = folder / f"{number}.safetensors"
-        save_file({name: value.contiguous() for name, value in prompt.inputs(processor).items()}, path)
+        save_tensors(path, prompt.inputs(processor))
         settings = prompt.settings
         requests.append(WorkerRequest(prompt.name, path, settings.generation, settings.task, decoded.point))
     return requests

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import logging
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -15,6 +20,7 @@ from autotune.errors import UserError, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 VERBS = ("doctor", "measure", "record", "search", "run", "bench", "bench-server", "check", "report", "export", "train")
 UNLISTED = {"profile": "measure", "devices": "devices"}  # names of an earlier README, for one version
 
@@ -45,18 +51,78 @@ class Commands(click.Group):
     def main(self, args: Sequence[str] | None = None, *_: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         if not standalone_mode:  # the caller handles exceptions
             return super().main(args, prog_name="autotune", standalone_mode=False)
+        _open_closed_streams()
         try:
-            code = super().main(args, prog_name="autotune", standalone_mode=False)
+            with _ending_signals():
+                code = super().main(args, prog_name="autotune", standalone_mode=False)
         except (UserError, click.UsageError) as error:
             message = str(error)
             if isinstance(error, click.UsageError):  # click may list choices line by line
                 message = " ".join(error.format_message().split())
             click.echo(f"autotune: {message}", err=True)
             sys.exit(error.exit_code)
-        except click.Abort:
+        except click.Abort as abort:
             click.echo("autotune: interrupted; run the same command to continue", err=True)
-            sys.exit(130)
+            sys.exit(128 + getattr(abort.__cause__, "number", signal.SIGINT))
+        except _ReaderGone:
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # for what is still buffered
+            sys.exit(128 + signal.SIGPIPE)
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            click.echo(
+                f"autotune: {error.filename or 'a file'}: cannot be written ({error.strerror}); free some space",
+                err=True,
+            )
+            sys.exit(UserError.exit_code)
         sys.exit(code or 0)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:  # click would exit with 1, which is a regression
+            raise _ReaderGone from None
+
+
+class _ReaderGone(Exception):
+    """The reader of standard output has closed its pipe."""
+
+
+class _Ended(KeyboardInterrupt):
+    """A signal that ends the process, with its number. What is running stops as after Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _end(number: int, _frame: object) -> None:
+    raise _Ended(number)
+
+
+@contextlib.contextmanager
+def _ending_signals() -> Iterator[None]:
+    """Inside the context SIGTERM and SIGHUP end the command as SIGINT does; a caller that ignores one of them, as nohup, is obeyed."""
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    numbers = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    for number in numbers:
+        signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _open_closed_streams() -> None:
+    """Open the standard streams that the caller has closed (``2>&-``), or the files of a command would get their descriptors."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -67,5 +133,5 @@ def main() -> None:
     Without options every command uses the bundled models and workload, offline.
 
     Exit codes: 0 done, 1 the check found a regression or the doctor a defect, 2 a mistake that the user can fix, 3 the check is inconclusive,
-    4 not comparable.
+    4 not comparable; 129, 130 and 143 ended by SIGHUP, SIGINT or SIGTERM, 141 by the reader of its output.
     """

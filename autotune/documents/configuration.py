@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from autotune.documents.decoding_profile import OperatingPoint
 from autotune.documents.subnet import Subnet
+from autotune.errors import UserError
 from autotune.files import Document, content_key
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import parse_policy
@@ -29,6 +30,15 @@ class Configuration(Document):
     subnet: Subnet = Subnet()
     verification: Verification = Field(default_factory=LosslessVerification)
     fallback: RoundPrice | None = None
+
+    @field_validator("tree")
+    @classmethod
+    def _is_policy(cls, tree: Tree) -> Tree:
+        try:
+            parse_policy(tree)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return tree
 
     @property
     def visual_keep(self) -> float:

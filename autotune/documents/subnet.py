@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Field
 
@@ -25,6 +25,9 @@ OPERATORS_WITH_RATIO: tuple[Operator, ...] = ("prune", "pool")
 """Operators without weights, whose ratio can be chosen after the training."""
 NUM_BLOCKS: Final = 3
 """Blocks of a supernet."""
+Share = Annotated[float, Field(gt=0, le=1)]
+HeadShares = Share | tuple[Share, Share, Share]
+"""Share of heads kept, in all three blocks or in each."""
 
 
 class Subnet(Document):
@@ -32,8 +35,8 @@ class Subnet(Document):
     features), visual tokens (every draft) and the operator that compresses them (``specvlm``).
     """
 
-    heads: float | tuple[float, float, float] | None = None
-    """Share of heads kept, for all three blocks or for each; None for all heads."""
+    heads: HeadShares | None = None
+    """None for all heads."""
     visual_keep: float = Field(default=1.0, gt=0, le=1)
     visual_ranking: VisualRanking = "text_after_image"
     injection_layer: int | None = None

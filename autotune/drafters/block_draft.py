@@ -38,7 +38,7 @@ class BlockDraft(FeatureDraft):
     drafts_blocks = True
 
     def attach(self, target: Target) -> None:
-        if self._target is target:
+        if self._follows(target):
             return
         super().attach(target)
         config = self.network.config

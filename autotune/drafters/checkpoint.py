@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
+import torch
 from transformers.utils import cached_file
 
 from autotune.documents.draft_kinds import KINDS, TOKEN_DRAFTS
@@ -22,15 +22,15 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.losses import FREQUENCIES, TrainableBlocks
 from autotune.drafters.mtp import MtpNetwork, load_mtp
 from autotune.drafters.mtp_checkpoint import load_own_mtp
-from autotune.drafters.network import BlocksConfig, BlocksNetwork, DraftNetwork, NetworkConfig
+from autotune.drafters.network import BlocksConfig, BlocksNetwork, DraftNetwork, NetworkConfig, set_weights
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.drafters.token_draft import TokenDraft
-from autotune.drafters.trainable import CONFIG, PICKLED, WEIGHTS, TrainableNetwork
+from autotune.drafters.trainable import CONFIG, PICKLED, WEIGHTS, TrainableNetwork, read_tensors
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
 from autotune.modeling.gguf import find_gguf
-from autotune.modeling.loading import MTP_SUFFIX, load_model, load_tokenizer, resolve
+from autotune.modeling.loading import MTP_SUFFIX, load_errors, load_model, load_tokenizer, resolve
 from autotune.modeling.target import Target
 
 NETWORKS: dict[str, type[TrainableNetwork]] = {
@@ -84,11 +84,17 @@ def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork
     config = parse_kind(content, CONFIGS, key="kind", what="kind of draft", source=str(path))
     network_type = NETWORKS[config.kind]
     assert issubclass(network_type, TrainableBlocks) and isinstance(config, BlocksConfig)
+    if random_weights:
+        return network_type(config).eval().requires_grad_(False)
+    tensors = read_tensors(folder, f"a {config.kind} draft")
+    frequencies = tensors.pop(FREQUENCIES, None)
+    with torch.device("meta"):
+        empty = network_type(config)
+    what = f"the {config.kind} draft that config.json describes"
+    set_weights(empty, tensors, source=folder / WEIGHTS, what=what, advice="give both files of one draft")
     network = network_type(config)
-    if not random_weights:
-        tensors = load_file(folder / WEIGHTS)
-        network.token_frequencies = tensors.pop(FREQUENCIES, None)
-        network.load_state_dict(tensors)
+    network.load_state_dict(tensors)
+    network.token_frequencies = frequencies
     return network.eval().requires_grad_(False)
 
 
@@ -108,12 +114,14 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     """
     subnet = subnet or Subnet()
     if name.endswith(MTP_SUFFIX):
-        network: DraftNetwork = load_own_mtp(name, target, random_weights=random_weights)
+        with load_errors(name):
+            network: DraftNetwork = load_own_mtp(name, target, random_weights=random_weights)
     else:
         folder, config = (None if name in TOKEN_DRAFTS else read_config(name)) or (Path(), {})
         if not (str(config.get("schema", "")).startswith("autotune.draft/") or _is_published(config)):
             return _load_whole(name, target, subnet, config.get("model_type"), random_weights=random_weights)
-        network = load_feature_network(folder, target, random_weights=random_weights)
+        with load_errors(name):
+            network = load_feature_network(folder, target, random_weights=random_weights)
     if subnet.head_shares != (1.0, 1.0, 1.0):
         if not isinstance(network, StarNetwork):
             raise UserError(f"{name}: only a star draft has heads to choose; leave heads out")

@@ -18,7 +18,6 @@ import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field, ValidationError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -30,6 +29,7 @@ from autotune.drafters.trainable import CONFIG, WEIGHTS, read_tensors
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
 from autotune.files import Document, describe, write_bytes
+from autotune.modeling.loading import save_tensors
 from autotune.modeling.target import Target
 
 LAYER_FIELDS = (
@@ -151,9 +151,8 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
 
     def save(self, folder: Path) -> None:
         """Write the head in EAGLE's format, with weights in bfloat16."""
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = self.saved_tensors().items()
-        save_file({re.sub(r"^layer\.", "midlayer.", name): tensor for name, tensor in tensors}, folder / WEIGHTS)
+        save_tensors(folder / WEIGHTS, {re.sub(r"^layer\.", "midlayer.", name): tensor for name, tensor in tensors})
         rope = dict(self.layer_config.rope_parameters)
         content = {
             "model_type": "llama",

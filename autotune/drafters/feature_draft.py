@@ -148,13 +148,22 @@ class FeatureDraft(CachedDraft):
         num_tokens = self.vocab_size if self.token_ids is None else len(self.token_ids)
         return self.network.config.hidden_size * num_tokens
 
+    def _follows(self, target: Target) -> bool:
+        """Whether the draft is attached to this target's model, perhaps through another decoder's ``Target``; then it reads the
+        features of this one from here on.
+        """
+        if self._target is None or self._target.model is not target.model:
+            return False
+        self._target = target
+        return True
+
     def attach(self, target: Target) -> None:
         """See ``Draft``. The draft uses the target's embedding and head.
 
         Raises:
             UserError: a target with another size or vocabulary.
         """
-        if self._target is target:
+        if self._follows(target):
             return
         config, text = self.network.config, target.text
         for name, ours, theirs in (
@@ -184,6 +193,8 @@ class FeatureDraft(CachedDraft):
         self._head = (text if cut is None else text.with_vocabulary(cut)).logits
         # States of the root and the tokens evaluated since, from which their children take features.
         self._own = torch.zeros(0, config.width, dtype=self.dtype, device=self.device)
+        for runner in self._graph_runners.values():
+            runner.reset()
         self._allocate(DEFAULT_CAPACITY)
 
     def _allocate(self, capacity: int) -> None:

@@ -6,7 +6,8 @@ eq. 2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,6 +53,7 @@ class IndependentDraft(CachedDraft, TreeModel):
         self.reads_placeholders: bool | None = False  # True to record what a serving engine shows a draft
         self._placeholders = placeholders_of(model.config)
         self._num_common = self.target_vocab_size = self.vocab_size  # vocabulary shared with the target
+        self._attached: Callable[[], Target | None] = lambda: None
         check_tree_decoding(self)
 
     @property
@@ -66,7 +68,10 @@ class IndependentDraft(CachedDraft, TreeModel):
         return PathForestGrower(self, answer).grow_all() if self.has_states else super().forest(answer)
 
     def attach(self, target: Target) -> None:
+        if self._attached() is target:
+            return
         check_vocabulary(target, self.vocab_size, self.tokenizer)
+        self._attached = weakref.ref(target)
         self._num_common = min(self.vocab_size, target.vocab_size)
         self.target_vocab_size = target.vocab_size
         ours, theirs = self.model.config, target.model.config

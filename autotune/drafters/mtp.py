@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, KeysValues
 from autotune.drafters.network import NetworkConfig, set_weights
-from autotune.drafters.trainable import CONFIG, WEIGHTS, LossSettings
+from autotune.drafters.trainable import CONFIG, WEIGHTS, LossSettings, read_tensors
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
 from autotune.modeling.graph_runner import KVSlots
@@ -186,7 +185,7 @@ def load_mtp(folder: Path, target: Target, *, random_weights: bool = False) -> M
     """
     network = MtpNetwork(MtpConfig.load(folder / CONFIG), target)
     if not random_weights:
-        set_head(network, load_file(folder / WEIGHTS), source=str(folder / WEIGHTS))
+        set_head(network, read_tensors(folder, "an mtp head"), source=str(folder / WEIGHTS))
     return network.eval().requires_grad_(False)
 
 

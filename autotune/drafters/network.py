@@ -19,6 +19,7 @@ from autotune.documents.subnet import Operator
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, DraftBlock, rotation
 from autotune.errors import UserError
 from autotune.files import Document
+from autotune.modeling.loading import check_finite
 
 
 class NetworkConfig(Document, kind="draft", made_by="autotune train"):
@@ -327,11 +328,19 @@ class JoinedLayersNetwork(DraftNetwork):
 def set_weights(network: nn.Module, tensors: Mapping[str, Tensor], *, source: object, what: str, advice: str) -> None:
     """Set all weights of a network. Messages name the weights' ``source``, ``what`` they are for, and the next step.
 
+    A network on the device ``meta`` is only compared with the tensors, before one is made whose sizes may be damaged.
+
     Raises:
-        UserError: missing or other tensors, or tensors of other shapes.
+        UserError: missing or other tensors, tensors of other shapes, or weights that are not finite.
     """
-    try:
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in (*shapes, *found):
+        if found.get(name) != shapes.get(name):
+            reason = f"{name} has shape {found.get(name)} in place of {shapes.get(name)}"
+            if name not in found or name not in shapes:
+                reason = f"{name} is {'missing' if name in shapes else 'none of them'}"
+            raise UserError(f"{source}: not the tensors of {what} ({reason}); {advice}")
+    check_finite(tensors, source=source)
+    if not any(tensor.is_meta for tensor in network.state_dict().values()):
         network.load_state_dict(tensors)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{source}: not the tensors of {what} ({reason}); {advice}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from autotune.documents.subnet import Subnet
@@ -19,6 +18,7 @@ from autotune.drafters.network import DraftNetwork, NetworkConfig
 from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
 from autotune.errors import UserError
 from autotune.files import Document
+from autotune.modeling.loading import save_tensors
 from autotune.modeling.target import Target
 
 CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
@@ -106,8 +106,7 @@ class TrainableNetwork(DraftNetwork):
 
     def save(self, folder: Path) -> None:
         """Write config and weights in bfloat16, which are loaded in the target's precision."""
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(self.saved_tensors(), folder / WEIGHTS)
+        save_tensors(folder / WEIGHTS, self.saved_tensors())
         self.config.save(folder / CONFIG)
 
 
@@ -117,17 +116,18 @@ def read_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
     Raises:
         UserError: no file of weights, or a pickle of anything else.
     """
-    if (folder / WEIGHTS).exists():
-        return load_file(folder / WEIGHTS)
-    if not (folder / PICKLED).exists():
+    path = folder / WEIGHTS if (folder / WEIGHTS).exists() else folder / PICKLED
+    if not path.exists():
         raise UserError(
-            f"{folder}: {kind} is read from {WEIGHTS} or {PICKLED}; there is none; give the head's own folder"
+            f"{folder}: {kind} is read from {WEIGHTS} or {PICKLED}; there is none; give the folder of a whole draft"
         )
     try:
-        tensors: dict[str, Tensor] = torch.load(folder / PICKLED, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"{folder / PICKLED}: torch reads no tensors from it ({reason}); save them as {WEIGHTS}"
-        ) from None
-    return tensors
+        if path.name == WEIGHTS:
+            return load_file(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(tensors, dict) and all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            return tensors
+        reason = "it holds something else"
+    except Exception as error:  # both libraries raise many kinds for damaged files
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    raise UserError(f"{path}: no tensors can be read from it ({reason}); restore the file, or save them as {WEIGHTS}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from autotune.execution import EAGER
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
-from autotune.runtime.session import close_session
+from autotune.runtime.ownership import Ownership
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.tree import MAX_STEP
 
@@ -19,15 +19,15 @@ from autotune.trees.tree import MAX_STEP
 @torch.inference_mode()
 def answer_logits(target: Target, inputs: dict[str, Any], tokens: list[int]) -> Tensor:
     """The target's logits at each token of an answer, [tokens, vocabulary], computed in forwards of many tokens."""
-    (prompt,) = target.encode(inputs).prompts
-    target.reserve(len(prompt) + len(tokens))
-    close_session(target)
-    target.use_mode(EAGER)  # these sizes are not captured
-    logits = [target.prefill(prompt).logits[None]]
-    for begin in range(0, len(tokens) - 1, MAX_STEP):
-        part = np.array(tokens[begin : min(begin + MAX_STEP, len(tokens) - 1)])
-        logits.append(target.forward(Step.causal(part, target.mask_value)))
-        target.cache.advance(len(part))
+    with Ownership(target):
+        (prompt,) = target.encode(inputs).prompts
+        target.reserve(len(prompt) + len(tokens))
+        target.use_mode(EAGER)  # these sizes are not captured
+        logits = [target.prefill(prompt).logits[None]]
+        for begin in range(0, len(tokens) - 1, MAX_STEP):
+            part = np.array(tokens[begin : min(begin + MAX_STEP, len(tokens) - 1)])
+            logits.append(target.forward(Step.causal(part, target.mask_value)))
+            target.cache.advance(len(part))
     return torch.cat(logits)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from autotune.errors import UserError
 from autotune.files import read_json, write_bytes
-from autotune.modeling.loading import bundled_models
+from autotune.modeling.loading import bundled_models, save_tensors
 
 CONFIG, INDEX, WEIGHTS, TOKENIZER = "config.json", "model.safetensors.index.json", "*.safetensors", "tokenizer.json"
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -96,7 +96,6 @@ class Conversion:
 
     def write(self) -> None:
         from safetensors import safe_open
-        from safetensors.torch import save_file
 
         self.folder.mkdir(parents=True, exist_ok=True)
         parts: dict[str, str] = {}  # file by weight
@@ -105,7 +104,7 @@ class Conversion:
                 names = {name: new for name in file.keys() if (new := self.rename(name)) is not None}  # noqa: SIM118
                 weights = {new: file.get_tensor(name) for name, new in names.items()}
             if weights:
-                save_file(weights, self.folder / path.name, metadata={"format": "pt"})
+                save_tensors(self.folder / path.name, weights, {"format": "pt"})
                 parts |= dict.fromkeys(weights, path.name)
         if len(set(parts.values())) > 1:
             write_bytes(self.folder / INDEX, json.dumps({"metadata": {}, "weight_map": parts}, indent=1).encode())

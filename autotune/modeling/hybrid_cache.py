@@ -11,6 +11,7 @@ A state follows one path, so that chains can be verified, but no trees.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -69,9 +70,10 @@ class HybridCache(SlabCache):
             with super().forward_pass(num_uncommitted):
                 yield
             return
+        thread = threading.get_ident()
         with ExitStack() as hooks:
             for number, mixer in self._mixers.items():
-                hook = mixer.register_forward_pre_hook(partial(_record, self._inputs[number]), with_kwargs=True)
+                hook = mixer.register_forward_pre_hook(partial(_record, self._inputs[number], thread), with_kwargs=True)
                 hooks.callback(hook.remove)
             with super().forward_pass(num_uncommitted):
                 try:
@@ -161,8 +163,10 @@ class HybridCache(SlabCache):
         self._num_read = num_tokens
 
 
-def _record(inputs: _Inputs, _mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook that keeps the arguments of a mixer."""
+def _record(inputs: _Inputs, thread: int, _mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook that keeps the arguments of a mixer in one thread; others may run the user's model meanwhile."""
+    if threading.get_ident() != thread:
+        return
     options = dict(kwargs)
     inputs.append((args[0] if args else options.pop("hidden_states"), options))
 

@@ -11,7 +11,7 @@ from autotune.device import check_room, multiplies_bfloat16
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
-from autotune.files import data_root, known_sha256_of
+from autotune.files import data_root, known_sha256_of, write_errors
 from autotune.modeling.gguf import PACKAGED, UNQUANTIZED, file_type, find_gguf, gguf_errors, read_metadata
 from autotune.modeling.quantization import (
     check_packed_weights,
@@ -29,6 +29,11 @@ BUNDLED_DRAFT = "digits/independent"
 BUNDLED_DRAFTS = (BUNDLED_DRAFT, "digits/star", "digits/dream", "digits/specvlm", "digits/mtp")
 RETRIEVAL = "retrieval"
 """Name of the draft that needs no model; a folder of this name is ``./retrieval``."""
+LARGEST_SIZES = {
+    **{"num_hidden_layers": 1000, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12, "head_dim": 1 << 12},
+    **{"hidden_size": 1 << 17, "intermediate_size": 1 << 20, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 30},
+    **{"image_size": 1 << 14, "patch_size": 1 << 10},
+}
 MTP_SUFFIX = ":mtp"
 """Ends the name of a draft that is the multi-token prediction head of a target's own checkpoint: ``FOLDER:mtp``."""
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -78,7 +83,11 @@ def resolve(name: str) -> str:
     if (gguf := find_gguf(name)) is not None:
         return str(gguf)
     path = Path(name)
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # a name that no file has
+        raise UserError(f"{name:.40}...: no such model ({error.strerror}); check the name or path") from None
+    if is_folder:
         if not (path / "config.json").exists():
             raise UserError(
                 f"{name}: a model folder has a config.json or a GGUF file; this one has neither; give a folder written by "
@@ -137,9 +146,10 @@ def load_model(
     advice = "free some, or load a smaller model"
     logging.disable_progress_bar()
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    with _load_errors(name, gguf):
-        config = AutoConfig.from_pretrained(source, **gguf)
+    with load_errors(name), gguf_errors(Path(gguf["gguf_file"]), name) if gguf else nullcontext():
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **gguf)
         factory = AutoModelForImageTextToText if _is_vlm(config) else AutoModelForCausalLM
+        _check_sizes(config, name=name)
         is_quantized = quantization_of(config) is not None
         if gguf:
             # A config that is given is not parsed again, which takes seconds. Transformers would keep weights packed where it
@@ -159,13 +169,23 @@ def load_model(
             is_dense = is_quantized and is_dense_once_loaded(usable_quantizer(config, name=name, device=device))
             if is_dense or (options and not is_quantized):
                 weights = _weight_bytes(factory, config, options)
+            elif weights and not is_quantized:
+                # Of a damaged config, many times those of its files; twice that may be another precision or a tied head.
+                whole = _weight_bytes(factory, config, options)
+                weights = whole if whole > 4 * weights else weights
             check_room(device, {"weights": weights}, what=name, advice=advice)
             # Straight to the device: the host never holds all weights of a GPU, and some quantized models cannot be moved.
             device_map = {"": device}
-            model, info = factory.from_pretrained(source, output_loading_info=True, device_map=device_map, **options)
+            model, info = factory.from_pretrained(
+                source,
+                output_loading_info=True,
+                device_map=device_map,
+                ignore_mismatched_sizes=True,  # ``_check_weights`` names them
+                trust_remote_code=False,
+                **options,
+            )
             check_packed_weights(info["missing_keys"], info["unexpected_keys"], name=name)
-            if gguf and info["missing_keys"]:
-                raise ValueError(f"it lacks {min(info['missing_keys'])}, which would be made at random")
+            _check_weights(model, info, name=name)
             decompress(model)
     choose_attention(device)
     model.eval().requires_grad_(False)
@@ -221,18 +241,74 @@ def _check_runs(model: Any, dtype: Dtype, name: str) -> None:
 
 
 @contextmanager
-def _load_errors(name: str, gguf: Mapping[str, str]) -> Iterator[None]:
-    """Turn errors of transformers into one line."""
+def load_errors(name: str, advice: str = "check the name or path, and its files") -> Iterator[None]:
+    """Turn errors of transformers and safetensors, which raise anything for damaged files, into one line."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        with gguf_errors(Path(gguf["gguf_file"]), name) if gguf else nullcontext():
-            yield
-    except (OSError, ValueError, StrictDataclassError) as error:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
-        raise UserError(
-            f"{name}: transformers cannot load it ({str(reason).strip().splitlines()[0]}); check the name or path"
-        ) from None
+        line = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
+        raise UserError(f"{name:.200}: transformers cannot load it ({line[:300]}); {advice}") from None
+
+
+def check_finite(tensors: Mapping[str, Any], *, source: object) -> None:
+    """Refuse weights that are not finite, of which every answer would be one token over and over."""
+    import torch
+
+    sums = {
+        name: tensor.sum(dtype=torch.float32)  # one pass without a copy, in which NaN and infinity stay
+        for name, tensor in tensors.items()
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter)  # not the packed weights of torchao
+        and tensor.is_floating_point()
+        and tensor.dtype.itemsize > 1
+        and not tensor.is_meta
+    }
+    for device in {value.device for value in sums.values()}:
+        names = [name for name, value in sums.items() if value.device == device]
+        is_finite = torch.stack([sums[name] for name in names]).isfinite().tolist()
+        if not all(is_finite):
+            name = names[is_finite.index(False)]
+            raise UserError(
+                f"{source}: the weights {name} are not finite; restore the file, or load another checkpoint"
+            )
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, as ``write_bytes`` writes others."""
+    from safetensors.torch import save_file
+
+    temporary = path.with_suffix(".new")
+    with write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _check_sizes(config: Any, *, name: str) -> None:
+    """Refuse sizes that no model has, of which transformers would make modules until the memory is full."""
+    for part in (config, *(getattr(config, key, None) for key in ("text_config", "vision_config"))):
+        for key, largest in LARGEST_SIZES.items():
+            value = getattr(part, key, None)
+            if isinstance(value, int) and not 0 <= value <= largest:
+                raise UserError(f"{name}: {key} is at most {largest}; got {value:.6g}; restore its config.json")
+
+
+def _check_weights(model: Any, info: Mapping[str, Any], *, name: str) -> None:
+    """Refuse weights that transformers made at random because the checkpoint lacks them, or has others."""
+    for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of")):
+        if found := sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info[key]):
+            raise UserError(
+                f"{name}: its checkpoint {what} {len(found)} weights of the model, {found[0]} the first, which would be random; "
+                "restore the file, or load another checkpoint"
+            )
+    check_finite(dict(model.named_parameters()), source=name)
 
 
 def _is_vlm(config: Any) -> bool:
@@ -280,21 +356,20 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
 
     source, gguf = _pretrained(name)
     if gguf:
-        with _load_errors(name, gguf):
+        with load_errors(name), gguf_errors(Path(gguf["gguf_file"]), name) if gguf else nullcontext():
             return AutoTokenizer.from_pretrained(source, **gguf)
     if or_bundled and not _has_tokenizer(name):
         return load_processor(BUNDLED_TARGET).tokenizer
     try:
-        is_vlm = _is_vlm(AutoConfig.from_pretrained(source))
-    except (OSError, ValueError):  # loading the model reports the error
+        is_vlm = _is_vlm(AutoConfig.from_pretrained(source, trust_remote_code=False))
+    except Exception:  # loading the model reports the error
         is_vlm = True
     try:
-        return (AutoProcessor if is_vlm else AutoTokenizer).from_pretrained(source)
+        return (AutoProcessor if is_vlm else AutoTokenizer).from_pretrained(source, trust_remote_code=False)
     except ImportError as error:  # several processors need torchvision
         raise UserError(
             f"{name}: its processor needs a package that is not installed ({' '.join(str(error).split())[:200]}); install it"
         ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{name}: its processor cannot be loaded ({str(error).strip().splitlines()[0]}); save it beside the model"
-        ) from None
+    except Exception as error:  # tokenizers raises plain exceptions
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"{name}: its processor cannot be loaded ({reason[:300]}); save it beside the model") from None

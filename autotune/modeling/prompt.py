@@ -7,6 +7,7 @@ own code.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -204,8 +205,11 @@ def _row(text_inputs: dict[str, Any], input_ids: Tensor, is_visual: Tensor, row:
 def _text_inputs(model: Any, text: TextModel, inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs that the model's own forward pass gives to its text model, which is not run."""
     text_inputs: dict[str, Any] = {}
+    thread = threading.get_ident()
 
     def stop(_module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() != thread:  # another one runs the user's model
+            return
         text_inputs.update(kwargs)
         raise _TextModelReached
 

@@ -8,6 +8,7 @@ computes the rows of attention that it needs, never the full matrix.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from autotune.documents.subnet import VisualRanking
 from autotune.modeling.attention import attention_function
 from autotune.modeling.text_model import TextModel
 
-_NAME = "autotune_observed_attention"
 NEED_ATTENTION: frozenset[VisualRanking] = frozenset({"text_after_image", "all_queries", "last_query"})
 QUERIES_AT_ONCE = 256  # rows of attention weights that are in memory together
 GOLDEN_RATIO = (5**0.5 - 1) / 2
@@ -64,13 +64,13 @@ def observed_attention(text: TextModel, callback: Callable[[LayerAttention], Non
     """Call ``callback`` for every layer of forward passes of the text model inside the context."""
     text_config = text.config
     numbers = {text.layers[number].self_attn: number for number in text.attending_layers}
-    inner_name = text_config._attn_implementation
-    inner = ALL_ATTENTION_FUNCTIONS.get(inner_name)
+    inner_name, name = text_config._attn_implementation, f"autotune_observed_attention_{id(text_config)}"
+    inner, thread = ALL_ATTENTION_FUNCTIONS.get(inner_name), threading.get_ident()
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if module in numbers:
+        if module in numbers and threading.get_ident() == thread:  # others may run the user's model meanwhile
             layer = numbers[module]
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             window = text.layer_windows[layer]
@@ -79,13 +79,14 @@ def observed_attention(text: TextModel, callback: Callable[[LayerAttention], Non
         kernel: Any = inner or sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
         return kernel(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
 
-    ALL_ATTENTION_FUNCTIONS[_NAME] = attend
-    AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[inner_name])
+    ALL_ATTENTION_FUNCTIONS[name] = attend
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner_name])
     try:
-        with attention_function(text_config, _NAME):
+        with attention_function(text_config, name):
             yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS[_NAME]  # it refers to the model, and so would keep it in memory
+        del ALL_ATTENTION_FUNCTIONS[name]  # it refers to the model, and so would keep it in memory
+        del AttentionMaskInterface._global_mapping[name]
 
 
 def visual_scores(

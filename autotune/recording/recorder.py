@@ -254,7 +254,7 @@ def _read_part(path: Path) -> RecordedPrompt | None:
         forest = Forest(*(arrays[name] for name in _FOREST))
         length, draft_length, num_visual_tokens = map(int, arrays["lengths"])
         return RecordedPrompt(forest, length, draft_length, num_visual_tokens, arrays["prompt_tokens"])
-    except (OSError, SafetensorError, KeyError):
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
         return None
 
 

@@ -123,7 +123,7 @@ def find_sources(given: Path, *, study: Path | None = None, storage: str | None 
 def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path, storage: str | None) -> Sources:
     study, notes = _study_document(profile, folder)
     has_ledger = storage is not None or (folder / LEDGER).exists()
-    ledger = Ledger(folder / LEDGER if storage is None else storage) if has_ledger else None
+    ledger = Ledger(folder / LEDGER if storage is None else storage, must_exist=True) if has_ledger else None
     subnets = [subnet for record in _records(ledger, study, "subnets") for subnet in screened_in(record)]
     candidates = [
         Candidate.model_validate(content, strict=False)

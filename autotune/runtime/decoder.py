@@ -22,12 +22,14 @@ from autotune.runtime.generate_args import (
     Call,
     Request,
     check_names,
+    check_values,
     generation_settings,
     new_request,
     prepare_call,
     prepared_call,
     takes_vision_inputs,
 )
+from autotune.runtime.ownership import Ownership
 from autotune.runtime.points import LoadedPoint, check_paths
 from autotune.runtime.preparation import TREE_SLOTS, Preparation, Report, decoding_mode, prepare
 from autotune.runtime.rounds import Round
@@ -43,6 +45,9 @@ DEFAULT_CONTEXT_TOKENS = 2048  # for which captures are made ahead
 
 class Decoder:
     """Decodes with a target and a draft. Output equals that of the target alone, unless ``verification`` is lossy.
+
+    A target and its drafts decode one request at a time, also those of several decoders. While a request runs, another thread's is
+    refused with a ``UserError``; a request of the same thread ends a stream that is still open.
 
     Args:
         target: a Hugging Face model, as ``from_pretrained`` returns it.
@@ -92,7 +97,8 @@ class Decoder:
         """The operating point of the latest request."""
         for loaded in self.points:
             if loaded.draft is not None:
-                loaded.draft.attach(self.target)
+                with Ownership(modules=(loaded.draft,)):
+                    loaded.draft.attach(self.target)
         check_paths(self.points, self.target)
         self.mode = decoding_mode(mode, self.target, [loaded.draft for loaded in self.points])
         self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
@@ -189,13 +195,15 @@ class Decoder:
         requests = self.requests(seed=seed, workload=workload, **inputs)
         if len(requests) != 1:
             raise UserError(f"a stream is of one prompt; input_ids has {len(requests)} rows; stream them one by one")
-        with closing(self._decode(requests[0])) as rounds:
+        with self._own() as ownership, closing(self._decode(requests[0], ownership)) as rounds:
             for tokens in rounds:
                 yield from tokens
 
     def requests(self, *, seed: int = 0, workload: str | None = None, **inputs: Any) -> list[Request]:
         """The requests that ``generate`` decodes, one for each row. Takes the arguments of ``generate``, except ``streamer``."""
-        return self._requests(self._prepare(inputs, seed, workload))
+        call = self._prepare(inputs, seed, workload)
+        with Ownership(modules=(self.target,)) as ownership:
+            return self._requests(call, ownership)
 
     def sampler(self, *, seed: int = 0, **inputs: Any) -> TokenSampler:
         """The sampler with which ``generate`` decodes the first prompt. Takes the arguments of ``generate``."""
@@ -241,14 +249,19 @@ class Decoder:
         if inputs.get("input_ids") is None:
             names = ", ".join(name for name, value in inputs.items() if value is not None)
             raise UserError(f"generate needs input_ids, as the target's processor makes them; got {names or 'nothing'}")
+        check_values(inputs, seed)
         config = inputs.get("generation_config") or model.generation_config
         inputs = generation_settings(config, inputs)
         return prepare_call(model, self, self.processor, inputs, seed=seed, workload=workload)
 
-    def _requests(self, call: Call) -> list[Request]:
+    def _own(self) -> Ownership:
+        """The right to run the target and all drafts for a call."""
+        return Ownership(self.target, *{point.draft for point in self.points if point.draft is not None})
+
+    def _requests(self, call: Call, ownership: Ownership) -> list[Request]:
         """Encode the rows of a call by embedding and vision tower."""
         started = now_ms(self.target.device)
-        with torch.inference_mode(), limited_threads(self.prefill_threads):
+        with ownership.running(), torch.inference_mode(), limited_threads(self.prefill_threads):
             encoded = self.target.encode(call.inputs)
         encoding_ms = now_ms(self.target.device) - started
         call.prompts = encoded.prompts
@@ -260,16 +273,20 @@ class Decoder:
         return requests
 
     def _generate(self, call: Call, streamer: Any) -> DecodingOutput:
-        requests = self._requests(call)
-        if streamer is not None and len(requests) > 1:
-            raise UserError(f"a streamer reads one prompt; input_ids has {len(requests)} rows; stream them one by one")
-        if streamer is not None:
-            streamer.put(call.inputs["input_ids"].cpu())
-        for request in requests:
-            with closing(self._decode(request)) as rounds:
-                for tokens in rounds:
-                    if streamer is not None:
-                        streamer.put(torch.tensor(tokens))
+        num_rows = len(call.inputs["input_ids"])
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise UserError(f"a streamer has put and end; got {streamer!r:.60}; pass one of transformers' streamers")
+        if streamer is not None and num_rows > 1:
+            raise UserError(f"a streamer reads one prompt; input_ids has {num_rows} rows; stream them one by one")
+        with self._own() as ownership:
+            requests = self._requests(call, ownership)
+            if streamer is not None:
+                streamer.put(call.inputs["input_ids"].cpu())
+            for request in requests:
+                with closing(self._decode(request, ownership)) as rounds:
+                    for tokens in rounds:
+                        if streamer is not None:
+                            streamer.put(torch.tensor(tokens))
         if streamer is not None:
             streamer.end()
         rows = [request.sequence() for request in requests]
@@ -278,7 +295,7 @@ class Decoder:
         self.last_output = DecodingOutput(torch.cat(rows), [request.stats for request in requests])
         return self.last_output
 
-    def _decode(self, request: Request) -> Generator[list[int], None, None]:
+    def _decode(self, request: Request, ownership: Ownership) -> Generator[list[int], None, None]:
         """Yield the prefill's token, then the tokens of each round or plain step.
 
         The caller's time and grad mode between two yields are its own.
@@ -288,6 +305,7 @@ class Decoder:
             request,
             self.point,
             rounds=self.rounds,
+            ownership=ownership,
             capacity=len(request.prompt) + request.call.max_new_tokens + self._largest_tree,
             threads=self.threads,
             prefill_threads=self.prefill_threads,

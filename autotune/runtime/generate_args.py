@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -43,6 +44,7 @@ _VISION_INPUTS = (
     *("image_position_ids", "video_position_ids", "num_frames_per_video", "batch_num_images", "vision_aspect_ratio"),
     *("vision_feature_layer", "vision_feature_select_strategy"),
 )
+_TOKEN_TYPES = (torch.int64, torch.int32)
 _ARGUMENTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 
 
@@ -195,6 +197,27 @@ def _known_names(model_class: Any) -> tuple[str, ...]:
     return (*inputs, *settings, *_ARGUMENTS)
 
 
+def check_values(inputs: dict[str, Any], seed: Any) -> None:
+    """Refuse tokens and settings of wrong types, which fail far from here or mean something else to torch."""
+    tokens = inputs["input_ids"]
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or 0 in tokens.shape or tokens.dtype not in _TOKEN_TYPES:
+        found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise UserError(
+            f"input_ids are integers [prompts, tokens], at least one of each; got {found}; pass return_tensors='pt' to the processor"
+        )
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.bool().any(1).all()):
+        raise UserError(
+            "every prompt has a token to attend to; got an attention_mask with a row of zeros; drop that prompt"
+        )
+    integers, numbers = ("max_new_tokens", "top_k", "seed"), ("temperature", "top_p")
+    for names, kind, rule in ((integers, Integral, "an integer"), (numbers, Real, "a number")):
+        for name in names:
+            value = seed if name == "seed" else inputs.get(name)
+            if value is not None and not isinstance(value, kind):
+                raise UserError(f"{name} must be {rule}; got {value!r}; convert it")
+
+
 def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Translate the arguments of ``Decoder.generate`` to those of Hugging Face's; None leaves a setting to the config."""
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
@@ -233,7 +256,7 @@ def prepare_call(
     prepare = functools.partial(method, prepare_only=True)
     try:
         return model.generate(**inputs, custom_generate=prepare, **options)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"generate refuses the call: {' '.join(str(error).split())}") from None
 
 
@@ -262,7 +285,7 @@ def prepared_call(
         eos_token_ids=frozenset(int(token) for token in eos_ids),
         pad_token_id=int(pad if pad is not None else (eos_ids or [0])[0]),
         temperature=temperature if config.do_sample else 0.0,
-        seed=seed or 0,
+        seed=int(seed or 0),
         processors=processors,  # temperature, top-k and top-p among them
         stops=[stop for stop in stops if type(stop).__name__ not in _COUNTED_STOPS],
         returns_dict=bool(config.return_dict_in_generate),

@@ -22,9 +22,9 @@ from autotune.modeling.self_check import compare_captured_steps
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
+from autotune.runtime.ownership import Ownership
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.rounds import Round
-from autotune.runtime.session import close_session
 from autotune.trees.limits import MAX_LEVEL_STEP, MAX_STEP
 
 TREE_SLOTS = CachedDraft.least_columns + MAX_STEP
@@ -45,8 +45,8 @@ def decoding_mode(mode: str, target: Target, drafts: Iterable[Draft | None]) -> 
     if mode != AUTO or chosen != CUDA_GRAPH:
         return chosen
     if target.captured_steps is None:
-        close_session(target)
-        target.captured_steps = compare_captured_steps(target)
+        with Ownership(target):
+            target.captured_steps = compare_captured_steps(target)
     return chosen if target.captured_steps.why_eager is None else EAGER
 
 
@@ -77,9 +77,7 @@ def prepare(
         if (cached := as_cached(draft)) is not None:
             cached.capture_sizes = tuple(rounds.capture_sizes)
             models.append(cached)
-    for model in models:
-        close_session(model)
-    with ExitStack() as cleanup:
+    with Ownership(*models), ExitStack() as cleanup:
         for model in models:
             cleanup.callback(model.use_mode, model.mode)
             cleanup.callback(model.reserve, 1)

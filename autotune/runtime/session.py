@@ -5,39 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from autotune.drafters.draft import Draft
 from autotune.drafters.retrieval import RetrievalDraft
-from autotune.errors import UserError
 from autotune.modeling.clock import host_ms, now_ms
 from autotune.modeling.target import Prefilled
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.generate_args import Request
+from autotune.runtime.ownership import Ownership
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.rounds import Round
 from autotune.trees.acceptance_counts import NEAR_IMAGE_TOKENS
 from autotune.trees.policy import NOTHING
 
-_open_sessions: WeakKeyDictionary[Any, Session] = WeakKeyDictionary()
-"""For each target and draft, the session whose tokens its cache holds."""
-
-
-def close_session(model: Any) -> None:
-    """Close the session that is open on a target or draft, if there is one; its request cannot go on."""
-    if (session := _open_sessions.get(model)) is not None:
-        session.close()
-
 
 class Session:
     """Decodes one request: ``prefill``, then ``round`` or ``plain_step`` until ``is_finished``, then ``close``.
 
-    The target and the draft are configured for the request by ``prefill`` and restored by ``close``. Their caches hold one
-    request: a session that opens closes the one that is still open on the same target or draft.
+    The target and the draft are configured for the request by ``prefill`` and restored by ``close``.
 
     Args:
+        ownership: of the target and the draft; taking them over closes the session.
         point: the operating point that decodes the request.
         capacity: KV cache length that the request can reach, trees included.
         threads: CPU threads after the prefill; None: as many as torch uses.
@@ -50,6 +40,7 @@ class Session:
         point: LoadedPoint,
         *,
         rounds: Round,
+        ownership: Ownership,
         capacity: int,
         threads: int | None,
         prefill_threads: int | None = None,
@@ -60,7 +51,7 @@ class Session:
         self.draft: Draft | None = None
         """The point's draft, unless its fallback leaves it out of this request."""
         self.capacity, self.threads, self.prefill_threads = capacity, threads, prefill_threads
-        self._rounds = rounds
+        self._rounds, self._ownership = rounds, ownership
         self._prefilled: Prefilled | None = None
         self._retrieval: RetrievalDraft | None = None  # of trees that use it
         self._retrieved = NOTHING  # what it finds after the last emitted token
@@ -68,7 +59,6 @@ class Session:
         # First position that is no longer near the prompt's last image.
         self._near_image_until = int(images[-1]) + 1 + NEAR_IMAGE_TOKENS if len(images) else 0
         self._cleanup = ExitStack()
-        self._is_open = False
 
     @property
     def is_finished(self) -> bool:
@@ -82,7 +72,7 @@ class Session:
     def prefill(self) -> list[int]:
         """Open the session and prefill the target; returns the first new token."""
         request, stats = self.request, self.request.stats
-        with torch.inference_mode(), limited_threads(self.prefill_threads):
+        with self._ownership.running(), torch.inference_mode(), limited_threads(self.prefill_threads):
             started = now_ms(self.target.device)
             self._open()
             self.target.reserve(self.capacity)
@@ -108,14 +98,10 @@ class Session:
 
     def _open(self) -> None:
         point = self.point
-        models = [self.target] if point.draft is None else [self.target, point.draft]
-        for model in models:
-            close_session(model)
-        self._is_open = True
+        self._ownership.close_request = self.close
         self._cleanup.callback(self._end_request)
-        for model in models:
-            _open_sessions[model] = self
-            self._cleanup.callback(_open_sessions.pop, model)
+        if point.draft is not None:
+            point.draft.attach(self.target)  # another decoder with this draft may have its own target
         if point.policy.uses_retrieval:
             self._retrieval = self._rounds.retrieval
             self._retrieval.attach(self.target)
@@ -134,16 +120,13 @@ class Session:
             setattr(model, name, value)
 
     def _end_request(self) -> None:
-        self._is_open = False
         if self.draft is not None and self.request.stats.rounds > 0:
             self.point.fallback.end_request()
 
     def _advance(self, decode: Callable[[], list[int]]) -> list[int]:
         """Run a round or a plain step, emit its tokens and count them."""
-        if not self._is_open:
-            raise UserError("another request has begun on this target; finish or close a stream before the next one")
         stats = self.request.stats
-        with torch.inference_mode():
+        with self._ownership.running(), torch.inference_mode():
             started = host_ms()  # the round or prefill before ended with a transfer
             if stats.rounds == 0 and self.draft is not None:
                 self._prefill_draft(self.draft)

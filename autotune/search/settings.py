@@ -149,6 +149,10 @@ def check_settings(settings: SearchSettings) -> None:
             be written.
     """
     check_capture_sizes(settings.capture_sizes)
+    if settings.study is not None and (settings.study in (".", "..") or not re.fullmatch(r"[^/\\\0]+", settings.study)):
+        raise UserError(
+            f"--study names a folder in {settings.folder}; got {settings.study!r}; give a name without slashes"
+        )
     space_path(settings.space)
     if settings.storage is not None:
         storage_url(settings.storage)

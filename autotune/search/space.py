@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from autotune.documents.subnet import NUM_BLOCKS, OPERATORS_WITH_RATIO, Operator, Subnet, VisualRanking
+from autotune.documents.subnet import (
+    NUM_BLOCKS,
+    OPERATORS_WITH_RATIO,
+    HeadShares,
+    Operator,
+    Share,
+    Subnet,
+    VisualRanking,
+)
 from autotune.errors import UserError, nearest
 from autotune.files import Document, content_key, data_root
 
@@ -21,6 +29,7 @@ if TYPE_CHECKING:
     from autotune.trees.policy import Policy
 
 MAX_ENUMERATED = 3000
+MAX_VALUES = 100_000
 
 
 class Dimension(Document):
@@ -44,6 +53,10 @@ class Dimension(Document):
             raise ValueError(f"low must be at most high, which is {self.high}")
         if self.step is not None and self.step <= 0:
             raise ValueError("step must be above 0")
+        if self._is_integer and (self.step or 1) % 1:
+            raise ValueError("step must be an integer where low and high are")
+        if self._is_integer and self.high - self.low > MAX_VALUES * (self.step or 1):
+            raise ValueError(f"a range of integers has at most {MAX_VALUES} values")
         if self.log and (self.low <= 0 or self.step is not None):
             raise ValueError("log needs a low above 0, and no step")
         return self
@@ -109,7 +122,7 @@ class SearchSpace(Document, kind="search-space"):
 
     name: str
     description: str = ""
-    heads: list[float | tuple[float, float, float]] = Field(default=[1.0], min_length=1)
+    heads: list[HeadShares] = Field(default=[1.0], min_length=1)
     """Shares of heads that supernets keep: in all blocks, or in each block."""
     heads_by_block: bool = False
     """Whether every combination of the shares in ``heads`` over the blocks is searched."""
@@ -119,7 +132,7 @@ class SearchSpace(Document, kind="search-space"):
     """Operators of the compressor of ``specvlm`` drafts; ``gate``: the choice of the draft's gate."""
     operator_ratios: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     """Ratios of ``prune`` and ``pool``; empty: the ratio of the draft's training."""
-    vocabularies: list[Annotated[float, Field(gt=0, le=1)]] = Field(default=[1.0], min_length=1)
+    vocabularies: list[Share] = Field(default=[1.0], min_length=1)
     """Shares of the target's vocabulary that drafts with token frequencies propose."""
     visual_keep: Dimension
     visual_rankings: list[VisualRanking] = Field(default=["text_after_image"], min_length=1)
@@ -275,7 +288,8 @@ def ordered(policy: str, values: dict[str, Any]) -> Tree:
 
     values = dict(values)
     for low, high in POLICIES[policy].ordered:
-        if values.get(low) is not None and values.get(high) is not None and values[low] > values[high]:
+        is_pair = isinstance(values.get(low), int | float) and isinstance(values.get(high), int | float)
+        if is_pair and values[low] > values[high]:
             values[low], values[high] = values[high], values[low]
     return {"policy": policy, **values}
 
@@ -308,7 +322,7 @@ def load_space(name: str) -> SearchSpace:
     if space.visual_keep.values is None:
         raise UserError(f"{path}: visual_keep must be a list, because a trace is recorded for each value; give choices")
     for keep in space.visual_keep.values:
-        if not isinstance(keep, int | float) or not 0.0 < keep <= 1.0:
+        if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0.0 < keep <= 1.0:
             raise UserError(f"{path}: visual_keep is a share above 0 and at most 1; got {keep!r}; fix its choices")
     for policy, dimensions in space.trees.items():
         if policy not in POLICIES:

@@ -9,11 +9,14 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import UserError
+from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import WorkloadPrompt, chat_messages
 
 if TYPE_CHECKING:
@@ -97,7 +100,7 @@ class EngineClient:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         advice = "it exposes no metrics; start the engine with them (SGLang: --enable-metrics)"
-        text = self._read("/metrics", advice=advice).decode()
+        text = self._read("/metrics", advice=advice).decode(errors="replace")
         interfaces = [name for name in INTERFACES if f"{name}:" in text]
         if len(interfaces) != 1:
             raise UserError(
@@ -108,8 +111,9 @@ class EngineClient:
         self.interface = INTERFACES[self.name]
         self.about = self._read_json(self.interface.about)
         self.version = str(self.about.get("version", "unknown"))
-        models = self._read_json("/v1/models").get("data") or [{}]
-        self.model = str(models[0].get("id", ""))
+        with self._reply_of("/v1/models"):
+            models = self._read_json("/v1/models").get("data") or [{}]
+            self.model = str(models[0].get("id", ""))
 
     def counters(self) -> Counters:
         """The counters now, summed over the engine's replicas."""
@@ -120,12 +124,13 @@ class EngineClient:
                 'reading an engine\'s metrics needs prometheus-client; pip install "autotune-speculative[metrics]"'
             ) from None
         sums, accepted = Counter[str | None](), Counter[int]()
-        for family in text_string_to_metric_families(self._read("/metrics").decode()):
-            for sample in family.samples:
-                if sample.name == self.interface.accepted:
-                    accepted[int(sample.labels["position"])] += int(sample.value)
-                elif sample.name in (self.interface.rounds, self.interface.generated, self.interface.drafted):
-                    sums[sample.name] += int(sample.value)
+        with self._reply_of("/metrics"):
+            for family in text_string_to_metric_families(self._read("/metrics").decode()):
+                for sample in family.samples:
+                    if sample.name == self.interface.accepted:
+                        accepted[int(sample.labels["position"])] += int(sample.value)
+                    elif sample.name in (self.interface.rounds, self.interface.generated, self.interface.drafted):
+                        sums[sample.name] += int(sample.value)
         return Counters(
             generated=sums[self.interface.generated],
             rounds=sums.get(self.interface.rounds),
@@ -169,21 +174,33 @@ class EngineClient:
         started = time.perf_counter()
         body = self._read_json(path, request, "look into its log")
         seconds = time.perf_counter() - started
-        choice = body["choices"][0]
-        tokens = choice.get("token_ids") or choice.get("response_token_ids")  # SGLang's chats have the second name
+        with self._reply_of(path):
+            choice = body["choices"][0]
+            tokens = choice.get("token_ids") or choice.get("response_token_ids")  # SGLang's chats have the second name
+            found = choice.get("prompt_token_ids") or body.get("prompt_token_ids")
+            if not (_are_tokens(tokens or []) and _are_tokens(found or [])):
+                raise ValueError("tokens are integers")
         if tokens is None:
             raise UserError(
                 f"{self.url}: the engine returns no token_ids, so that answers cannot be compared; update it to a checked version"
             )
-        found = choice.get("prompt_token_ids") or body.get("prompt_token_ids")
         return EngineAnswer(list(tokens), found, seconds)
 
     # ------------------------------------------------------------------------------------------------------------- HTTP
 
+    @contextmanager
+    def _reply_of(self, path: str) -> Iterator[None]:
+        """Turn errors of reading a reply, whose form no server has to keep, into one line."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            reason = f"{type(error).__name__}: {error}"[:200]
+            raise UserError(f"{self.url}{path}: not the reply of a serving engine ({reason}); {ADVICE}") from None
+
     def _read_json(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> dict[str, Any]:
         content = self._read(path, body, advice)
         try:
-            value = json.loads(content)
+            value = parse_json(content.decode())
         except ValueError:
             value = None
         if not isinstance(value, dict):
@@ -198,19 +215,25 @@ class EngineClient:
                 answer: bytes = response.read()
                 return answer
         except urllib.error.HTTPError as error:
-            message = _message(error.read())
+            message = ""
+            with suppress(OSError, HTTPException):
+                message = _message(error.read())
             raise UserError(
                 f"{self.url}{path}: the engine answers {error.code}{message and f', {message}'}; {advice}"
             ) from None
-        except (OSError, ValueError) as error:  # refused, timed out, or no address
+        except (OSError, ValueError, HTTPException) as error:  # refused, timed out, cut short, no HTTP, or no address
             reason = getattr(error, "reason", error)
             raise UserError(f"{self.url}: no engine answers ({reason}); start it, or check the address") from None
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
 
 
 def _message(body: bytes) -> str:
     """The message of an error in one line, as OpenAI's API has it."""
     try:
-        content = json.loads(body)
+        content = parse_json(body.decode())
         found = content.get("error", content)
         message = found.get("message", "") if isinstance(found, dict) else found
     except (ValueError, AttributeError):

@@ -31,7 +31,7 @@ class Study:
         if document is None:
             raise UserError(f"{folder}: no {STUDY}; give a folder that autotune search has written")
         self.document = document
-        self.ledger = Ledger(storage or self.folder / LEDGER)
+        self.ledger = Ledger(storage or self.folder / LEDGER, must_exist=storage is not None)
 
     def trials_dataframe(self) -> DataFrame:
         """A row for every replayed configuration in the ledger, the fastest first.

@@ -35,9 +35,11 @@ RECENT = 4  # units of a stage whose longest duration is expected of the next on
 
 
 class Ledger:
-    def __init__(self, storage: str | Path, *, lease_s: float = LEASE_S) -> None:
-        """Raises:
-        UserError: the storage does not answer, or its driver is not installed.
+    def __init__(self, storage: str | Path, *, lease_s: float = LEASE_S, must_exist: bool = False) -> None:
+        """``must_exist`` refuses a storage without a ledger, which would be created.
+
+        Raises:
+            UserError: the storage does not answer, or its driver is not installed.
         """
         self.storage = storage
         self.lease_s = lease_s
@@ -58,15 +60,32 @@ class Ledger:
             wait = {"timeout": 60} if url.startswith("sqlite") else {"connect_timeout": 10}
             self._engine = sql.create_engine(url, connect_args=wait, pool_pre_ping=True)
             self._now: sql.ColumnElement[float] = sql.literal_column(NOW[self._engine.dialect.name])
+            database = self._engine.url.database
+            if must_exist and url.startswith("sqlite") and database and not Path(database).exists():
+                raise UserError(f"--storage {storage}: no such file; check the path")
             # Of two workers that start at the same time and find no table, one fails to create it.
             with contextlib.suppress(sql.exc.SQLAlchemyError), self._engine.begin() as connection:
-                self._table.create(connection, checkfirst=True)
-            self.missing([""])
-        except (sql.exc.SQLAlchemyError, ImportError) as error:
-            first_line = next(iter(str(error).splitlines()), type(error).__name__)
-            raise UserError(
-                f"--storage {storage}: the storage does not answer ({first_line}); check the URL and its driver"
-            ) from None
+                if not must_exist:
+                    self._table.create(connection, checkfirst=True)
+        except (sql.exc.SQLAlchemyError, ImportError, ValueError) as error:  # ValueError: the port is no number
+            raise self._no_answer(error) from None
+        self.missing([""])
+
+    def _no_answer(self, error: Exception) -> UserError:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        return UserError(
+            f"--storage {self.storage}: the storage does not answer ({first_line}); check the URL and its driver, and run the "
+            "same command to continue"
+        )
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sql.Connection]:
+        """A connection whose changes are committed together; errors of the storage, as of a full disk, are one line."""
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except sql.exc.SQLAlchemyError as error:
+            raise self._no_answer(error) from None
 
     @property
     def used_keys(self) -> dict[str, list[str]]:
@@ -86,7 +105,7 @@ class Ledger:
     def _finished(self, keys: list[str], *columns: sql.Column[Any]) -> Iterator[Any]:
         """Rows of the finished records, 500 keys to a query."""
         table = self._table
-        with self._engine.connect() as connection:
+        with self._transaction() as connection:
             for start in range(0, len(keys), 500):
                 chosen = table.c.key.in_(keys[start : start + 500]) & table.c.record.is_not(None)
                 yield from connection.execute(sql.select(*columns).where(chosen))
@@ -98,9 +117,11 @@ class Ledger:
         table = self._table
         insert = postgresql.insert if self._engine.dialect.name == "postgresql" else sqlite.insert
         mine = {"owner": self.owner, "lapses": self._now + self.lease_s}
-        with self._engine.begin() as connection:
+        with self._transaction() as connection:
             seen = connection.execute(sql.select(table.c.owner).where(table.c.key == key)).scalar()
-            is_free = table.c.lapses < self._now
+            # Another host's clock may be ahead: a claim that lapses later than any lease is none.
+            latest = self._now + 2 * max(self.lease_s, LEASE_S)
+            is_free = (table.c.lapses < self._now) | (table.c.lapses > latest)
             if seen is not None and _is_dead(seen):
                 is_free = is_free | (table.c.owner == seen)
             statement = insert(table).values(key=key, stage=stage, record=None, **mine)
@@ -113,7 +134,7 @@ class Ledger:
         """Write a record that this worker has claimed. A finished record is never replaced."""
         table = self._table
         text = json.dumps(record, allow_nan=False)
-        with self._engine.begin() as connection:
+        with self._transaction() as connection:
             chosen = (table.c.key == key) & table.c.record.is_(None)
             connection.execute(table.update().where(chosen).values(record=text, owner=self.owner))
 
@@ -167,7 +188,7 @@ class Ledger:
         try:
             yield
         except BaseException:
-            with self._engine.begin() as connection:
+            with contextlib.suppress(sql.exc.SQLAlchemyError), self._engine.begin() as connection:
                 connection.execute(table.delete().where(mine & table.c.record.is_(None)))
             raise
         finally:

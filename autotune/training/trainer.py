@@ -16,14 +16,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from autotune.console import Console
 from autotune.device import multiplies_bfloat16
 from autotune.errors import UserError
 from autotune.files import append_line, content_key, sha256_of
-from autotune.modeling.loading import Dtype
+from autotune.modeling.loading import Dtype, save_tensors
 from autotune.training.curve import draw_curve
 from autotune.training.draft_task import DraftTask
 from autotune.training.recipe import Recipe, Stage, load_recipe
@@ -54,11 +54,7 @@ class Checkpoint:
             for optimizer in optimizers:
                 for moment, value in optimizer.state.get(parameter, {}).items():
                     tensors[f"{moment}.{name}"] = value
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".new")
-        metadata = {"stage": str(stage), "step": str(step), "recipe": self.recipe_key}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
-        temporary.replace(self.path)
+        save_tensors(self.path, tensors, {"stage": str(stage), "step": str(step), "recipe": self.recipe_key})
 
     def position(self) -> tuple[int, int]:
         """The (stage, step) to continue from; (0, 0) without a checkpoint.

@@ -17,7 +17,6 @@ taken from its tasks in turn, so that the first ones are of all tasks, and alter
 from __future__ import annotations
 
 import itertools
-import json
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autotune.errors import UserError
 from autotune.files import describe, read_text
+from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import Message, Part, Prompt
 
 Format = Literal["autotune", "mt-bench", "spec-bench", "mmspec", "speed-bench", "vllm", "sharegpt"]
@@ -100,7 +100,7 @@ def read_jsonl(path: Path, kind_of: type[P]) -> list[tuple[int, P]]:
         if not line.strip():
             continue
         try:
-            json.loads(line)
+            parse_json(line)
             records.append((number, kind_of.model_validate_json(line)))
         except ValidationError as error:
             raise UserError(f"{path}:{number}: {describe(error, kind_of)}") from None
@@ -149,8 +149,8 @@ def _rows(path: Path) -> list[tuple[int, Any]] | None:
     text = read_text(path)
     try:
         if text.lstrip().startswith("["):
-            return list(enumerate(json.loads(text), start=1))
-        return [(number, json.loads(line)) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+            return list(enumerate(parse_json(text), start=1))
+        return [(number, parse_json(line)) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     except ValueError:
         return None  # our own reader names the line
 
@@ -164,8 +164,8 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; check the path") from None
-    except (OSError, ValueError) as error:  # pyarrow's own errors are of both
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # pyarrow's own errors are of many kinds
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{path}: not a readable Parquet file ({reason}); download it again") from None
     return rows
 

@@ -21,7 +21,7 @@ def local_file(address: str | Path) -> Path:
     if not str(address).startswith(SCHEME):
         return Path(address)
     match = _ADDRESS.fullmatch(str(address))
-    if match is None:
+    if match is None or ".." in match["file"].split("/"):
         raise UserError(
             f"{address}: a file on the Hub is hf://datasets/OWNER/NAME/PATH; complete the address, such as "
             "hf://datasets/owner/benchmark/question.jsonl"
@@ -40,7 +40,15 @@ def local_file(address: str | Path) -> Path:
 
 
 def sibling(address: str | Path, name: str) -> str | Path:
-    """The address of a file that is named relative to another one."""
+    """The address of a file that is named relative to another one.
+
+    Raises:
+        UserError: a file on the Hub names one outside of its folder, perhaps of this machine.
+    """
     if str(address).startswith(SCHEME):
+        if name.startswith("/") or ".." in name.split("/"):
+            raise UserError(
+                f"{address}: a file on the Hub names files below its own folder; got {name!r}; fix that line"
+            )
         return posixpath.join(posixpath.dirname(str(address)), name)
     return Path(address).parent / name

@@ -163,7 +163,6 @@ class WorkloadPrompt:
             raise UserError(
                 f"{self.name}: the target's processor has no chat template; give prompt instead of messages or turns"
             )
-        text = chat_text(processor, content, num_images=len(self.pixels))
         reads_images = hasattr(processor, "image_processor")
         if self.pixels and not reads_images:
             raise UserError(
@@ -171,10 +170,13 @@ class WorkloadPrompt:
             )
         images = {"images": list(self.pixels) or None} if reads_images else {}
         try:
-            return dict(processor(text=text, return_tensors="pt", **images).to(device))
-        except ValueError as error:  # image tokens typed into the text, for example
-            message = f"{self.name}: the processor refuses the prompt ({error}); fix its text or images"
+            text = chat_text(processor, content, num_images=len(self.pixels))
+            encoded = processor(text=text, return_tensors="pt", **images)
+        except Exception as error:  # image tokens typed into the text, text that is not Unicode, a broken template
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            message = f"{self.name}: the processor refuses the prompt ({reason}); fix its text or images, or the chat template"
             raise UserError(message) from None
+        return dict(encoded.to(device))
 
     def cut(self, max_new_tokens: int) -> WorkloadPrompt:
         """The prompt with a lower limit of the answers' lengths."""
@@ -222,8 +224,8 @@ def load_image(address: str | Path) -> Image:
             return image.convert("RGB")
     except FileNotFoundError:
         raise UserError(f"{path}: no such image; check the path") from None
-    except (OSError, PILImage.DecompressionBombError) as error:
-        raise UserError(f"{path}: not a readable image ({error}); give a PNG or JPEG file") from None
+    except Exception as error:  # PIL's readers of damaged files raise anything
+        raise UserError(f"{path}: not a readable image ({error!s:.200}); give a PNG or JPEG file") from None
 
 
 def chat_text(processor: Any, content: str | Sequence[Message], *, num_images: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,65 @@ def test_obvious_mistakes_and_help_answer_at_once(tmp_path: Path) -> None:
     medians = {name: sorted(values)[2] for name, values in seconds.items()}
     limit = 1.5 * (2 * medians.pop("import") + 0.3)
     assert max(medians.values()) < limit, (medians, limit)
+
+
+SLOW = """
+import sys, time
+import click
+from autotune.cli.main import Commands, main
+
+@click.command()
+def slow() -> None:
+    "A command that takes long, or prints much."
+    print("ready", flush=True)
+    for _ in range(300):
+        time.sleep(0.1)
+
+@click.command()
+def loud() -> None:
+    for _ in range(100_000):
+        print("a line of its result")
+
+Commands.get_command = lambda self, ctx, name: {"search": slow, "report": loud}[name]
+main(sys.argv[1:])
+"""
+
+
+def start(*command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_signals_end_a_command_with_a_line_and_their_exit_code() -> None:
+    """As for Ctrl-C; ``nohup`` keeps it alive."""
+    program, numbers = (sys.executable, "-c", SLOW, "search"), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    kept = start("sh", "-c", 'trap "" HUP; exec "$@"', "sh", *program)
+    processes = [start(*program) for _ in numbers]
+    for process, number in zip([kept, *processes], [signal.SIGHUP, *numbers], strict=True):
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+    for process, number in zip(processes, numbers, strict=True):
+        said = process.communicate(timeout=30)[1].strip()
+        assert (process.returncode, said) == (128 + number, "autotune: interrupted; run the same command to continue")
+    assert kept.poll() is None
+    kept.kill()
+    kept.communicate()
+
+
+REDIRECTED = {
+    "report | true; exit ${PIPESTATUS[0]}": (141, ""),
+    "report 2>&- | true; exit ${PIPESTATUS[0]}": (141, ""),
+    "report 2>&- > /dev/null": (0, ""),
+    "report >&-": (0, ""),
+    "report > /dev/full": (2, "autotune: .*cannot be written .No space left on device.; free some space"),
+}
+
+
+def test_closed_streams_and_full_disks_have_exit_codes_of_their_own() -> None:
+    """Never 1, which means a regression."""
+    processes = [start("bash", "-c", f'"{sys.executable}" -c "$0" {redirected}', SLOW) for redirected in REDIRECTED]
+    for process, (redirected, (code, message)) in zip(processes, REDIRECTED.items(), strict=True):
+        said = process.communicate()[1].strip()
+        assert process.returncode == code and re.fullmatch(message, said), (redirected, process.returncode, said)
 
 
 @pytest.fixture(scope="module")

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import pickle
+import resource
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from autotune.cli.main import main
 from autotune.cost.table import CostTable
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
-from autotune.drafters.trainable import CONFIG
+from autotune.drafters.trainable import CONFIG, WEIGHTS
 from autotune.errors import UserError
-from autotune.modeling.loading import load_model, load_processor
+from autotune.modeling.loading import load_model, load_processor, save_tensors
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from tests.drafters.test_feature_draft import agreeing_draft
@@ -30,13 +36,19 @@ def config_alone(folder: Path, new: Path) -> Path:
     return new
 
 
-@pytest.fixture
-def star(pair: Pair, tmp_path: Path) -> Path:
-    """The config of a star draft for the tiny target."""
-    whole = tmp_path / "star"
+@pytest.fixture(scope="module")
+def star_folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A star draft for the tiny target."""
+    folder = tmp_path_factory.mktemp("star")
     with torch.inference_mode():
-        agreeing_draft("star", Target(pair.target), injection_layer=4).network.save(whole)  # type: ignore[operator]
-    return config_alone(whole, tmp_path / "star-config")
+        agreeing_draft("star", Target(pair.target), injection_layer=4).network.save(folder)  # type: ignore[operator]
+    return folder
+
+
+@pytest.fixture
+def star(star_folder: Path, tmp_path: Path) -> Path:
+    """Its config."""
+    return config_alone(star_folder, tmp_path / "star-config")
 
 
 def test_a_config_is_enough_for_random_weights(
@@ -104,3 +116,156 @@ def test_a_text_model_loads_with_its_tokenizer_whatever_processor_that_names(
     assert tokenizer("one two")["input_ids"] == processor.tokenizer("one two")["input_ids"]
     assert not hasattr(tokenizer, "image_processor")
     assert hasattr(load_processor(str(pair.target_folder)), "image_processor")
+
+
+# ----------------------------------------------------------------------------------------------------- damaged folders
+
+
+def copy_of(folder: Path, new: Path) -> Path:
+    """A copy whose files may be changed."""
+    return Path(shutil.copytree(folder, new))
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    content = json.loads((folder / CONFIG).read_text())
+    text = {key: value for key, value in changes.items() if key not in ("dtype", "quantization_config")}
+    content["text_config"] |= text
+    (folder / CONFIG).write_text(json.dumps(content | changes))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def cut(folder: Path, size: int) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:size])
+
+
+LAYER = "language_model.model.layers.1.mlp.gate_proj.weight"
+DAMAGED_TARGETS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing": (
+        lambda f: change_weights(f, lambda t: t.pop(LAYER)),
+        "its checkpoint lacks 1 weights .*1.mlp.gate_proj",
+    ),
+    "shape": (
+        lambda f: change_weights(f, lambda t: t.update({LAYER: t[LAYER][:3].clone()})),
+        "has another shape of 1 weights",
+    ),
+    "NaN": (
+        lambda f: change_weights(f, lambda t: t[LAYER][0, 0].fill_(torch.nan)),
+        "gate_proj.weight are not finite; restore",
+    ),
+    "infinite": (
+        lambda f: change_weights(f, lambda t: t[LAYER][0, 0].fill_(-torch.inf)),
+        "gate_proj.weight are not finite",
+    ),
+    **{f"cut at {size}": (partial(cut, size=size), "transformers cannot load it") for size in (0, 5, 100, 5000)},
+    "pickle": (lambda f: (f / WEIGHTS).write_bytes(pickle.dumps({"a": 1})), "transformers cannot load it"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "transformers cannot load it"),
+    "vocabulary": (
+        lambda f: change_config(f, vocab_size=-1),
+        "vocab_size is at most .*; got -1; restore its config.json",
+    ),
+    "layers": (
+        lambda f: change_config(f, num_hidden_layers=2**40),
+        "num_hidden_layers is at most 1000; got 1.09951e.12",
+    ),
+    "room": (lambda f: change_config(f, vocab_size=2**24, hidden_size=2**17), "weights"),
+    "no heads": (lambda f: change_config(f, num_attention_heads=0), "transformers cannot load it"),
+    "dtype": (lambda f: change_config(f, dtype="float99"), "transformers cannot load it"),
+    "quantization": (lambda f: change_config(f, quantization_config={"quant_method": "none"}), "damaged"),
+    "rope": (lambda f: change_config(f, rope_parameters={"rope_type": "round"}), "transformers cannot load it"),
+    "config": (lambda f: (f / CONFIG).write_text("[]"), "transformers cannot load it"),
+    "nested config": (lambda f: (f / CONFIG).write_text("[" * 3000), "transformers cannot load it"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_TARGETS)
+def test_damaged_targets_are_refused_by_name(damage: str, pair: Pair, tmp_path: Path) -> None:
+    """Weights that are missing would be random, and those that are not finite would emit one token over and over."""
+    change, message = DAMAGED_TARGETS[damage]
+    change(folder := copy_of(pair.target_folder, tmp_path / "damaged"))
+    with pytest.raises(UserError, match=message) as caught:
+        load_model(str(folder))
+    assert str(caught.value).startswith(str(folder)) and "\n" not in str(caught.value)
+
+
+def test_processors_and_names_that_cannot_be_read(pair: Pair, tmp_path: Path) -> None:
+    folder = copy_of(pair.target_folder, tmp_path / "damaged")
+    for text in ("{", "[]", '{"model": 5}', "\0"):
+        (folder / "tokenizer.json").write_text(text)
+        with pytest.raises(UserError, match=r"its processor cannot be loaded .*; save it beside the model"):
+            load_processor(str(folder))
+    for name in ("a" * 5000, "x/" + "a" * 5000, "a\0b"):
+        with pytest.raises(UserError, match=r"no such model|cannot load it") as caught:
+            load_model(name)
+        assert len(str(caught.value)) < 800
+
+
+def test_no_code_of_a_checkpoint_is_asked_for(text_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would ask on a terminal whether to run it."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    folder = copy_of(text_pair.target_folder, tmp_path / "custom")
+    content = json.loads((folder / CONFIG).read_text())
+    names = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoTokenizer": "code.Tokenizer"}
+    (folder / CONFIG).write_text(json.dumps({**content, "model_type": "custom", "auto_map": names}))
+    (folder / "code.py").write_text("raise SystemExit('run')")
+    with pytest.raises(UserError, match="transformers cannot load it"):
+        load_model(str(folder))
+    with pytest.raises(UserError, match="its processor cannot be loaded"):
+        load_processor(str(folder))
+
+
+DAMAGED_DRAFTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    **{f"cut at {size}": (partial(cut, size=size), "no tensors can be read from it") for size in (0, 5, 100, 5000)},
+    "pickle": (lambda f: (f / WEIGHTS).write_bytes(pickle.dumps({"a": 1})), "no tensors can be read from it"),
+    "no weights": (
+        lambda f: (f / WEIGHTS).unlink(),
+        "is read from model.safetensors or pytorch_model.bin; there is none",
+    ),
+    "missing": (lambda f: change_weights(f, lambda t: t.pop("norm.weight")), "norm.weight is missing"),
+    "other": (lambda f: change_weights(f, lambda t: t.update(other=torch.ones(1))), "other is none of them"),
+    "shape": (
+        lambda f: change_weights(f, lambda t: t.update({"norm.weight": torch.ones(3)})),
+        r"norm.weight has shape \(3,\) in place of \(32,\)",
+    ),
+    "NaN": (lambda f: change_weights(f, lambda t: t["norm.weight"].fill_(torch.nan)), "norm.weight are not finite"),
+    **{
+        f"{key} {value}": (
+            lambda f, key=key, value=value: (f / CONFIG).write_text(
+                json.dumps(json.loads((f / CONFIG).read_text()) | {key: value})
+            ),
+            ".",
+        )
+        for key in ("num_heads", "head_size", "mlp_size", "hidden_size", "num_target_layers")
+        for value in (2**62, 2**40, 2, 2**63)
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_DRAFTS)
+def test_damaged_drafts_are_refused_by_name(damage: str, star_folder: Path, pair: Pair, tmp_path: Path) -> None:
+    change, message = DAMAGED_DRAFTS[damage]
+    change(folder := copy_of(star_folder, tmp_path / "damaged"))
+    with pytest.raises(UserError, match=message) as caught:
+        load_draft(str(folder), Target(pair.target))
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_do_not_fit_the_disk_are_one_line(tmp_path: Path) -> None:
+    """The limit of a file's size stands for a full disk. The file before stays, and nothing else."""
+    path, weights = tmp_path / "model.safetensors", {"a": torch.zeros(100)}
+    save_tensors(path, weights)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(
+            UserError, match=r"model.safetensors: cannot be written \(.*large.*\); free some space, and run"
+        ):
+            save_tensors(path, {"a": torch.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    assert torch.equal(load_file(path)["a"], weights["a"])

@@ -204,7 +204,7 @@ def test_a_verification_may_be_a_dictionary(pair: Pair) -> None:
 def test_logits_processors_of_lossy_verification_read_what_is_accepted(pair: Pair, prompts: dict[str, Inputs]) -> None:
     decoder = Decoder(pair.target, pair.draft, verification=WetapVerification(threshold=0.01))
     (request,) = decoder.requests(**prompts["text"], max_new_tokens=25, repetition_penalty=1.3)
-    assert sum(map(len, decoder._decode(request))) == 25 and sum(request.stats.accepted_lengths) > 5
+    assert sum(map(len, decoder._decode(request, decoder._own()))) == 25 and sum(request.stats.accepted_lengths) > 5
     sequence = request.sequence()
     assert torch.equal(request.sampler.prefix[:, : sequence.shape[1]], sequence)
 

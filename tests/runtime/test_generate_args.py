@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -400,6 +401,36 @@ def test_embeddings_in_place_of_tokens(pair: Pair, decoder: Decoder, prompts: di
         decoder.generate(inputs_embeds=embeddings)
     with pytest.raises(UserError, match="prompts are decoded from input_ids; inputs_embeds are not accepted"):
         decoder.generate(**prompts["text"], inputs_embeds=embeddings)
+
+
+WRONG = [
+    ({"seed": 1.5}, "seed must be an integer; got 1.5"),
+    ({"seed": "x"}, "seed must be an integer; got 'x'"),
+    ({"temperature": "1"}, "temperature must be a number; got '1'"),
+    ({"max_new_tokens": "8"}, "max_new_tokens must be an integer; got '8'"),
+    ({"max_new_tokens": 1.5}, "max_new_tokens must be an integer; got 1.5"),
+    ({"top_k": 2.5}, "top_k must be an integer; got 2.5"),
+    ({"top_p": "x"}, "top_p must be a number; got 'x'"),
+    ({"streamer": 5}, "a streamer has put and end; got 5"),
+    ({"input_ids": [[1, 2]]}, r"input_ids are integers \[prompts, tokens\], at least one of each; got list"),
+    ({"input_ids": torch.zeros(0, 3, dtype=torch.long)}, r"got torch.int64 \[0, 3\]"),
+    ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"got torch.int64 \[1, 0\]"),
+    ({"input_ids": torch.ones(3, dtype=torch.long)}, r"got torch.int64 \[3\]"),
+    ({"input_ids": torch.ones(1, 3)}, r"got torch.float32 \[1, 3\]"),
+    (
+        {"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])},
+        "a row of zeros",
+    ),
+    ({"eos_token_id": "x"}, "generate refuses the call|eos_token_id"),
+]
+
+
+def test_values_of_wrong_types(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+    for wrong, message in WRONG:
+        with pytest.raises(UserError, match=message) as caught:
+            decoder.generate(**{**prompts["text"], "max_new_tokens": 4, **wrong})
+        assert "\n" not in str(caught.value)
+    decoder.generate(**prompts["text"], max_new_tokens=np.int64(3), temperature=np.float64(0.5), seed=np.int32(1))
 
 
 def test_calls_that_generate_refuses_give_one_line(decoder: Decoder, prompts: dict[str, Inputs]) -> None:

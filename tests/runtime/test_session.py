@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.evaluation.perplexity import quality
 from autotune.modeling.target import Target
@@ -63,8 +69,6 @@ def test_a_stream_that_another_request_interrupts_is_refused(
             assert torch.equal(text, greedy("text"))
         with pytest.raises(UserError, match="another request has begun on this target; finish or close a stream"):
             list(stream)
-        if draft is not None:
-            draft.attach(decoder.target)
 
 
 def state_of(decoder: Decoder) -> list[Any]:
@@ -118,6 +122,112 @@ def test_a_request_after_a_failed_one(decoder: Decoder, prompts: dict[str, Input
     with pytest.raises(UserError):
         decoder.generate(input_ids=prompts["image"]["input_ids"])
     assert torch.equal(decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS).sequences, greedy("image"))
+
+
+# ------------------------------------------------------------------------------------------------------------- threads
+
+
+def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
+    """The results of calls that begin together, each in a thread of its own; errors are results."""
+    ready, results = threading.Barrier(len(calls)), [None] * len(calls)
+
+    def run(number: int) -> None:
+        ready.wait()
+        try:
+            results[number] = calls[number]()
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def check_threads(decoders: list[Decoder], name: str, inputs: Inputs, greedy: Greedy, turns: int) -> None:
+    """Whatever runs at once, one request at least is decoded, with the right tokens, and the others are refused."""
+    expected = greedy(name)
+    for turn in range(turns):
+        results = in_threads([partial(d.generate, **inputs, max_new_tokens=NEW_TOKENS) for d in decoders])
+        answers = [result.sequences for result in results if not isinstance(result, UserError)]
+        assert answers and all(torch.equal(answer, expected) for answer in answers), (turn, results)
+        refused = {str(result) for result in results if isinstance(result, UserError)}
+        assert refused <= {
+            "a target and its drafts decode one request at a time, and another one has not ended; wait until it has, or "
+            "close its stream"
+        }
+    model = decoders[0].target_model
+    assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS), expected)
+    for decoder in decoders:
+        assert torch.equal(decoder.generate(**inputs, max_new_tokens=NEW_TOKENS).sequences, expected)
+
+
+@pytest.mark.parametrize("turns", [3, pytest.param(200, marks=pytest.mark.nightly)])
+def test_a_second_thread_is_refused_at_once(pair: Pair, prompts: dict[str, Inputs], greedy: Greedy, turns: int) -> None:
+    """On one decoder, and on two that share the target's model or the draft, without a draft and with each kind."""
+    drafts = [None, pair.draft, agreeing_draft("dream", Target(pair.target), injection_layer=4), RetrievalDraft()]
+    for draft in drafts:
+        options = {} if draft is None else {"tree": TREES["sage"], "visual_keep": 0.5}
+        decoder = Decoder(pair.target, draft, **options)
+        check_threads([decoder] * 4, "image", prompts["image"], greedy, turns)
+        if draft is not None:
+            others = [decoder, Decoder(pair.target, decoder.draft, **options), Decoder(decoder.target)]
+            check_threads(others, "image", prompts["image"], greedy, turns)
+
+
+def test_decoders_of_other_models_run_at_the_same_time(pair: Pair, prompts: dict[str, Inputs], greedy: Greedy) -> None:
+    """Both observe the attention of their prefills."""
+    decoders = [Decoder(deepcopy(pair.target), deepcopy(pair.draft), visual_keep=0.5) for _ in range(2)]
+    for _ in range(3):
+        calls = [partial(decoder.generate, **prompts["image"], max_new_tokens=NEW_TOKENS) for decoder in decoders]
+        assert all(torch.equal(result.sequences, greedy("image")) for result in in_threads(calls))
+
+
+def test_a_stream_keeps_its_models_until_it_is_closed_or_its_thread_takes_them(
+    decoder: Decoder, prompts: dict[str, Inputs], greedy: Greedy
+) -> None:
+    """A pool reads the tokens of a stream in whichever thread is free; when that thread has ended, the stream is abandoned."""
+    call = partial(decoder.generate, **prompts["image"], max_new_tokens=NEW_TOKENS)
+    stream = decoder.stream(**prompts["image"], max_new_tokens=NEW_TOKENS)
+    tokens = [next(stream)]
+    (refused,) = in_threads([call])
+    assert isinstance(refused, UserError)
+    tokens += in_threads([partial(next, stream)])
+    assert [*tokens, *stream] == new_tokens(greedy("image"), prompts["image"])
+    stream = decoder.stream(**prompts["image"], max_new_tokens=NEW_TOKENS)
+    in_threads([partial(next, stream)])
+    assert torch.equal(call().sequences, greedy("image"))
+    with pytest.raises(UserError, match="another request has begun"):
+        next(stream)
+
+
+def test_a_request_within_a_step_of_another_is_refused(
+    decoder: Decoder, prompts: dict[str, Inputs], greedy: Greedy
+) -> None:
+    """In a logits processor; between the rounds, in a streamer, it takes the models over. Afterwards all is as before."""
+    call = partial(decoder.generate, **prompts["image"], max_new_tokens=NEW_TOKENS)
+    with pytest.raises(UserError, match="another one has not ended"):
+        call(logits_processor=[lambda ids, scores: call() and scores])
+    with pytest.raises(UserError, match="another request has begun"):
+        call(streamer=SimpleNamespace(put=lambda tokens: call(), end=lambda: None))
+    with pytest.raises(ZeroDivisionError):
+        call(logits_processor=[lambda ids, scores: 1 / 0])
+    assert torch.equal(call().sequences, greedy("image"))
+    model = decoder.target_model
+    assert torch.equal(model.generate(**prompts["image"], do_sample=False, max_new_tokens=NEW_TOKENS), greedy("image"))
+
+
+def test_decoders_that_share_a_draft_take_turns(pair: Pair, prompts: dict[str, Inputs], greedy: Greedy) -> None:
+    """Also with targets of their own, whose features the draft reads; and with another model, whose layers it then reads."""
+    draft = agreeing_draft("dream", Target(pair.target), injection_layer=4)
+    targets = [Target(pair.target), Target(pair.target), Target(deepcopy(pair.target))]
+    for shared in (draft, pair.draft):
+        decoders = [Decoder(target, shared, tree=TREES["sage"], visual_keep=0.5) for target in targets]
+        for decoder in (*decoders, *reversed(decoders)):
+            out = decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS)
+            assert torch.equal(out.sequences, greedy("image")) and out.stats.rounds < NEW_TOKENS
 
 
 # ----------------------------------------------------------------------------------------------------------- streaming

@@ -14,7 +14,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.modeling.loading import DEFAULT_DRAFTS, RETRIEVAL
 from autotune.search import pipeline
-from autotune.search.settings import SearchSettings
+from autotune.search.settings import SearchSettings, check_settings
 from tests.sample_documents import decoding_profile
 
 PLAIN = SearchSettings(
@@ -56,6 +56,14 @@ def test_the_command_repeats_the_search(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_command_hides_the_database() -> None:
     assert "secret" not in PLAIN.model_copy(update={"storage": "postgresql://user:secret@host/db"}).command
+
+
+def test_a_study_is_a_folder_of_the_workspace() -> None:
+    for name in ("../../outside", "/tmp/outside", "..", ".", "", "a/b", "a\0"):
+        with pytest.raises(
+            UserError, match=r"--study names a folder in \.autotune; got .*; give a name without slashes"
+        ):
+            check_settings(SearchSettings(study=name))
 
 
 def test_drafts_and_prompts_default_to_those_of_the_targets_pair() -> None:

@@ -52,3 +52,11 @@ def test_a_ledger_knows_which_records_were_used(tmp_path: Path) -> None:
     ledger.work("trees", {"a": lambda: {}, "m": lambda: {}})
     ledger.work("subnets", {"s": lambda: {}})
     assert ledger.used_keys == {"trees": ["a", "m"], "subnets": ["s"]}
+
+
+def test_trees_of_no_policy_are_refused(tmp_path: Path) -> None:
+    content = json.loads(study_document().dump())
+    for tree in ({}, {"policy": "<script>"}, {"policy": "chain", "depth": -1}, {"policy": "chain", "more": [[]]}):
+        content["finalists"][0]["configuration"]["tree"] = tree
+        with pytest.raises(UserError, match=r"^study: finalists.0.configuration.tree: value error, tree: "):
+            StudyDocument.parse(content, source="study")

@@ -179,7 +179,48 @@ def test_storage_that_does_not_answer_is_one_clear_line() -> None:
         ("postgresql://nobody@127.0.0.1:1/none", "does not answer"),
         ("mysql://root@localhost/none", "PostgreSQL or a SQLite file"),
         ("nonsense", "PostgreSQL or a SQLite file"),
+        ("postgresql://nobody@host:port/none", "does not answer .invalid literal for int"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             Ledger(url)
         assert "\n" not in str(caught.value) and url in str(caught.value)
+
+
+def test_passwords_are_not_printed() -> None:
+    """By any message, whoever formats it."""
+    for url in (
+        "postgresql://u:SECRET@127.0.0.1:1/x",
+        "postgresql://u:SE@C/RET@127.0.0.1:1/x",
+        "postgresql://127.0.0.1:1/x?user=u&password=SECRET",
+        "mysql://u:SECRET@localhost/x",
+        "postgresql://u:SECRET@host:port/x",
+    ):
+        with pytest.raises(UserError) as caught:
+            Ledger(url)
+        assert "RET" not in str(caught.value) and "***" in str(caught.value), caught.value
+    error = UserError("hf://datasets/a/b/c@d: port 1:2@3, http://h:8000/x")
+    assert str(error) == "hf://datasets/a/b/c@d: port 1:2@3, http://h:8000/x"
+
+
+def test_a_storage_that_is_only_read_is_not_created(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"typo.db: no such file; check the path"):
+        Ledger(f"sqlite:///{tmp_path / 'typo.db'}", must_exist=True)
+    assert not any(tmp_path.iterdir())
+    url = f"sqlite:///{tmp_path / 'ledger.db'}"
+    Ledger(url).work("squares", {"a": lambda: {"square": 1}})
+    assert Ledger(url, must_exist=True).records(["a"]) == {"a": {"square": 1}}
+
+
+def test_a_claim_of_a_clock_that_is_ahead_is_free(storage: str | Path) -> None:
+    assert Ledger(storage, lease_s=86400.0).claim("unit-0", "squares")
+    assert Ledger(storage).claim("unit-0", "squares"), "it would be waited for all day"
+    assert not Ledger(storage).claim("unit-0", "squares")
+
+
+def test_a_ledger_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    """As on a full disk: SQLite reports it as an error of the database."""
+    ledger = Ledger(path := tmp_path / "ledger.sqlite")
+    path.write_bytes(b"not a database" * 100)
+    for use in (lambda: ledger.claim("a", "squares"), lambda: ledger.records(["a"]), lambda: Ledger(path)):
+        with pytest.raises(UserError, match=r"ledger.sqlite: the storage does not answer .*; check the URL"):
+            use()

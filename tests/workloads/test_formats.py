@@ -268,3 +268,12 @@ def test_without_a_network_the_hub_is_refused_in_one_line() -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="a file on the Hub is hf://datasets/OWNER/NAME/PATH; complete the address"):
         hub.local_file("hf://datasets/nobody/nothing")
+    with pytest.raises(UserError, match="a file on the Hub is hf://"):
+        hub.local_file("hf://datasets/nobody/nothing/../../x")
+
+
+def test_a_file_on_the_hub_names_no_files_of_this_machine() -> None:
+    for name in ("/etc/passwd", "../x.png", "images/../../x.png"):
+        with pytest.raises(UserError, match="names files below its own folder; got"):
+            hub.sibling("hf://datasets/owner/name/test.jsonl", name)
+    assert hub.sibling("hf://datasets/owner/name/test/a.jsonl", "b/c.png") == "hf://datasets/owner/name/test/b/c.png"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import struct
+import zlib
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ from PIL import Image
 
 from autotune.documents.decoding_profile import WorkloadReference
 from autotune.errors import UserError
-from autotune.workloads.prompt import Prompt, chat_text, load_image
+from autotune.workloads.prompt import Prompt, WorkloadPrompt, chat_text, load_image
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 from tests.sample_documents import write_image, write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS
@@ -127,7 +131,7 @@ def test_num_prompts_selects_the_first_prompts(tmp_path: Path) -> None:
         ),
         ({"prompt": "x", "split": "test"}, "split: .*'tune', 'evaluate' or 'train'; got 'test'"),
         ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens: .*greater than or equal to 1; got 0"),
-        ('{"prompt": "x", "temperature": NaN}', "temperature: .*finite number"),
+        ('{"prompt": "x", "temperature": NaN}', "NaN is not a finite number"),
     ],
 )
 def test_invalid_line_is_reported_with_its_number(line: Any, message: str, tmp_path: Path) -> None:
@@ -143,11 +147,27 @@ def test_missing_image(tmp_path: Path) -> None:
         load_workload(str(path), "tune")
 
 
-@pytest.mark.parametrize("kind", ["text", "empty", "cut", "folder"])
+def png(chunk: bytes, content: bytes) -> bytes:
+    """A PNG with a further chunk before its pixels."""
+    whole = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(whole, "PNG")
+    packed = struct.pack(">I", len(content)) + chunk + content + struct.pack(">I", zlib.crc32(chunk + content))
+    return whole.getvalue()[:33] + packed + whole.getvalue()[33:]
+
+
+@pytest.mark.parametrize("kind", ["text", "empty", "cut", "folder", "zTXt", "iTXt", "iCCP"])
 def test_unreadable_image(kind: str, tmp_path: Path) -> None:
     image = tmp_path / "a.png"
     write_image(image, 0)
-    content = {"text": b"no image at all", "empty": b"", "cut": image.read_bytes()[:300]}.get(kind)
+    bomb = zlib.compress(bytes(1 << 26))  # a text of 64 MiB
+    content = {
+        "text": b"no image at all",
+        "empty": b"",
+        "cut": image.read_bytes()[:300],
+        "zTXt": png(b"zTXt", b"key\0\0" + bomb),
+        "iTXt": png(b"iTXt", b"key\0\1\0\0\0" + bomb),
+        "iCCP": png(b"iCCP", b"key\0\0" + bomb),
+    }.get(kind)
     if content is None:
         image.unlink()
         image.mkdir()
@@ -237,6 +257,34 @@ def test_inputs_are_made_by_the_processor(processor: Any, tmp_path: Path) -> Non
     assert int((with_image["input_ids"] == image_token).sum()) == NUM_VISUAL_TOKENS
     assert with_image["pixel_values"].shape == (1, 3, 32, 32) and "pixel_values" not in without_image
     assert processor.decode(without_image["input_ids"][0]) == "USER: x ASSISTANT:"
+
+
+def test_names_of_images_that_no_file_has(tmp_path: Path) -> None:
+    for name in ("a\0b.png", "\ud800.png", "a" * 5000):
+        with pytest.raises(UserError, match="not a readable image"):
+            load_image(tmp_path / name)
+    path = write_workload(tmp_path, [r'{"prompt": "x", "task": "\ud800"}'])
+    with pytest.raises(
+        UserError, match=r"workload\.jsonl:1: every line must be a JSON object .*surrogates not allowed"
+    ):
+        load_workload(str(path), "tune")
+
+
+def test_text_and_templates_that_the_processor_refuses(processor: Any) -> None:
+    """Text that is not Unicode, as a shell passes bytes; a template with an error, and one that raises."""
+    for text, template in (
+        ("\udcff\udcfe", None),
+        ("x", "{% for"),
+        ("x", "{{ raise_exception('no') }}"),
+        ("x", "{{ 1 / 0 }}"),
+    ):
+        changed = deepcopy(processor.tokenizer)
+        changed.chat_template = template
+        with pytest.raises(
+            UserError, match=r"^prompt: the processor refuses the prompt \(.+\); fix its text"
+        ) as caught:
+            WorkloadPrompt("prompt", Prompt(prompt=text), ()).inputs(changed)
+        assert "\n" not in str(caught.value)
 
 
 def test_image_for_a_text_model(processor: Any, tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""JSON and YAML as documents and workloads have them: finite numbers, each key once, and nothing that JSON cannot hold.
+
+Both parsers raise ``ValueError`` for everything else, whatever the text is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import yaml
+
+MAX_DEPTH = 200  # of nested lists and objects, as in pydantic's own JSON parser
+_SURROGATE = re.compile(r"\\(u|U0000)[dD][89a-fA-F]")
+
+
+def parse_json(text: str) -> Any:
+    """The content of a JSON text."""
+    try:
+        content = json.loads(text, parse_constant=_number, parse_float=_number, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return _checked(content, text)
+
+
+def _checked(content: Any, text: str) -> Any:
+    """The content of a text, if it is not nested too deeply and its strings are Unicode; both are looked for only where they can be."""
+    level: list[Any] = [[content]] if text.count("[") + text.count("{") + text.count("- ") > MAX_DEPTH else []
+    depth = 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested in more than {MAX_DEPTH} levels")
+        nested = [list(value.values()) if isinstance(value, dict) else value for value in level]
+        level, depth = [inner for values in nested for inner in values if isinstance(inner, dict | list)], depth + 1
+    if _SURROGATE.search(text):
+        json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+    return content
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r:.60} occurs twice")
+    return content
+
+
+def parse_yaml(text: str) -> Any:
+    """The content of a YAML text. Dates are text; aliases and tags are refused, because a few lines of them are gigabytes."""
+    try:
+        return _checked(yaml.load(text, _JsonLoader), text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark is not None else 0
+        raise ValueError(f"line {line}: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+class _JsonLoader(yaml.SafeLoader):
+    """Makes what JSON can hold."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) not in (None, "!"):
+            what = "aliases" if isinstance(event, yaml.AliasEvent) else "tags"
+            raise yaml.MarkedYAMLError(None, None, f"{what} are not accepted; write the value out", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return _unique([(self._key(key), self.construct_object(value, deep=True)) for key, value in node.value])
+        value = super().construct_object(node, deep=True)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{node.value} is not a finite number")
+        return value
+
+    def _key(self, node: Any) -> str:
+        if not isinstance(key := self.construct_object(node), str):
+            raise yaml.MarkedYAMLError(None, None, f"keys are text; got {key!r:.60}", node.start_mark)
+        return key
+
+
+_JsonLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":timestamp", ":merge", ":value"))]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}

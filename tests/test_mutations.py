@@ -1,0 +1,270 @@
+"""Anything that a user can give is read, or refused with one line: no other error, whatever is damaged.
+
+A few examples of every kind in each run, 20,000 in the nightly tests.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from autotune.acceptance.replay import replay
+from autotune.acceptance.trace import load_trace, save_trace
+from autotune.documents.decoding_profile import DecodingProfile
+from autotune.errors import UserError
+from autotune.files import data_root, read_json, read_lines, read_yaml
+from autotune.schemas import DOCUMENTS
+from autotune.search.space import load_space
+from autotune.training.recipe import load_recipe
+from autotune.trees.policy import parse_policy
+from autotune.workloads.formats import FORMATS
+from autotune.workloads.prompt import load_image
+from autotune.workloads.workload import load_workload
+from tests.check.sample_documents import check_result
+from tests.mutations import damaged, json_bytes, mutated
+from tests.sample_documents import cost_table, decoding_profile, free_prices, random_trace, write_image
+from tests.serving.test_client import REPLIES, ask
+from tests.study.test_document import study_document
+from tests.tiny_models import Pair
+from tests.workloads import test_formats as formats
+
+FEW, MANY = 25, 1000
+Read = Callable[[Path], Any]
+ROOT = data_root()
+
+
+def mutate(few: int, strategy: Any, check: Callable[[Any], Any], is_nightly: bool) -> None:
+    """Check mutations: none may raise anything but a ``UserError`` of one line, or take 5 s."""
+
+    @settings(
+        max_examples=MANY if is_nightly else few,
+        deadline=5000,
+        database=None,
+        derandomize=not is_nightly,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def run(mutation: Any) -> None:
+        try:
+            check(mutation)
+        except UserError as error:
+            assert "\n" not in str(error) and len(str(error)) < 2000, error
+
+    run()
+
+
+nightly = pytest.mark.parametrize("is_nightly", [False, pytest.param(True, marks=pytest.mark.nightly)])
+
+
+def skeleton(schema: dict[str, Any], definitions: dict[str, Any]) -> Any:
+    """A value with everything that a JSON schema requires."""
+    if "$ref" in schema:
+        return skeleton(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return skeleton(schema[key][0], definitions)
+    if "const" in schema or "enum" in schema:
+        return schema.get("const", schema.get("enum", [None])[0])
+    match schema.get("type"):
+        case "object":
+            required = schema.get("required", [])
+            return {
+                name: skeleton(value, definitions)
+                for name, value in schema.get("properties", {}).items()
+                if name in required
+            }
+        case "array":
+            return [skeleton(item, definitions) for item in schema.get("prefixItems", [schema.get("items", {})])]
+        case "string":
+            return "x"
+        case "boolean":
+            return True
+        case _:
+            return max(1, schema.get("minimum", 1))
+
+
+def documents() -> dict[str, tuple[Any, Read]]:
+    """Content and reader of every kind of document."""
+    real = [decoding_profile(), cost_table(), study_document(), random_trace(0).header, check_result()]
+    found: dict[str, tuple[Any, Read]] = {
+        f"{type(document).schema_kind}.json": (json.loads(document.dump()), type(document).load) for document in real
+    }
+    for kind in DOCUMENTS:
+        schema = kind.json_schema()
+        found.setdefault(f"{kind.schema_kind}.json", (skeleton(schema, schema.get("$defs", {})), kind.load))
+    found["shipped.json"] = (read_json(ROOT / "profiles/cpu/digits.decode.json"), DecodingProfile.load)
+    found["limits.yaml"] = (read_yaml(ROOT / "profiles/devices/h100.yaml"), DOCUMENTS[-2].load)
+    found["full.yaml"] = (read_yaml(ROOT / "search_spaces/full.yaml"), lambda path: load_space(str(path)))
+    found["quick.yaml"] = (read_yaml(ROOT / "search_spaces/quick.yaml"), use_space)
+    found["recipe.yaml"] = (read_yaml(ROOT / "drafts/digits/dream/recipe.yaml"), load_recipe)
+    found["runs.jsonl"] = ([{"a": 1, "b": [1]}], read_lines)
+    return found
+
+
+def use_space(path: Path) -> None:
+    space = load_space(str(path))
+    for policy in space.trees:
+        assert all(parse_policy(tree) for tree in space.enumerated(policy) or [])
+    space.dump()
+
+
+@nightly
+@pytest.mark.parametrize("name", documents())
+def test_documents(name: str, is_nightly: bool, tmp_path: Path) -> None:
+    content, read = documents()[name]
+    path = tmp_path / name
+
+    def check(text: bytes) -> None:
+        path.write_bytes(text)
+        if hasattr(document := read(path), "dump"):
+            assert type(document).parse(json.loads(document.dump()), source="dumped") == document
+
+    mutate(FEW, json_bytes(content), check, is_nightly)
+
+
+@nightly
+def test_yaml_texts(is_nightly: bool, tmp_path: Path) -> None:
+    """Damaged as texts: in the space's own form, with its comments."""
+    path = tmp_path / "space.yaml"
+
+    def check(text: bytes) -> None:
+        path.write_bytes(text)
+        use_space(path)
+
+    mutate(FEW, damaged((ROOT / "search_spaces/quick.yaml").read_bytes()), check, is_nightly)
+
+
+ROWS: dict[str, tuple[dict[str, Any], ...]] = {
+    "autotune": (
+        {"prompt": "What?", "images": ["a.png"], "task": "see", "split": "tune", "temperature": 0.5},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "split": "tune"},
+        {"turns": ["One?", "Two?"], "split": "evaluate"},
+    ),
+    "mt-bench": tuple(formats.MT_BENCH),
+    "spec-bench": tuple(formats.SPEC_BENCH),
+    "mmspec": tuple(row | {"image": "../a.png"} for row in formats.MMSPEC),
+    "speed-bench": tuple(formats.SPEED_BENCH + formats.PREPARED),
+    "vllm": (
+        {"prompt": "x", "image_files": ["a.png"], "output_tokens": 5},
+        {"content": [{"type": "text", "text": "x"}]},
+    ),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]},) * 2,
+}
+
+
+@nightly
+@pytest.mark.parametrize("format", FORMATS)
+def test_workloads(format: str, is_nightly: bool, tmp_path: Path) -> None:
+    path = tmp_path / "workload.jsonl"
+    write_image(tmp_path / "a.png", 0)
+
+    def check(text: bytes) -> None:
+        path.write_bytes(text)
+        for prompt in load_workload(str(path), "tune", num_prompts=2).prompts:
+            assert prompt.sha256 and prompt.name
+
+    mutate(FEW, json_bytes(ROWS[format]), check, is_nightly)
+
+
+@nightly
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"])
+def test_images(kind: str, is_nightly: bool, tmp_path: Path) -> None:
+    file, path = io.BytesIO(), tmp_path / "image"
+    Image.new("RGB", (8, 8), "red").save(file, kind)
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        load_image(path)
+
+    mutate(FEW, damaged(file.getvalue()), check, is_nightly)
+
+
+@nightly
+def test_traces(is_nightly: bool, tmp_path: Path) -> None:
+    """Arrays that are loaded can be replayed."""
+    from safetensors.numpy import load_file, save_file
+
+    path, policy = tmp_path / "a.trace.json", parse_policy({"policy": "eagle2", "k": 3, "depth": 4})
+    save_trace(path, random_trace(0))
+    header, whole = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
+
+    def check(change: tuple[Any, str, int, int, bytes]) -> None:
+        content, name, at, value, _ = change
+        path.write_text(json.dumps(content))
+        array = whole[name].copy()
+        if array.size:
+            array.flat[at % array.size] = value
+        save_file(whole | {name: array[: at % 50] if value == 3 else array}, path.with_suffix(".safetensors"))
+        trace = load_trace(path)
+        replay(trace, policy, free_prices())
+        trace.agreement()
+
+    values = st.sampled_from([-(2**31), -2, -1, 0, 1, 3, 40, 10**6, 2**31 - 1])
+    contents = st.one_of(st.just(header), mutated(header))
+    mutate(
+        FEW,
+        st.tuples(contents, st.sampled_from(sorted(whole)), st.integers(0, 10**4), values, st.just(b"")),
+        check,
+        is_nightly,
+    )
+    data = path.with_suffix(".safetensors").read_bytes()
+
+    def check_bytes(damage: bytes) -> None:
+        path.write_text(json.dumps(header))
+        path.with_suffix(".safetensors").write_bytes(damage)
+        load_trace(path)
+
+    mutate(FEW, damaged(data), check_bytes, is_nightly)
+
+
+@nightly
+@pytest.mark.parametrize("path", sorted(REPLIES))
+def test_replies_of_engines(path: str, is_nightly: bool) -> None:
+    whole = REPLIES[path]
+    texts = damaged(whole.encode()) if isinstance(whole, str) else json_bytes(whole)
+    mutate(FEW, texts.map(lambda text: text.decode(errors="replace")), lambda text: ask({path: text}), is_nightly)
+
+
+@nightly
+@pytest.mark.parametrize("kind", ["target", "draft"])
+def test_checkpoints(kind: str, is_nightly: bool, text_pair: Pair, tmp_path: Path) -> None:
+    """Config and weights, within the address space that they take, so that a damaged size does not fill the memory."""
+    import torch
+
+    from autotune.drafters.checkpoint import load_draft
+    from autotune.modeling.loading import load_model
+    from autotune.modeling.target import Target
+    from tests.drafters.test_feature_draft import agreeing_draft
+
+    folder, target = tmp_path / kind, Target(text_pair.target)
+    if kind == "target":
+        shutil.copytree(text_pair.target_folder, folder)
+    else:
+        with torch.inference_mode():
+            agreeing_draft("dream", target, injection_layer=4).network.save(folder)  # type: ignore[operator]
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    content, data = read_json(config), weights.read_bytes()
+
+    def check(damage: tuple[bytes, bytes]) -> None:
+        text, changed = damage
+        config.write_bytes(text)
+        weights.write_bytes(changed)
+        if kind == "target":
+            Target(load_model(str(folder)))
+        else:
+            load_draft(str(folder), target)
+
+    sound = st.just(json.dumps(content).encode())
+    pairs = st.one_of(st.tuples(json_bytes(content), st.just(data)), st.tuples(sound, damaged(data)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autotune.device.free_memory", lambda device: 1 << 28)
+        mutate(FEW // 2, pairs, check, is_nightly)
