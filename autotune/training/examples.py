@@ -137,10 +137,10 @@ def read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Recor
         # The end-of-sequence token would follow; as the last token it is not read.
         tokenizer = getattr(recorder.processor, "tokenizer", recorder.processor)
         answer = tokenizer(answered.answer, add_special_tokens=False)["input_ids"][:room]
-    text = torch.tensor(answer if settings.images else [*prompt_ids, *answer], dtype=torch.long)
+    text = torch.tensor(answer if prompt.pixels else [*prompt_ids, *answer], dtype=torch.long)
     if bool(visual_tokens(target.model.config, text).any()):
         raise UserError(
-            f"{source}: the text has image tokens beside those of the line's images; remove them from the text"
+            f"{source}: the text has tokens of images or videos beside those of the line's own; remove them from the text"
         )
     key = content_key([prompt.sha256, answer])
     return Line(path, number, settings, tuple(answer), len(prompt_ids) + len(answer), key)

@@ -263,7 +263,10 @@ def test_missing_or_invalid_file(
             r":1: the target's context of 60 tokens .*the prompt has \d+ tokens; shorten it or remove",
         ),
         ({"prompt": "<image> What?"}, r":1: the processor refuses the prompt .*; fix its text or images"),
-        ({"prompt": "x", "answer": "<image>"}, r":1: the text has image tokens beside those of the line's images"),
+        (
+            {"prompt": "x", "answer": "<image>"},
+            r":1: the text has tokens of images or videos beside those of the line's own",
+        ),
         ({"prompt": "x", "images": ["gone.png"]}, r"gone\.png: no such image; check the path"),
     ],
 )
