@@ -18,7 +18,7 @@ from autotune.files import WORKSPACE, content_key
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder, Report
-from autotune.training.examples import JsonlExamples, read_examples, split_file
+from autotune.training.examples import JsonlExamples, at_temperatures, read_examples, split_file
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
 from autotune.training.recipe import Recipe, teacher_name
 from autotune.training.teacher import Teacher, TeacherBatches
@@ -51,6 +51,7 @@ class DraftTask:
         training, held_out = split_file(
             path, batch_size=largest, num_examples=recipe.data.num_examples, num_held_out=NUM_HELD_OUT * largest
         )
+        training, held_out = (at_temperatures(lines, recipe.data.temperatures) for lines in (training, held_out))
         name = teacher_name(recipe, recipe_path)
         self.processor = load_processor(name)
         self.target = Target(load_model(name, device=str(accelerator.device)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from autotune.errors import UserError, errors_about
 from autotune.files import content_key
-from autotune.modeling.prompt import EncodedPrompt, visual_tokens
+from autotune.modeling.prompt import EncodedPrompt, placeholders_of, visual_tokens
 from autotune.modeling.target import Target
+from autotune.recording.answers import MAX_BATCH_BYTES
 from autotune.recording.recorder import Recorder, Report
 from autotune.training.memory import BatchShape
 from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt, Prompt, load_prompt
-from autotune.workloads.workload import Workload
 
+ROWS = 64  # answers that are decoded together
 HELD_OUT_SHARE = 20  # one example in 20 is held out
 # Per-token inputs that processors make, with their values for the answer's tokens.
 PER_TOKEN = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}
@@ -92,6 +95,16 @@ def split_file(
     return training[:num_examples], held_out[:num_held_out]
 
 
+def at_temperatures(lines: Sequence[NumberedPrompt], temperatures: Sequence[float]) -> list[NumberedPrompt]:
+    """The prompts without an answer once for each temperature; a sampled answer's seed is its line's number, unless it has one."""
+    several = []
+    for number, prompt in lines:
+        changes = [{"temperature": t, "seed": prompt.seed or number * (t > 0)} for t in temperatures]
+        copies = changes if prompt.answer is None and changes else [{}]
+        several += [(number, prompt.model_copy(update=change)) for change in copies]
+    return several
+
+
 def read_examples(
     path: Path,
     prompts: Sequence[NumberedPrompt],
@@ -99,51 +112,82 @@ def read_examples(
     accelerator: Accelerator,
     report: Report | None = None,
 ) -> list[Line]:
-    """The lines with answers. The target generates missing answers, each process a share of them; the recorder caches them.
+    """The lines with answers. The target writes missing answers in batches of prompts of similar length, each process a share of
+    them; the recorder caches them.
 
     Raises:
         UserError: an unreadable image, or a prompt that the target cannot read.
     """
+    asked = [_read_line(path, number, prompt, recorder) for number, prompt in prompts]
+    missing = sorted((line for line in asked if line.key == ""), key=lambda line: line.length)
     process, num_processes = accelerator.process_index, accelerator.num_processes
-    lines: list[Line] = []
-    for share in [prompts] if num_processes == 1 else [prompts[process::num_processes], prompts]:
-        lines = []
-        for number, prompt in share:
-            lines.append(read_line(path, number, prompt, recorder))
+    placeholders = placeholders_of(recorder.target.model.config)
+    answered: dict[int, Line] = {}  # by the identity of the line without its answer
+    for share in [missing] if num_processes == 1 else [missing[process::num_processes], missing]:
+        answered = {}
+        for batch in _batches(share, recorder.target):
+            with errors_about(str(path)):
+                answers = recorder.answers_to_train_on(
+                    [load_prompt(path, line.number, line.settings) for line in batch]
+                )
+            for line, answer in zip(batch, answers, strict=True):  # a sampled one may hold a token of images
+                read = itertools.takewhile(lambda token: token not in placeholders, answer[:-1])
+                answered[id(line)] = _answered(line, list(read), recorder)
             if report is not None:
-                report(len(lines), len(share))
+                report(len(answered), len(share))
         accelerator.wait_for_everyone()
-    return lines
+    return [answered.get(id(line), line) for line in asked]
 
 
-def read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Recorder) -> Line:
-    """A line with its answer, which the target generates if it is missing."""
+def _batches(lines: Sequence[Line], target: Target) -> Iterator[list[Line]]:
+    """Consecutive lines whose answers are decoded together: ``ROWS`` at most, as many as the memory of their keys and values allows."""
+    batch: list[Line] = []
+    longest = 0
+    for line in lines:
+        longest = max(longest, line.length + line.settings.max_new_tokens)
+        size = (len(batch) + 1) * longest * target.kv_bytes_per_token
+        if batch and (len(batch) == ROWS or size > MAX_BATCH_BYTES):
+            yield batch
+            batch, longest = [], line.length + line.settings.max_new_tokens
+        batch.append(line)
+    if batch:
+        yield batch
+
+
+def _read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Recorder) -> Line:
+    """A line; without a key while its answer is missing."""
     target, source = recorder.target, f"{path}:{number}"
-    settings = answered.unanswered
-    prompt = load_prompt(path, number, settings)
-    prompt_ids = prompt.inputs(recorder.processor)["input_ids"][0].tolist()
+    prompt = load_prompt(path, number, answered.unanswered)
+    prompt_ids = prompt.inputs(recorder.processor)["input_ids"][0]
     room = target.max_context - len(prompt_ids)
     if room < 1:
         raise UserError(
             f"{source}: the target's context of {target.max_context} tokens must hold the prompt and an answer; "
             f"the prompt has {len(prompt_ids)} tokens; shorten it or remove the line"
         )
+    if not prompt.pixels:
+        _refuse_visual_tokens(prompt_ids, target, source)
+    limit = min(prompt.settings.max_new_tokens, room)
+    settings = prompt.settings.model_copy(update={"max_new_tokens": limit})
+    line = Line(path, number, settings, (), len(prompt_ids), "")
     if answered.answer is None:
-        limited = settings.model_copy(update={"max_new_tokens": min(settings.max_new_tokens, room)})
-        with errors_about(source):
-            (generated,) = recorder.answers(Workload(path.name, "tune", (replace(prompt, settings=limited),)))
-        answer = generated.tokens[:-1]
-    else:
-        # The end-of-sequence token would follow; as the last token it is not read.
-        tokenizer = getattr(recorder.processor, "tokenizer", recorder.processor)
-        answer = tokenizer(answered.answer, add_special_tokens=False)["input_ids"][:room]
-    text = torch.tensor(answer if prompt.pixels else [*prompt_ids, *answer], dtype=torch.long)
+        return line
+    # The end-of-sequence token would follow; as the last token it is not read.
+    tokenizer = getattr(recorder.processor, "tokenizer", recorder.processor)
+    return _answered(line, tokenizer(answered.answer, add_special_tokens=False)["input_ids"][:room], recorder)
+
+
+def _answered(line: Line, answer: Sequence[int], recorder: Recorder) -> Line:
+    _refuse_visual_tokens(torch.tensor(answer, dtype=torch.long), recorder.target, f"{line.path}:{line.number}")
+    key = content_key([load_prompt(line.path, line.number, line.settings).sha256, list(answer)])
+    return replace(line, answer=tuple(answer), length=line.length + len(answer), key=key)
+
+
+def _refuse_visual_tokens(text: Tensor, target: Target, source: str) -> None:
     if bool(visual_tokens(target.model.config, text).any()):
         raise UserError(
             f"{source}: the text has tokens of images or videos beside those of the line's own; remove them from the text"
         )
-    key = content_key([prompt.sha256, answer])
-    return Line(path, number, settings, tuple(answer), len(prompt_ids) + len(answer), key)
 
 
 class JsonlExamples:

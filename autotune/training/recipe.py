@@ -39,8 +39,12 @@ class Data(Document):
     file: str
     """JSONL, relative to the recipe: see ``AnsweredPrompt``."""
     num_examples: int | None = Field(default=None, ge=1)
-    """Number of different examples; None: all of the file. They are repeated in another order each epoch, and the target's outputs
+    """Number of different prompts; None: all of the file. They are repeated in another order each epoch, and the target's outputs
     on them are cached in ``.autotune/teacher-batches``.
+    """
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field(default_factory=list)
+    """Temperatures of the answers that the target writes: each prompt has one answer of each, and is as many examples. Empty: one
+    answer, at the line's own temperature.
     """
     seed: int = 0
     """Recipes with the same seed share cached teacher batches."""
