@@ -435,7 +435,7 @@ def test_two_processes_share_a_batch(pair: Pair, tmp_path: Path) -> None:
     assert len(cached) == 2 and all(len([*folder.iterdir()]) == 2 for folder in cached), (
         "each process has read its share of both batches"
     )
-    assert len([*(tmp_path / ".autotune" / "answers").iterdir()]) == 4
+    assert len([*(tmp_path / ".autotune" / "training-answers").iterdir()]) == 4
 
 
 def test_more_processes_than_examples_in_a_batch(recipe: Callable[..., Path]) -> None:
