@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,8 +18,10 @@ from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
+from autotune.recording.answers import AnswerRecorder
 from autotune.recording.recorder import Recorder, Report
-from autotune.training.examples import JsonlExamples, at_temperatures, read_examples, split_file
+from autotune.training.examples import JsonlExamples, at_temperatures, judged_questions, read_examples, split_file
+from autotune.training.magpie import write_questions
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
 from autotune.training.recipe import Recipe, teacher_name
 from autotune.training.teacher import Teacher, TeacherBatches
@@ -47,11 +50,17 @@ class DraftTask:
                 f"{recipe_path}: every process needs an example of each batch; got batch_size {smallest} for {self.share[1]} "
                 "processes; raise batch_size, or start fewer processes"
             )
-        path = recipe_path.parent / recipe.data.file  # an invalid file is refused before the target is loaded
-        training, held_out = split_file(
-            path, batch_size=largest, num_examples=recipe.data.num_examples, num_held_out=NUM_HELD_OUT * largest
+        data, path = recipe.data, recipe_path.parent / recipe.data.file
+        split = partial(
+            split_file,
+            path,
+            batch_size=largest,
+            num_examples=data.num_examples,
+            num_held_out=NUM_HELD_OUT * largest,
+            judged=judged_questions(recipe_path.parent, data.judged),
         )
-        training, held_out = (at_temperatures(lines, recipe.data.temperatures) for lines in (training, held_out))
+        if data.magpie is None:
+            split()  # an invalid file is refused before the target is loaded
         name = teacher_name(recipe, recipe_path)
         self.processor = load_processor(name)
         self.target = Target(load_model(name, device=str(accelerator.device)))
@@ -65,6 +74,10 @@ class DraftTask:
                 )
         torch.manual_seed(recipe.seed)
         self.module = self._new_module().to(accelerator.device)
+        if data.magpie is not None and accelerator.is_main_process:
+            write_questions(path, data.magpie, AnswerRecorder(self.target, self.processor), report)
+        accelerator.wait_for_everyone()
+        training, held_out = (at_temperatures(lines, data.temperatures) for lines in split())
         recorder = Recorder(self.target, self.target_reference, self.processor, WORKSPACE)
         lines = read_examples(path, [*training, *held_out], recorder, accelerator, report)
         self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
@@ -111,7 +124,7 @@ class DraftTask:
         examples = JsonlExamples(self._training_lines, self.target, self.processor, **options)
         content: dict[str, Any] = {
             "target": self.target_reference.sha256 or self.target_reference.id,
-            "data": data.model_dump(exclude={"file"}),
+            "data": data.model_dump(include={"num_examples", "seed"}),
             "batch_size": stage.batch_size,
             "share": list(share),
             "lines": examples.key,

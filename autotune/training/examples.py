@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from autotune.recording.answers import MAX_BATCH_BYTES
 from autotune.recording.recorder import Recorder, Report
 from autotune.training.memory import BatchShape
 from autotune.workloads.formats import read_jsonl
-from autotune.workloads.prompt import AnsweredPrompt, Prompt, load_prompt
+from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, load_prompt
+from autotune.workloads.workload import BUNDLED, WorkloadSplit, load_workload
 
 ROWS = 64  # answers that are decoded together
 HELD_OUT_SHARE = 20  # one example in 20 is held out
@@ -61,7 +62,12 @@ class Line:
 
 
 def split_file(
-    path: Path, *, batch_size: int, num_examples: int | None = None, num_held_out: int | None = None
+    path: Path,
+    *,
+    batch_size: int,
+    num_examples: int | None = None,
+    num_held_out: int | None = None,
+    judged: Collection[str] = (),
 ) -> tuple[list[NumberedPrompt], list[NumberedPrompt]]:
     """The training and the held-out prompts of a file.
 
@@ -72,11 +78,14 @@ def split_file(
         batch_size: largest batch size of any stage; as many lines are held out if the file is large enough.
         num_examples: number of lines to train on; None: all.
         num_held_out: largest number of held-out lines to use.
+        judged: hashes of questions that are neither trained on nor held out, see ``judged_questions``.
 
     Raises:
         UserError: missing file, invalid line, or too few lines.
     """
     lines = read_jsonl(path, AnsweredPrompt)
+    if judged:
+        lines = [line for line in lines if _question(load_prompt(path, line[0], line[1].unanswered)) not in judged]
     held_out = [line for line in lines if line[1].split == "evaluate"]
     training = [line for line in lines if line[1].split == "train"]
     training = training or [line for line in lines if line[1].split != "evaluate"]
@@ -93,6 +102,26 @@ def split_file(
             f"{path}: num_examples must be at least the batch size {batch_size}; got {num_examples}; raise it, or lower batch_size"
         )
     return training[:num_examples], held_out[:num_held_out]
+
+
+def judged_questions(folder: Path, names: Sequence[str]) -> frozenset[str]:
+    """Hashes of the questions, with their images, of workloads that judge a draft: bundled ones, or files relative to a folder.
+
+    Raises:
+        UserError: a workload cannot be read.
+    """
+    found: list[WorkloadPrompt] = []
+    for name in names:
+        if name in BUNDLED:
+            found += [prompt for split in get_args(WorkloadSplit) for prompt in load_workload(name, split).prompts]
+        else:
+            found += load_workload(str(folder / name), "evaluate", is_whole=True).prompts
+    return frozenset(map(_question, found))
+
+
+def _question(prompt: WorkloadPrompt) -> str:
+    """Hash of a prompt's last message and images, whatever its settings."""
+    return replace(prompt, settings=Prompt(prompt=prompt.settings.text.strip()), answers=()).sha256
 
 
 def at_temperatures(lines: Sequence[NumberedPrompt], temperatures: Sequence[float]) -> list[NumberedPrompt]:
