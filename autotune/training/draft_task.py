@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -13,22 +15,32 @@ from torch import Tensor
 
 from autotune.drafters.checkpoint import NETWORKS, load_feature_network
 from autotune.drafters.divergence import divergence
+from autotune.drafters.teacher_batch import DistillationRule
 from autotune.drafters.trainable import CONFIG, LossSettings, Metrics, TrainableNetwork
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key
+from autotune.modeling.clock import now_ms
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.recording.answers import AnswerRecorder
 from autotune.recording.recorder import Recorder, Report
-from autotune.training.examples import JsonlExamples, at_temperatures, judged_questions, read_examples, split_file
+from autotune.training.examples import JsonlExamples, Line, at_temperatures, judged_questions, read_examples, split_file
 from autotune.training.magpie import write_questions
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
-from autotune.training.recipe import Recipe, teacher_name
+from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.teacher import Teacher, TeacherBatches
 
 TEACHER_BATCHES = WORKSPACE / "teacher-batches"
 NUM_HELD_OUT = 3  # batches
 NUM_FINISHED = 64  # batches that a network reads after its last step
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """bfloat16 if the device supports it natively, otherwise None (float32)."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else None
+    capable = torch.cpu.get_capabilities()
+    return torch.bfloat16 if capable.get("avx512_bf16") or capable.get("amx_bf16") else None
 
 
 class DraftTask:
@@ -38,7 +50,13 @@ class DraftTask:
     """Holds exactly the trained parameters."""
 
     def __init__(
-        self, recipe: Recipe, recipe_path: Path, accelerator: Accelerator, *, report: Report | None = None
+        self,
+        recipe: Recipe,
+        recipe_path: Path,
+        accelerator: Accelerator,
+        *,
+        report: Report | None = None,
+        notify: Callable[[str], None] | None = None,
     ) -> None:
         self.recipe = recipe
         self.recipe_path = recipe_path
@@ -79,7 +97,8 @@ class DraftTask:
         accelerator.wait_for_everyone()
         training, held_out = (at_temperatures(lines, data.temperatures) for lines in split())
         recorder = Recorder(self.target, self.target_reference, self.processor, WORKSPACE)
-        lines = read_examples(path, [*training, *held_out], recorder, accelerator, report)
+        announce = None if notify is None else partial(self._announce, notify, len(training))
+        lines = read_examples(path, [*training, *held_out], recorder, accelerator, report, announce)
         self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
 
     def _new_module(self) -> TrainableNetwork:
@@ -101,6 +120,60 @@ class DraftTask:
             )
         return cast(TrainableNetwork, network.requires_grad_(True))
 
+    def _announce(
+        self, notify: Callable[[str], None], num_training: int, lines: Sequence[Line], num_missing: int, seconds: float
+    ) -> None:
+        """Say how long answers and training take, after the first ``lines`` of ``num_missing`` answers took ``seconds``."""
+        training_s = 0.0
+        num_read: dict[int, int] = {}  # batches by their size; stages share those of the target
+        for stage in self.recipe.stages:
+            read_s, step_s = self._seconds(stage, lines)
+            unread = min(stage.steps, math.ceil(num_training / stage.batch_size)) - num_read.get(stage.batch_size, 0)
+            num_read[stage.batch_size] = num_read.get(stage.batch_size, 0) + max(0, unread)
+            training_s += stage.steps * step_s + max(0, unread) * read_s
+        parts = [f"training about {timedelta(seconds=round(training_s))}"]
+        if num_missing > len(lines):
+            answers_s = seconds * (num_missing / len(lines) - 1)
+            num_tokens = sum(len(line.answer) for line in lines)
+            parts.insert(
+                0,
+                f"the other {num_missing - len(lines):,} answers about {timedelta(seconds=round(answers_s))} "
+                f"({num_tokens / seconds:,.0f} tokens/s)",
+            )
+        notify(f"time (h:mm:ss), as the first {len(lines)} examples take it: {', '.join(parts)}")
+
+    def _seconds(self, stage: Stage, lines: Sequence[Line]) -> tuple[float, float]:
+        """Seconds in which the target reads a batch of a stage, and of the rest of a step on it. The draft stays as it is.
+
+        Raises:
+            UserError: the batch needs more memory than there is.
+        """
+        size = math.ceil(stage.batch_size / self.share[1])
+        chosen = (list(lines) * math.ceil(size / len(lines)))[:size]
+        layers, rule = self._layers_and_rule(stage)
+        optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.0, fused=True)
+        dtype, device = autocast_dtype(self.accelerator.device), self.accelerator.device
+        examples = JsonlExamples(chosen, self.target, self.processor, batch_size=size)
+        kept = min(len(layers) + (rule != "none"), self.teacher.num_layers)
+        half = dtype is not None
+        needs = estimate_memory(self.target, self.module, examples.shapes, num_layers_kept=kept, half_precision=half)
+        check_memory(needs, device, TEACHER_BATCHES, num_processes=self.share[1], source=self.recipe_path)
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        self.module.train()
+        for _ in range(2):  # the first step prepares kernels
+            started = now_ms(device)
+            batch = self.teacher.read(examples[0], layers=layers, rule=rule)
+            is_read = now_ms(device)
+            with torch.autocast(device.type, dtype or torch.bfloat16, enabled=half):
+                loss, _ = self.module.loss(batch, stage, torch.Generator().manual_seed(0), divergence)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            ended = now_ms(device)
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(buffers[name])
+        return (is_read - started) / 1000, (ended - is_read) / 1000
+
     def begin(self, number: int) -> None:
         self._number, self._stage = number, self.recipe.stages[number]
         # The compiled one keeps no tensor as large as the logits but their gradient.
@@ -115,11 +188,16 @@ class DraftTask:
                 for index in range(min(NUM_HELD_OUT, held_out.num_batches))
             ]
 
+    def _layers_and_rule(self, stage: Stage) -> tuple[set[int], DistillationRule]:
+        """Layers of the target that a stage needs, and the rule that chooses one more."""
+        layers = {*self.module.layers_in_training, self.teacher.num_layers}
+        if isinstance(stage.distillation, int):
+            return layers | {stage.distillation}, "none"
+        return layers, stage.distillation
+
     def _batches_of(self, number: int) -> TeacherBatches:
         data, stage, share = self.recipe.data, self.recipe.stages[number], self.share
-        layers, rule = {*self.module.layers_in_training, self.teacher.num_layers}, stage.distillation
-        if isinstance(rule, int):
-            layers, rule = layers | {rule}, "none"
+        layers, rule = self._layers_and_rule(stage)
         options: dict[str, Any] = {"batch_size": stage.batch_size, "seed": data.seed, "share": share}
         examples = JsonlExamples(self._training_lines, self.target, self.processor, **options)
         content: dict[str, Any] = {

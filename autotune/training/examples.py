@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -140,9 +141,14 @@ def read_examples(
     recorder: Recorder,
     accelerator: Accelerator,
     report: Report | None = None,
+    announce: Callable[[list[Line], int, float], None] | None = None,
 ) -> list[Line]:
     """The lines with answers. The target writes missing answers in batches of prompts of similar length, each process a share of
     them; the recorder caches them.
+
+    Args:
+        announce: is called once with the first lines whose answers were written, the number of all lines whose answers are, and the seconds
+            that these took; or with all lines, 0 and 0.
 
     Raises:
         UserError: an unreadable image, or a prompt that the target cannot read.
@@ -153,8 +159,10 @@ def read_examples(
     placeholders = placeholders_of(recorder.target.model.config)
     answered: dict[int, Line] = {}  # by the identity of the line without its answer
     for share in [missing] if num_processes == 1 else [missing[process::num_processes], missing]:
-        answered = {}
-        for batch in _batches(share, recorder.target):
+        answered, started = {}, time.perf_counter()
+        batches = list(_batches(share, recorder.target))
+        middle = len(batches) // 2
+        for batch in (*batches[middle:], *batches[:middle]):  # those of medium length tell how long the others take
             with errors_about(str(path)):
                 answers = recorder.answers_to_train_on(
                     [load_prompt(path, line.number, line.settings) for line in batch]
@@ -164,8 +172,14 @@ def read_examples(
                 answered[id(line)] = _answered(line, list(read), recorder)
             if report is not None:
                 report(len(answered), len(share))
+            if announce is not None:
+                announce([*answered.values()], len(share), time.perf_counter() - started)
+                announce = None
         accelerator.wait_for_everyone()
-    return [answered.get(id(line), line) for line in asked]
+    lines = [answered.get(id(line), line) for line in asked]
+    if announce is not None:
+        announce(lines, 0, 0.0)
+    return lines
 
 
 def _batches(lines: Sequence[Line], target: Target) -> Iterator[list[Line]]:

@@ -65,7 +65,7 @@ def write_questions(
     ends = {tokenizer.eos_token_id, *set(after).intersection(tokenizer.get_added_vocab().values())}
     ends |= set(torch.tensor(answers.target.model.generation_config.eos_token_id or []).flatten().tolist())
     while len(lines) < settings.num_prompts:
-        options = {"prompt": "", "temperature": settings.temperature, "top_p": settings.top_p}
+        options: dict[str, Any] = {"prompt": "", "temperature": settings.temperature, "top_p": settings.top_p}
         options["max_new_tokens"] = settings.question_tokens
         turns = [_UserTurn("magpie", Prompt(**options, seed=seed + n), ()) for n in range(AT_ONCE)]
         written = answers.write_together(turns, eos_token_id=sorted(ends - {None}))

@@ -23,7 +23,7 @@ from autotune.console import Console
 from autotune.errors import UserError
 from autotune.files import append_line, content_key, sha256_of
 from autotune.training.curve import draw_curve
-from autotune.training.draft_task import DraftTask
+from autotune.training.draft_task import DraftTask, autocast_dtype
 from autotune.training.recipe import Recipe, Stage, load_recipe
 
 CHECKPOINT_EVERY = 100  # steps
@@ -103,14 +103,6 @@ def learning_rate(stage: Stage, step: int) -> float:
         return stage.learning_rate * (step + 1) / stage.warmup_steps
     share = (step - stage.warmup_steps) / max(1, stage.steps - stage.warmup_steps)
     return stage.learning_rate * (stage.final_rate + (1 - stage.final_rate) * 0.5 * (1 + math.cos(math.pi * share)))
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """bfloat16 if the device supports it natively, otherwise None (float32)."""
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else None
-    capable = torch.cpu.get_capabilities()
-    return torch.bfloat16 if capable.get("avx512_bf16") or capable.get("amx_bf16") else None
 
 
 def make_optimizers(module: nn.Module, parameters: Sequence[nn.Parameter], stage: Stage) -> list[torch.optim.Optimizer]:
@@ -227,7 +219,7 @@ def train(
     torch.manual_seed(recipe.seed)
     dtype = autocast_dtype(accelerator.device)
     report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
-    task = DraftTask(recipe, recipe_path, accelerator, report=report)
+    task = DraftTask(recipe, recipe_path, accelerator, report=report, notify=notify)
     # The recipe and its file of examples must not change while a run is resumed.
     content = recipe.model_dump(mode="json", exclude_defaults=True)
     key = content_key([content, sha256_of(recipe_path.parent / recipe.data.file)])

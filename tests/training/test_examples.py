@@ -125,8 +125,8 @@ def test_answers_are_written_once_in_batches(
     sizes, together = [], recorder._answers.write_together
     monkeypatch.setattr(recorder._answers, "write_together", lambda asked: sizes.append(len(asked)) or together(asked))
     training, held_out = read(path, recorder)
-    assert sizes == [3, 2] and len(list((recorder.folder / "training-answers").iterdir())) == 5
-    assert read(path, recorder) == (training, held_out) and sizes == [3, 2]
+    assert sizes == [2, 3] and len(list((recorder.folder / "training-answers").iterdir())) == 5
+    assert read(path, recorder) == (training, held_out) and sizes == [2, 3]
     workloads = [load_workload(str(path), split) for split in ("tune", "evaluate")]
     alone = {prompt.name: recorder._answers.record_alone(prompt).tokens for w in workloads for prompt in w.prompts}
     for line in (*training, *held_out):
