@@ -97,7 +97,14 @@ class AnswerRecorder:
         if self.target.has_states or any(request.call.stops for request in requests):
             return [self._alone(prompt, **settings) for prompt in prompts]
         batch = SampledBatch(self.target, requests)
-        is_certain = [batch.insert(row, self._prefill(request, ())) for row, request in enumerate(requests)]
+        is_certain: list[bool] = []
+        prefilled: Prefilled | None = None
+        for row, request in enumerate(requests):
+            last, prompt = None if prefilled is None else prefilled.prompt, request.prompt
+            is_again = last is not None and last.num_visual_tokens == 0 and torch.equal(last.tokens, prompt.tokens)
+            if prefilled is None or not is_again:  # of equal prompts the cache still holds the last one
+                prefilled = self._prefill(request, ())
+            is_certain.append(batch.insert(row, prefilled))
         for _ in batch.decode(is_certain):
             pass
         return [request.tokens for request in requests]
