@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
 import hashlib
 import json
 import os
 import tempfile
 import time
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -171,12 +173,13 @@ def content_key(value: Any) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The content of a text file; a ``UserError`` if it does not exist or is not UTF-8."""
+    """The content of a text file, also of one compressed by gzip (``.gz``); a ``UserError`` if it does not exist or is not UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; check the path") from None
-    except (OSError, ValueError) as error:  # not UTF-8, or a path with a zero byte
+    except (OSError, EOFError, zlib.error, ValueError) as error:  # not UTF-8, or a path with a zero byte
         raise UserError(f"{path}: cannot be read as text ({error}); check the path and its permissions") from None
 
 

@@ -78,7 +78,8 @@ def _prompts(
     from pydantic import ValidationError
 
     from autotune.files import describe
-    from autotune.workloads.prompt import Prompt, WorkloadPrompt, load_image
+    from autotune.workloads.pixels import load_image
+    from autotune.workloads.prompt import Prompt, WorkloadPrompt
     from autotune.workloads.workload import load_workload
 
     settings = {name: value for name, value in settings.items() if value is not None}

@@ -19,14 +19,14 @@ from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.eagle3 import Eagle3Network, is_eagle3, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
-from autotune.drafters.losses import FREQUENCIES, TrainableBlocks
+from autotune.drafters.losses import TrainableBlocks
 from autotune.drafters.mtp import MtpNetwork, load_mtp
 from autotune.drafters.mtp_checkpoint import load_own_mtp
 from autotune.drafters.network import BlocksConfig, BlocksNetwork, DraftNetwork, NetworkConfig, set_weights
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.drafters.token_draft import TokenDraft
-from autotune.drafters.trainable import CONFIG, PICKLED, WEIGHTS, TrainableNetwork, read_tensors
+from autotune.drafters.trainable import CONFIG, FREQUENCIES, PICKLED, WEIGHTS, TrainableNetwork, read_tensors
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
 from autotune.modeling.gguf import find_gguf

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache
 from autotune.drafters.network import JoinedLayersConfig, JoinedLayersNetwork, set_weights
+from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.trainable import CONFIG, WEIGHTS, read_tensors
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
@@ -148,6 +149,9 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
         with torch.no_grad():
             network.lm_head.weight.copy_(target.model.get_output_embeddings().weight[: target.vocab_size])
         return network
+
+    def finish(self, batches: Iterable[TeacherBatch]) -> None:
+        """Nothing is counted: the vocabulary is that of the head's own output layer."""
 
     def save(self, folder: Path) -> None:
         """Write the head in EAGLE's format, with weights in bfloat16."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -17,9 +17,6 @@ from autotune.drafters.trainable import LossSettings, Metrics, TrainableNetwork
 from autotune.drafters.two_readings import DraftRows, TwoReadings, own_feature_mask, rows_of
 from autotune.files import parse_kind
 from autotune.modeling.target import Target
-
-FREQUENCIES = "token_frequencies"  # tensor of a draft's weights
-ROWS_COUNTED = 1024  # tokens at a time
 
 
 class TokenLosses(NamedTuple):
@@ -98,19 +95,3 @@ class TrainableBlocks(BlocksNetwork, TrainableNetwork):
             loss = loss + settings.distillation_weight * smooth_l1_loss(tokens.early.float(), imitated)
             metrics["distilled_layer"] = float(source)
         return loss, {"loss": loss.item(), **metrics}
-
-    @torch.no_grad()
-    def finish(self, batches: Iterable[TeacherBatch]) -> None:
-        """Count how often the target is expected to emit each token of its vocabulary along the batches."""
-        total: Tensor | float = 0.0
-        for batch in batches:
-            for rows in batch.hidden[self.config.num_target_layers][batch.loss_mask].split(ROWS_COUNTED):
-                total = total + batch.head(rows).double().softmax(-1).sum(0)
-        assert isinstance(total, Tensor), "no batches"
-        self.token_frequencies = total.float()
-
-    def saved_tensors(self) -> dict[str, Tensor]:
-        """The weights in bfloat16, and the frequencies of tokens in float32."""
-        frequencies = self.token_frequencies
-        counted = {} if frequencies is None else {FREQUENCIES: frequencies.float().contiguous()}
-        return super().saved_tensors() | counted

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, KeysValues
 from autotune.drafters.network import NetworkConfig, set_weights
-from autotune.drafters.trainable import CONFIG, WEIGHTS, LossSettings, read_tensors
+from autotune.drafters.trainable import CONFIG, FREQUENCIES, WEIGHTS, LossSettings, read_tensors
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
 from autotune.modeling.graph_runner import KVSlots
@@ -49,7 +49,8 @@ class MtpNetwork(UnrolledNetwork):
         super().__init__()
         text = target.text
         self.config = config
-        self.embedding = self.first_feature = self.token_ids = None  # trained on sequences without their first token
+        self.embedding = self.first_feature = None  # trained on sequences without their first token
+        self.register_buffer("token_ids", None, persistent=False)
         self.layer_config = _layer_config(text.config)
         last, hidden = text.layers[-1], config.hidden_size
         new_norm = next((type(part) for name, part in last.named_children() if "norm" in name), None)
@@ -185,7 +186,9 @@ def load_mtp(folder: Path, target: Target, *, random_weights: bool = False) -> M
     """
     network = MtpNetwork(MtpConfig.load(folder / CONFIG), target)
     if not random_weights:
-        set_head(network, read_tensors(folder, "an mtp head"), source=str(folder / WEIGHTS))
+        tensors = read_tensors(folder, "an mtp head")
+        network.token_frequencies = tensors.pop(FREQUENCIES, None)
+        set_head(network, tensors, source=str(folder / WEIGHTS))
     return network.eval().requires_grad_(False)
 
 

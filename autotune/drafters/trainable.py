@@ -22,6 +22,8 @@ from autotune.modeling.loading import save_tensors
 from autotune.modeling.target import Target
 
 CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
+FREQUENCIES = "token_frequencies"  # tensor of a draft's weights
+ROWS_COUNTED = 1024  # tokens at a time
 Metrics = dict[str, float]
 """Figures to display and log, by name."""
 
@@ -95,14 +97,24 @@ class TrainableNetwork(DraftNetwork):
     def after_backward(self) -> None:
         """Called when the gradients of a training step have been computed."""
 
+    @torch.no_grad()
     def finish(self, batches: Iterable[TeacherBatch]) -> None:
-        """Called after the last step, with teacher batches of the last stage, which are read as they are asked for."""
+        """Called after the last step, with teacher batches of the last stage, which are read as they are asked for: count how often
+        the target is expected to emit each token of its vocabulary along them.
+        """
+        total: Tensor | float = 0.0
+        for batch in batches:
+            for rows in batch.hidden[self.config.num_target_layers][batch.loss_mask].split(ROWS_COUNTED):
+                total = total + batch.head(rows).double().softmax(-1).sum(0)
+        assert isinstance(total, Tensor), "no batches"
+        self.token_frequencies = total.float()
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        """The weights in bfloat16, and tensors of integers."""
+        """The weights in bfloat16, tensors of integers, and the frequencies of tokens in float32."""
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         floats = {name: t.to(torch.bfloat16) for name, t in tensors.items() if t.is_floating_point()}
-        return tensors | floats
+        frequencies = self.token_frequencies
+        return tensors | floats | ({} if frequencies is None else {FREQUENCIES: frequencies.float().contiguous()})
 
     def save(self, folder: Path) -> None:
         """Write config and weights in bfloat16, which are loaded in the target's precision."""

@@ -17,7 +17,7 @@ from autotune.execution import EAGER
 from autotune.modeling.target import Prefilled, Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import Request
-from autotune.runtime.greedy_batch import GreedyBatch, can_batch
+from autotune.runtime.greedy_batch import GreedyBatch, SampledBatch, can_batch
 from autotune.runtime.token_sampler import COUPLED_TEMPERATURE, TokenSampler
 from autotune.workloads.prompt import WorkloadPrompt
 
@@ -85,9 +85,33 @@ class AnswerRecorder:
         """The answer of a prompt that is decoded by itself."""
         return self._answer(self._request(prompt), self._alone(prompt))
 
-    def _request(self, prompt: WorkloadPrompt) -> Request:
+    def write_together(self, prompts: Sequence[WorkloadPrompt], **settings: Any) -> list[list[int]]:
+        """The tokens of answers that are decoded in one batch, in which rounding may choose others than one by one: to train on.
+
+        A model with states, whose rows cannot be padded, decodes them one by one.
+
+        Args:
+            settings: of ``generate``, of all of them.
+        """
+        requests = [self._request(prompt, **settings) for prompt in prompts]
+        if self.target.has_states or any(request.call.stops for request in requests):
+            return [self._alone(prompt, **settings) for prompt in prompts]
+        batch = SampledBatch(self.target, requests)
+        is_certain: list[bool] = []
+        prefilled: Prefilled | None = None
+        for row, request in enumerate(requests):
+            last, prompt = None if prefilled is None else prefilled.prompt, request.prompt
+            is_again = last is not None and last.num_visual_tokens == 0 and torch.equal(last.tokens, prompt.tokens)
+            if prefilled is None or not is_again:  # of equal prompts the cache still holds the last one
+                prefilled = self._prefill(request, ())
+            is_certain.append(batch.insert(row, prefilled))
+        for _ in batch.decode(is_certain):
+            pass
+        return [request.tokens for request in requests]
+
+    def _request(self, prompt: WorkloadPrompt, **settings: Any) -> Request:
         with errors_about(prompt.name):
-            (request,) = self._plain.requests(**self._inputs(prompt), **prompt.settings.generation)
+            (request,) = self._plain.requests(**self._inputs(prompt), **prompt.settings.generation, **settings)
         return request
 
     def _fits(self, requests: Sequence[Request]) -> bool:
@@ -112,13 +136,13 @@ class AnswerRecorder:
         return Answer(tokens, len(request.prompt), _as_lists(self._prefill(request).visual_scores))
 
     @torch.inference_mode()
-    def _prefill(self, request: Request) -> Prefilled:
+    def _prefill(self, request: Request, rankings: Sequence[VisualRanking] = VISUAL_RANKINGS) -> Prefilled:
         self.target.reserve(len(request.prompt))
-        return self.target.prefill(request.prompt, visual_rankings=VISUAL_RANKINGS)
+        return self.target.prefill(request.prompt, visual_rankings=rankings)
 
-    def _alone(self, prompt: WorkloadPrompt) -> list[int]:
+    def _alone(self, prompt: WorkloadPrompt, **settings: Any) -> list[int]:
         inputs = self._inputs(prompt)
-        sequence = self._plain.generate(**inputs, **prompt.settings.generation).sequences
+        sequence = self._plain.generate(**inputs, **prompt.settings.generation, **settings).sequences
         return sequence[0, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
 
 

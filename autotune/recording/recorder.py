@@ -100,6 +100,20 @@ class Recorder:
                 write_bytes(self._answer_path(prompt), json.dumps(asdict(answer)).encode())
                 yield prompt, answer
 
+    def answers_to_train_on(self, prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
+        """The tokens of the target's answers, missing ones decoded in one batch. Each has a file of its own, beside those of
+        ``answers``, from which they may differ where two tokens are nearly tied.
+        """
+        paths = {
+            prompt.sha256: self.folder / "training-answers" / f"{self._answer_key(prompt)}.json" for prompt in prompts
+        }
+        found = {sha256: answer.tokens for sha256, path in paths.items() if (answer := read_answer(path)) is not None}
+        missing = list({prompt.sha256: prompt for prompt in prompts if prompt.sha256 not in found}.values())
+        for prompt, tokens in zip(missing, self._answers.write_together(missing) if missing else (), strict=True):
+            found[prompt.sha256] = tokens
+            write_bytes(paths[prompt.sha256], json.dumps(asdict(Answer(tokens, 0, {}))).encode())
+        return [found[prompt.sha256] for prompt in prompts]
+
     def follow(self, workload: Workload) -> Workload:
         """The workload with the target's answers that its later turns follow, which are recorded as all answers are."""
 

@@ -72,7 +72,7 @@ class DecodedExample:
         self.prompt = trace.header.prompts[prompt]
         found = prompts.get(self.prompt)
         self.question = None if found is None else found.settings.text
-        self.images = [] if found is None else [data_uri(image) for image in found.pixels[:MAX_IMAGES]]
+        self.images = [] if found is None else [data_uri(image) for image in found.pictures[:MAX_IMAGES]]
         self.first_text = texts[0]  # emitted by the prefill
         self.answer = answer_parts(decoded, texts, drawn)
         self.num_rounds = len(decoded)

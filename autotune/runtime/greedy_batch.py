@@ -1,4 +1,6 @@
-"""Plain greedy decoding of several requests in one batch, with the tokens that decoding them one by one emits."""
+"""Plain decoding of several requests in one batch: of greedy ones with the tokens that decoding them one by one emits, or of any
+where rounding may choose others.
+"""
 
 from __future__ import annotations
 
@@ -103,3 +105,12 @@ class GreedyBatch:
         ).last_hidden_state[:, -1]
         self.cache.advance(1)
         return target.text.logits(hidden)
+
+
+class SampledBatch(GreedyBatch):
+    """The same for greedy and sampled requests whose tokens need not be those of decoding them one by one: all are certain."""
+
+    def _emit(self, request: Request, logits: Tensor) -> bool:
+        request.sampler.max_noise_bytes = 0  # no draft asks for it again, and there is one for each row
+        request.emit([request.sampler.token(logits, len(request.prompt) + len(request.tokens))])
+        return True

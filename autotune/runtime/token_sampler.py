@@ -140,6 +140,7 @@ class TokenSampler:
         """The latest tokens, on their device."""
         self._generator = torch.Generator(device)
         self._device = device
+        self.max_noise_bytes = MAX_NOISE_BYTES
         self._noise: dict[tuple[int, int], Tensor] = {}  # by position and vocabulary, the oldest first
 
     @property
@@ -234,7 +235,7 @@ class TokenSampler:
         """The noise of a position, [vocabulary]. Draft and target ask for the same positions, so recent ones are kept."""
         key = position, vocabulary
         if key not in self._noise:
-            while self._noise and (len(self._noise) + 1) * vocabulary * 4 > MAX_NOISE_BYTES:
+            while self._noise and (len(self._noise) + 1) * vocabulary * 4 > self.max_noise_bytes:
                 del self._noise[next(iter(self._noise))]
             self._generator.manual_seed(mix_seed(self.seed, position))
             # -log of an exponential variate is Gumbel distributed.

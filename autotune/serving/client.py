@@ -243,13 +243,17 @@ def _message(body: bytes) -> str:
 
 def _messages(prompt: WorkloadPrompt) -> list[dict[str, Any]]:
     """The prompt as messages of OpenAI's API, its images as PNG: no pixel changes."""
-    images = ({"type": "image_url", "image_url": {"url": _data_url(image)}} for image in prompt.pixels)
+    if prompt.videos:
+        raise UserError(
+            f"{prompt.name}: engines are sent images, not videos; leave the prompt out, or give frames as images"
+        )
+    images = ({"type": "image_url", "image_url": {"url": _data_url(image)}} for image in prompt.images)
     return [
         {
             "role": message["role"],
             "content": [next(images) if part["type"] == "image" else part for part in message["content"]],
         }
-        for message in chat_messages(prompt.content, num_images=len(prompt.pixels))
+        for message in chat_messages(prompt.content, num_images=len(prompt.images))
     ]
 
 

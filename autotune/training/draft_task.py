@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,22 +14,32 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from autotune.console import Console
+from autotune.device import multiplies_bfloat16
 from autotune.drafters.checkpoint import NETWORKS, load_feature_network
 from autotune.drafters.divergence import divergence
+from autotune.drafters.teacher_batch import DistillationRule
 from autotune.drafters.trainable import CONFIG, LossSettings, Metrics, TrainableNetwork
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key
+from autotune.modeling.clock import now_ms
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
+from autotune.recording.answers import AnswerRecorder
 from autotune.recording.recorder import Recorder, Report
-from autotune.training.examples import JsonlExamples, read_examples, split_file
+from autotune.training.examples import JsonlExamples, Line, at_temperatures, judged_questions, read_examples, split_file
+from autotune.training.magpie import write_questions
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
-from autotune.training.recipe import Recipe, teacher_name
+from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.teacher import Teacher, TeacherBatches
 
 TEACHER_BATCHES = WORKSPACE / "teacher-batches"
 NUM_HELD_OUT = 3  # batches
 NUM_FINISHED = 64  # batches that a network reads after its last step
+
+
+def autocast_dtype(device: torch.device, target: torch.dtype) -> torch.dtype | None:
+    """bfloat16 if the device multiplies it natively, or the target's data type is not float32; otherwise None (float32)."""
+    return torch.bfloat16 if multiplies_bfloat16(device) or target != torch.float32 else None
 
 
 class DraftTask:
@@ -42,6 +55,7 @@ class DraftTask:
         accelerator: Accelerator,
         *,
         report: Report | None = None,
+        notify: Callable[[str], None] | None = None,
         console: Console | None = None,
     ) -> None:
         self.recipe = recipe
@@ -54,10 +68,17 @@ class DraftTask:
                 f"{recipe_path}: every process needs an example of each batch; got batch_size {smallest} for {self.share[1]} "
                 "processes; raise batch_size, or start fewer processes"
             )
-        path = recipe_path.parent / recipe.data.file  # an invalid file is refused before the target is loaded
-        training, held_out = split_file(
-            path, batch_size=largest, num_examples=recipe.data.num_examples, num_held_out=NUM_HELD_OUT * largest
+        data, path = recipe.data, recipe_path.parent / recipe.data.file
+        split = partial(
+            split_file,
+            path,
+            batch_size=largest,
+            num_examples=data.num_examples,
+            num_held_out=NUM_HELD_OUT * largest,
+            judged=judged_questions(recipe_path.parent, data.judged),
         )
+        if data.magpie is None:
+            split()  # an invalid file is refused before the target is loaded
         name = teacher_name(recipe, recipe_path)
         self.processor = load_processor(name)
         self.target = Target(load_model(name, device=str(accelerator.device), dtype=recipe.dtype, console=console))
@@ -71,8 +92,13 @@ class DraftTask:
                 )
         torch.manual_seed(recipe.seed)
         self.module = self._new_module().to(accelerator.device)
+        if data.magpie is not None and accelerator.is_main_process:
+            write_questions(path, data.magpie, AnswerRecorder(self.target, self.processor), report)
+        accelerator.wait_for_everyone()
+        training, held_out = (at_temperatures(lines, data.temperatures) for lines in split())
         recorder = Recorder(self.target, self.target_reference, self.processor, WORKSPACE)
-        lines = read_examples(path, [*training, *held_out], recorder, accelerator, report)
+        announce = None if notify is None else partial(self._announce, notify, len(training))
+        lines = read_examples(path, [*training, *held_out], recorder, accelerator, report, announce)
         self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
 
     def _new_module(self) -> TrainableNetwork:
@@ -94,6 +120,61 @@ class DraftTask:
             )
         return cast(TrainableNetwork, network.requires_grad_(True))
 
+    def _announce(
+        self, notify: Callable[[str], None], num_training: int, lines: Sequence[Line], num_missing: int, seconds: float
+    ) -> None:
+        """Say how long answers and training take, after the first ``lines`` of ``num_missing`` answers took ``seconds``."""
+        training_s = 0.0
+        num_read: dict[int, int] = {}  # batches by their size; stages share those of the target
+        for stage in self.recipe.stages:
+            read_s, step_s = self._seconds(stage, lines)
+            unread = min(stage.steps, math.ceil(num_training / stage.batch_size)) - num_read.get(stage.batch_size, 0)
+            num_read[stage.batch_size] = num_read.get(stage.batch_size, 0) + max(0, unread)
+            training_s += stage.steps * step_s + max(0, unread) * read_s
+        parts = [f"training about {timedelta(seconds=round(training_s))}"]
+        if num_missing > len(lines):
+            answers_s = seconds * (num_missing / len(lines) - 1)
+            num_tokens = sum(len(line.answer) for line in lines)
+            parts.insert(
+                0,
+                f"the other {num_missing - len(lines):,} answers about {timedelta(seconds=round(answers_s))} "
+                f"({num_tokens / seconds:,.0f} tokens/s)",
+            )
+        notify(f"time (h:mm:ss), as the first {len(lines)} examples take it: {', '.join(parts)}")
+
+    def _seconds(self, stage: Stage, lines: Sequence[Line]) -> tuple[float, float]:
+        """Seconds in which the target reads a batch of a stage, and of the rest of a step on it. The draft stays as it is.
+
+        Raises:
+            UserError: the batch needs more memory than there is.
+        """
+        size = math.ceil(stage.batch_size / self.share[1])
+        chosen = (list(lines) * math.ceil(size / len(lines)))[:size]
+        layers, rule = self._layers_and_rule(stage)
+        optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.0, fused=True)
+        device = self.accelerator.device
+        dtype = autocast_dtype(device, self.target.dtype)
+        examples = JsonlExamples(chosen, self.target, self.processor, batch_size=size)
+        kept = min(len(layers) + (rule != "none"), self.teacher.num_layers)
+        half = dtype is not None
+        needs = estimate_memory(self.target, self.module, examples.shapes, num_layers_kept=kept, half_precision=half)
+        check_memory(needs, device, TEACHER_BATCHES, num_processes=self.share[1], source=self.recipe_path)
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        self.module.train()
+        for _ in range(2):  # the first step prepares kernels
+            started = now_ms(device)
+            batch = self.teacher.read(examples[0], layers=layers, rule=rule)
+            is_read = now_ms(device)
+            with torch.autocast(device.type, dtype or torch.bfloat16, enabled=half):
+                loss, _ = self.module.loss(batch, stage, torch.Generator().manual_seed(0), divergence)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            ended = now_ms(device)
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(buffers[name])
+        return (is_read - started) / 1000, (ended - is_read) / 1000
+
     def begin(self, number: int) -> None:
         self._number, self._stage = number, self.recipe.stages[number]
         # The compiled one keeps no tensor as large as the logits but their gradient.
@@ -108,16 +189,21 @@ class DraftTask:
                 for index in range(min(NUM_HELD_OUT, held_out.num_batches))
             ]
 
+    def _layers_and_rule(self, stage: Stage) -> tuple[set[int], DistillationRule]:
+        """Layers of the target that a stage needs, and the rule that chooses one more."""
+        layers = {*self.module.layers_in_training, self.teacher.num_layers}
+        if isinstance(stage.distillation, int):
+            return layers | {stage.distillation}, "none"
+        return layers, stage.distillation
+
     def _batches_of(self, number: int) -> TeacherBatches:
         data, stage, share = self.recipe.data, self.recipe.stages[number], self.share
-        layers, rule = {*self.module.layers_in_training, self.teacher.num_layers}, stage.distillation
-        if isinstance(rule, int):
-            layers, rule = layers | {rule}, "none"
+        layers, rule = self._layers_and_rule(stage)
         options: dict[str, Any] = {"batch_size": stage.batch_size, "seed": data.seed, "share": share}
         examples = JsonlExamples(self._training_lines, self.target, self.processor, **options)
         content: dict[str, Any] = {
             "target": [self.target_reference.sha256 or self.target_reference.id, self.target.text.precision],
-            "data": data.model_dump(exclude={"file"}),
+            "data": data.model_dump(include={"num_examples", "seed"}),
             "batch_size": stage.batch_size,
             "share": list(share),
             "lines": examples.key,

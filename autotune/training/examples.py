@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from autotune.errors import UserError, errors_about
 from autotune.files import content_key
-from autotune.modeling.prompt import EncodedPrompt, visual_tokens
+from autotune.modeling.prompt import EncodedPrompt, placeholders_of, visual_tokens
 from autotune.modeling.target import Target
+from autotune.recording.answers import MAX_BATCH_BYTES
 from autotune.recording.recorder import Recorder, Report
 from autotune.training.memory import BatchShape
 from autotune.workloads.formats import read_jsonl
-from autotune.workloads.prompt import AnsweredPrompt, Prompt, load_prompt
-from autotune.workloads.workload import Workload
+from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, load_prompt
+from autotune.workloads.workload import BUNDLED, WorkloadSplit, load_workload
 
+ROWS = 64  # answers that are decoded together
 HELD_OUT_SHARE = 20  # one example in 20 is held out
 # Per-token inputs that processors make, with their values for the answer's tokens.
 PER_TOKEN = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}
@@ -58,7 +63,12 @@ class Line:
 
 
 def split_file(
-    path: Path, *, batch_size: int, num_examples: int | None = None, num_held_out: int | None = None
+    path: Path,
+    *,
+    batch_size: int,
+    num_examples: int | None = None,
+    num_held_out: int | None = None,
+    judged: Collection[str] = (),
 ) -> tuple[list[NumberedPrompt], list[NumberedPrompt]]:
     """The training and the held-out prompts of a file.
 
@@ -69,11 +79,14 @@ def split_file(
         batch_size: largest batch size of any stage; as many lines are held out if the file is large enough.
         num_examples: number of lines to train on; None: all.
         num_held_out: largest number of held-out lines to use.
+        judged: hashes of questions that are neither trained on nor held out, see ``judged_questions``.
 
     Raises:
         UserError: missing file, invalid line, or too few lines.
     """
     lines = read_jsonl(path, AnsweredPrompt)
+    if judged:
+        lines = [line for line in lines if _question(load_prompt(path, line[0], line[1].unanswered)) not in judged]
     held_out = [line for line in lines if line[1].split == "evaluate"]
     training = [line for line in lines if line[1].split == "train"]
     training = training or [line for line in lines if line[1].split != "evaluate"]
@@ -92,58 +105,132 @@ def split_file(
     return training[:num_examples], held_out[:num_held_out]
 
 
+def judged_questions(folder: Path, names: Sequence[str]) -> frozenset[str]:
+    """Hashes of the questions, with their images, of workloads that judge a draft: bundled ones, or files relative to a folder.
+
+    Raises:
+        UserError: a workload cannot be read.
+    """
+    found: list[WorkloadPrompt] = []
+    for name in names:
+        if name in BUNDLED:
+            found += [prompt for split in get_args(WorkloadSplit) for prompt in load_workload(name, split).prompts]
+        else:
+            found += load_workload(str(folder / name), "evaluate", is_whole=True).prompts
+    return frozenset(map(_question, found))
+
+
+def _question(prompt: WorkloadPrompt) -> str:
+    """Hash of a prompt's last message and images, whatever its settings."""
+    return replace(prompt, settings=Prompt(prompt=prompt.settings.text.strip()), answers=()).sha256
+
+
+def at_temperatures(lines: Sequence[NumberedPrompt], temperatures: Sequence[float]) -> list[NumberedPrompt]:
+    """The prompts without an answer once for each temperature; a sampled answer's seed is its line's number, unless it has one."""
+    several = []
+    for number, prompt in lines:
+        changes = [{"temperature": t, "seed": prompt.seed or number * (t > 0)} for t in temperatures]
+        copies = changes if prompt.answer is None and changes else [{}]
+        several += [(number, prompt.model_copy(update=change)) for change in copies]
+    return several
+
+
 def read_examples(
     path: Path,
     prompts: Sequence[NumberedPrompt],
     recorder: Recorder,
     accelerator: Accelerator,
     report: Report | None = None,
+    announce: Callable[[list[Line], int, float], None] | None = None,
 ) -> list[Line]:
-    """The lines with answers. The target generates missing answers, each process a share of them; the recorder caches them.
+    """The lines with answers. The target writes missing answers in batches of prompts of similar length, each process a share of
+    them; the recorder caches them.
+
+    Args:
+        announce: is called once with the first lines whose answers were written, the number of all lines whose answers are, and the seconds
+            that these took; or with all lines, 0 and 0.
 
     Raises:
         UserError: an unreadable image, or a prompt that the target cannot read.
     """
+    asked = [_read_line(path, number, prompt, recorder) for number, prompt in prompts]
+    missing = sorted((line for line in asked if line.key == ""), key=lambda line: line.length)
     process, num_processes = accelerator.process_index, accelerator.num_processes
-    lines: list[Line] = []
-    for share in [prompts] if num_processes == 1 else [prompts[process::num_processes], prompts]:
-        lines = []
-        for number, prompt in share:
-            lines.append(read_line(path, number, prompt, recorder))
+    placeholders = placeholders_of(recorder.target.model.config)
+    answered: dict[int, Line] = {}  # by the identity of the line without its answer
+    for share in [missing] if num_processes == 1 else [missing[process::num_processes], missing]:
+        answered, started = {}, time.perf_counter()
+        batches = list(_batches(share, recorder.target))
+        middle = len(batches) // 2
+        for batch in (*batches[middle:], *batches[:middle]):  # those of medium length tell how long the others take
+            with errors_about(str(path)):
+                answers = recorder.answers_to_train_on(
+                    [load_prompt(path, line.number, line.settings) for line in batch]
+                )
+            for line, answer in zip(batch, answers, strict=True):  # a sampled one may hold a token of images
+                read = itertools.takewhile(lambda token: token not in placeholders, answer[:-1])
+                answered[id(line)] = _answered(line, list(read), recorder)
             if report is not None:
-                report(len(lines), len(share))
+                report(len(answered), len(share))
+            if announce is not None:
+                announce([*answered.values()], len(share), time.perf_counter() - started)
+                announce = None
         accelerator.wait_for_everyone()
+    lines = [answered.get(id(line), line) for line in asked]
+    if announce is not None:
+        announce(lines, 0, 0.0)
     return lines
 
 
-def read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Recorder) -> Line:
-    """A line with its answer, which the target generates if it is missing."""
+def _batches(lines: Sequence[Line], target: Target) -> Iterator[list[Line]]:
+    """Consecutive lines whose answers are decoded together: ``ROWS`` at most, as many as the memory of their keys and values allows."""
+    batch: list[Line] = []
+    longest = 0
+    for line in lines:
+        longest = max(longest, line.length + line.settings.max_new_tokens)
+        size = (len(batch) + 1) * longest * target.kv_bytes_per_token
+        if batch and (len(batch) == ROWS or size > MAX_BATCH_BYTES):
+            yield batch
+            batch, longest = [], line.length + line.settings.max_new_tokens
+        batch.append(line)
+    if batch:
+        yield batch
+
+
+def _read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Recorder) -> Line:
+    """A line; without a key while its answer is missing."""
     target, source = recorder.target, f"{path}:{number}"
-    settings = answered.unanswered
-    prompt = load_prompt(path, number, settings)
-    prompt_ids = prompt.inputs(recorder.processor)["input_ids"][0].tolist()
+    prompt = load_prompt(path, number, answered.unanswered)
+    prompt_ids = prompt.inputs(recorder.processor)["input_ids"][0]
     room = target.max_context - len(prompt_ids)
     if room < 1:
         raise UserError(
             f"{source}: the target's context of {target.max_context} tokens must hold the prompt and an answer; "
             f"the prompt has {len(prompt_ids)} tokens; shorten it or remove the line"
         )
+    if not prompt.pixels:
+        _refuse_visual_tokens(prompt_ids, target, source)
+    limit = min(prompt.settings.max_new_tokens, room)
+    settings = prompt.settings.model_copy(update={"max_new_tokens": limit})
+    line = Line(path, number, settings, (), len(prompt_ids), "")
     if answered.answer is None:
-        limited = settings.model_copy(update={"max_new_tokens": min(settings.max_new_tokens, room)})
-        with errors_about(source):
-            (generated,) = recorder.answers(Workload(path.name, "tune", (replace(prompt, settings=limited),)))
-        answer = generated.tokens[:-1]
-    else:
-        # The end-of-sequence token would follow; as the last token it is not read.
-        tokenizer = getattr(recorder.processor, "tokenizer", recorder.processor)
-        answer = tokenizer(answered.answer, add_special_tokens=False)["input_ids"][:room]
-    text = torch.tensor(answer if settings.images else [*prompt_ids, *answer], dtype=torch.long)
+        return line
+    # The end-of-sequence token would follow; as the last token it is not read.
+    tokenizer = getattr(recorder.processor, "tokenizer", recorder.processor)
+    return _answered(line, tokenizer(answered.answer, add_special_tokens=False)["input_ids"][:room], recorder)
+
+
+def _answered(line: Line, answer: Sequence[int], recorder: Recorder) -> Line:
+    _refuse_visual_tokens(torch.tensor(answer, dtype=torch.long), recorder.target, f"{line.path}:{line.number}")
+    key = content_key([load_prompt(line.path, line.number, line.settings).sha256, list(answer)])
+    return replace(line, answer=tuple(answer), length=line.length + len(answer), key=key)
+
+
+def _refuse_visual_tokens(text: Tensor, target: Target, source: str) -> None:
     if bool(visual_tokens(target.model.config, text).any()):
         raise UserError(
-            f"{source}: the text has image tokens beside those of the line's images; remove them from the text"
+            f"{source}: the text has tokens of images or videos beside those of the line's own; remove them from the text"
         )
-    key = content_key([prompt.sha256, answer])
-    return Line(path, number, settings, tuple(answer), len(prompt_ids) + len(answer), key)
 
 
 class JsonlExamples:

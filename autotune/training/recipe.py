@@ -35,12 +35,32 @@ class Stage(LossSettings):
     """Learning rate at the end of the stage, as a share of the highest one."""
 
 
+class Magpie(Document):
+    """Questions that the target writes itself, see ``training.magpie``."""
+
+    num_prompts: int = Field(ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    question_tokens: int = Field(default=128, ge=1)
+    """Longest question; longer ones are left out."""
+    answer_tokens: int = Field(default=256, ge=1)
+    """Limit of the answers."""
+
+
 class Data(Document):
     file: str
     """JSONL, relative to the recipe: see ``AnsweredPrompt``."""
+    magpie: Magpie | None = None
+    """Let the target write ``file``, or continue it."""
+    judged: list[str] = Field(default_factory=list)
+    """Workloads that will judge the draft, as files relative to the recipe or names of bundled ones: their prompts are not trained on."""
     num_examples: int | None = Field(default=None, ge=1)
-    """Number of different examples; None: all of the file. They are repeated in another order each epoch, and the target's outputs
+    """Number of different prompts; None: all of the file. They are repeated in another order each epoch, and the target's outputs
     on them are cached in ``.autotune/teacher-batches``.
+    """
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field(default_factory=list)
+    """Temperatures of the answers that the target writes: each prompt has one answer of each, and is as many examples. Empty: one
+    answer, at the line's own temperature.
     """
     seed: int = 0
     """Recipes with the same seed share cached teacher batches."""

@@ -20,12 +20,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from autotune.console import Console
-from autotune.device import multiplies_bfloat16
 from autotune.errors import UserError
 from autotune.files import append_line, content_key, sha256_of
 from autotune.modeling.loading import Dtype, save_tensors
 from autotune.training.curve import draw_curve
-from autotune.training.draft_task import DraftTask
+from autotune.training.draft_task import DraftTask, autocast_dtype
 from autotune.training.recipe import Recipe, Stage, load_recipe
 
 CHECKPOINT_EVERY = 100  # steps
@@ -101,11 +100,6 @@ def learning_rate(stage: Stage, step: int) -> float:
         return stage.learning_rate * (step + 1) / stage.warmup_steps
     share = (step - stage.warmup_steps) / max(1, stage.steps - stage.warmup_steps)
     return stage.learning_rate * (stage.final_rate + (1 - stage.final_rate) * 0.5 * (1 + math.cos(math.pi * share)))
-
-
-def autocast_dtype(device: torch.device, target: torch.dtype) -> torch.dtype | None:
-    """bfloat16 if the device multiplies it natively, or the target's data type is not float32; otherwise None (float32)."""
-    return torch.bfloat16 if multiplies_bfloat16(device) or target != torch.float32 else None
 
 
 def make_optimizers(module: nn.Module, parameters: Sequence[nn.Parameter], stage: Stage) -> list[torch.optim.Optimizer]:
@@ -224,7 +218,7 @@ def train(
         progress = notify = console = None
     torch.manual_seed(recipe.seed)
     report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
-    task = DraftTask(recipe, recipe_path, accelerator, report=report, console=console)
+    task = DraftTask(recipe, recipe_path, accelerator, report=report, notify=notify, console=console)
     autocast = autocast_dtype(accelerator.device, task.target.dtype)
     # The recipe and its file of examples must not change while a run is resumed.
     content = recipe.model_dump(mode="json", exclude_defaults=True)

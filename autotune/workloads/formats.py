@@ -9,6 +9,10 @@
 | ``speed-bench`` | ``{"question_id": text, "category": text, "turns": [text], ...}``, JSONL or Parquet; ``messages`` once prepared |
 | ``vllm`` | ``{"prompt": text, "image_files": [paths], "output_tokens": n}``, or ``content`` with parts of text and images |
 | ``sharegpt`` | ``[{"conversations": [{"from": "human", "value": text}, ...]}]``, JSON or JSONL |
+| ``humaneval`` | ``{"task_id": "HumanEval/0", "prompt": code, ...}`` |
+| ``gsm8k`` | ``{"question": text, "answer": text}`` |
+
+Text files may be compressed by gzip.
 
 The reference answers of a benchmark are not used: later turns follow the target's own answers. Questions of a benchmark are
 taken from its tasks in turn, so that the first ones are of all tasks, and alternate between the splits within each task.
@@ -30,7 +34,9 @@ from autotune.files import describe, read_text
 from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import Message, Part, Prompt
 
-Format = Literal["autotune", "mt-bench", "spec-bench", "mmspec", "speed-bench", "vllm", "sharegpt"]
+Format = Literal[
+    "autotune", "mt-bench", "spec-bench", "mmspec", "speed-bench", "vllm", "sharegpt", "humaneval", "gsm8k"
+]
 FORMATS: tuple[Format, ...] = get_args(Format)
 OWN: Format = "autotune"
 BENCHMARK_TOKENS = 1024
@@ -121,6 +127,10 @@ def detect(rows: Sequence[tuple[int, Any]]) -> Format:
         return "sharegpt"
     if keys & {"image_files", "content", "output_tokens"}:
         return "vllm"
+    if "task_id" in keys:
+        return "humaneval"
+    if "question" in keys:
+        return "gsm8k"
     if {"turns", "image", "topic"} <= keys:
         return "mmspec"
     if "question_id" in keys and keys & _SPEED_BENCH_KEYS:
@@ -274,6 +284,21 @@ class _ShareGpt(_Row):
         return _conversation(turns, task="sharegpt") if turns else None
 
 
+class _HumanEval(_Row):
+    text: Text = Field(alias="prompt")
+
+    def prompt(self, format: Format) -> Prompt:
+        return _conversation([self.text], task=format)
+
+
+class _Gsm8k(_Row):
+    question: Text
+    answer: str
+
+    def prompt(self, format: Format) -> Prompt:
+        return _conversation([self.question], task=format)
+
+
 _READERS: dict[Format, type[_Row]] = {
     "mt-bench": _Question,
     "spec-bench": _Question,
@@ -281,6 +306,8 @@ _READERS: dict[Format, type[_Row]] = {
     "speed-bench": _SpeedBench,
     "vllm": _Vllm,
     "sharegpt": _ShareGpt,
+    "humaneval": _HumanEval,
+    "gsm8k": _Gsm8k,
 }
 
 

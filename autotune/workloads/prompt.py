@@ -14,7 +14,8 @@ from pydantic import Field, model_validator
 
 from autotune.errors import UserError
 from autotune.files import Document
-from autotune.workloads.hub import local_file, sibling
+from autotune.workloads.hub import sibling
+from autotune.workloads.pixels import Video, load_image, load_video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -23,9 +24,9 @@ ADDED_SETTINGS = ("messages", "top_k", "turns")  # hashed only where they are se
 
 
 class Part(Document):
-    """A part of a message: text, or a marker for the prompt's next image."""
+    """A part of a message: text, or a marker for the prompt's next image or video."""
 
-    type: Literal["text", "image"]
+    type: Literal["text", "image", "video"]
     text: str = ""
 
 
@@ -48,13 +49,16 @@ class Prompt(Document):
     """One prompt with its generation settings.
 
     ``prompt`` is the user's only message; ``messages`` is a chat; ``turns`` are the user's messages of a conversation, in which
-    the target's own answers come between them. ``images`` are paths, of the first message.
+    the target's own answers come between them. ``images`` and ``videos`` are paths, of the first message.
     """
 
     prompt: str = ""
     messages: list[Message] | None = Field(default=None, min_length=1)
     turns: list[str] | None = Field(default=None, min_length=1)
     images: list[str] = Field(default_factory=list)
+    videos: list[str] = Field(default_factory=list)
+    fps: float = Field(default=2.0, gt=0)
+    """Frames of a second of the videos, see ``load_video``; 2 is the default of Qwen-VL's own tools."""
     task: str = "prompt"
     split: Literal["tune", "evaluate", "train"] | None = None
     max_new_tokens: int = Field(default=128, ge=1)
@@ -73,11 +77,12 @@ class Prompt(Document):
         if self.messages is not None:
             if self.messages[-1].role == "assistant":
                 raise ValueError("messages must end with the user's turn; drop the assistant's last message")
-            num_image_parts = sum(part.type == "image" for message in self.messages for part in message.parts)
-            if num_image_parts not in (0, len(self.images)):
-                raise ValueError(
-                    f"messages have {num_image_parts} image parts for {len(self.images)} images; give one part for each image"
-                )
+            types: list[str] = [part.type for message in self.messages for part in message.parts]
+            for kind, paths in (("image", self.images), ("video", self.videos)):
+                if types.count(kind) not in (0, len(paths)):
+                    raise ValueError(
+                        f"messages have {types.count(kind)} {kind} parts for {len(paths)} {kind}s; give one part for each {kind}"
+                    )
         return self
 
     @property
@@ -111,15 +116,31 @@ class AnsweredPrompt(Prompt):
 
 @dataclass(frozen=True)
 class WorkloadPrompt:
-    """A prompt with its images loaded; of a conversation the prompt of one turn, with the turns up to it
+    """A prompt with its images and videos loaded; of a conversation the prompt of one turn, with the turns up to it
     (``workloads.conversations``). The hash leaves the target's answers out, because they follow from the rest.
     """
 
     name: str
     settings: Prompt
-    pixels: tuple[Image, ...]
+    pixels: tuple[Image | Video, ...]
+    """The images, then the videos."""
     answers: tuple[str, ...] = ()
     """The target's answers to the earlier turns."""
+
+    @property
+    def videos(self) -> list[Video]:
+        return [seen for seen in self.pixels if isinstance(seen, Video)]
+
+    @property
+    def images(self) -> list[Image]:
+        return [seen for seen in self.pixels if not isinstance(seen, Video)]
+
+    @property
+    def pictures(self) -> list[Image]:
+        """The images and the first frames of the videos, for display."""
+        from PIL.Image import fromarray
+
+        return [*self.images, *(fromarray(video.frames[0]) for video in self.videos)]
 
     @property
     def earlier(self) -> WorkloadPrompt | None:
@@ -156,22 +177,30 @@ class WorkloadPrompt:
         """The inputs that the Hugging Face processor makes of the prompt, on a device.
 
         Raises:
-            UserError: an image for a text model, messages without a chat template, or text that does not match the images.
+            UserError: an image or video that the model does not read, messages without a chat template, or text that does not match
+                the images.
         """
         content = self.content
         if not isinstance(content, str) and not getattr(processor, "chat_template", None):
             raise UserError(
                 f"{self.name}: the target's processor has no chat template; give prompt instead of messages or turns"
             )
-        reads_images = hasattr(processor, "image_processor")
-        if self.pixels and not reads_images:
+        if not can_read(processor, self.pixels):
             raise UserError(
                 f"{self.name}: the prompt has an image, but the target reads text only; drop the image or use a vision-language model"
+                if not hasattr(processor, "image_processor")
+                else f"{self.name}: the prompt has a video, but the target reads none; give its frames as images, or use another model"
             )
-        images = {"images": list(self.pixels) or None} if reads_images else {}
+        seen: dict[str, Any] = {"images": self.images or None} if hasattr(processor, "image_processor") else {}
+        if self.videos:  # all of their frames are read, at the times that they had
+            counts = [(len(video.frames), video.fps) for video in self.videos]
+            seen |= {"videos": [video.frames for video in self.videos], "do_sample_frames": False}
+            seen["video_metadata"] = [
+                {"total_num_frames": n, "fps": fps, "frames_indices": list(range(n))} for n, fps in counts
+            ]
         try:
-            text = chat_text(processor, content, num_images=len(self.pixels))
-            encoded = processor(text=text, return_tensors="pt", **images)
+            text = chat_text(processor, content, num_images=len(self.images), num_videos=len(self.videos))
+            encoded = processor(text=text, return_tensors="pt", **seen)
         except Exception as error:  # image tokens typed into the text, text that is not Unicode, a broken template
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             message = f"{self.name}: the processor refuses the prompt ({reason}); fix its text or images, or the chat template"
@@ -189,18 +218,22 @@ class WorkloadPrompt:
     def sha256(self) -> str:
         """Hash of everything that determines the answer."""
         unset = {name for name in ADDED_SETTINGS if getattr(self.settings, name) == Prompt.model_fields[name].default}
-        settings = self.settings.model_dump(exclude={"images", "split", *unset})
+        settings = self.settings.model_dump(exclude={"images", "videos", "fps", "split", *unset})
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-        for image in self.pixels:
+        for image in self.images:
             digest.update(repr((image.mode, image.size)).encode())
             digest.update(image.tobytes())
+        for video in self.videos:
+            digest.update(repr((video.frames.shape, video.fps)).encode())
+            digest.update(video.frames.tobytes())
         return digest.hexdigest()
 
 
 def load_prompt(address: str | Path, number: int, settings: Prompt) -> WorkloadPrompt:
-    """A row of a file with its images loaded; of a conversation the last turn."""
-    pixels = tuple(load_image(sibling(address, image)) for image in settings.images)
-    return WorkloadPrompt(f"{Path(address).name}:{number}", settings, pixels)
+    """A row of a file with its images and videos loaded; of a conversation the last turn."""
+    images = (load_image(sibling(address, image)) for image in settings.images)
+    videos = (load_video(sibling(address, video), settings.fps) for video in settings.videos)
+    return WorkloadPrompt(f"{Path(address).name}:{number}", settings, (*images, *videos))
 
 
 def load_turns(address: str | Path, number: int, settings: Prompt) -> list[WorkloadPrompt]:
@@ -210,49 +243,40 @@ def load_turns(address: str | Path, number: int, settings: Prompt) -> list[Workl
     return [replace(prompt, name=f"{prompt.name}/turn-{turn}") for turn, prompt in enumerate(prompts, start=1)]
 
 
-def load_image(address: str | Path) -> Image:
-    """The image in a file as RGB.
-
-    Raises:
-        UserError: missing file, or not an image that PIL can read.
-    """
-    from PIL import Image as PILImage
-
-    path = local_file(address)
-    try:
-        with PILImage.open(path) as image:
-            return image.convert("RGB")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such image; check the path") from None
-    except Exception as error:  # PIL's readers of damaged files raise anything
-        raise UserError(f"{path}: not a readable image ({error!s:.200}); give a PNG or JPEG file") from None
+def can_read(processor: Any, pixels: Sequence[Image | Video]) -> bool:
+    """Whether a processor reads such images and videos."""
+    names = {"video_processor" if isinstance(seen, Video) else "image_processor" for seen in pixels}
+    return all(getattr(processor, name, None) is not None for name in names)
 
 
-def chat_text(processor: Any, content: str | Sequence[Message], *, num_images: int) -> str:
+def chat_text(processor: Any, content: str | Sequence[Message], *, num_images: int, num_videos: int = 0) -> str:
     """The text of a prompt after the processor's chat template, with the generation prompt.
 
-    Without a template the text is used unchanged. Image markers are placed where the messages say, or at the beginning of
-    the first user message.
+    Without a template the text is used unchanged. Markers of images and videos are placed where the messages say, or at the
+    beginning of the first user message.
     """
     if not getattr(processor, "chat_template", None):
         assert isinstance(content, str)
-        return f"{getattr(processor, 'image_token', '')}\n" * num_images + content
+        image, video = (f"{getattr(processor, f'{kind}_token', '')}\n" for kind in ("image", "video"))
+        return image * num_images + video * num_videos + content
     chat = [Message(role="user", content=content)] if isinstance(content, str) else content
     messages: list[dict[str, Any]] = [{"role": message.role, "content": message.text} for message in chat]
     if hasattr(processor, "image_processor"):
-        messages = chat_messages(chat, num_images=num_images)
+        messages = chat_messages(chat, num_images=num_images, num_videos=num_videos)
     return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
-def chat_messages(content: str | Sequence[Message], *, num_images: int) -> list[dict[str, Any]]:
-    """A chat as dictionaries whose contents are lists of parts; ``chat_text`` says where images are."""
+def chat_messages(content: str | Sequence[Message], *, num_images: int, num_videos: int = 0) -> list[dict[str, Any]]:
+    """A chat as dictionaries whose contents are lists of parts; ``chat_text`` says where images and videos are."""
     chat = [Message(role="user", content=content)] if isinstance(content, str) else content
-    has_image_parts = any(part.type == "image" for message in chat for part in message.parts)
-    first_images: list[dict[str, str]] = [] if has_image_parts else [{"type": "image"}] * num_images
+    placed = {part.type for message in chat for part in message.parts}
+    first: list[dict[str, str]] = []
+    for kind, number in (("image", num_images), ("video", num_videos)):
+        first += [{"type": kind}] * (0 if kind in placed else number)
     rendered = []
     for message in chat:
-        parts = [{"type": "text", "text": p.text} if p.type == "text" else {"type": "image"} for p in message.parts]
+        parts = [{"type": "text", "text": p.text} if p.type == "text" else {"type": p.type} for p in message.parts]
         if message.role == "user":
-            parts, first_images = [*first_images, *parts], []
+            parts, first = [*first, *parts], []
         rendered.append({"role": message.role, "content": parts})
     return rendered

@@ -1,6 +1,6 @@
 """Workloads: prompts, images and generation settings, from a file or bundled.
 
-A line of our own JSONL is a ``Prompt``; its image paths are relative to the file. ``workloads.formats`` reads the files
+A line of our own JSONL is a ``Prompt``; its paths of images and videos are relative to the file. ``workloads.formats`` reads the files
 of public benchmarks.
 
 Prompts of the ``tune`` split choose a configuration, prompts of ``evaluate`` judge it, and prompts of ``train`` are
@@ -23,7 +23,7 @@ from autotune.errors import UserError
 from autotune.files import data_root
 from autotune.workloads.formats import OWN, Format, read_jsonl, read_prompts
 from autotune.workloads.hub import local_file
-from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, load_prompt, load_turns
+from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, can_read, load_prompt, load_turns
 
 if TYPE_CHECKING:
     from autotune.documents.decoding_profile import WorkloadReference
@@ -59,17 +59,18 @@ class Workload:
         return replace(self, prompts=tuple(prompt for prompt in self.prompts if prompt.earlier is None))
 
     def readable_by(self, processor: Any) -> Workload:
-        """The prompts without images, if the processor reads text only.
+        """The prompts without images, if the processor reads text only, or without videos, if it reads none.
 
         Raises:
-            UserError: every prompt has an image.
+            UserError: no prompt is left.
         """
-        if hasattr(processor, "image_processor"):
-            return self
-        prompts = tuple(prompt for prompt in self.prompts if not prompt.pixels)
-        if not prompts:
+        prompts = tuple(prompt for prompt in self.prompts if can_read(processor, prompt.pixels))
+        if self.prompts and not prompts:
+            rule, seen = (
+                ("text only", "an image") if not hasattr(processor, "image_processor") else ("no videos", "a video")
+            )
             raise UserError(
-                f"{self.name}: the target reads text only, and every prompt has an image; name another --workload"
+                f"{self.name}: the target reads {rule}, and every prompt has {seen}; name another --workload"
             )
         return replace(self, prompts=prompts)
 

@@ -13,12 +13,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from autotune.drafters.checkpoint import NETWORKS, load_draft, load_network
-from autotune.drafters.losses import TrainableBlocks
+from autotune.drafters.checkpoint import NETWORKS, load_draft, load_feature_network
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
-from autotune.training.examples import JsonlExamples, Line, read_examples, split_file
+from autotune.training.examples import JsonlExamples, Line, at_temperatures, read_examples, split_file
 from autotune.training.teacher import Teacher
 from autotune.training.trainer import train
 from autotune.workloads.prompt import load_prompt
@@ -112,22 +111,36 @@ def test_given_answer_follows_the_prompt(recorder: Recorder, processor: Any, tmp
     assert int(Teacher(recorder.target).read([example], layers=()).loss_mask.sum()) == len(answer) + 1
 
 
-def test_answers_are_generated_once(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search over the same prompts uses the cached answers, and each line keeps its own settings."""
+def test_answers_are_written_once_in_batches(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line keeps its own settings, and has the answer of decoding it alone: nothing is nearly tied in float32."""
+    monkeypatch.setattr("autotune.training.examples.ROWS", 3)
     lines = [{"prompt": "Count.", "max_new_tokens": 5}, {"prompt": "Count.", "temperature": 1.0, "seed": 3}]
+    lines += [
+        {"prompt": "Read row 1. " * n, "max_new_tokens": 5 + n, "top_p": 0.9, "temperature": 0.5 * n} for n in (1, 2)
+    ]
     path = write(tmp_path, [*lines, {"prompt": "Read row 1.", "max_new_tokens": 5}])
+    sizes, together = [], recorder._answers.write_together
+    monkeypatch.setattr(recorder._answers, "write_together", lambda asked: sizes.append(len(asked)) or together(asked))
     training, held_out = read(path, recorder)
-    written = {file.name: file.stat().st_mtime_ns for file in (recorder.folder / "answers").iterdir()}
-    assert len(written) == 3
-    answer_none = lambda missing: iter(()) if not missing else pytest.fail("answered twice")  # noqa: E731
-    monkeypatch.setattr(recorder._answers, "record", answer_none)
-    assert read(path, recorder) == (training, held_out)
+    assert sizes == [2, 3] and len(list((recorder.folder / "training-answers").iterdir())) == 5
+    assert read(path, recorder) == (training, held_out) and sizes == [2, 3]
     workloads = [load_workload(str(path), split) for split in ("tune", "evaluate")]
-    answers = [answer for workload in workloads for answer in recorder.answers(workload)]  # lines 1, 3 and 2
-    assert written == {file.name: file.stat().st_mtime_ns for file in (recorder.folder / "answers").iterdir()}
-    lines_read = [*training, *held_out]
-    assert [list(lines_read[index].answer) for index in (0, 2, 1)] == [answer.tokens[:-1] for answer in answers]
+    alone = {prompt.name: recorder._answers.record_alone(prompt).tokens for w in workloads for prompt in w.prompts}
+    for line in (*training, *held_out):
+        assert list(line.answer) == alone[f"examples.jsonl:{line.number}"][:-1]
     assert training[0].answer != training[1].answer[:4]
+
+
+def test_answers_at_several_temperatures(recorder: Recorder, tmp_path: Path) -> None:
+    """A given answer is kept, and sampled answers have seeds of their own."""
+    path = write(tmp_path, [{"prompt": "Count.", "max_new_tokens": 9}] * 2 + [{"prompt": "Count.", "answer": "1"}])
+    prompts = at_temperatures(split_file(path, batch_size=1, num_held_out=1)[0], [0.0, 1.0])
+    assert [(n, p.temperature, p.seed) for n, p in prompts] == [(1, 0.0, 0), (1, 1.0, 1), (2, 0.0, 0), (2, 1.0, 2)]
+    greedy, sampled, same, other = (line.answer for line in read_examples(path, prompts, recorder, Accelerator()))
+    assert greedy == same and len({greedy, sampled, other}) == 3
+    assert at_temperatures(prompts, []) == prompts
 
 
 def test_answers_are_truncated_to_the_context(
@@ -263,7 +276,10 @@ def test_missing_or_invalid_file(
             r":1: the target's context of 60 tokens .*the prompt has \d+ tokens; shorten it or remove",
         ),
         ({"prompt": "<image> What?"}, r":1: the processor refuses the prompt .*; fix its text or images"),
-        ({"prompt": "x", "answer": "<image>"}, r":1: the text has image tokens beside those of the line's images"),
+        (
+            {"prompt": "x", "answer": "<image>"},
+            r":1: the text has tokens of images or videos beside those of the line's own",
+        ),
         ({"prompt": "x", "images": ["gone.png"]}, r"gone\.png: no such image; check the path"),
     ],
 )
@@ -310,8 +326,8 @@ def test_every_kind_of_draft_trains_on_a_file(model: str, recipe: Callable[..., 
     )  # its sizes are the target's
     folder, target = train(path), Target(pair.target)
     assert load_draft(str(folder), target).kind == model
-    if issubclass(NETWORKS[model], TrainableBlocks):  # the vocabularies of others are not cut
-        frequencies = load_network(folder).token_frequencies
+    if model != "eagle3":  # its vocabulary is that of its own output layer
+        frequencies = load_feature_network(folder, target).token_frequencies
         assert frequencies is not None and len(frequencies) == target.vocab_size
         num_tokens = float(frequencies.sum())
         assert num_tokens > 4 and num_tokens == pytest.approx(round(num_tokens), abs=1e-2), "a whole number was counted"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -270,8 +271,9 @@ def test_run_killed_at_any_step_ends_with_the_same_weights(
 
     messages: list[str] = []
     folder = train(path, output=begin_in("uninterrupted"), notify=messages.append)
-    assert "memory on cpu: about" in messages[0] and "teacher batches on disk" in messages[0]
-    assert str(folder) in messages[1]
+    assert "time (h:mm:ss), as the first 4 examples take it: training about 0:00:0" in messages[0]
+    assert "memory on cpu: about" in messages[1] and "teacher batches on disk" in messages[1]
+    assert str(folder) in messages[2]
     assert (folder / "training.png").read_bytes()[1:4] == b"PNG"
     for killed_after in range(1, 7):
         killed = begin_in(f"killed{killed_after}")
@@ -280,6 +282,21 @@ def test_run_killed_at_any_step_ends_with_the_same_weights(
     lines = read_lines(killed / "training.jsonl")
     assert [(line["stage"], line["step"]) for line in lines] == [(0, 3), (1, 4)], "the end of every stage is logged"
     assert all("held_out_agreement" in line for line in lines)
+
+
+def test_answers_and_training_are_announced(recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first batch of answers; the draft is trained as without it."""
+    monkeypatch.setattr("autotune.training.examples.ROWS", 3)
+    messages: list[str] = []
+    path = recipe()
+    train(path, output=path.parent / "said", notify=messages.append)
+    train(path, output=path.parent / "silent")
+    assert_same_weights(path.parent / "said", path.parent / "silent")
+    assert re.match(
+        r"time \(h:mm:ss\), as the first \d examples take it: the other \d answers about 0:00:\d\d "
+        r"\([\d,]+ tokens/s\), training about 0:00:\d\d$",
+        messages[0],
+    )
 
 
 def test_log_counts_the_distilled_layer_of_every_step(
@@ -435,7 +452,7 @@ def test_two_processes_share_a_batch(pair: Pair, tmp_path: Path) -> None:
     assert len(cached) == 2 and all(len([*folder.iterdir()]) == 2 for folder in cached), (
         "each process has read its share of both batches"
     )
-    assert len([*(tmp_path / ".autotune" / "answers").iterdir()]) == 4
+    assert len([*(tmp_path / ".autotune" / "training-answers").iterdir()]) == 4
 
 
 def test_more_processes_than_examples_in_a_batch(recipe: Callable[..., Path]) -> None:

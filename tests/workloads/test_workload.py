@@ -16,7 +16,8 @@ from PIL import Image
 
 from autotune.documents.decoding_profile import WorkloadReference
 from autotune.errors import UserError
-from autotune.workloads.prompt import Prompt, WorkloadPrompt, chat_text, load_image
+from autotune.workloads.pixels import load_image
+from autotune.workloads.prompt import Prompt, WorkloadPrompt, chat_text
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 from tests.sample_documents import write_image, write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS

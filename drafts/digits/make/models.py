@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from autotune.files import append_line
 from autotune.modeling.loading import load_model, load_processor
+from autotune.training.draft_task import autocast_dtype
 from autotune.training.recipe import Stage
-from autotune.training.trainer import LOG_EVERY, autocast_dtype, learning_rate, make_optimizers
+from autotune.training.trainer import LOG_EVERY, learning_rate, make_optimizers
 from drafts.digits.make.batches import IGNORED, TASK_SHARES, Batch, Batches
 from drafts.digits.make.build import build_model, build_processor, train_tokenizer
 

@@ -1,0 +1,112 @@
+"""Images and videos of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.errors import UserError
+from autotune.workloads.hub import local_file
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+UNTIMED_FRAME_S = 0.1  # how long browsers show a frame whose duration is missing or 0
+
+
+@dataclass(frozen=True, eq=False)
+class Video:
+    """Frames of a video, [frames, height, width, 3] as RGB, of which ``fps`` were shown in a second."""
+
+    frames: NDArray[np.uint8]
+    fps: float
+
+
+def load_image(address: str | Path) -> Image:
+    """The image in a file as RGB.
+
+    Raises:
+        UserError: missing file, or not an image that PIL can read.
+    """
+    from PIL import Image as PILImage
+
+    path = local_file(address)
+    try:
+        with PILImage.open(path) as image:
+            return image.convert("RGB")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such image; check the path") from None
+    except Exception as error:  # PIL's readers of damaged files raise anything
+        raise UserError(f"{path}: not a readable image ({error!s:.200}); give a PNG or JPEG file") from None
+
+
+def load_video(address: str | Path, fps: float) -> Video:
+    """The frames of a video, ``fps`` of each second.
+
+    A folder holds the frames themselves, as images in the order of their names. The frames of an animated GIF, WebP or PNG file
+    are those shown at 0, 1 / fps, ... seconds, and so are those of other files, which PyAV decodes.
+
+    Raises:
+        UserError: no such file or folder, no frame in it, frames of several sizes, or a file that cannot be decoded.
+    """
+    path = local_file(address)
+    if path.is_dir():
+        frames = [np.asarray(load_image(file)) for file in sorted(path.iterdir()) if not file.name.startswith(".")]
+    else:
+        frames = []
+        for end_s, frame in _shown(path):
+            while len(frames) / fps < end_s - 1e-6:  # durations are sums of rounded ones
+                frames.append(frame)
+    sizes = sorted({frame.shape[:2] for frame in frames})
+    if len(sizes) != 1:
+        found = "none" if not sizes else " and ".join(f"{width} x {height}" for height, width in sizes[:2])
+        raise UserError(f"{path}: a video needs frames, all of one size; got {found}; give other frames")
+    return Video(np.stack(frames), fps)
+
+
+def _shown(path: Path) -> Iterator[tuple[float, NDArray[np.uint8]]]:
+    """The frames of a file, each with the second at which the next one replaces it."""
+    from PIL import Image as PILImage
+    from PIL import ImageSequence, UnidentifiedImageError
+
+    end_s = 0.0
+    try:
+        with PILImage.open(path) as image:
+            for frame in ImageSequence.Iterator(image):
+                shown = np.asarray(frame.convert("RGB"))  # a WebP frame has its duration once it is read
+                end_s += frame.info.get("duration", 0) / 1000 or UNTIMED_FRAME_S
+                yield end_s, shown
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such video; check the path") from None
+    except UnidentifiedImageError:
+        yield from _decoded(path)
+    except (
+        OSError,
+        LookupError,
+        ValueError,
+        SyntaxError,
+        PILImage.DecompressionBombError,
+    ) as error:  # of a damaged file
+        raise UserError(f"{path}: not a readable animation ({error}); save it again") from None
+
+
+def _decoded(path: Path) -> Iterator[tuple[float, NDArray[np.uint8]]]:
+    """As ``_shown``, of a file that PIL cannot read."""
+    try:
+        import av
+    except ImportError:
+        raise UserError(
+            f"{path}: videos that are no GIF, WebP or PNG animation need PyAV; pip install av, or give a folder with the frames"
+        ) from None
+    try:
+        with av.open(str(path)) as container:
+            rate = float(container.streams.video[0].average_rate)
+            for number, frame in enumerate(container.decode(video=0), start=1):
+                yield number / rate, frame.to_ndarray(format="rgb24")
+    except (OSError, ValueError, IndexError, TypeError) as error:  # no video stream, or one without a rate
+        raise UserError(f"{path}: not a readable video ({error}); give a folder with the frames") from None
