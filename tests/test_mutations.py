@@ -157,6 +157,11 @@ ROWS: dict[str, tuple[dict[str, Any], ...]] = {
         {"prompt": "x", "image_files": ["a.png"], "output_tokens": 5},
         {"content": [{"type": "text", "text": "x"}]},
     ),
+    "humaneval": (
+        {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "", "canonical_solution": ""},
+    )
+    * 2,
+    "gsm8k": ({"question": "How many?", "answer": "Two.\n#### 2"},) * 2,
     "sharegpt": ({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]},) * 2,
 }
 

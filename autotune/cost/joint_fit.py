@@ -93,10 +93,11 @@ class JointFit:
         from scipy.linalg import cho_factor
 
         self.steps = steps
-        self._mean = float(log_ms.mean())
+        self._groups, of_step = np.unique(steps.group, return_inverse=True)
+        self._means = np.bincount(of_step, log_ms) / np.bincount(of_step)
         noise = np.square(np.maximum(errors, JITTER))
         self._factor = cho_factor(_prior(steps, steps) + np.diag(noise), lower=True)
-        self._weights = self._solve(log_ms - self._mean)
+        self._weights = self._solve(log_ms - self._means[of_step])
 
     def _solve(self, right: Floats) -> Floats:
         from scipy.linalg import cho_solve
@@ -106,7 +107,13 @@ class JointFit:
 
     def mean(self, at: Steps) -> Floats:
         """Posterior means of log latencies."""
-        means: Floats = self._mean + _prior(at, self.steps) @ self._weights
+        means: Floats = self._prior_mean(at) + _prior(at, self.steps) @ self._weights
+        return means
+
+    def _prior_mean(self, at: Steps) -> Floats:
+        """The mean of the observations of each step's group; of a group without any, the mean over groups."""
+        nearest = np.minimum(np.searchsorted(self._groups, at.group), len(self._groups) - 1)
+        means: Floats = np.where(self._groups[nearest] == at.group, self._means[nearest], self._means.mean())
         return means
 
     def covariance(self, at: Steps) -> Floats:

@@ -36,7 +36,7 @@ class DraftChoice(Document):
 
 
 class Predicted(Document):
-    """Prediction by replay and cost table, on the tuning prompts."""
+    """Prediction by replay and cost table, on the tuning prompts that the point decodes."""
 
     speedup: float
     ms_per_token: float

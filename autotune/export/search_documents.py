@@ -66,7 +66,8 @@ class SearchDocuments:
         if (replayed := self._replay(point)) is None:
             if point.predicted is None:
                 raise UserError(
-                    f"{self.folder} has no trace of {point.draft.id} {point.draft.subnet.label}, and the profile has no "
+                    f"{self.folder} has no trace of {point.draft.id} {point.draft.subnet.label}".strip()
+                    + ", and the profile has no "
                     "prediction of its point; run autotune search again"
                 )
             return point.predicted

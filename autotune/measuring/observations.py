@@ -33,7 +33,7 @@ Predict = Callable[[dict[Key, Observation]], dict[Key, float]]
 
 @dataclass(frozen=True)
 class Observations:
-    """What the samples of a table say, in plain steps."""
+    """Latencies of all sizes by the samples of a table, in plain steps."""
 
     by_size: dict[Key, Observation]
     verify_ratios: dict[int, tuple[float, float]]

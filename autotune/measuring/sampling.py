@@ -134,7 +134,7 @@ class Sampler:
         return dict(zip(self.sizes, self._posterior(in_ms).surfaces(points), strict=True))
 
     def observations(self, iterations: int = ITERATIONS) -> Observations:
-        """What the samples say, in plain steps."""
+        """Latencies by the samples, in plain steps."""
         return observe(self.jobs, self._predict, verify=VERIFY, iterations=iterations)
 
     def _predict(self, by_size: dict[Key, Observation]) -> dict[Key, float]:

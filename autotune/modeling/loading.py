@@ -80,13 +80,13 @@ def resolve(name: str) -> str:
     bundled = bundled_models()
     if name in bundled:
         return str(bundled[name])
-    if (gguf := find_gguf(name)) is not None:
-        return str(gguf)
     path = Path(name)
     try:
         is_folder = path.is_dir()
     except OSError as error:  # a name that no file has
         raise UserError(f"{name:.40}...: no such model ({error.strerror}); check the name or path") from None
+    if (gguf := find_gguf(name)) is not None:
+        return str(gguf)
     if is_folder:
         if not (path / "config.json").exists():
             raise UserError(
@@ -356,7 +356,7 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
 
     source, gguf = _pretrained(name)
     if gguf:
-        with load_errors(name), gguf_errors(Path(gguf["gguf_file"]), name) if gguf else nullcontext():
+        with load_errors(name), gguf_errors(Path(gguf["gguf_file"]), name):
             return AutoTokenizer.from_pretrained(source, **gguf)
     if or_bundled and not _has_tokenizer(name):
         return load_processor(BUNDLED_TARGET).tokenizer

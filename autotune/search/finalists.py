@@ -80,8 +80,8 @@ def choose_finalists(candidates: Sequence[Candidate], evaluator: Evaluator, coun
     """Up to ``count`` distinct configurations to measure: of every (draft, subnet, policy) one, at most two of a draft and policy.
 
     They are ranked by the share of draws in which they are the fastest of all: prices and prompts are drawn from what the cost table
-    and the evaluator's prompts leave open (``autotune.prediction.draws``). A configuration that is slower than the first one in
-    ``CONFIDENCE`` of the draws is left out.
+    and the evaluator's prompts leave open (``autotune.prediction.draws``). Of more than two, a configuration that is slower than the
+    first one in ``CONFIDENCE`` of the draws is left out.
     """
     here = sorted((evaluator.evaluate(candidate.configuration) for candidate in candidates), key=lambda c: c.rank)
     ms = time_draws(evaluator, [candidate.configuration for candidate in here])
@@ -92,7 +92,7 @@ def choose_finalists(candidates: Sequence[Candidate], evaluator: Evaluator, coun
     num_similar: Counter[tuple[str | None, str]] = Counter()
     for number in by_share:
         c, policy = here[number].configuration, here[number].policy
-        is_slower = chosen and float((ms[number] > ms[chosen[0]]).mean()) > CONFIDENCE
+        is_slower = len(chosen) > 1 and float((ms[number] > ms[chosen[0]]).mean()) > CONFIDENCE
         if (c.draft, c.subnet, policy) in seen or num_similar[c.draft, policy] >= MAX_SIMILAR or is_slower:
             continue
         seen.add((c.draft, c.subnet, policy))

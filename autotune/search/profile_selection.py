@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from autotune.console import Console
 from autotune.contention_monitor import ContentionMonitor
-from autotune.documents.condition import Condition
+from autotune.documents.condition import Condition, RequestProperties, first_match
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import (
     DecodingProfile,
@@ -26,7 +28,7 @@ from autotune.documents.run import Run
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import race
 from autotune.evaluation.summary import speedup
-from autotune.prediction.evaluator import Candidate
+from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.search.finalists import (
     MeasuredFinalists,
     choose_finalists,
@@ -157,18 +159,11 @@ class ProfileSelection:
         """Runs of the arms on the tuning prompts that meet a condition, until the difference of the point to the others is
         significant or the time is over.
         """
-        tune, trace = self.prompts.workload, next(iter(self.evaluator.traces.values()))
+        tune = self.prompts.workload
         prompts = tuple(
             prompt
-            for prompt, num_tokens, num_visual in zip(
-                tune.prompts, trace.prompt_length, trace.num_visual_tokens, strict=True
-            )
-            if condition.matches(
-                temperature=prompt.settings.temperature or 0.0,
-                prompt_tokens=int(num_tokens),
-                has_image=bool(num_visual > 0),
-                workload=prompt.settings.task,
-            )
+            for prompt, request in zip(tune.prompts, self._requests(), strict=True)
+            if condition.matches(**request)
         )
         return race(
             self.runner,
@@ -227,7 +222,7 @@ class ProfileSelection:
             attention_backends=table.attention_backends,
             threads=table.threads,
             prefill_threads=table.prefill_threads,
-            points=[self._point(condition, c) for condition, c in points] or [self._plain_point()],
+            points=self._predicted_points(points) or [self._plain_point()],
             evidence=Evidence(configurations_replayed=self.trees.num_replayed),
         )
 
@@ -237,9 +232,33 @@ class ProfileSelection:
         predicted = Predicted(speedup=1.0, ms_per_token=ms, tokens_per_round=None, estimated=estimated)
         return OperatingPoint(when=Condition(), draft=None, tree=None, predicted=predicted, measured=None)
 
-    def _point(self, condition: Condition, configuration: Configuration) -> OperatingPoint:
-        """An operating point that is not measured yet."""
-        evaluator, c = self.evaluator, configuration
+    def _predicted_points(self, points: Sequence[tuple[Condition, Configuration]]) -> list[OperatingPoint]:
+        """Operating points that are not measured yet, each with a prediction for the tuning prompts that it decodes."""
+        conditions = [condition for condition, _ in points]
+        decoded_by = np.array([first_match(conditions, **request) for request in self._requests()] if points else [])
+        made = []
+        for number, (condition, configuration) in enumerate(points):
+            prompts = np.flatnonzero(decoded_by == number)
+            evaluator = self.evaluator.select(prompts) if len(prompts) else self.evaluator
+            made.append(self._point(condition, configuration, evaluator))
+        return made
+
+    def _requests(self) -> list[RequestProperties]:
+        """The properties of every tuning prompt that conditions ask for."""
+        trace = next(iter(self.evaluator.traces.values()))
+        sizes = zip(self.prompts.workload.prompts, trace.prompt_length, trace.num_visual_tokens, strict=True)
+        return [
+            RequestProperties(
+                temperature=prompt.settings.temperature or 0.0,
+                prompt_tokens=int(num_tokens),
+                has_image=bool(num_visual > 0),
+                workload=prompt.settings.task,
+            )
+            for prompt, num_tokens, num_visual in sizes
+        ]
+
+    def _point(self, condition: Condition, c: Configuration, evaluator: Evaluator) -> OperatingPoint:
+        """An operating point that is not measured yet, with a prediction for the evaluator's prompts."""
         reference = self.model_pool.references[c.draft or ""]
         predicted = None
         if evaluator.can_replay(c):

@@ -208,7 +208,7 @@ def test_without_the_points_trace_the_profiles_prediction_is_used(tmp_path: Path
     profile = write_search(tmp_path, table_of(DRAFT, OTHER), full, points=[point])
     assert exported(profile, "vllm", "--draft", OTHER.id).tuned == point.predicted
     profile_of(point.model_copy(update={"predicted": None}), trace=full).save(profile)
-    message = "has no trace of tests/draft keep=1, and the profile has no prediction of its point"
+    message = "has no trace of tests/draft, and the profile has no prediction of its point"
     assert_refused(profile, "vllm", "--draft", OTHER.id, messages=(message,))
 
 

@@ -217,13 +217,12 @@ def test_slow_models_keep_the_time_limit(
     measure = partial(measure_costs, *models, say=said.append, clock=clock)
     table = measure(settings=settings)
     assert clock() < 1.1 * 25.0 and not said
-    for surface in (table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
-        assert {(n, m) for n in SETTINGS.coarse_tokens for m in (32, 128)} <= sizes(surface)
+    assert {n for n, _ in sizes(table.verify)} >= set(SETTINGS.coarse_tokens)
     assert len(table.prefill.samples) >= 3 and table.drafts[0].overhead.samples
     skipped_s = 0.0
     measure(settings=replace(settings, time_limit_s=2.0))
     (text,) = said
-    assert re.match(r"the cost table took \d+ s, more than its limit of 2 s: the least, 2 samples of every size", text)
+    assert re.match(r"the cost table took \d+ s, more than its limit of 2 s: the least, a sample of a few sizes", text)
 
 
 def test_table_needs_a_draft(pair: Pair, workload: Workload, processor: Any, tmp_path: Path) -> None:

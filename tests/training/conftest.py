@@ -68,7 +68,9 @@ def write_recipe(path: Path, teacher: str | None, **changes: Any) -> Path:
         ],
         **changes,
     }
-    path.write_text(yaml.safe_dump({key: value for key, value in recipe.items() if value is not None}))
+    path.write_text(
+        yaml.safe_dump(json.loads(json.dumps({key: value for key, value in recipe.items() if value is not None})))
+    )
     return path
 
 

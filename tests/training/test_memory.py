@@ -61,7 +61,7 @@ def status_bytes(name: str) -> int:
 )
 def test_step_uses_the_estimated_memory(vocabulary_size: int, shape: BatchShape, sizes: dict[str, int]) -> None:
     """The growth of the process during a step is compared with the estimate without models and optimizer moments. Logits
-    dominate the first case, activations the second one. The ratio may be 0.6 to 1.5: small tensors reuse memory that was
+    dominate the first case, activations the second one. The ratio may be 0.55 to 1.5: small tensors reuse memory that was
     freed before, and the true peak depends on which gradients are freed first.
     """
     try:
@@ -80,7 +80,7 @@ def test_step_uses_the_estimated_memory(vocabulary_size: int, shape: BatchShape,
     measured = status_bytes("VmHWM") - before
     estimated = sum(needs.parts[name] for name in ("teacher batches", "activations", "logits"))
     assert estimated > 200 * 2**20, "far more than memory that can be reused"
-    assert 0.6 < estimated / measured < 1.5
+    assert 0.55 < estimated / measured < 1.5
 
 
 def test_estimate_counts_every_part_of_the_largest_batch() -> None:

@@ -191,7 +191,7 @@ class Training:
 def make(model: Model, output: Path, *, teacher: Path | None = None) -> None:
     """Train a model and write it in Hugging Face format, with ``training.jsonl``. An interrupted training starts over."""
     training = Training(model, teacher)
-    dtype = autocast_dtype(torch.device("cpu"))
+    dtype = autocast_dtype(torch.device("cpu"), torch.float32)
     output.mkdir(parents=True, exist_ok=True)
     (output / "training.jsonl").unlink(missing_ok=True)
     for number, phase in enumerate(model.phases):
