@@ -93,6 +93,10 @@ class SimulatedRunner:
     def reserve(self, workload: Any) -> None:
         """Nothing is captured."""
 
+    def prompt_s(self, arms: Sequence[Any]) -> float:
+        """Runs take no real time."""
+        return 0.0
+
     def compare(self, arms: Sequence[Any], workload: Any, **_: Any) -> dict[str, list[Any]]:
         from autotune.documents.run import Run
 
