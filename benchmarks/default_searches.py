@@ -58,7 +58,7 @@ def other_processes(condition: str) -> Iterator[None]:
             process.wait()
 
 
-def searched(condition: str, arguments: tuple[str, ...]) -> dict[str, object]:
+def searched(condition: str, arguments: tuple[str, ...], log: Path | None) -> dict[str, object]:
     """One search, and the figures of its profile."""
     with tempfile.TemporaryDirectory() as folder, other_processes(condition):
         command = [sys.executable, "-m", "autotune", "search", "-o", "profile.json", *arguments]
@@ -67,6 +67,9 @@ def searched(condition: str, arguments: tuple[str, ...]) -> dict[str, object]:
             command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
         )
         seconds = time.monotonic() - began
+        if log is not None:
+            with log.open("a") as file:
+                file.write(done.stdout)
         if done.returncode != 0:
             raise click.ClickException(f"the search ended with {done.returncode}:\n{done.stdout[-2000:]}")
         profile = DecodingProfile.load(Path(folder) / "profile.json")
@@ -99,14 +102,16 @@ def searched(condition: str, arguments: tuple[str, ...]) -> dict[str, object]:
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("conditions", nargs=-1, required=True)
 @click.option(
-    "--results", type=click.Path(path_type=Path, dir_okay=False), help="File to which every search adds a line."
+    "--results",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to which every search adds a line, beside a .log with their output.",
 )
 def main(conditions: tuple[str, ...], results: Path | None) -> None:
     chosen = [condition for condition in conditions if condition in CONDITIONS]
     arguments = tuple(argument for argument in conditions if argument not in CONDITIONS)
     rows = []
     for condition in chosen:
-        rows.append(searched(condition, arguments))
+        rows.append(searched(condition, arguments, results and results.with_suffix(".log")))
         click.echo(json.dumps(rows[-1]))
         if results is not None:
             with results.open("a") as file:
