@@ -1,4 +1,4 @@
-"""What a cost table and its prompts leave open: draws of the decoding times that configurations may truly have.
+"""Draws of the decoding times that configurations may truly have, as far as a cost table and its prompts leave them open.
 
 Every draw takes prices from the posterior of the table's joint fit and weights of the prompts from a Bayesian bootstrap (Rubin, 1981).
 All configurations of a draw share both, so that errors which they share cancel in comparisons.
