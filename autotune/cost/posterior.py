@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autotune.cost.table import CostTable
 
 TARGET, FIRST, LEVEL = range(3)  # kinds of steps that share a curve over tokens
+PLAIN_STEPS, VERIFICATIONS = range(2)  # the target's networks of the fit, and their groups
 CONTRADICTION = 3.0  # standard deviations
 VOCABULARY_OCTAVES = 4.0  # that change a latency as much as all heads do
 
@@ -74,8 +75,8 @@ class Posterior:
             np.log([o.ms for _, o in (*observed, *live)]),
             np.array([o.error for _, o in (*observed, *live)]),
         )
-        # Prices are those of decoding where decoding was observed.
-        self._steps = steps._replace(is_live=np.full(len(steps.tokens), bool(live)))
+        # Prices are those of decoding where decoding was observed; but its times are in plain steps, which it does not move.
+        self._steps = steps._replace(is_live=bool(live) & (steps.group != PLAIN_STEPS))
 
     def log_ms(self) -> list[Floats]:
         """Posterior means of the logarithms of all latencies, by part. A longer KV cache and more heads are never faster."""
@@ -152,7 +153,10 @@ def _median(errors: Floats) -> float | None:
 def parts_of(table: CostTable) -> list[SurfaceSteps]:
     """The parts of a table: plain steps, verifications, and the first passes and levels of every draft."""
     networks: dict[str, int] = {}
-    parts = [_part(TARGET, 0, 0, Subnet(), table.decode), _part(TARGET, 1, 1, Subnet(), table.verify)]
+    parts = [
+        _part(TARGET, PLAIN_STEPS, PLAIN_STEPS, Subnet(), table.decode),
+        _part(TARGET, VERIFICATIONS, VERIFICATIONS, Subnet(), table.verify),
+    ]
     for number, costs in enumerate(table.drafts):
         network = networks.setdefault(costs.draft.sha256 or costs.draft.id, len(networks))
         subnet = Subnet(heads=costs.heads, vocabulary=costs.vocabulary)

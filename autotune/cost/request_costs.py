@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -12,22 +12,27 @@ from autotune.cost.surface import robust_deviation
 from autotune.files import Document
 from autotune.trees.limits import Floats, Ints
 
+LEAST_MS = 1e-6
 FIT_ITERATIONS = 5  # of iteratively reweighted least squares
 DEGREES = 4.0  # of freedom of the t distribution of relative errors
 LEAST_SPREAD = 0.01  # relative deviation of samples from a fit
 FACTOR = 0.3  # relative deviation of a draft from others that are fitted together, before anything is measured
 
 
-class _Scalable(Document):
-    """Costs that are multiplied together."""
+class _LinearCosts(Document):
+    """Costs that are multiplied by counts."""
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The fields of the costs."""
+        return [name for name in cls.model_fields if name.endswith("_ms")]
 
     def scaled(self, factor: float) -> Self:
         """The costs where everything takes ``factor`` times as long."""
-        names = [name for name in type(self).model_fields if name.endswith("_ms")]
-        return self.model_copy(update={name: factor * getattr(self, name) for name in names})
+        return self.model_copy(update={name: factor * getattr(self, name) for name in self.names()})
 
 
-class PrefillCost(_Scalable):
+class PrefillCost(_LinearCosts):
     """Latency of a prefill, ``intercept + per_token * tokens + image``."""
 
     intercept_ms: float
@@ -45,7 +50,7 @@ class PrefillCost(_Scalable):
         return np.maximum(latency, 0.0)
 
 
-class Overhead(_Scalable):
+class Overhead(_LinearCosts):
     """Time of a round outside the two models, from real decoding: tree growth, masks, acceptance, compaction."""
 
     round_ms: float = Field(ge=0)
@@ -63,43 +68,31 @@ class Overhead(_Scalable):
     """Relative standard error of a round's overhead; None without samples."""
 
 
+Costs = TypeVar("Costs", PrefillCost, Overhead)
+
+
 def fit_prefills(samples: Sequence[list[tuple[int, int, float]]]) -> list[PrefillCost]:
     """Fit the prefills of a network's subnets, each with its samples (tokens, images, ms), by one line, which a factor scales for each."""
-    members = [
-        (np.array([(1, *row[:2]) for row in rows], np.float64), np.array([row[2] for row in rows])) for rows in samples
-    ]
-    return [
-        PrefillCost(
-            intercept_ms=costs[0],
-            per_token_ms=costs[1],
-            image_ms=costs[2],
-            samples=rows,
-            held_out_error=error,
-            uncertainty=own,
-        )
-        for rows, (costs, error, own) in zip(samples, _fit_together(members), strict=True)
-    ]
+    return _fitted(PrefillCost, samples, [[(1, *row) for row in rows] for rows in samples])
 
 
 def fit_overheads(samples: Sequence[list[tuple[int, int, int, int, float]]]) -> list[Overhead]:
     """Fit the overheads of drafts, each with its samples (rounds, draft forwards, verified nodes, rounds with retrieval, ms): the
     runtime's work is the same for all of them, and a factor scales it for each.
     """
-    members = [
-        (np.array([row[:4] for row in rows], np.float64).reshape(-1, 4), np.maximum([row[4] for row in rows], 1e-6))
-        for rows in samples
-    ]
+    return _fitted(Overhead, samples, samples)
+
+
+def _fitted(
+    document: type[Costs], samples: Sequence[list[Any]], rows: Sequence[Sequence[tuple[float, ...]]]
+) -> list[Costs]:
+    """Documents whose costs are fitted together to ``rows`` of counts, in the order of the costs, and ms."""
+    names = document.names()
+    members = [np.array(of_member, np.float64).reshape(-1, len(names) + 1) for of_member in rows]
+    fits = _fit_together([(of_member[:, :-1], np.maximum(of_member[:, -1], LEAST_MS)) for of_member in members])
     return [
-        Overhead(
-            round_ms=costs[0],
-            level_ms=costs[1],
-            node_ms=costs[2],
-            retrieval_ms=costs[3],
-            samples=rows,
-            held_out_error=error,
-            uncertainty=own,
-        )
-        for rows, (costs, error, own) in zip(samples, _fit_together(members), strict=True)
+        document(samples=own, held_out_error=error, uncertainty=uncertainty, **dict(zip(names, costs, strict=True)))
+        for own, (costs, error, uncertainty) in zip(samples, fits, strict=True)
     ]
 
 

@@ -25,7 +25,6 @@ from autotune.trees.limits import Floats
 if TYPE_CHECKING:
     import pandas as pd
 
-PREFILL_MS = ("intercept_ms", "per_token_ms", "image_ms")
 KV_STEP = 16  # tokens between two KV lengths of the prices
 # Numbers of tokens measured: every small one, because matrix kernels work on blocks and the ninth token may cost more than
 # the first eight; then full trees of 64 and 128 nodes with their root, and the widest level of wetap.
@@ -213,7 +212,7 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
             overhead_node_ms=costs.overhead.node_ms,
             overhead_retrieval_ms=costs.overhead.retrieval_ms,
             draft_prefill=costs.prefill.model_copy(
-                update={name: between(attrgetter(f"prefill.{name}")) for name in PREFILL_MS}
+                update={name: between(attrgetter(f"prefill.{name}")) for name in PrefillCost.names()}
             ),
             crossing_share=0.0 if costs.shape is None else costs.shape.crossing_share,
         )

@@ -20,7 +20,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from autotune.cost.posterior import FIRST, LEVEL, TARGET, Posterior, SurfaceSteps, choice_of
+from autotune.cost.posterior import FIRST, LEVEL, PLAIN_STEPS, TARGET, VERIFICATIONS, Posterior, SurfaceSteps, choice_of
 from autotune.cost.surface import Observation, Point, Surface, robust_deviation
 from autotune.documents.subnet import Subnet
 from autotune.measuring.block_log import Block, BlockLog, Samples, TimedJob
@@ -86,8 +86,8 @@ class Sampler:
         self.least: dict[str, list[Size]] = {DECODE: self.coarse[DECODE][:1], VERIFY: coarse[:: len(ends)]}
         """Sizes that are measured even past the deadline: no network is without a sample."""
         self._members: dict[str, tuple[int, int, int, tuple[float, float]]] = {
-            DECODE: (TARGET, 0, 0, (0.0, 0.0)),
-            VERIFY: (TARGET, 1, 1, (0.0, 0.0)),
+            DECODE: (TARGET, PLAIN_STEPS, PLAIN_STEPS, (0.0, 0.0)),
+            VERIFY: (TARGET, VERIFICATIONS, VERIFICATIONS, (0.0, 0.0)),
         }
         for number, (network, subnet) in enumerate(subnets):
             is_first = network not in [other for other, _ in subnets[:number]]
