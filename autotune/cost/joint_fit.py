@@ -26,7 +26,8 @@ CONTEXT_OCTAVES = 3.0
 CHOICE = 0.5  # from none to all heads, or by a factor of 16 in the vocabulary
 KERNELS = 0.03  # of a number of tokens, at every KV length and in every subnet
 MEMBER = 0.02  # of one subnet, besides its shares of heads and vocabulary
-LIVE = 0.05  # of decoding against the same steps timed one by one, the same for all networks
+LIVE = 0.07  # of decoding against the same steps timed one by one, the same for all networks
+NETWORK_LIVE = 0.1  # the same, of one network's steps of one kind
 JITTER = 1e-4  # relative error of the most precise observation
 
 
@@ -71,11 +72,12 @@ def _prior(a: Steps, b: Steps) -> Floats:
     )
     of_subnet = MEMBER**2 * (1 + curve) / 2
     of_kind = SHARED_CURVE**2 * curve + SHARED_KERNELS**2 * (a.tokens[:, None] == b.tokens)
+    of_decoding = a.is_live[:, None] & b.is_live
     covariance: Floats = (
         (a.kind[:, None] == b.kind) * of_kind
-        + (a.group[:, None] == b.group) * of_network
+        + (a.group[:, None] == b.group) * (of_network + NETWORK_LIVE**2 * of_decoding)
         + (a.member[:, None] == b.member) * of_subnet
-        + LIVE**2 * (a.is_live[:, None] & b.is_live)
+        + LIVE**2 * of_decoding
     )
     return covariance
 
@@ -136,7 +138,7 @@ class JointFit:
             + MEMBER**2
         )
         explained = np.einsum("ij,ji->i", across, self._solve(across.T))
-        return np.sqrt(np.maximum(own + LIVE**2 * at.is_live - explained, 0.0))
+        return np.sqrt(np.maximum(own + (LIVE**2 + NETWORK_LIVE**2) * at.is_live - explained, 0.0))
 
     def left_out(self) -> tuple[Floats, Floats]:
         """Errors of the prediction of every observation from all others, and the standard deviations that they should have."""

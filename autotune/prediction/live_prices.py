@@ -49,9 +49,8 @@ def updated_table(
         return table
     live: dict[tuple[int, int], dict[tuple[int, int], list[Observation]]] = defaultdict(lambda: defaultdict(list))
     factors: dict[tuple[int, str], list[_Ratio]] = defaultdict(list)
-    lengths = np.concatenate(
-        [np.diff(trace.answer_start) / 2 + trace.prompt_length for trace in evaluator.traces.values()]
-    )
+    any_trace = next(iter(evaluator.traces.values()))
+    kv_length = float((np.diff(any_trace.answer_start) / 2 + any_trace.prompt_length).mean())
     for configuration, of_arm in runs.values():
         if not of_arm or not evaluator.can_replay(configuration):
             continue
@@ -67,7 +66,7 @@ def updated_table(
             (number, costs.draft_level, LEVEL, "draft"),
         ):
             if name in ratios and result.step_ms[kind].any():
-                point = _nearest(surface, result.step_ms[kind], float(lengths.mean()))
+                point = _nearest(surface, result.step_ms[kind], kv_length)
                 error = math.hypot(ratios[name].error, ACROSS_SIZES)
                 observation = Observation(ms=point.latency_ms * math.exp(ratios[name].log), error=error)
                 live[part, kind][point.tokens, point.kv_length].append(observation)
@@ -150,14 +149,18 @@ def _pooled(ratios: Sequence[_Ratio]) -> _Ratio:
     return _Ratio(float(weights @ [ratio.log for ratio in ratios] / weights.sum()), float(weights.sum() ** -0.5))
 
 
+def _combined(known_error: float, ratio: _Ratio) -> tuple[float, float]:
+    """The factor by which something that was known with a relative error changes, and its error afterwards."""
+    share = known_error**2 / (known_error**2 + ratio.error**2)
+    return math.exp(share * ratio.log), math.sqrt(share) * ratio.error
+
+
 def _scaled(part: Scaled, ratios: Sequence[_Ratio]) -> Scaled:
     """A cost that was known with its uncertainty, after further observations."""
     if not ratios or not part.uncertainty:
         return part
-    observed, known = _pooled(ratios), part.uncertainty**2
-    share = known / (known + observed.error**2)
-    scaled = part.scaled(math.exp(share * observed.log))
-    return scaled.model_copy(update={"uncertainty": math.sqrt(share) * observed.error})
+    factor, error = _combined(part.uncertainty, _pooled(ratios))
+    return part.scaled(factor).model_copy(update={"uncertainty": error})
 
 
 def _of_network(
@@ -172,7 +175,6 @@ def _verify_ratio(costs: DraftCosts, ratios: Sequence[_Ratio], mean: _Ratio) -> 
     """The ratio of verifications after a draft to the mean over drafts, of which only the difference to the mean is its own."""
     if not ratios or not costs.verify_error:
         return {}
-    observed, known = _pooled(ratios), costs.verify_error**2
-    share = known / (known + observed.error**2)
-    ratio = costs.verify_ratio * math.exp(share * (observed.log - mean.log))
-    return {"verify_ratio": ratio, "verify_error": math.sqrt(share) * observed.error}
+    observed = _pooled(ratios)
+    factor, error = _combined(costs.verify_error, _Ratio(observed.log - mean.log, observed.error))
+    return {"verify_ratio": factor * costs.verify_ratio, "verify_error": error}

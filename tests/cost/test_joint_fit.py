@@ -64,7 +64,7 @@ def test_precise_observations_are_reproduced() -> None:
 
 
 def test_rounds_move_the_prices_of_a_draft_and_not_the_plain_step() -> None:
-    """Rounds took a fifth longer than their steps, in plain steps: other sizes and drafts follow, and plain decoding does not."""
+    """Rounds took a fifth longer than their steps, in plain steps: other sizes follow, drafts by a part, and plain decoding does not."""
     table = observed_table(error=0.01)
 
     def slower(of: Surface) -> Surface:
@@ -79,5 +79,5 @@ def test_rounds_move_the_prices_of_a_draft_and_not_the_plain_step() -> None:
 
     after = refitted(table.model_copy(update={"verify": slower(table.verify)}))
     assert ms(after, "decode", 1) == pytest.approx(ms(table, "decode", 1), rel=0.01)
-    for part, tokens in (("verify", 8), ("verify", 2), ("tests/draft: draft_level", 2)):
-        assert 1.1 < ms(after, part, tokens) / ms(table, part, tokens) < 1.25
+    for part, tokens, least in (("verify", 8, 1.15), ("verify", 2, 1.15), ("tests/draft: draft_level", 2, 1.03)):
+        assert least < ms(after, part, tokens) / ms(table, part, tokens) < 1.22
