@@ -8,13 +8,12 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from pydantic import Field
 
-from autotune.cost.surface import robust_deviation
+from autotune.cost.surface import robust_deviation, robust_weights
 from autotune.files import Document
 from autotune.trees.limits import Floats, Ints
 
 LEAST_MS = 1e-6
 FIT_ITERATIONS = 5  # of iteratively reweighted least squares
-DEGREES = 4.0  # of freedom of the t distribution of relative errors
 LEAST_SPREAD = 0.01  # relative deviation of samples from a fit
 FACTOR = 0.3  # relative deviation of a draft from others that are fitted together, before anything is measured
 
@@ -138,7 +137,7 @@ def _fit(counts: Floats, ms: Floats) -> Floats:
         predicted = np.maximum(counts @ costs, 1e-9)
         errors = ms / predicted - 1
         spread = max(LEAST_SPREAD, robust_deviation(errors))
-        weight = np.sqrt((DEGREES + 1) / (DEGREES + np.square(errors / spread))) / predicted
+        weight = np.sqrt(robust_weights(errors / spread)) / predicted
     return costs
 
 

@@ -13,12 +13,19 @@ from autotune.trees.limits import Floats
 
 MAX_EXTRAPOLATION = 1.5  # of the longest KV length measured
 MEDIAN_ERROR = 1.2533  # standard error of a median over the standard error of a mean, for normal samples
+DEGREES = 4.0  # of freedom of the t distribution
 MAD_TO_SD = 1.4826  # standard deviation over median absolute deviation, for normal samples
 
 
 def robust_deviation(samples: Sequence[float] | Floats) -> float:
     """Standard deviation estimated from the median absolute deviation, which interruptions do not affect."""
     return MAD_TO_SD * float(np.median(np.abs(np.array(samples) - np.median(samples))))
+
+
+def robust_weights(deviations: Floats) -> Floats:
+    """Weights of errors, given in standard deviations, by Student's t distribution (Lange, Little and Taylor, 1989): large ones count less."""
+    weights: Floats = (DEGREES + 1) / (DEGREES + np.square(deviations))
+    return weights
 
 
 def standard_error(samples: Sequence[float]) -> float:

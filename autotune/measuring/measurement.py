@@ -127,7 +127,8 @@ def measure_costs(
             f"the cost table took {took_s:.0f} s, more than its limit of {limit_s:.0f} s: the least, a "
             f"sample of a few sizes of every draft and {LEAST_PREFILLS} prefills, takes that long here"
         )
-    surfaces, ratios, unit_ms = sampler.surfaces(), sampler.observations().verify_ratios, sampler.plain_ms
+    observations, unit_ms = sampler.observations(), sampler.plain_ms
+    surfaces, ratios = sampler.surfaces(observations), observations.verify_ratios
     (prefill,) = fit_prefills([_in_ms(prefills.target_samples, unit_ms)])
     overheads = dict(zip(runs, fit_overheads([_in_ms(of_draft, unit_ms) for of_draft in runs.values()]), strict=True))
     draft_prefills = [_in_ms(samples, unit_ms) for samples in prefills.draft_samples]

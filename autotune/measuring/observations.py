@@ -2,7 +2,7 @@
 
 A sample is the product of the latency of its size, of an effect of its job (the plain steps beside it are noisy too, and a burst of
 another process lasts longer than a step), and of noise with heavy tails. All three are estimated together, by iteratively reweighted
-least squares with the weights of Student's t distribution (Lange, Little and Taylor, 1989).
+least squares.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.cost.surface import Observation, robust_deviation
+from autotune.cost.surface import Observation, robust_deviation, robust_weights
 from autotune.measuring.block_log import TimedJob
 from autotune.measuring.settings import Size
 from autotune.trees.limits import Floats
 
-DEGREES = 4.0  # of freedom of the t distribution
 ITERATIONS = 3
 LEAST_MS = 1e-6  # a draft that runs no model may take less than the clock resolves
 LEAST_DEVIATION = 0.003  # of samples of one kind
@@ -73,7 +72,7 @@ def observe(jobs: Sequence[TimedJob], predict: Predict, *, verify: str, iteratio
         deviations = np.array(
             [max(LEAST_DEVIATION, robust_deviation(inside[kinds == k])) for k in range(kinds.max() + 1)]
         )
-        weights = (DEGREES + 1) / (DEGREES + np.square(inside / deviations[kinds])) / np.square(deviations[kinds])
+        weights = robust_weights(inside / deviations[kinds]) / np.square(deviations[kinds])
         job_weights = np.bincount(of_job, weights, len(jobs))
         job_sums = np.bincount(of_job, weights * residuals, len(jobs))
         has_samples = job_weights > 0
@@ -81,7 +80,7 @@ def observe(jobs: Sequence[TimedJob], predict: Predict, *, verify: str, iteratio
         between = max(LEAST_JOB_DEVIATION, robust_deviation(means))
         # A job in a burst is farther from the others than they are from each other: it counts for less.
         burst = np.ones(len(jobs))
-        burst[has_samples] = (DEGREES + 1) / (DEGREES + np.square(means / between))
+        burst[has_samples] = robust_weights(means / between)
         job_effect = job_sums / (job_weights + burst / between**2)
         weights *= np.minimum(1.0, burst[of_job])
         ratios, draft_effect = _of_drafts(

@@ -115,9 +115,9 @@ class Sampler:
         """A plain step at the shortest KV length, as it usually is between other jobs."""
         return float(np.median([ms for job in self.jobs for ms in job.plain_ms]))
 
-    def surfaces(self) -> dict[str, Surface]:
-        """The surface of every part, in milliseconds."""
-        unit_ms, by_size = self.plain_ms, self.observations().by_size
+    def surfaces(self, observations: Observations | None = None) -> dict[str, Surface]:
+        """The surface of every part, in milliseconds, by ``observations`` (None: all that there are)."""
+        unit_ms, by_size = self.plain_ms, (observations or self.observations()).by_size
         in_ms = {key: Observation(ms=unit_ms * found.ms, error=found.error) for key, found in by_size.items()}
         points = [
             [

@@ -15,9 +15,9 @@ from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.errors import errors_about
 from autotune.execution import EAGER
 from autotune.modeling.target import Prefilled, Target
+from autotune.runtime.answer_batch import GreedyBatch, SampledBatch, can_batch
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import Request
-from autotune.runtime.greedy_batch import GreedyBatch, SampledBatch, can_batch
 from autotune.runtime.token_sampler import COUPLED_TEMPERATURE, TokenSampler
 from autotune.workloads.prompt import WorkloadPrompt
 

@@ -179,8 +179,7 @@ class _SearchRun:
             table.save(self.folder / f"{table.device.name}.cost.json")
         else:
             # Not the deadline of the stage: the limit is part of the table's key.
-            limit_s = min(CostSettings.time_limit_s, STAGES["cost table"] * settings.budget_s)
-            limit_s = self.plan.table_limit_s(limit_s)
+            limit_s = self.plan.table_limit_s(min(CostSettings.time_limit_s, STAGES["cost table"] * settings.budget_s))
             table = local_table(
                 self.model_pool, priced, self.tune, self.folder, self.ledger, self.console, time_limit_s=limit_s
             )

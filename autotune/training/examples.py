@@ -26,7 +26,7 @@ from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, load_prompt
 from autotune.workloads.workload import BUNDLED, WorkloadSplit, load_workload
 
-ROWS = 64  # answers that are decoded together
+ROWS = 64  # questions or answers that are decoded together
 HELD_OUT_SHARE = 20  # one example in 20 is held out
 # Per-token inputs that processors make, with their values for the answer's tokens.
 PER_TOKEN = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}

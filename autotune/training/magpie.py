@@ -14,10 +14,10 @@ import torch
 from autotune.errors import UserError
 from autotune.files import read_lines, write_bytes
 from autotune.recording.answers import AnswerRecorder
+from autotune.training.examples import ROWS
 from autotune.training.recipe import Magpie
 from autotune.workloads.prompt import Prompt, WorkloadPrompt, chat_text
 
-AT_ONCE = 64  # questions of a batch
 MAX_EMPTY_BATCHES = 10  # in a row, without a new question
 _MARK = "USER-TURN"
 
@@ -58,7 +58,7 @@ def write_questions(
     lines = read_lines(path)
     found, seed, num_empty = {line.get("prompt") for line in lines}, 0, 0
     if lines:
-        seed = (lines[-1].get("seed", 0) // AT_ONCE + 1) * AT_ONCE
+        seed = (lines[-1].get("seed", 0) // ROWS + 1) * ROWS
     processor = answers.processor
     tokenizer = getattr(processor, "tokenizer", processor)
     after = tokenizer(user_turn(processor)[1], add_special_tokens=False)["input_ids"][:1]
@@ -67,7 +67,7 @@ def write_questions(
     while len(lines) < settings.num_prompts:
         options: dict[str, Any] = {"prompt": "", "temperature": settings.temperature, "top_p": settings.top_p}
         options["max_new_tokens"] = settings.question_tokens
-        turns = [_UserTurn("magpie", Prompt(**options, seed=seed + n), ()) for n in range(AT_ONCE)]
+        turns = [_UserTurn("magpie", Prompt(**options, seed=seed + n), ()) for n in range(ROWS)]
         written = answers.write_together(turns, eos_token_id=sorted(ends - {None}))
         before = len(lines)
         for number, tokens in enumerate(written):
@@ -78,7 +78,7 @@ def write_questions(
                 continue
             found.add(question)
             lines.append({"prompt": question, "max_new_tokens": settings.answer_tokens, "seed": seed + number})
-        seed += AT_ONCE
+        seed += ROWS
         num_empty = 0 if len(lines) > before else num_empty + 1
         if num_empty == MAX_EMPTY_BATCHES:
             raise UserError(

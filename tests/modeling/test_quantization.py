@@ -33,8 +33,8 @@ from autotune.modeling.quantization import (
     weight_bytes,
 )
 from autotune.modeling.target import Target
+from autotune.runtime.answer_batch import can_batch
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.greedy_batch import can_batch
 from autotune.search.model_pool import ModelPool
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.tiny_models import Inputs, Pair, new_llama, sharpen

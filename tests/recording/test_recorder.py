@@ -20,8 +20,8 @@ from autotune.modeling.prompt import visual_tokens
 from autotune.modeling.target import Target
 from autotune.recording.answers import AnswerRecorder
 from autotune.recording.recorder import Answer, Recorder, record_forest
+from autotune.runtime.answer_batch import GreedyBatch
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.greedy_batch import GreedyBatch
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP
 from autotune.workloads.prompt import WorkloadPrompt
@@ -87,7 +87,7 @@ def test_an_answer_with_a_near_tie_is_decoded_again_by_itself(
 ) -> None:
     greedy = Workload("x", "tune", workload.prompts[:3])
     expected = fresh.answers(greedy)
-    monkeypatch.setattr("autotune.runtime.greedy_batch.NEAR_TIE", 1.0)  # every token is one
+    monkeypatch.setattr("autotune.runtime.answer_batch.NEAR_TIE", 1.0)  # every token is one
     alone: list[WorkloadPrompt] = []
     again = AnswerRecorder(fresh.target, fresh.processor)
     decode = again._alone

@@ -27,8 +27,8 @@ from autotune.modeling import tree_model
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Answer, record_forest
+from autotune.runtime.answer_batch import GreedyBatch, can_batch
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.greedy_batch import GreedyBatch, can_batch
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import ROOT, write_tree_mask
 from tests.families import (

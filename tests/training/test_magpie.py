@@ -26,7 +26,7 @@ SETTINGS = Magpie(num_prompts=12, question_tokens=24, answer_tokens=5)
 @pytest.fixture
 def answers(target: Target, processor: Any, monkeypatch: pytest.MonkeyPatch) -> AnswerRecorder:
     """A random model hardly ever ends a turn, so that the turn ends with a token that it writes often."""
-    monkeypatch.setattr(magpie, "AT_ONCE", 8)
+    monkeypatch.setattr(magpie, "ROWS", 8)
     often = processor.tokenizer(" r", add_special_tokens=False)["input_ids"][-1]
     monkeypatch.setattr(target.model.generation_config, "eos_token_id", [often, *range(40, 60)])
     return AnswerRecorder(target, processor)
