@@ -7,6 +7,7 @@ import pickle
 import resource
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -214,8 +215,9 @@ def test_no_code_of_a_checkpoint_is_asked_for(text_pair: Pair, tmp_path: Path, m
     (folder / "code.py").write_text("raise SystemExit('run')")
     with pytest.raises(UserError, match="transformers cannot load it"):
         load_model(str(folder))
-    with pytest.raises(UserError, match="its processor cannot be loaded"):
-        load_processor(str(folder))
+    # Depending on what was loaded before, transformers finds a tokenizer class without the config; the code runs in neither case.
+    with suppress(UserError):
+        assert type(load_processor(str(folder))).__module__.startswith("transformers.")
 
 
 DAMAGED_DRAFTS: dict[str, tuple[Callable[[Path], Any], str]] = {
