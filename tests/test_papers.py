@@ -68,7 +68,7 @@ def test_every_default_of_a_paper_has_a_row(paper: str) -> None:
 def test_rows_say_what_is_measured_or_why_not() -> None:
     """A reading that is open has its effect, or says that it is not measured."""
     rows = [line for paper in NUMBERED for line in section(paper).splitlines() if "**Open" in line]
-    assert len(rows) > 20
+    assert len(rows) > 15
     assert [row[:60] for row in rows if not re.search(r"\bM\b|not measured|[Ff]igures below", row)] == []
 
 
