@@ -323,7 +323,7 @@ def layer_section(layers: dict[int, int]) -> list[str]:
         "## Distilled layers",
         "",
         f"Layer of the target that the first block imitated, as a share of {total:,} logged steps. DREAM and STAR choose the layer by "
-        "attention entropy (section 3.2 of both) and do not show which layers they choose.",
+        "attention entropy (section 3.2 of both). DREAM does not show which; figure 4 of STAR plots the entropies of its target by layer.",
         "",
         "| layer | " + " | ".join(map(str, layers)) + " |",
         "|---" * (1 + len(layers)) + "|",

@@ -1,12 +1,12 @@
 """``wetap``: the entropy of a level sets the width of the next; over budget, nodes are kept for their probability and
 their depth (WETAP, eq. 3-8, algorithm 1, appendix D).
 
-Where the paper is open: the probabilities of eq. 3 and 7 are cumulative (algorithm 1 has one q_i for both); W_t of eq. 6
-is the number of nodes that level t really has; widths are rounded to the nearest integer. A parent's candidates are those
-that transformers' warpers leave: its ``top_k`` best, of which those are taken whose better ones have less than ``top_p`` of
-the probability, renormalised over the ``top_k``; at least one. After missing parents have been added back,
-one pass drops leaves above the last level, from shallow to deep and the least probable of a level first; then the least
-probable nodes of all are dropped.
+Where the paper is open: the probabilities of eq. 3 and 7 are cumulative (algorithm 1 has one q_i for both), or those of
+eq. 3 the tokens' own (``entropy_of``); W_t of eq. 6 is the number of nodes that level t really has; widths are rounded to the
+nearest integer. A parent's candidates are those that transformers' warpers leave: its ``top_k`` best, of which those
+are taken whose better ones have less than ``top_p`` of the probability, renormalised over the ``top_k``; at least one. After
+missing parents have been added back, one pass drops leaves above the last level, from shallow to deep and the least probable
+of a level first; then the least probable nodes of all are dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autotune.trees.compilation import compiled
 from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, MAX_WIDTH, Floats
 from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, add_best_children, best_first, keep_marked
 
-_LENGTH, _W_MIN, _W_MAX, _GAMMA, _ALPHA, _BUDGET, _TOP_K, _TOP_P, _IS_RENORMALISED = range(9)  # params
+_LENGTH, _W_MIN, _W_MAX, _GAMMA, _ALPHA, _BUDGET, _TOP_K, _TOP_P, _IS_RENORMALISED, _OF_TOKEN = range(10)  # params
 _WIDTH = 0  # state: width of the next level
 EPSILON = 1e-12  # eq. 7
 
@@ -48,6 +48,8 @@ class WetapPolicy(TreePolicy):
     """Mass that ``top_p`` is a share of: the probability of the ``top_k`` best candidates, as transformers cuts, or of all
     tokens.
     """
+    entropy_of: Literal["path", "token"] = "path"
+    """Probabilities whose entropy sets the next width (eq. 3): the cumulative ones, or the tokens' own."""
 
     @property
     def size(self) -> TreeSize:
@@ -55,8 +57,8 @@ class WetapPolicy(TreePolicy):
         return TreeSize(self.length, nodes=min(self.budget, grown), grown=grown, width=self.w_max, proposals=self.top_k)
 
     def encode(self) -> Floats:
-        numbers = self.hyperparameters | {"nucleus": self.nucleus == "top_k"}
-        return np.array(list(numbers.values()), np.float64)
+        words = {"nucleus": self.nucleus == "top_k", "entropy_of": self.entropy_of == "token"}
+        return np.array(list((self.hyperparameters | words).values()), np.float64)
 
     @property
     def forest_bounds(self) -> ForestBounds:
@@ -66,12 +68,16 @@ class WetapPolicy(TreePolicy):
 
 @compiled
 def next_width(params: Floats, tree: Tree, first: int) -> int:
-    """Width of the next level, from the cumulative probabilities of this level's nodes, ``first`` and after (eq. 3-6)."""
+    """Width of the next level, from the probabilities of this level's nodes, ``first`` and after (eq. 3-6)."""
     nodes = tree.size[0] - first
     total = weighted = 0.0
     for node in range(first, tree.size[0]):
-        total += tree.path_probability[node]
-        weighted += tree.path_probability[node] * tree.path_logprob[node]
+        probability, logprob = tree.path_probability[node], tree.path_logprob[node]
+        if params[_OF_TOKEN] == 1.0:
+            logprob -= tree.path_logprob[tree.parent[node]]
+            probability = np.exp(logprob)
+        total += probability
+        weighted += probability * logprob
     normalised = 0.0
     if nodes > 1 and total > 0.0:
         entropy = np.log(total) - weighted / total  # of p / total

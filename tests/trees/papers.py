@@ -76,7 +76,7 @@ def num_sampled(probabilities: list[float], *, top_k: int, top_p: float, renorma
 
 
 def wetap_width(probabilities: list[float], *, w_min: int, w_max: int, gamma: float) -> int:
-    """Width of the level below a level of these cumulative probabilities (eq. 3 to 6)."""
+    """Width of the level below a level of these probabilities (eq. 3 to 6)."""
     total = sum(probabilities)
     shares = [p / total for p in probabilities]
     entropy = -sum(share * math.log(share) for share in shares if share > 0)
@@ -94,8 +94,11 @@ def wetap_grown(
     top_k: int,
     top_p: float,
     renormalises: bool = True,
+    is_of_token: bool = False,
 ) -> tuple[dict[Node, float], dict[Node, float]]:
-    """Cumulative log-probability and probability of every node, by algorithm 1, lines 3 to 16."""
+    """Cumulative log-probability and probability of every node, by algorithm 1, lines 3 to 16. The probabilities of eq. 3 are
+    cumulative, or the tokens' own.
+    """
     logprob: dict[Node, float] = {}
     probability: dict[Node, float] = {}
     level: list[Node] = [()]
@@ -112,7 +115,8 @@ def wetap_grown(
             break
         logprob |= {node: candidates[node][0] for node in level}
         probability |= {node: candidates[node][1] for node in level}
-        width = wetap_width([probability[node] for node in level], w_min=w_min, w_max=w_max, gamma=gamma)
+        of_level = [draft(node[:-1])[node[-1]][1] if is_of_token else probability[node] for node in level]
+        width = wetap_width(of_level, w_min=w_min, w_max=w_max, gamma=gamma)
     return logprob, probability
 
 

@@ -94,14 +94,16 @@ def wide_wetap(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def test_wetap_grows_and_prunes() -> None:
-    """With both readings of top-p. Every step of pruning occurs, and levels of more than 128 nodes."""
+    """With both readings of top-p and of eq. 3. Every step of pruning occurs, and levels of more than 128 nodes."""
     rng, steps, widest = np.random.default_rng(3), Counter[str](), 0
     for seed in range(NUM_ROUNDS + 40):
         own, renormalises = small_wetap(rng) if seed < NUM_ROUNDS else wide_wetap(rng), seed % 4 > 0
+        is_of_token = seed % 5 == 0
         draft = random_round(rng, seed if seed < NUM_ROUNDS else 3 * seed + 1)
-        session = TreeSession("wetap", **own, nucleus="top_k" if renormalises else "all")
+        readings = {"nucleus": "top_k" if renormalises else "all", "entropy_of": "token" if is_of_token else "path"}
+        session = TreeSession("wetap", **own, **readings)
         budget, alpha = own.pop("budget"), own.pop("alpha")
-        logprob, p = papers.wetap_grown(in_float32(draft), **own, renormalises=renormalises)
+        logprob, p = papers.wetap_grown(in_float32(draft), **own, renormalises=renormalises, is_of_token=is_of_token)
         found = grow_after_another(session, draft, logprob)
         assert session.grown == list(logprob), (seed, own)
         expected, changed = papers.wetap_pruned(logprob, p, budget=budget, length=own["length"], alpha=alpha)

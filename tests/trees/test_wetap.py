@@ -41,7 +41,7 @@ def test_defaults_are_those_of_the_paper() -> None:
     policy = parse_policy({"policy": "wetap"})
     assert policy.model_dump() == {
         **{"policy": "wetap", "length": 8, "w_min": 16, "w_max": 128, "gamma": 1.2, "alpha": 0.6},
-        **{"budget": 64, "top_k": 10, "top_p": 0.9, "nucleus": "top_k"},
+        **{"budget": 64, "top_k": 10, "top_p": 0.9, "nucleus": "top_k", "entropy_of": "path"},
     }
     assert (policy.max_nodes, policy.max_grown, policy.max_width) == (64, 10 + 7 * 128, 128)
     assert (policy.max_depth, policy.num_proposals) == (8, 10)
@@ -75,6 +75,19 @@ def test_probabilities_are_normalised_before_their_entropy_is_taken() -> None:
     """Eq. 3: the width does not depend on the depth of the level."""
     assert width_after(0.05, 0.025, 0.0125, 0.0125, gamma=1.0) == 114
     assert width_after(5e-200, 2.5e-200, 1.25e-200, 1.25e-200, gamma=1.0) == 114
+
+
+def test_the_entropy_may_be_of_the_tokens_own_probabilities() -> None:
+    """Tokens of 1/2 below nodes of 1/2 and 1/8 are equal by their own probability. By the cumulative ones, 1/4 and 1/16, they
+    are 4/5 and 1/5: H = (4/5) ln(5/4) + (1/5) ln 5 = 0.500402, by ln 2 0.721928; 16 + 112 * 0.721928 = 96.86.
+    """
+    tree = new_tree(4)
+    set_root(tree, 0, -1)
+    for path_probability, parent in ((1 / 2, ROOT), (1 / 8, ROOT), (1 / 4, 1), (1 / 16, 2)):
+        add_node(tree, parent, 0, float(np.log(path_probability)), 0, -1)
+    for entropy_of, width in (("path", 97), ("token", 128)):
+        policy = parse_policy({"policy": "wetap", "gamma": 1.0, "entropy_of": entropy_of})
+        assert next_width(policy.encode(), tree, 3) == width
 
 
 def test_the_entropy_of_a_level_sets_the_width_of_the_next() -> None:
