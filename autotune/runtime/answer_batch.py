@@ -14,6 +14,7 @@ from autotune.modeling.hybrid_cache import new_cache
 from autotune.modeling.masks import by_layer_type, first_visible
 from autotune.modeling.target import Prefilled, Target
 from autotune.runtime.generate_args import Request
+from autotune.runtime.token_sampler import TokenSampler, mix_seed
 
 NEAR_TIE = 2**-17
 """A token whose logit exceeds the next one by no more than this share of the largest magnitude may be another one in a
@@ -54,7 +55,7 @@ class GreedyBatch:
     def insert(self, row: int, prefilled: Prefilled) -> bool:
         """Copy a prompt that the target has just prefilled, and emit its first token; returns whether that is certain."""
         self.cache.insert_row(row, len(self._padding), self.target.cache)
-        return self._emit(self.requests[row], prefilled.logits)
+        return self._emit([self.requests[row]], prefilled.logits[None])[0]
 
     def decode(self, is_certain: list[bool]) -> Iterator[tuple[Request, bool]]:
         """Decode all requests, given the results of ``insert``; yields each as soon as it is finished, and whether its tokens
@@ -73,12 +74,15 @@ class GreedyBatch:
                 self._keep(rows)
                 rows = list(range(len(rows)))
             logits = self._step([request.tokens[-1] for request in self.requests])
-            is_certain = [row in rows and self._emit(self.requests[row], logits[row]) for row in range(len(logits))]
+            certain = iter(self._emit([self.requests[row] for row in rows], logits[rows]))
+            is_certain = [row in rows and next(certain) for row in range(len(logits))]
 
-    def _emit(self, request: Request, logits: Tensor) -> bool:
-        (first, second), (token, _) = (part.tolist() for part in logits.float().topk(2))
-        request.emit([token])
-        return bool(first - second > NEAR_TIE * float(logits.abs().max()))
+    def _emit(self, requests: Sequence[Request], logits: Tensor) -> list[bool]:
+        """Emit a token of each request from its row of logits; returns whether each is certain."""
+        best, tokens = logits.float().topk(2)
+        for request, token in zip(requests, tokens[:, 0].tolist(), strict=True):
+            request.emit([token])
+        return (best[:, 0] - best[:, 1] > NEAR_TIE * logits.float().abs().amax(-1)).tolist()  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def _keep(self, rows: list[int]) -> None:
@@ -110,7 +114,36 @@ class GreedyBatch:
 class SampledBatch(GreedyBatch):
     """The same for greedy and sampled requests whose tokens need not be those of decoding them one by one: all are certain."""
 
-    def _emit(self, request: Request, logits: Tensor) -> bool:
+    def _emit(self, requests: Sequence[Request], logits: Tensor) -> list[bool]:
+        if any(request.sampler.processors for request in requests):
+            tokens = [self._token(*each) for each in zip(requests, logits, strict=True)]
+        else:
+            tokens = draw([request.sampler for request in requests], logits, list(map(_position, requests)))
+        for request, token in zip(requests, tokens, strict=True):
+            request.emit([token])
+        return [True] * len(requests)
+
+    def _token(self, request: Request, logits: Tensor) -> int:
         request.sampler.max_noise_bytes = 0  # no draft asks for it again, and there is one for each row
-        request.emit([request.sampler.token(logits, len(request.prompt) + len(request.tokens))])
-        return True
+        return request.sampler.token(logits, _position(request))
+
+
+def _position(request: Request) -> int:
+    return len(request.prompt) + len(request.tokens)
+
+
+def draw(samplers: Sequence[TokenSampler], logits: Tensor, positions: Sequence[int]) -> list[int]:
+    """A token of each row of ``logits`` [n, vocabulary], by inverting the cumulative distribution at one number of the sampler's
+    seed and the position. ``TokenSampler.tokens`` draws from the same distributions, with noise of every token.
+    """
+    best = logits.argmax(-1).tolist()
+    rows = [row for row, sampler in enumerate(samplers) if sampler.temperature > 0.0]
+    if rows:
+        temperature = torch.tensor([samplers[row].temperature for row in rows], device=logits.device)
+        mass = (logits[rows].float() / temperature[:, None]).softmax(-1).cumsum(-1)
+        shares = [mix_seed(samplers[row].seed, positions[row]) / 2**63 for row in rows]
+        wanted = torch.tensor(shares, device=logits.device)[:, None] * mass[:, -1:]
+        found = torch.searchsorted(mass, wanted, right=True).clamp_max(mass.shape[-1] - 1)
+        for row, token in zip(rows, found[:, 0].tolist(), strict=True):
+            best[row] = token
+    return best
