@@ -115,17 +115,10 @@ class SampledBatch(GreedyBatch):
     """The same for greedy and sampled requests whose tokens need not be those of decoding them one by one: all are certain."""
 
     def _emit(self, requests: Sequence[Request], logits: Tensor) -> list[bool]:
-        if any(request.sampler.processors for request in requests):
-            tokens = [self._token(*each) for each in zip(requests, logits, strict=True)]
-        else:
-            tokens = draw([request.sampler for request in requests], logits, list(map(_position, requests)))
+        tokens = draw([request.sampler for request in requests], logits, list(map(_position, requests)))
         for request, token in zip(requests, tokens, strict=True):
             request.emit([token])
         return [True] * len(requests)
-
-    def _token(self, request: Request, logits: Tensor) -> int:
-        request.sampler.max_noise_bytes = 0  # no draft asks for it again, and there is one for each row
-        return request.sampler.token(logits, _position(request))
 
 
 def _position(request: Request) -> int:
@@ -133,11 +126,12 @@ def _position(request: Request) -> int:
 
 
 def draw(samplers: Sequence[TokenSampler], logits: Tensor, positions: Sequence[int]) -> list[int]:
-    """A token of each row of ``logits`` [n, vocabulary], by inverting the cumulative distribution at one number of the sampler's
-    seed and the position. ``TokenSampler.tokens`` draws from the same distributions, with noise of every token.
+    """A token of each row of ``logits`` [n, vocabulary], at one position each. A sampled one inverts the cumulative distribution at a
+    number of the sampler's seed and the position, where ``TokenSampler.token``, which draws from the same distributions, makes noise
+    of every token; it draws for samplers with processors.
     """
-    best = logits.argmax(-1).tolist()
-    rows = [row for row, sampler in enumerate(samplers) if sampler.temperature > 0.0]
+    tokens = logits.argmax(-1).tolist()
+    rows = [row for row, sampler in enumerate(samplers) if sampler.temperature > 0.0 and not sampler.processors]
     if rows:
         temperature = torch.tensor([samplers[row].temperature for row in rows], device=logits.device)
         mass = (logits[rows].float() / temperature[:, None]).softmax(-1).cumsum(-1)
@@ -145,5 +139,9 @@ def draw(samplers: Sequence[TokenSampler], logits: Tensor, positions: Sequence[i
         wanted = torch.tensor(shares, device=logits.device)[:, None] * mass[:, -1:]
         found = torch.searchsorted(mass, wanted, right=True).clamp_max(mass.shape[-1] - 1)
         for row, token in zip(rows, found[:, 0].tolist(), strict=True):
-            best[row] = token
-    return best
+            tokens[row] = token
+    for row, sampler in enumerate(samplers):
+        if sampler.processors:
+            sampler.max_noise_bytes = 0  # no draft asks for it again, and there is one for each row
+            tokens[row] = sampler.token(logits[row], positions[row])
+    return tokens  # type: ignore[no-any-return]
