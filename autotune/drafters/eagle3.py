@@ -103,7 +103,7 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
 
     @classmethod
     def new(cls, sizes: Mapping[str, Any], target: Target, *, source: str) -> Self:
-        """A head over the target's whole vocabulary, with a copy of its output head, which must not be quantized. It has three
+        """A head over the target's whole vocabulary (until ``keep_tokens``), with a copy of its output head, which must not be quantized. It has three
         position axes if the target has them, with sections in the same proportions.
         """
         try:
@@ -149,6 +149,13 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
         with torch.no_grad():
             network.lm_head.weight.copy_(target.model.get_output_embeddings().weight[: target.vocab_size])
         return network
+
+    def keep_tokens(self, token_ids: Tensor, head_rows: Tensor) -> None:
+        self.lm_head = nn.Linear(*reversed(head_rows.shape), bias=False, device=head_rows.device)
+        with torch.no_grad():
+            self.lm_head.weight.copy_(head_rows)
+        self.d2t = token_ids - torch.arange(len(token_ids), device=token_ids.device)
+        self.config = self.config.model_copy(update={"draft_vocabulary_size": len(token_ids)})
 
     def finish(self, batches: Iterable[TeacherBatch]) -> None:
         """Nothing is counted: the vocabulary is that of the head's own output layer."""

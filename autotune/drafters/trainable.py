@@ -80,6 +80,11 @@ class TrainableNetwork(DraftNetwork):
         """Layers of the target whose outputs the network reads in some step of its training."""
         return self.config.injection_layers
 
+    def keep_tokens(self, token_ids: Tensor, head_rows: Tensor) -> None:
+        """Called before training with the ids [n] of the tokens over which the draft will be compared, and their rows [n, hidden] of
+        the target's output head: a network with an output head of its own begins with these.
+        """
+
     @abstractmethod
     def loss(
         self, batch: TeacherBatch, settings: LossSettings, generator: torch.Generator, compare: Divergence = divergence

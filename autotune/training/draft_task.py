@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -17,7 +19,7 @@ from autotune.console import Console
 from autotune.device import multiplies_bfloat16
 from autotune.drafters.checkpoint import NETWORKS, load_feature_network
 from autotune.drafters.divergence import divergence
-from autotune.drafters.teacher_batch import DistillationRule
+from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
 from autotune.drafters.trainable import CONFIG, LossSettings, Metrics, TrainableNetwork
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key
@@ -100,6 +102,28 @@ class DraftTask:
         announce = None if notify is None else partial(self._announce, notify, len(training))
         lines = read_examples(path, [*training, *held_out], recorder, accelerator, report, announce)
         self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
+        self._choose_vocabulary(self._training_lines)
+
+    def _choose_vocabulary(self, lines: Sequence[Line]) -> None:
+        """Compare draft and target over the tokens that are most frequent in the answers, and of equally frequent ones over those of
+        low ids; or over the vocabulary of a stored draft.
+
+        Raises:
+            UserError: the target has fewer tokens, or an output head whose rows cannot be copied.
+        """
+        size, text = self.target.vocab_size, self.target.text
+        kept = self.module.token_ids if self.recipe.initial_weights == "stored" else None
+        if (number := self.recipe.vocabulary or size) > size:
+            raise UserError(
+                f"{self.recipe_path}: the target has {size} tokens; got vocabulary {number}; lower it, or leave it out"
+            )
+        if kept is None and number < size:
+            counts = np.bincount([token for line in lines for token in line.answer], minlength=size)[:size]
+            kept = torch.from_numpy(np.sort((-counts).argsort(kind="stable")[:number])).to(text.head.weight.device)
+            self.module.keep_tokens(kept, text.with_vocabulary(kept).head.weight)
+        if kept is not None and len(kept) < size:
+            text = text.with_vocabulary(kept)
+        self._kept, self._head, self._num_tokens = kept, text.logits, size if kept is None else len(kept)
 
     def _new_module(self) -> TrainableNetwork:
         """A new draft, or the one beside the recipe, from which training continues.
@@ -124,6 +148,7 @@ class DraftTask:
         self, notify: Callable[[str], None], num_training: int, lines: Sequence[Line], num_missing: int, seconds: float
     ) -> None:
         """Say how long answers and training take, after the first ``lines`` of ``num_missing`` answers took ``seconds``."""
+        self._choose_vocabulary(lines)
         training_s = 0.0
         num_read: dict[int, int] = {}  # batches by their size; stages share those of the target
         for stage in self.recipe.stages:
@@ -157,13 +182,20 @@ class DraftTask:
         examples = JsonlExamples(chosen, self.target, self.processor, batch_size=size)
         kept = min(len(layers) + (rule != "none"), self.teacher.num_layers)
         half = dtype is not None
-        needs = estimate_memory(self.target, self.module, examples.shapes, num_layers_kept=kept, half_precision=half)
+        needs = estimate_memory(
+            self.target,
+            self.module,
+            examples.shapes,
+            num_layers_kept=kept,
+            vocabulary=self._num_tokens,
+            half_precision=half,
+        )
         check_memory(needs, device, TEACHER_BATCHES, num_processes=self.share[1], source=self.recipe_path)
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         self.module.train()
         for _ in range(2):  # the first step prepares kernels
             started = now_ms(device)
-            batch = self.teacher.read(examples[0], layers=layers, rule=rule)
+            batch = self._compared(self.teacher.read(examples[0], layers=layers, rule=rule))
             is_read = now_ms(device)
             with torch.autocast(device.type, dtype or torch.bfloat16, enabled=half):
                 loss, _ = self.module.loss(batch, stage, torch.Generator().manual_seed(0), divergence)
@@ -185,7 +217,7 @@ class DraftTask:
             batch_size = math.ceil(self._stage.batch_size / self.share[1])
             held_out = JsonlExamples(self._held_out_lines, self.target, self.processor, batch_size=batch_size)
             self._held_out = [
-                self.teacher.read(held_out[index], layers=self.module.layers_in_training)
+                self._compared(self.teacher.read(held_out[index], layers=self.module.layers_in_training))
                 for index in range(min(NUM_HELD_OUT, held_out.num_batches))
             ]
 
@@ -232,6 +264,7 @@ class DraftTask:
             self.module,
             shapes,
             num_layers_kept=max_layers,
+            vocabulary=self._num_tokens,
             num_held_out=NUM_HELD_OUT,
             disk_bytes=sum(max(0, cached[cache] - written[cache]) for cache in cached),
             half_precision=half_precision,
@@ -243,7 +276,11 @@ class DraftTask:
         """The loss of one step of the stage that has begun, and metrics to display."""
         seed = (self.recipe.seed * 1000 + self._number) * 1_000_000 + step
         generator = torch.Generator().manual_seed(seed)
-        return self.module.loss(self._teacher_batches[step], self._stage, generator, self._compare)
+        return self.module.loss(self._compared(self._teacher_batches[step]), self._stage, generator, self._compare)
+
+    def _compared(self, batch: TeacherBatch) -> TeacherBatch:
+        """The batch with the target's logits of the tokens over which the draft is compared."""
+        return replace(batch, head=self._head)
 
     @torch.no_grad()
     def evaluate(self) -> Metrics:
@@ -262,4 +299,7 @@ class DraftTask:
         batches = self._batches_of(len(self.recipe.stages) - 1)
         num_batches = min(NUM_FINISHED, self.recipe.stages[-1].steps, batches.examples.num_batches)
         self.module.finish(batches[step] for step in range(num_batches))
+        if (frequencies := self.module.token_frequencies) is not None and self._kept is not None:
+            known = torch.zeros_like(frequencies).index_fill(0, self._kept, 1.0)
+            self.module.token_frequencies = frequencies * known  # the first to leave out are those that it has not learnt
         self.module.save(folder)

@@ -65,6 +65,7 @@ def estimate_memory(
     shapes: Sequence[BatchShape],
     *,
     num_layers_kept: int,
+    vocabulary: int,
     num_held_out: int = 0,
     disk_bytes: int = 0,
     half_precision: bool = False,
@@ -73,6 +74,7 @@ def estimate_memory(
 
     Args:
         num_layers_kept: layers of the target kept in a teacher batch.
+        vocabulary: tokens over which draft and target are compared.
         num_held_out: teacher batches kept for evaluation.
         half_precision: whether the draft's products are computed in half precision.
     """
@@ -95,7 +97,7 @@ def estimate_memory(
     def needs(shape: BatchShape) -> MemoryEstimate:
         # Every token is read with the target's features, the loss tokens again with the draft's own states.
         activations = int(per_token * (shape.num_tokens + shape.num_loss_tokens))
-        logits = LOGITS_COPIES * 4 * shape.num_loss_tokens * target.vocab_size
+        logits = LOGITS_COPIES * 4 * shape.num_loss_tokens * vocabulary
         # The target runs before the draft, so both use the same memory in turn.
         teacher_bytes = max(batch_bytes(shape), target_per_token * shape.num_tokens - activations - logits)
         parts = {

@@ -77,6 +77,10 @@ class Recipe(Document, kind="recipe"):
     """Data type of the target; None: as of ``load_model``."""
     draft: dict[str, Any] = Field(default_factory=dict)
     """Config fields of the draft."""
+    vocabulary: int | None = Field(default=None, ge=1)
+    """Train on the tokens that the answers hold most often, so many of them (the vocabulary of FR-Spec, Zhao et al. 2025): draft and
+    target are compared over these, and the output head of ``eagle3`` has no others. None: all tokens.
+    """
     initial_weights: Literal["new", "stored"] = "new"
     """Weights with which training begins: new ones, or those stored beside the recipe."""
     compile: bool = False

@@ -17,6 +17,7 @@ from autotune.drafters.checkpoint import NETWORKS, load_draft, load_feature_netw
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
+from autotune.runtime.decoder import Decoder
 from autotune.training.examples import JsonlExamples, Line, at_temperatures, read_examples, split_file
 from autotune.training.teacher import Teacher
 from autotune.training.trainer import train
@@ -323,6 +324,37 @@ def test_documented_example_trains(pair: Pair, tmp_path: Path, monkeypatch: pyte
     assert {"model.safetensors", "config.json", "training.jsonl", "training.png"} <= {
         p.name for p in tmp_path.iterdir()
     }
+
+
+@pytest.mark.parametrize("model", ["eagle3", "mtp"])
+def test_a_draft_is_trained_over_the_most_frequent_tokens(
+    model: str, recipe: Callable[..., Path], pair: Pair, processor: Any, tmp_path: Path
+) -> None:
+    """Of the answers that are trained on: an eagle3 head has no others, and an mtp head leaves the others out first. Training goes on
+    over the stored ones.
+    """
+    answers = ["Row 1 reads 3, 1, 4.", "Row 2 reads 1.", "Row 1", "4, 4, 4"]
+    lines = [{"prompt": "Count.", "answer": answer, "split": "train"} for answer in answers]
+    write(tmp_path, [*lines, {"prompt": "Count.", "answer": "never", "split": "evaluate"}])
+    tokens = [token for answer in answers for token in processor.tokenizer(answer)["input_ids"]]
+    target, size = Target(pair.target), 60
+    counted = np.bincount(tokens, minlength=target.vocab_size).tolist()
+    frequent = sorted(sorted(range(target.vocab_size), key=lambda token: (-counted[token], token))[:size])
+    changes: dict[str, Any] = {"model": model, "stages": [STAGE]} | ({"draft": {}} if model == "mtp" else {})
+    for weights in ("new", "stored"):
+        folder = train(recipe(vocabulary=size, initial_weights=weights, **changes))
+        network = load_feature_network(folder, target)
+        if model == "mtp":
+            assert network.token_frequencies is not None and int((network.token_frequencies > 0).sum()) == size
+            network.cut_vocabulary(size / target.vocab_size)
+        assert network.token_ids is not None and network.token_ids.tolist() == frequent
+        (folder / ".checkpoint" / "state.safetensors").unlink()
+    draft, inputs = load_draft(str(folder), target), dict(processor.tokenizer("Count to ten", return_tensors="pt"))
+    decoder = Decoder(target, draft, tree={"policy": "chain", "depth": 3})
+    drafted, plain = (one.generate(**inputs, max_new_tokens=12).sequences for one in (decoder, Decoder(target)))
+    assert torch.equal(drafted, plain)
+    with refused(f"the target has {target.vocab_size} tokens; got vocabulary 9999; lower it"):
+        train(recipe(vocabulary=9999, **changes))
 
 
 @pytest.mark.parametrize("model", NETWORKS)
