@@ -46,7 +46,7 @@ class Subnet(Document):
     operator_ratio: int | None = Field(default=None, ge=1)
     """Visual tokens for each row that ``prune`` or ``pool`` leaves; None for the ratio of the training."""
     vocabulary: float | None = Field(default=None, gt=0, le=1)
-    """Share of the target's vocabulary that the draft proposes, its most frequent tokens; None for all tokens."""
+    """Share of the target's vocabulary that the draft proposes, its most frequent tokens; None for all that it was trained on."""
 
     @property
     def head_shares(self) -> tuple[float, float, float]:

@@ -83,9 +83,9 @@ class FeatureDraft(CachedDraft):
         self._subnet = subnet = subnet or Subnet()
         if subnet.operator is not None or subnet.operator_ratio is not None:
             network.fix_operator(subnet.operator, subnet.operator_ratio)
-        self.vocabulary = subnet.vocabulary
-        if subnet.vocabulary is not None:
-            network.cut_vocabulary(subnet.vocabulary)
+        self.vocabulary = subnet.vocabulary or network.trained_share
+        if self.vocabulary is not None:
+            network.cut_vocabulary(self.vocabulary)
         self.aux_layers = network.layers_read(subnet.injection_layer)
         self.visual_keep = network.config.visual_keep
         self.token_ids = network.token_ids

@@ -21,6 +21,8 @@ from autotune.errors import UserError
 from autotune.files import Document
 from autotune.modeling.loading import check_finite
 
+NOT_TRAINED = -1.0  # frequency of a token
+
 
 class NetworkConfig(Document, kind="draft", made_by="autotune train"):
     """Sizes of a draft network."""
@@ -64,7 +66,9 @@ class DraftNetwork(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.token_frequencies: Tensor | None
-        """How often the target emitted each token of its vocabulary in training, [vocabulary]; None: not known."""
+        """How often the target emitted each token of its vocabulary in training, [vocabulary]; ``NOT_TRAINED`` for those over which the
+        network was not trained. None: not known.
+        """
         self.register_buffer("token_frequencies", None, persistent=False)
         self.axes: Tensor | None
         """The position axis (time, height, width) by which each element of a head turns, [head size]; None: one axis."""
@@ -100,6 +104,13 @@ class DraftNetwork(nn.Module, ABC):
             f"only a specvlm draft compresses visual tokens; got operator {operator} for {self.config.kind}; leave operator "
             "and ratio out"
         )
+
+    @property
+    def trained_share(self) -> float | None:
+        """Share of the target's vocabulary over which the network was trained, if some tokens were left out."""
+        if (frequencies := self.token_frequencies) is None or bool((is_known := frequencies >= 0.0).all()):
+            return None
+        return int(is_known.sum()) / len(frequencies)
 
     def cut_vocabulary(self, share: float) -> None:
         """Propose only the most frequent tokens: this share of the vocabulary. The draft's head then computes fewer logits,

@@ -19,6 +19,7 @@ from autotune.console import Console
 from autotune.device import multiplies_bfloat16
 from autotune.drafters.checkpoint import NETWORKS, load_feature_network
 from autotune.drafters.divergence import divergence
+from autotune.drafters.network import NOT_TRAINED
 from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
 from autotune.drafters.trainable import CONFIG, LossSettings, Metrics, TrainableNetwork
 from autotune.errors import UserError
@@ -300,6 +301,6 @@ class DraftTask:
         num_batches = min(NUM_FINISHED, self.recipe.stages[-1].steps, batches.examples.num_batches)
         self.module.finish(batches[step] for step in range(num_batches))
         if (frequencies := self.module.token_frequencies) is not None and self._kept is not None:
-            known = torch.zeros_like(frequencies).index_fill(0, self._kept, 1.0)
-            self.module.token_frequencies = frequencies * known  # the first to leave out are those that it has not learnt
+            unknown = torch.full_like(frequencies, NOT_TRAINED)
+            self.module.token_frequencies = unknown.index_copy(0, self._kept, frequencies[self._kept])
         self.module.save(folder)
