@@ -27,7 +27,7 @@ from autotune.documents.run import Run, prompt_evidence
 from autotune.evaluation.arms import DecoderArm, HuggingFaceArm
 from autotune.evaluation.race import race
 from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.summary import Summary, summarize
+from autotune.evaluation.summary import Summary, ms_per_token, summarize
 from autotune.prediction.draws import time_draws
 from autotune.prediction.evaluator import Evaluator
 from autotune.runtime.load import decoder_for
@@ -96,6 +96,7 @@ def evaluate_profile(
     Args:
         defaults: published defaults that may be the best one, the most probable one first. Others are not run where replay
             says, in nine of ten draws, that the profile is faster; they leave when they are significantly slower than the fastest.
+            One that is the profile's only point has the runs of the profile.
         deadline: of ``time.monotonic``. No prompt but the first two is begun that is expected to end later.
     """
     decoder = decoder_for(
@@ -114,6 +115,7 @@ def evaluate_profile(
     )
     runner.limit = deadline
     last = configuration_of(profile.point)
+    tuned_to = {n for n, d in defaults.items() if last is not None and len(points) == 1 and d.key == last.key}
     if last is not None and evaluator.can_replay(last):
         defaults = {
             name: default
@@ -128,7 +130,7 @@ def evaluate_profile(
             workload,
             always=[runner.plain, tuned],
             briefly=[HuggingFaceArm(HF, decoder.target.model, threads=decoder.threads)],
-            defaults=[runner.arm(name, default) for name, default in defaults.items()],
+            defaults=[runner.arm(name, default) for name, default in defaults.items() if name not in tuned_to],
             risk=RISK,
             prompts_per_block=HELD_OUT_PROMPTS,
             min_prompts=MIN_PROMPTS,
@@ -137,15 +139,17 @@ def evaluate_profile(
             deadline=deadline,
             report=lambda done, of: update(done, of, ""),
         )
+    runs = measured.runs | {name: measured.runs[TUNED] for name in tuned_to}
+    remaining = [*measured.remaining_defaults, *tuned_to]
     configurations = {AR: None, HF: None, **defaults, TUNED: last}
     replayable = {name: c for name, c in configurations.items() if c is not None and evaluator.can_replay(c)}
     if len(profile.points) > 1:
         replayable.pop(TUNED, None)
     return Evaluation(
-        runs={name: measured.runs[name] for name in configurations},
+        runs={name: runs[name] for name in configurations},
         configurations=configurations,
         predicted={name: evaluator.evaluate(configuration).speedup for name, configuration in replayable.items()},
-        best_default=next(iter(measured.remaining_defaults), None),
+        best_default=min(remaining, key=lambda name: ms_per_token(runs[name]), default=None),
     )
 
 

@@ -331,6 +331,37 @@ def test_defaults_that_replay_has_beaten_are_not_decoded_again(
     assert list(evaluation.runs) == [AR, "hf", "sage", "eagle2", "tuned"]
 
 
+def test_a_default_that_was_tuned_to_is_not_decoded_twice(
+    selection: ProfileSelection, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the runs of the profile, and is the best default where no other one is faster."""
+    monkeypatch.setattr(held_out, "_is_slower", lambda configuration, than, evaluator: False)
+    defaults = published_defaults(selection.model_pool)
+    ordered = {name: defaults[name] for name in ("chain", "sage")}
+    profile = selection.profile_of(selection.model_pool.device, [(Condition(), defaults["chain"])])
+    for sage_ms, best in ((5.0, "chain"), (3.0, "sage")):
+        decoded: list[str] = []
+
+        def speed(arm: Arm, prompt: WorkloadPrompt, sage_ms: float = sage_ms, decoded: list[str] = decoded) -> float:
+            decoded.append(arm.name)
+            return {AR: 10.0, "tuned": 4.0, "sage": sage_ms}.get(arm.name, 8.0)
+
+        clock(speed)
+        evaluation = evaluate_profile(
+            profile,
+            ordered,
+            selection.model_pool,
+            selection.evaluator,
+            selection.evaluate,
+            selection.folder / best,
+            Console(),
+            seed=0,
+            deadline=time.monotonic() + 60,
+        )
+        assert "chain" not in decoded and evaluation.runs["chain"] == evaluation.runs["tuned"]
+        assert evaluation.best_default == best
+
+
 def test_gains_are_told_by_task() -> None:
     """Each with an interval of its own, and all tasks together."""
     runs = {
