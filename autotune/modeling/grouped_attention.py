@@ -41,7 +41,13 @@ def grouped_attention(
     """
     batch, num_heads, n, _ = query.shape
     groups = num_heads // key.shape[1]
-    if groups == 1 or batch > 1 or (mask is not None and mask.shape[1] > 1):
+    has_one_mask = mask is None or mask.shape[1] == 1
+    if groups > 1 and n == 1 and batch > 1 and has_one_mask:  # the query heads of a KV head become its rows
+        mask = None if mask is None else mask.expand(-1, 1, groups, -1)
+        rows = query.reshape(batch, -1, groups, query.shape[-1])
+        out = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+        return out.reshape(query.shape[:3] + out.shape[-1:])
+    if groups == 1 or batch > 1 or not has_one_mask:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=groups > 1
         )

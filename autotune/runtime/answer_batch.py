@@ -5,11 +5,13 @@ where rounding may choose others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.hybrid_cache import new_cache
 from autotune.modeling.masks import by_layer_type, first_visible
 from autotune.modeling.target import Prefilled, Target
@@ -100,13 +102,14 @@ class GreedyBatch:
         mask = torch.zeros(is_padding.shape, dtype=target.dtype, device=target.device)
         mask = mask.masked_fill_(is_padding, target.mask_value)[:, None, None]
         masks = {name: mask[..., first_visible(column, window) :] for name, window in target.text.windows.items()}
-        hidden = target.text.module(
-            input_ids=torch.tensor(tokens, device=target.device)[:, None],
-            position_ids=positions[0][:, None] if len(positions) == 1 else positions[..., None],
-            attention_mask=by_layer_type(masks),
-            past_key_values=self.cache,
-            use_cache=True,
-        ).last_hidden_state[:, -1]
+        with attention_of_steps(target.text.config) if target.text.has_grouped_queries else nullcontext():
+            hidden = target.text.module(
+                input_ids=torch.tensor(tokens, device=target.device)[:, None],
+                position_ids=positions[0][:, None] if len(positions) == 1 else positions[..., None],
+                attention_mask=by_layer_type(masks),
+                past_key_values=self.cache,
+                use_cache=True,
+            ).last_hidden_state[:, -1]
         self.cache.advance(1)
         return target.text.logits(hidden)
 
