@@ -148,7 +148,7 @@ class DraftTask:
     def _announce(
         self, notify: Callable[[str], None], num_training: int, lines: Sequence[Line], num_missing: int, seconds: float
     ) -> None:
-        """Say how long answers and training take, after the first ``lines`` of ``num_missing`` answers took ``seconds``."""
+        """Say how long ``num_missing`` answers and training take, after the answers of ``lines`` took ``seconds``."""
         self._choose_vocabulary(lines)
         training_s = 0.0
         num_read: dict[int, int] = {}  # batches by their size; stages share those of the target
@@ -158,12 +158,12 @@ class DraftTask:
             num_read[stage.batch_size] = num_read.get(stage.batch_size, 0) + max(0, unread)
             training_s += stage.steps * step_s + max(0, unread) * read_s
         parts = [f"training about {timedelta(seconds=round(training_s))}"]
-        if num_missing > len(lines):
-            answers_s = seconds * (num_missing / len(lines) - 1)
+        if num_missing > 0:
+            answers_s = seconds * num_missing / len(lines)
             num_tokens = sum(len(line.answer) for line in lines)
             parts.insert(
                 0,
-                f"the other {num_missing - len(lines):,} answers about {timedelta(seconds=round(answers_s))} "
+                f"the other {num_missing:,} answers about {timedelta(seconds=round(answers_s))} "
                 f"({num_tokens / seconds:,.0f} tokens/s)",
             )
         notify(f"time (h:mm:ss), as the first {len(lines)} examples take it: {', '.join(parts)}")

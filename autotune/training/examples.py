@@ -147,8 +147,8 @@ def read_examples(
     them; the recorder caches them.
 
     Args:
-        announce: is called once with the first lines whose answers were written, the number of all lines whose answers are, and the seconds
-            that these took; or with all lines, 0 and 0.
+        announce: is called once, with the lines of the first batch of which answers were missing, the number of later lines, and the
+            seconds that the batch would take if all were; or with all lines, 0 and 0.
 
     Raises:
         UserError: an unreadable image, or a prompt that the target cannot read.
@@ -159,10 +159,11 @@ def read_examples(
     placeholders = placeholders_of(recorder.target.model.config)
     answered: dict[int, Line] = {}  # by the identity of the line without its answer
     for share in [missing] if num_processes == 1 else [missing[process::num_processes], missing]:
-        answered, started = {}, time.perf_counter()
+        answered = {}
         batches = list(_batches(share, recorder.target))
         middle = len(batches) // 2
         for batch in (*batches[middle:], *batches[:middle]):  # those of medium length tell how long the others take
+            num_decoded, began = recorder.num_decoded, time.perf_counter()
             with errors_about(str(path)):
                 answers = recorder.answers_to_train_on(
                     [load_prompt(path, line.number, line.settings) for line in batch]
@@ -172,8 +173,9 @@ def read_examples(
                 answered[id(line)] = _answered(line, list(read), recorder)
             if report is not None:
                 report(len(answered), len(share))
-            if announce is not None:
-                announce([*answered.values()], len(share), time.perf_counter() - started)
+            if announce is not None and (num_new := recorder.num_decoded - num_decoded):  # the others were on the disk
+                seconds = (time.perf_counter() - began) * len(batch) / num_new
+                announce([answered[id(line)] for line in batch], len(share) - len(answered), seconds)
                 announce = None
         accelerator.wait_for_everyone()
     lines = [answered.get(id(line), line) for line in asked]

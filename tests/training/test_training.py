@@ -285,7 +285,7 @@ def test_run_killed_at_any_step_ends_with_the_same_weights(
 
 
 def test_answers_and_training_are_announced(recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first batch of answers; the draft is trained as without it."""
+    """After the first batch of answers, of which some may be on the disk; the draft is trained as without it."""
     monkeypatch.setattr("autotune.training.examples.ROWS", 3)
     messages: list[str] = []
     path = recipe()
@@ -297,6 +297,13 @@ def test_answers_and_training_are_announced(recipe: Callable[..., Path], monkeyp
         r"\([\d,]+ tokens/s\), training about 0:00:\d\d$",
         messages[0],
     )
+    answers = sorted((path.parent / ".autotune").rglob("training-answers/*.json"))
+    for file in answers[1:]:
+        file.unlink()
+    (path.parent / "silent" / ".checkpoint" / "state.safetensors").unlink()
+    train(path, output=path.parent / "silent", notify=messages.append)
+    rates = [float(match[1].replace(",", "")) for text in messages if (match := re.search(r"\(([\d,]+) tokens/s", text))]
+    assert len(rates) == 2 and 0.05 < rates[0] / rates[1] < 20, "an answer on the disk takes no time"
 
 
 def test_log_counts_the_distilled_layer_of_every_step(
