@@ -125,7 +125,7 @@ def vision_pair(folder: Path) -> Pair:
     return _saved(target, draft, folder, AutoModelForImageTextToText.from_pretrained)
 
 
-def llama_pair(folder: Path) -> Pair:
+def llama_pair(folder: Path, **config: Any) -> Pair:
     """Save and load a text-only Llama and its draft, with the vocabulary of ``vision_pair``. The tokenizer, which has a chat template
     and no token for images, is saved next to the target.
     """
@@ -134,7 +134,7 @@ def llama_pair(folder: Path) -> Pair:
     tokenizer.chat_template = build.CHAT_TEMPLATE
     tokenizer.save_pretrained(folder / "target")
     torch.manual_seed(1)
-    target, draft = new_llama(TARGET_LAYERS), new_llama(DRAFT_LAYERS)
+    target, draft = (new_llama(num_layers, **config) for num_layers in (TARGET_LAYERS, DRAFT_LAYERS))
     sharpen(target, target.model.layers, DRAFT_LAYERS)
     return _saved(target, draft, folder, AutoModelForCausalLM.from_pretrained)
 
