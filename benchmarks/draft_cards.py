@@ -33,13 +33,7 @@ from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.trainable import LossSettings
 from autotune.files import append_line, read_json, read_yaml, sha256_of
 from autotune.modeling.gguf import PACKAGED
-from autotune.modeling.loading import (
-    BUNDLED_TARGET,
-    default_workload,
-    load_model,
-    load_processor,
-    reference,
-)
+from autotune.modeling.loading import BUNDLED_TARGET, default_workload, load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
@@ -344,7 +338,9 @@ def write(draft: Path) -> None:
     full = next(row for row in measured_rows if row["subnet"] == {"visual_keep": config.get("visual_keep", 1.0)})
     kind, data = recipe["model"], recipe.get("data", {}).get("num_examples")
     examples = f"{data:,} examples" if data else "all examples"
-    source = "the training split of [`drafts/digits/make`](../make); the target's distributions along the reference answers"
+    source = (
+        "the training split of [`drafts/digits/make`](../make); the target's distributions along the reference answers"
+    )
     if "magpie" in recipe.get("data", {}):
         source = "questions that the target wrote itself (`magpie`), and its answers to them"
     steps = " + ".join(f"{stage['steps']} steps of {stage['batch_size']}" for stage in recipe["stages"])

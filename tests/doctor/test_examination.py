@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -115,9 +116,7 @@ def test_preparing_forward_passes_is_timed(text_pair: Pair) -> None:
     assert fixed.why_eager is None and target.mode == "eager"
 
 
-def test_the_command_examines_machine_and_target(
-    text_pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_examines_machine_and_target(text_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bundled prompts without images serve a text model."""
     alone = CliRunner().invoke(main, ["doctor", "--device", "cpu", "--json"])
     assert alone.exit_code == 0 and Diagnosis.model_validate(without_schema(alone.stdout), strict=False).target is None
