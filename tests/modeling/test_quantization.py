@@ -228,7 +228,7 @@ def test_a_quantized_target_decodes_its_own_tokens_with_every_draft(
 
 @torch.inference_mode()
 def test_4_bit_weights_of_bitsandbytes(tmp_path: Path) -> None:
-    """Of rows that are as long as a block of weights with one scale, 64."""
+    """Rows are as long as a block of weights with one scale, 64."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     torch.manual_seed(1)
