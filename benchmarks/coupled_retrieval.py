@@ -5,7 +5,7 @@ logarithm of their share of the occurrences plus the noise of their position, as
 are recorded along the same sampled answers and replayed. The counts do not depend on the machine.
 Takes about 5 minutes.
 
-    python benchmarks/coupled_retrieval.py [--target code/target --draft code/eagle3 --workload code] [--prompts 32]
+    python benchmarks/coupled_retrieval.py [--target smollm2 --draft smollm2/mtp --workload smollm2] [--prompts 32]
 """
 
 from __future__ import annotations

@@ -32,14 +32,8 @@ from autotune.drafters.compression import SELECTED
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.trainable import LossSettings
 from autotune.files import append_line, read_json, read_yaml, sha256_of
-from autotune.modeling.loading import (
-    BUNDLED_TARGET,
-    bundled_models,
-    default_workload,
-    load_model,
-    load_processor,
-    reference,
-)
+from autotune.modeling.gguf import PACKAGED
+from autotune.modeling.loading import BUNDLED_TARGET, default_workload, load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
@@ -78,9 +72,9 @@ PAPERS_ABLATION = {
 
 
 def target_of(card: Path) -> str:
-    """The bundled target of a draft's card, that of its pair."""
-    name = f"{card.resolve().parent.name}/target"
-    return name if name in bundled_models() else BUNDLED_TARGET
+    """The target of a draft's card, by the folder of its drafts."""
+    name = card.resolve().parent.name
+    return name if name in PACKAGED else BUNDLED_TARGET
 
 
 def measured(decoder: Decoder, recorder: Recorder, name: str, num_prompts: int, temperature: float) -> dict[str, Any]:
@@ -143,7 +137,7 @@ def measure(
 ) -> None:
     """Decode held-out prompts with a draft or with subnets of it."""
     name = target_of(card or draft)
-    target, processor = Target(load_model(name)), load_processor(name)
+    target, processor = Target(load_model(name, dtype="float32")), load_processor(name)
     recorder = Recorder(target, reference(name), processor, Path(".autotune"))
     own_keep = load_draft(str(draft), target).visual_keep
     subnets = [Subnet(heads=share, visual_keep=own_keep) for share in heads]
@@ -344,6 +338,11 @@ def write(draft: Path) -> None:
     full = next(row for row in measured_rows if row["subnet"] == {"visual_keep": config.get("visual_keep", 1.0)})
     kind, data = recipe["model"], recipe.get("data", {}).get("num_examples")
     examples = f"{data:,} examples" if data else "all examples"
+    source = (
+        "the training split of [`drafts/digits/make`](../make); the target's distributions along the reference answers"
+    )
+    if "magpie" in recipe.get("data", {}):
+        source = "questions that the target wrote itself (`magpie`), and its answers to them"
     steps = " + ".join(f"{stage['steps']} steps of {stage['batch_size']}" for stage in recipe["stages"])
     path = draft / "README.md"
     notes = path.read_text().partition("\n## Notes\n")[2] if path.exists() else ""
@@ -359,9 +358,9 @@ def write(draft: Path) -> None:
         "| | |",
         "|---|---|",
         f"| kind | `{kind}` |",
-        f"| target | [`{draft.parent.name}/target`](../target) |",
+        f"| target | `{target_of(draft)}` |",
         f"| trained by | `autotune train drafts/{draft.parent.name}/{draft.name}/recipe.yaml`: {steps} |",
-        f"| data | the training split of [`drafts/digits/make`](../make), {examples}; the target's distributions along the reference answers |",
+        f"| data | {source}, {examples} |",
         f"| parameters | {full['parameters']:,}; embeddings and output head are those of the target |",
         "| licence | Apache-2.0 |",
         f"| sha256 of `model.safetensors` | `{sha256}` |",

@@ -1,9 +1,9 @@
 """Runs a whole default search on a simulated GPU, and compares its winner with random configurations there.
 
-The device is rehearsed on the CPU and has a clock (``tests/simulated_device.py``): the small pair ``code`` takes the time of
-Llama-3.1-8B with an EAGLE-3 head, and proposes and accepts what it does anyway. The plan, the shares of the stages and the
-number of prompts that decide are those of a search on such a machine. Prints the search's own output, then stages, prompts,
-captures and regret. Takes about 15 minutes for one device.
+The device is rehearsed on the CPU and has a clock (``tests/simulated_device.py``): the tiny text pair of the tests takes the time
+of Llama-3.1-8B and Llama-3.2-1B in bfloat16, and proposes and accepts what it does anyway. The plan, the shares of the stages and
+the number of prompts that decide are those of a search on such a machine. Prints the search's own output, then stages, prompts,
+captures and regret.
 
     PYTHONPATH=. python benchmarks/simulated_search.py [--gpu h100] [--budget 5m] [--random 200] [--decoded 6]
 """
@@ -27,29 +27,50 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.evaluation.summary import ms_per_token
 from autotune.files import read_lines
 from autotune.modeling.graph_memory import graph_memory
-from autotune.modeling.loading import load_model
+from autotune.modeling.loading import RETRIEVAL, load_model
 from autotune.prediction.evaluator import Evaluator
-from autotune.search import model_pool, pipeline
+from autotune.search import pipeline
 from autotune.search.model_pool import ModelPool
 from autotune.search.settings import SearchSettings
 from autotune.search.space import load_space
 from autotune.study.document import RUNS, load_study
 from autotune.workloads.workload import Workload, load_workload
 from benchmarks.predictions import random_configurations, random_variants
+from tests.sample_documents import write_workload
 from tests.simulated_device import SimulatedDevice, SimulatedSize
+from tests.tiny_models import llama_pair
 
-PAIR = "code"
-DRAFTS = (f"{PAIR}/eagle3", "retrieval")
 LLAMA_8B = SimulatedSize(num_layers=32, layer_bytes=13.96e9, head_bytes=1.05e9)
-EAGLE3_HEAD = SimulatedSize(num_layers=1, layer_bytes=0.49e9, head_bytes=0.36e9)
+LLAMA_1B = SimulatedSize(num_layers=16, layer_bytes=1.95e9, head_bytes=0.53e9)
+PROMPTS_OF_A_SPLIT, ANSWER_TOKENS = 240, 125
 
 
-def load_in_bfloat16(name: str, **options: Any) -> Any:
-    """A target in the precision that is usual on GPUs, in which answers are not decoded in batches."""
-    return load_model(name, **options).to(torch.bfloat16)
+def write_pair(folder: Path) -> tuple[str, str]:
+    """Folders of target and draft in the precision that is usual on GPUs, in which answers are not decoded in batches."""
+    made = llama_pair(folder)
+    for model, path in ((made.target, made.target_folder), (made.draft, made.draft_folder)):
+        model.to(torch.bfloat16).save_pretrained(path)
+    return str(made.target_folder), str(made.draft_folder)
 
 
-def simulated_pool(device: SimulatedDevice) -> type[ModelPool]:
+def write_prompts(folder: Path) -> str:
+    """A workload of rows of digits, which the target continues at random."""
+    rng = random.Random(0)
+    lines = [
+        {
+            "prompt": " ".join(
+                f"Row {row} reads {rng.randrange(10)}, {rng.randrange(10)}." for row in range(1, rng.randrange(4, 24))
+            ),
+            "split": split,
+            "max_new_tokens": ANSWER_TOKENS,
+        }
+        for _ in range(PROMPTS_OF_A_SPLIT)
+        for split in ("tune", "evaluate")
+    ]
+    return str(write_workload(folder, lines))
+
+
+def simulated_pool(device: SimulatedDevice, draft: str) -> type[ModelPool]:
     """A pool whose models have the simulated sizes as soon as they are loaded."""
 
     class SimulatedPool(ModelPool):
@@ -57,8 +78,9 @@ def simulated_pool(device: SimulatedDevice) -> type[ModelPool]:
             super().__init__(*arguments, **options)
             text = self.target.text
             device.simulate(LLAMA_8B, text.layers, self.target.model)
-            network = self._full_drafts[DRAFTS[0]].network  # type: ignore[attr-defined]
-            device.simulate(EAGLE3_HEAD, [network.layer], network)
+            model = self._full_drafts[draft].standalone_model
+            assert model is not None
+            device.simulate(LLAMA_1B, model.model.layers, model)
 
     return SimulatedPool
 
@@ -85,6 +107,23 @@ def decoded_ms_per_token(
 )
 def main(gpu: str, budget_s: float, num_random: int, num_decoded: int, num_prompts: int) -> None:
     """Run a default search on a simulated GPU."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        target, draft = write_pair(folder / "pair")
+        load_model(target)  # what transformers does when it first loads a model is not rehearsed
+        settings = SearchSettings(
+            target=target,
+            drafts=(draft, RETRIEVAL),
+            workload=write_prompts(folder),
+            budget_s=budget_s,
+            folder=folder / "studies",
+            output=folder / "profile.json",
+        )
+        simulate(settings, gpu, num_random, num_decoded, num_prompts)
+
+
+def simulate(settings: SearchSettings, gpu: str, num_random: int, num_decoded: int, num_prompts: int) -> None:
+    """Run a search on a simulated device, and report what it did."""
     made: list[Any] = []
 
     class KeptEvaluator(Evaluator):
@@ -92,9 +131,8 @@ def main(gpu: str, budget_s: float, num_random: int, num_decoded: int, num_promp
             super().__init__(*arguments, **options)
             made.append(self)
 
-    load_model(f"{PAIR}/target")  # what transformers does when it first loads a model is not rehearsed
-    with SimulatedDevice(gpu) as device, tempfile.TemporaryDirectory() as folder:
-        pool_type = simulated_pool(device)
+    with SimulatedDevice(gpu) as device:
+        pool_type = simulated_pool(device, settings.drafts[0])
 
         class KeptPool(pool_type):  # type: ignore[misc, valid-type]
             def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -102,21 +140,13 @@ def main(gpu: str, budget_s: float, num_random: int, num_decoded: int, num_promp
                 made.append((device.now_s(), self))
 
         pipeline.ModelPool, pipeline.Evaluator = KeptPool, KeptEvaluator  # type: ignore[misc]
-        model_pool.load_model = load_in_bfloat16
         pipeline.search_trees = device.charged(pipeline.search_trees)
         torch.set_num_threads(1)
-        settings = SearchSettings(
-            target=f"{PAIR}/target",
-            drafts=DRAFTS,
-            workload=PAIR,
-            budget_s=budget_s,
-            folder=Path(folder),
-            output=Path(folder) / "profile.json",
-        )
         profile = pipeline.search(settings, Console())
         (loaded_s, pool), evaluator = made[:2]
-        report_search(profile, Path(folder), device.now_s() - loaded_s, device)
-        report_regret(profile, pool, evaluator, num_random, num_decoded, num_prompts)
+        report_search(profile, settings.folder, device.now_s() - loaded_s, device)
+        prompts = load_workload(settings.workload, "evaluate", num_prompts=num_prompts)
+        report_regret(profile, pool, evaluator, num_random, num_decoded, prompts)
 
 
 def report_search(profile: DecodingProfile, folder: Path, seconds: float, device: SimulatedDevice) -> None:
@@ -147,7 +177,12 @@ def token_counts(path: Path) -> dict[str, float]:
 
 
 def report_regret(
-    profile: DecodingProfile, pool: ModelPool, evaluator: Evaluator, num_random: int, num_decoded: int, num_prompts: int
+    profile: DecodingProfile,
+    pool: ModelPool,
+    evaluator: Evaluator,
+    num_random: int,
+    num_decoded: int,
+    prompts: Workload,
 ) -> None:
     """Print the winner's time over the best of random configurations."""
     rng = random.Random(0)
@@ -159,7 +194,6 @@ def report_regret(
     winner = configuration_of(profile.point)
     assert winner is not None, "plain decoding was chosen"
     fastest = [evaluator.with_fallback(candidate).configuration for candidate in candidates[:num_decoded]]
-    prompts = load_workload(PAIR, "evaluate", num_prompts=num_prompts).cut(num_prompts, 128)
     winner_ms, *others = decoded_ms_per_token(pool, evaluator, [winner, *fastest], prompts)
     print(
         json.dumps({"replayed": len(configurations), "winner": winner_ms, "fastest random": sorted(others)}, indent=1)

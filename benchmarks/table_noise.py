@@ -27,7 +27,7 @@ from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 from autotune.search.model_pool import ModelPool
-from autotune.workloads.workload import BUNDLED, load_workload
+from autotune.workloads.workload import load_workload
 
 TREES: dict[str, tuple[int, tuple[int, ...]]] = {
     "chain of 1": (2, ()),
@@ -90,7 +90,7 @@ def main(tables: int, seconds: float) -> None:
     drafts = (BUNDLED_DRAFT, "digits/star")
     pool = ModelPool(BUNDLED_TARGET, drafts, "cpu")
     loaded = [(pool.draft(draft, Subnet()), pool.references[draft]) for draft in drafts]
-    workload = load_workload(BUNDLED, "tune", num_prompts=48)
+    workload = load_workload("digits", "tune", num_prompts=48)
     kv_lengths = kv_lengths_for(150, 310)
     settings = CostSettings(kv_lengths=kv_lengths, time_limit_s=seconds)
     rows = []

@@ -1,10 +1,11 @@
-"""The text tables of SAGE and WETAP on the bundled pair for code: SAGE's table 4, WETAP's tables 2, 3 and 5 and figure 4.
+"""The text tables of SAGE and WETAP on a text target: SAGE's table 4, WETAP's tables 2, 3 and 5 and figure 4.
 
-Every tree decodes held-out prompts with a small independent draft, as in the papers, in turns with plain decoding. Prints tokens per
+Every tree decodes held-out prompts with a draft (in the papers a small independent model) in turns with plain decoding. Prints tokens per
 round M, pooled and by task, draft nodes and draft levels a round, and the speedup over plain decoding with its 95 % interval. M and counts do not
-depend on the machine. WETAP decodes at temperature 1 (section 4.1): give --temperature 1. Takes about 8 minutes for 24 prompts.
+depend on the machine. WETAP decodes at temperature 1 (section 4.1): give --temperature 1. Models run in float32,
+in which all outputs equal plain decoding's.
 
-    python benchmarks/text_tables.py [--draft code/independent] [--temperature 1] [--prompts 24]
+    python benchmarks/text_tables.py [--target smollm2 --draft smollm2/mtp] [--temperature 1] [--prompts 24]
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import NAMED, PUBLISHED_DEFAULTS
 from autotune.documents.run import Run
 from autotune.evaluation.summary import bootstrap_ratio
+from autotune.modeling.loading import default_workload
 from autotune.search.model_pool import ModelPool
 from autotune.workloads.workload import load_workload
 
@@ -39,15 +41,15 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @click.command()
-@click.option("--target", default="code/target", show_default=True)
-@click.option("--draft", default="code/independent", show_default=True)
+@click.option("--target", default="smollm2", show_default=True)
+@click.option("--draft", default="smollm2/mtp", show_default=True)
 @click.option("--temperature", default=0.0, show_default=True)
 @click.option("--prompts", default=24, show_default=True)
 @click.option("--tokens", default=125, show_default=True, help="Longest answer.")
 def main(target: str, draft: str, temperature: float, prompts: int, tokens: int) -> None:
-    console, pool = Console(), ModelPool(target, [draft], "cpu")
+    console, pool = Console(), ModelPool(target, [draft], "cpu", dtype="float32")
     (name,) = pool.references
-    workload = load_workload("code", "evaluate", num_prompts=prompts).cut(prompts, tokens)
+    workload = load_workload(default_workload(target), "evaluate", num_prompts=prompts).cut(prompts, tokens)
     if temperature > 0:
         workload = workload.sampled(temperature)
     runner = pool.runner(None)

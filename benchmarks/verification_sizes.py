@@ -5,7 +5,7 @@ in random order. Then the trees of the space are priced by two tables: one knows
 interpolates between them. The fastest tree of each table is replayed with the prices of all sizes. Both tables have the study's
 other costs. Takes about a minute.
 
-    python benchmarks/verification_sizes.py .autotune/STUDY --draft code/mtp [--space quick] [--policy priced] [--policy sage]
+    python benchmarks/verification_sizes.py .autotune/STUDY --draft digits/mtp [--space quick] [--policy priced] [--policy sage]
 """
 
 from __future__ import annotations

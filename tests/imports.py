@@ -17,7 +17,8 @@ MODULES = {
 HEAVY = {"torch", "transformers"}
 
 
-def imported_names(path: Path, *, deferred: bool) -> Iterator[str]:
+@functools.cache
+def imported_names(path: Path, *, deferred: bool) -> tuple[str, ...]:
     """Full names of imported modules; ``deferred`` includes imports inside functions. TYPE_CHECKING blocks do not count."""
 
     def walk(node: ast.AST) -> Iterator[str]:
@@ -36,7 +37,7 @@ def imported_names(path: Path, *, deferred: bool) -> Iterator[str]:
                     yield full if full in MODULES else child.module
             yield from walk(child)
 
-    return walk(ast.parse(path.read_text()))
+    return tuple(walk(ast.parse(path.read_text())))
 
 
 @functools.cache

@@ -19,7 +19,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from drafts.digits.make import build
 
@@ -94,19 +100,23 @@ def copy_common_weights(source: Any, destination: Any) -> None:
     assert not destination.load_state_dict(cut, strict=False).missing_keys
 
 
-def vision_pair(folder: Path) -> Pair:
-    """Save and load a LLaVA and a draft that also reads images. The processor is saved next to the target."""
+def new_tokenizer() -> Any:
+    """The bundled target's tokenizer, trained on one text instead of 12,000 (each of which would draw an image)."""
+    text = SimpleNamespace(
+        prompt="Read the digits row by row.",
+        answer="Row 1 reads 3, 1, 4. Row 2 reads 1, 5, 9. That makes 6 digits in all.",
+    )
     with pytest.MonkeyPatch.context() as patch:
-        # The tokenizer is trained on one text instead of 12,000 (each of which would draw an image); the processor scales
-        # images to 32 pixels instead of 192.
-        text = SimpleNamespace(
-            prompt="Read the digits row by row.",
-            answer="Row 1 reads 3, 1, 4. Row 2 reads 1, 5, 9. That makes 6 digits in all.",
-        )
         patch.setattr(build, "make_example", lambda split, task, index: text)
         patch.setattr(build, "TASKS", ("read",))
-        patch.setattr(build, "IMAGE_SIZE", IMAGE_SIZE)
-        tokenizer = build.train_tokenizer(VOCABULARY_SIZE)
+        return build.train_tokenizer(VOCABULARY_SIZE)
+
+
+def vision_pair(folder: Path) -> Pair:
+    """Save and load a LLaVA and a draft that also reads images. The processor is saved next to the target."""
+    tokenizer = new_tokenizer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "IMAGE_SIZE", IMAGE_SIZE)  # images are scaled to 32 pixels instead of 192
         processor = build.build_processor(tokenizer, PATCH_SIZE)
     torch.manual_seed(0)
     target, draft = _llava(TARGET_LAYERS, tokenizer), _llava(DRAFT_LAYERS, tokenizer)
@@ -115,10 +125,16 @@ def vision_pair(folder: Path) -> Pair:
     return _saved(target, draft, folder, AutoModelForImageTextToText.from_pretrained)
 
 
-def llama_pair(folder: Path) -> Pair:
-    """Save and load a text-only Llama and its draft, with the vocabulary of ``vision_pair``."""
+def llama_pair(folder: Path, **config: Any) -> Pair:
+    """Save and load a text-only Llama and its draft, with the vocabulary of ``vision_pair``. The tokenizer, which has a chat template
+    and no token for images, is saved next to the target.
+    """
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=new_tokenizer().backend_tokenizer, **special)
+    tokenizer.chat_template = build.CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder / "target")
     torch.manual_seed(1)
-    target, draft = new_llama(TARGET_LAYERS), new_llama(DRAFT_LAYERS)
+    target, draft = (new_llama(num_layers, **config) for num_layers in (TARGET_LAYERS, DRAFT_LAYERS))
     sharpen(target, target.model.layers, DRAFT_LAYERS)
     return _saved(target, draft, folder, AutoModelForCausalLM.from_pretrained)
 

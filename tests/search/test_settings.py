@@ -12,7 +12,7 @@ from autotune.cli.main import main
 from autotune.cli.preflight import workload_for
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
-from autotune.modeling.loading import DEFAULT_DRAFTS, RETRIEVAL
+from autotune.modeling.loading import DEFAULT_DRAFTS, RETRIEVAL, resolve
 from autotune.search import pipeline
 from autotune.search.settings import SearchSettings, check_settings
 from tests.sample_documents import decoding_profile
@@ -70,18 +70,38 @@ def test_drafts_and_prompts_default_to_those_of_the_targets_pair() -> None:
     assert (SearchSettings().drafts, SearchSettings().workload) == (DEFAULT_DRAFTS, "digits")
     other = SearchSettings(target="some/model", drafts=("some/draft",))
     assert (other.drafts, other.workload) == (("some/draft",), "digits")
-    code = SearchSettings(target="code/target")
-    assert code.workload == "code" and code.drafts[-1] == RETRIEVAL
-    assert all(name.startswith("code/") and name != "code/target" for name in code.drafts[:-1])
-    assert SearchSettings(target="code/target", drafts=(), workload="digits").workload == "digits"
-    assert "--workload code" in code.command and f"--draft {RETRIEVAL}" in code.command
+    smollm2 = SearchSettings(target="smollm2")
+    assert smollm2.workload == "smollm2" and smollm2.drafts[-1] == RETRIEVAL
+    assert all(name.startswith("smollm2/") for name in smollm2.drafts[:-1])
+    assert SearchSettings(target="smollm2", drafts=(), workload="digits").workload == "digits"
+    assert "--workload smollm2" in smollm2.command and f"--draft {RETRIEVAL}" in smollm2.command
+
+
+def test_stored_heads_of_a_packaged_model_are_its_default_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once they have weights; its prompts are missed before anything is loaded."""
+    monkeypatch.setattr("autotune.modeling.loading.data_root", lambda: tmp_path)
+    monkeypatch.setattr("autotune.workloads.workload.data_root", lambda: tmp_path)
+    folder = tmp_path / "drafts" / "smollm2" / "mtp"
+    folder.mkdir(parents=True)
+    assert SearchSettings(target="smollm2").drafts == (RETRIEVAL,)
+    with pytest.raises(UserError, match="smollm2/mtp: no such model"):
+        resolve("smollm2/mtp")
+    (folder / "model.safetensors").touch()
+    assert SearchSettings(target="smollm2").drafts == ("smollm2/mtp", RETRIEVAL)
+    assert resolve("smollm2/mtp") == str(folder)
+    for verb in ("search", "measure"):
+        done = CliRunner().invoke(main, [verb, "--target", "smollm2"])
+        assert done.exit_code == 2 and done.output.count("\n") == 1, done.output
+        assert "workload.jsonl, is missing; name another --workload" in done.output
 
 
 def test_a_profile_is_measured_on_the_prompts_of_its_pair(tmp_path: Path) -> None:
-    for target, workload in (("digits/target", "digits"), ("code/target", "code"), ("some/model", "digits")):
+    for target, workload in (("digits/target", "digits"), ("smollm2", "smollm2"), ("some/model", "digits")):
         path = tmp_path / "profile.json"
         decoding_profile(ModelReference(id=target, sha256="")).save(path)
         assert workload_for(path, None) == workload
-        assert workload_for(path, "code") == "code"
+    assert workload_for(path, "digits") == "digits"
     with pytest.raises(UserError, match=r"missing\.jsonl"):
         workload_for(path, str(tmp_path / "missing.jsonl"))

@@ -404,7 +404,6 @@ def test_drafts_of_a_text_target(
     """They decode what the target decodes."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(text_pair.target_folder, tmp_path / "target")
-    processor.tokenizer.save_pretrained(tmp_path / "target")
     (tmp_path / "examples.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{n} and", "max_new_tokens": 9}) + "\n" for n in range(5))
     )

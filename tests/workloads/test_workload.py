@@ -331,8 +331,6 @@ def test_prompts_as_a_search_decoded_them() -> None:
     [
         ("digits", "tune", 64, "27704c0f69fad72fd64327b255453a2aacde746a47894b28a19f3ce3ec1669e0"),
         ("digits", "evaluate", 64, "1523fad15f18b13e57e515e41e8881c74816bb91df4baa59a4bed69f3ebe8e40"),
-        ("code", "tune", 240, "c845998cd2003eb2fe2db8f1b1442cb690e35bd27a8b6fbf4198c77f5cb729a3"),
-        ("code", "evaluate", 240, "af89a6e02ffeb3668e4ca1d60b7d55fb0e55b68f0d46386eb549881abcbbfb4a"),
     ],
 )
 def test_bundled_workloads_are_frozen(name: str, split: WorkloadSplit, num_prompts: int, sha256: str) -> None:
