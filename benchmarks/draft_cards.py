@@ -150,7 +150,7 @@ def measure(
     path = (card or draft) / ROWS
     known = [
         (row["sha256"], Subnet(**row["subnet"]), row["prompts"], row.get("temperature", 0.0))
-        for row in files.read_examples(path)
+        for row in files.read_lines(path)
     ]
     sha256 = sha256_of(draft / "model.safetensors")
     for choice in subnets or [Subnet(visual_keep=own_keep)]:
@@ -330,7 +330,7 @@ def layer_section(layers: dict[int, int]) -> list[str]:
 def write(draft: Path) -> None:
     """Write the card of a draft with a recipe from the measured rows. Notes below a line "## Notes" are kept."""
     config, recipe = read_json(draft / "config.json"), read_yaml(draft / "recipe.yaml")
-    rows = files.read_examples(draft / ROWS)
+    rows = files.read_lines(draft / ROWS)
     sha256 = sha256_of(draft / "model.safetensors")
     sampled = [row for row in rows if row["sha256"] == sha256 and row.get("temperature")]
     rows = [row for row in rows if not row.get("temperature")]
@@ -408,7 +408,7 @@ def write(draft: Path) -> None:
             f"Every prompt is compressed by one operator, on {next(iter(forced.values()))['prompts']} held-out prompts."
         )
         lines += ["", "## Single operators", "", note, "", *table([*forced.values()], [*forced])]
-    lines += operator_section([row for row in files.read_examples(draft / OPERATOR_ROWS) if row["sha256"] == sha256])
+    lines += operator_section([row for row in files.read_lines(draft / OPERATOR_ROWS) if row["sha256"] == sha256])
     if section := ablation_section(draft, kind, rows):
         lines += section
     elif others := [row for row in rows if row["label"]]:

@@ -82,7 +82,7 @@ def main(prompts: int, drafts: tuple[str, ...], space: str) -> None:
 
 
 def _by_key(recorder: AnswerRecorder, prompts: Any) -> list[tuple[str, Any]]:
-    return [(prompt.sha256, answer) for prompt, answer in recorder.record([(prompt, None) for prompt in prompts])]
+    return [(prompt.sha256, answer) for prompt, answer in recorder.record(prompts)]
 
 
 if __name__ == "__main__":
