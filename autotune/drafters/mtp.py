@@ -8,7 +8,7 @@ several heads the first is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -20,12 +20,15 @@ from torch.nn.functional import pad
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, KeysValues
 from autotune.drafters.network import NetworkConfig, set_weights
+from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.trainable import CONFIG, FREQUENCIES, WEIGHTS, LossSettings, read_tensors
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.target import Target
+
+RIDGE = 1e-3  # of the regression that a new head begins with, relative to the mean square of its inputs
 
 
 class MtpConfig(NetworkConfig):
@@ -50,6 +53,7 @@ class MtpNetwork(UnrolledNetwork):
         text = target.text
         self.config = config
         self.embedding = self.first_feature = None  # trained on sequences without their first token
+        self._is_copy = False
         self.register_buffer("token_ids", None, persistent=False)
         self.layer_config = _layer_config(text.config)
         last, hidden = text.layers[-1], config.hidden_size
@@ -73,7 +77,7 @@ class MtpNetwork(UnrolledNetwork):
 
     @classmethod
     def new(cls, sizes: Mapping[str, Any], target: Target, *, source: str) -> Self:
-        """A head whose layer and norm begin as the target's last ones, where it has the same."""
+        """A head whose layer and norm begin as the target's last ones, where it has the same; see ``prepare``."""
         config = MtpConfig(hidden_size=target.text.config.hidden_size, num_target_layers=len(target.text.layers))
         network = cls(config, target)
         nn.init.normal_(network.eh_proj.weight, std=network.eh_proj.in_features**-0.5)
@@ -83,10 +87,33 @@ class MtpNetwork(UnrolledNetwork):
             name: t.shape for name, t in own.items()
         }:
             network.layer.load_state_dict(last)
+            network._is_copy = True
             final = getattr(target.text.module, "norm", None)
             if type(final) is type(network.norm):
                 network.norm.load_state_dict(final.state_dict())
         return network
+
+    @property
+    def layers_in_preparation(self) -> tuple[int, ...]:
+        return (self.config.num_target_layers - 1,) if self._is_copy else ()
+
+    @torch.no_grad()
+    def prepare(self, batches: Iterable[TeacherBatch]) -> None:
+        """Begin with the projection of least squares from a token's embedding and the features before it to the input of the
+        target's last layer at that token, of which the head's layer is a copy (ridge regression).
+        """
+        products: Tensor | float = 0.0
+        size = self.eh_proj.in_features
+        for batch in batches:
+            is_loss, (layer,) = batch.loss_mask[:, 1:], self.layers_in_preparation
+            features = self.target_features({0: batch.hidden[self.config.num_target_layers][:, :-1][is_loss]})
+            inputs = self.fused(batch.embeddings[:, 1:][is_loss], features)
+            rows = torch.cat([inputs, batch.hidden[layer][:, 1:][is_loss]], -1).double()
+            products = products + rows.t() @ rows
+        assert isinstance(products, Tensor), "no batches"
+        squares = products[:size, :size]
+        ridge = RIDGE * squares.diagonal().mean() * torch.eye(size, dtype=squares.dtype, device=squares.device)
+        self.eh_proj.weight.copy_(torch.linalg.solve(squares + ridge, products[:size, size:]).t())
 
     def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
         num_heads, *sizes = self._cache_sizes
@@ -127,11 +154,15 @@ class MtpNetwork(UnrolledNetwork):
         return torch.stack([cos, sin], -2).reshape(*positions.shape, 2, -1)
 
     def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
-        """The projection of both, normalized: the embedding first, as in published checkpoints."""
+        """The projection of both, normalized."""
+        return self.eh_proj(self.fused(embeddings, features))  # type: ignore[no-any-return]
+
+    def fused(self, embeddings: Tensor, features: Tensor) -> Tensor:
+        """Both normalized, [..., 2 * hidden]: the embedding first, as in published checkpoints."""
         parts = [self.enorm(embeddings), self.hnorm(features)]
         if getattr(self.layer_config, "mtp_hidden_states_first", False):
             parts.reverse()
-        return self.eh_proj(torch.cat(parts, -1))  # type: ignore[no-any-return]
+        return torch.cat(parts, -1)
 
     def forward(
         self, stream: Tensor, features: Tensor, factors: Tensor, context: AttentionContext = WITHIN_BATCH

@@ -99,6 +99,14 @@ class TrainableNetwork(DraftNetwork):
             compare: the divergence from the target's distributions, perhaps compiled.
         """
 
+    @property
+    def layers_in_preparation(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs ``prepare`` reads; empty: new weights need no preparation."""
+        return ()
+
+    def prepare(self, batches: Iterable[TeacherBatch]) -> None:
+        """Called before the first step on new weights, with the first teacher batches: compute weights from them."""
+
     def after_backward(self) -> None:
         """Called when the gradients of a training step have been computed."""
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import Tensor
 
 from autotune.console import Console
@@ -37,6 +38,7 @@ from autotune.training.teacher import Teacher, TeacherBatches
 
 TEACHER_BATCHES = WORKSPACE / "teacher-batches"
 NUM_HELD_OUT = 3  # batches
+NUM_PREPARED = 16  # batches that a network reads before its first step
 NUM_FINISHED = 64  # batches that a network reads after its last step
 
 
@@ -207,6 +209,15 @@ class DraftTask:
         for name, buffer in self.module.named_buffers():
             buffer.copy_(buffers[name])
         return (is_read - started) / 1000, (ended - is_read) / 1000
+
+    def prepare(self) -> None:
+        """Compute what new weights begin with."""
+        if self.recipe.initial_weights == "new" and (layers := self.module.layers_in_preparation):
+            batches = self._batches_of(0)
+            batches = replace(batches, layers={*batches.layers, *layers})
+            self.module.prepare(batches[step] for step in range(min(NUM_PREPARED, batches.examples.num_batches)))
+            for parameter in self.module.parameters():
+                parameter.data = broadcast(parameter.data)
 
     def begin(self, number: int) -> None:
         self._number, self._stage = number, self.recipe.stages[number]

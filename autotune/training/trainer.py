@@ -135,6 +135,8 @@ class Trainer:
         first_stage, first_step = self.checkpoint.position()
         if (first_stage, first_step) != (0, 0):
             self.checkpoint.load_model(self.task.module)
+        else:
+            self.task.prepare()
         for number in range(first_stage, len(self.recipe.stages)):
             self._run_stage(number, first_step if number == first_stage else 0)
         self.task.module.eval()

@@ -302,7 +302,9 @@ def test_answers_and_training_are_announced(recipe: Callable[..., Path], monkeyp
         file.unlink()
     (path.parent / "silent" / ".checkpoint" / "state.safetensors").unlink()
     train(path, output=path.parent / "silent", notify=messages.append)
-    rates = [float(match[1].replace(",", "")) for text in messages if (match := re.search(r"\(([\d,]+) tokens/s", text))]
+    rates = [
+        float(match[1].replace(",", "")) for text in messages if (match := re.search(r"\(([\d,]+) tokens/s", text))
+    ]
     assert len(rates) == 2 and 0.05 < rates[0] / rates[1] < 20, "an answer on the disk takes no time"
 
 
