@@ -13,6 +13,7 @@ from autotune.drafters.checkpoint import NETWORKS, load_draft
 from autotune.drafters.divergence import divergence
 from autotune.drafters.eagle3 import Eagle3Network
 from autotune.drafters.feature_draft import FeatureDraft
+from autotune.drafters.mtp import MtpNetwork
 from autotune.drafters.trainable import LossSettings
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.modeling.prompt import EncodedPrompt
@@ -67,6 +68,34 @@ def test_every_step_is_what_drafting_token_by_token_would_read(target: Target, k
         assert found.shape[1] == (num_rows if step == 0 else num_rows - first)
         expected = unrolled[step][:, first + step :]
         torch.testing.assert_close(found[:, -expected.shape[1] :], expected, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_new_mtp_head_begins_with_the_inputs_of_the_targets_last_layer(
+    target: Target, encoded: list[EncodedPrompt]
+) -> None:
+    """By regression row by row, over the rows of the answers, with a ridge of a thousandth of the inputs' mean square."""
+    head = NETWORKS["mtp"].new({}, target, source="test")
+    assert (
+        isinstance(head, MtpNetwork)
+        and NETWORKS["eagle3"].new(SIZES, target, source="test").layers_in_preparation == ()
+    )
+    (layer,) = head.layers_in_preparation
+    batches = [Teacher(target).read([Example(prompt, 3)], layers={layer}) for prompt in encoded]
+    inputs, outputs = [], []
+    for batch in batches:
+        for row in range(3, int(batch.lengths[0])):
+            feature = batch.hidden[layer + 1][0, row - 1]
+            inputs.append(torch.cat([head.enorm(batch.embeddings[0, row]), head.hnorm(feature)]))
+            outputs.append(batch.hidden[layer][0, row])
+    x, y = torch.stack(inputs).double(), torch.stack(outputs).double()
+    penalty = (1e-3 * (x**2).sum(0).mean()).sqrt() * torch.eye(x.shape[1], dtype=x.dtype)
+    zeros = torch.zeros(x.shape[1], y.shape[1], dtype=y.dtype)
+    expected = torch.linalg.lstsq(torch.cat([x, penalty]), torch.cat([y, zeros])).solution.t()
+    before = sum(float(head.loss(batch, SETTINGS, torch.Generator())[0]) for batch in batches)
+    head.prepare(iter(batches))
+    torch.testing.assert_close(head.eh_proj.weight, expected.float(), atol=1e-4, rtol=1e-3)
+    assert sum(float(head.loss(batch, SETTINGS, torch.Generator())[0]) for batch in batches) < before
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
