@@ -61,32 +61,30 @@ def bundled(name: str, split: WorkloadSplit, num_prompts: int) -> Workload:
 
 
 class LoadedPair(NamedTuple):
-    """A target with an independent draft, and their names or folders."""
+    """A target with an independent draft, their names or folders, and a recorder that the tests share."""
 
     processor: Any
     target: Target
     draft: IndependentDraft
     target_id: str
     draft_id: str
+    recorder: Recorder
 
-    @property
-    def reads_images(self) -> bool:
-        return self.target_id == BUNDLED_TARGET
-
-    def held_out(self, num_prompts: int) -> Workload:
+    def held_out(self, num_prompts: int, max_new_tokens: int | None = None) -> Workload:
         """Prompts of the bundled workload; of a text pair those without an image, whose answers it would not end."""
-        if self.reads_images:
-            return load_workload("digits", "evaluate", num_prompts=num_prompts)
-        return load_workload("digits", "evaluate").readable_by(self.processor).cut(num_prompts, 100)
+        if self.target_id == BUNDLED_TARGET:
+            return load_workload("digits", "evaluate", num_prompts=num_prompts).cut(num_prompts, max_new_tokens)
+        return load_workload("digits", "evaluate").readable_by(self.processor).cut(num_prompts, max_new_tokens or 100)
 
 
 @pytest.fixture(scope="module", params=["digits", "text"])
-def pair(request: pytest.FixtureRequest, text_pair: Pair) -> LoadedPair:
+def pair(request: pytest.FixtureRequest, text_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
     ids = BUNDLED_TARGET, BUNDLED_DRAFT
     if request.param == "text":
         ids = str(text_pair.target_folder), str(text_pair.draft_folder)
-    target, draft = map(load_model, ids)
-    return LoadedPair(load_processor(ids[0]), Target(target), IndependentDraft(draft), *ids)
+    processor, target, draft = load_processor(ids[0]), Target(load_model(ids[0])), IndependentDraft(load_model(ids[1]))
+    recorder = Recorder(target, reference(ids[0]), processor, tmp_path_factory.mktemp("records"))
+    return LoadedPair(processor, target, draft, *ids, recorder)
 
 
 @pytest.mark.parametrize("num_prompts", [len(CONFIGURATIONS), pytest.param(64, marks=pytest.mark.nightly)])
@@ -94,7 +92,8 @@ def test_greedy_output_equals_generate_on_held_out_prompts(pair, num_prompts):
     processor, target, draft, *_ = pair
     decoder = Decoder(target, draft)
     lengths = []
-    for number, prompt in enumerate(pair.held_out(num_prompts).prompts):
+    workload = pair.held_out(num_prompts, 100 if num_prompts == len(CONFIGURATIONS) else None)
+    for number, prompt in enumerate(workload.prompts):
         inputs = prompt.inputs(processor)
         tree, keep = CONFIGURATIONS[number % len(CONFIGURATIONS)]
         decoder.configure(tree, visual_keep=keep)
@@ -126,17 +125,14 @@ def test_sampled_output_equals_plain_decoding_with_the_same_seed(pair, num_promp
 
 @pytest.mark.parametrize("pair", ["digits"], indirect=True)
 def test_target_reads_held_out_scans(pair):
-    processor, target, *_ = pair
-    decoder = Decoder(target)
     answers = {
         line.images[0]: line.answer for _, line in read_jsonl(bundled_file("digits"), AnsweredPrompt) if line.images
     }
-    prompts = [p for p in load_workload("digits", "evaluate").prompts if p.settings.task == "read"]
+    prompts = tuple(p for p in load_workload("digits", "evaluate").prompts if p.settings.task == "read")
+    read = pair.recorder.answers(Workload("digits", "evaluate", prompts))
     num_correct = num_digits = 0
-    for prompt in prompts:
-        answer = answers[prompt.settings.images[0]]
-        output = decoder.generate(**prompt.inputs(processor), max_new_tokens=250)
-        text = processor.decode(output.sequences[0, output.stats.prompt_tokens :], skip_special_tokens=True)
+    for prompt, found in zip(prompts, read, strict=True):
+        answer, text = answers[prompt.settings.images[0]], pair.processor.decode(found.tokens, skip_special_tokens=True)
         digits, expected = (re.findall(r"\d", " ".join(re.findall(r"reads ([\d, ]+)\.", t))) for t in (text, answer))
         assert len(digits) == len(expected)
         num_correct += sum(a == b for a, b in zip(digits, expected, strict=True))
@@ -145,13 +141,11 @@ def test_target_reads_held_out_scans(pair):
 
 
 @pytest.mark.parametrize("pair", ["digits"], indirect=True)
-def test_draft_is_neither_perfect_nor_useless(pair, tmp_path):
+def test_draft_is_neither_perfect_nor_useless(pair):
     """If every token were predictable, a chain would win every search; if none were, plain decoding would."""
-    processor, target, draft, *_ = pair
     prompts = load_workload("digits", "tune", num_prompts=8)  # one of each task
-    recorder = Recorder(target, reference(pair.target_id), processor, tmp_path)
     bounds = ForestBounds(depth=2, num_proposals=4)
-    trace = recorder.trace(draft, reference(pair.draft_id), prompts, visual_keep=1.0, bounds=bounds)
+    trace = pair.recorder.trace(pair.draft, reference(pair.draft_id), prompts, visual_keep=1.0, bounds=bounds)
     shares = trace.agreement().pivot(index="task", columns="rank", values="share").sort_values(1)
     assert shares[1].min() < 0.75 and shares[1].max() > 0.9
     harder = shares[: len(shares) // 2]
@@ -159,17 +153,16 @@ def test_draft_is_neither_perfect_nor_useless(pair, tmp_path):
 
 
 @pytest.mark.parametrize("num_prompts", [6, pytest.param(16, marks=pytest.mark.nightly)])
-def test_sage_is_faster_than_a_chain_where_nodes_are_nearly_free(pair, tmp_path, num_prompts):
+def test_sage_is_faster_than_a_chain_where_nodes_are_nearly_free(pair, num_prompts):
     """In the paper's tables SAGE accepts more tokens than draft chains, and is faster, on every benchmark."""
-    processor, target, draft, *_ = pair
+    _, target, draft, *_ = pair
     default, policies = (
         PUBLISHED_DEFAULTS["sage"],
         [parse_policy(PUBLISHED_DEFAULTS[n].tree) for n in ("sage", "chain")],
     )
-    recorder = Recorder(target, reference(pair.target_id), processor, tmp_path)
     prompts = pair.held_out(num_prompts)
     bounds = bounds_for(policies).model_copy(update={"answer_tokens": None if num_prompts > 8 else 64})
-    trace = recorder.trace(
+    trace = pair.recorder.trace(
         draft, reference(pair.draft_id), prompts, visual_keep=default.subnet.visual_keep, bounds=bounds
     )
     table = estimate_table(
@@ -190,10 +183,10 @@ def test_sage_is_faster_than_a_chain_where_nodes_are_nearly_free(pair, tmp_path,
 
 @pytest.mark.parametrize("pair", ["digits"], indirect=True)
 @pytest.mark.parametrize("kind", ["star", pytest.param("specvlm", marks=pytest.mark.nightly)])
-def test_rounds_that_retrieval_wins_ask_the_draft_for_nothing(pair, tmp_path, kind):
+def test_rounds_that_retrieval_wins_ask_the_draft_for_nothing(pair, kind):
     prompts = [p for p in pair.held_out(23).prompts if p.settings.task in ("continue", "describe")][:4]
     draft = load_draft(f"digits/{kind}", pair.target)
-    check_rounds_without_drafting(pair.target, draft, pair.processor, prompts, tmp_path)
+    check_rounds_without_drafting(draft, reference(f"digits/{kind}"), pair.recorder, prompts)
 
 
 @pytest.mark.parametrize("pair", ["text"], indirect=True)
@@ -208,21 +201,21 @@ def test_rounds_that_retrieval_wins_on_a_text_target(pair, tmp_path):
             layer.self_attn.o_proj.weight *= 0.02
             layer.mlp.down_proj.weight *= 0.02
         draft = agreeing_draft("star", target := Target(model), injection_layer=2)
-    check_rounds_without_drafting(target, draft, pair.processor, pair.held_out(3).prompts, tmp_path)
+    made = ModelReference(id="made here", sha256="")
+    recorder = Recorder(target, made, pair.processor, tmp_path)
+    check_rounds_without_drafting(draft, made, recorder, pair.held_out(3).prompts)
 
 
-def check_rounds_without_drafting(target, draft, processor, prompts, folder):
+def check_rounds_without_drafting(draft, draft_reference, recorder, prompts):
     """Replay equals the runtime for a draft that reads features of tokens which it learns of rounds later."""
     workload = Workload("digits", "evaluate", tuple(prompts))
-    names = (ModelReference(id=name, sha256="") for name in ("target", "draft"))
-    recorder = Recorder(target, next(names), processor, folder)
-    trace = recorder.trace(draft, next(names), workload, visual_keep=1.0, bounds=ForestBounds(depth=10))
+    trace = recorder.trace(draft, draft_reference, workload, visual_keep=1.0, bounds=ForestBounds(depth=10))
     tree = {"policy": "priced", "worth": 0.9, "width": 2, "rate": 0.05, "retrieval": True, "skip_draft_above": 0.6}
     tree |= {"calibration": calibrate(trace).model_dump(), "prices": {"verify": [[1.0, 1.05]]}}
     replayed = replay(trace, parse_policy(tree), free_prices())
-    decoder = Decoder(target, draft, tree=tree)
+    decoder = Decoder(recorder.target, draft, tree=tree)
     for p, prompt in enumerate(workload.prompts):
-        output = decoder.generate(**prompt.inputs(processor), **prompt.settings.generation)
+        output = decoder.generate(**prompt.inputs(recorder.processor), **prompt.settings.generation)
         begin, end = trace.answer_start[p : p + 2]
         assert output.sequences[0, -(end - begin) :].tolist() == trace.forest.answer[begin:end].tolist()
         assert replayed.accepted_lengths[p].tolist() == output.stats.accepted_lengths
