@@ -12,14 +12,14 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request, Response
-from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, Gauge, generate_latest
-from starlette.exceptions import HTTPException as RouteError
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from autotune.api.requests import ApiError, ChatRequest, CompletionRequest, Generation, parse_request
-from autotune.api.service import CLIENT_GONE, READY, DecoderService, End, Job, Piece
+from autotune.api.service import READY, DecoderService, End, Job, Piece
 
 MAX_BODY = 32 << 20  # bytes
 BODY_S = 60.0  # longest time until the body is there
@@ -38,101 +38,67 @@ class Reply:
 
     def __init__(self, asked: Generation, model: str) -> None:
         self._asked, self._is_chat = asked, isinstance(asked, ChatRequest)
-        names = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", "text_completion")
-        kind = names[1] + (".chunk" if self._is_chat and asked.stream else "")
-        head = {"id": f"{names[0]}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
-        self._head = {**head, "model": model}
+        prefix, kind = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", "text_completion")
+        kind += ".chunk" if self._is_chat and asked.stream else ""
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
     async def whole(self, first: Piece | End, job: Job) -> dict[str, Any]:
-        text, tokens, item = [], [], first
+        pieces, item = [], first
         while isinstance(item, Piece):
-            text.append(item.text)
-            tokens += item.tokens
+            pieces.append(item)
             item = await job.next()
-        return self._object("".join(text), tokens, item.reason) | {"usage": _usage(item)}
+        text, tokens = "".join(piece.text for piece in pieces), [token for piece in pieces for token in piece.tokens]
+        message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return self._object(message if self._is_chat else {"text": text}, tokens, item.reason) | _usage(item)
 
-    async def events(self, first: Piece | End, job: Job) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, first: Piece | End, job: Job) -> AsyncIterator[str]:
+        """Server-sent events; an error ends them."""
         options, item = self._asked.stream_options, first
         has_usage = options is not None and options.include_usage
-        extra = {"usage": None} if has_usage else {}
-        role = {"role": "assistant"}  # of the first piece
-        while isinstance(item, Piece):
-            yield self._object(item.text, item.tokens, None, role) | extra
-            role, item = {}, await job.next()
-        yield self._object("", [], item.reason, role) | extra
-        if has_usage:
-            yield {**self._head, "choices": [], "usage": _usage(item)}
-
-    def _object(
-        self, text: str, tokens: list[int], reason: str | None, role: dict[str, str] | None = None
-    ) -> dict[str, Any]:
-        content: dict[str, Any] = {"text": text}
-        if self._is_chat and role is None:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        elif self._is_chat:
-            content = {"delta": {**(role or {}), "content": text}}
-        if self._asked.return_token_ids:
-            content["token_ids"] = tokens
-        return {**self._head, "choices": [{"index": 0, **content, "logprobs": None, "finish_reason": reason}]}
-
-
-class EventStream(Response):
-    """Server-sent events of a reply. However it ends, the request is over then."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, reply: Reply, first: Piece | End, job: Job) -> None:
-        super().__init__()
-        del self.headers["content-length"]
-        self._events, self._job = reply.events(first, job), job
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def say(text: str, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
-
+        delta = {"role": "assistant"}  # of the first event
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            try:
-                async for event in self._events:
-                    await say(json.dumps(event))
-                await say("[DONE]", more=False)
-            except ApiError as error:
-                await say(json.dumps(error.content), more=False)
-        finally:
-            self._job.close()
+            while item is not None:
+                text, tokens = (item.text, item.tokens) if isinstance(item, Piece) else ("", [])
+                content = {"delta": {**delta, "content": text}} if self._is_chat else {"text": text}
+                event = self._object(content, tokens, item.reason if isinstance(item, End) else None)
+                yield _event(event | {"usage": None} if has_usage else event)
+                if isinstance(item, End):
+                    break
+                delta, item = {}, await job.next()
+            if has_usage:
+                yield _event({**self._head, "choices": [], **_usage(item)})
+            yield "data: [DONE]\n\n"
+        except ApiError as error:
+            yield _event(error.content)
+
+    def _object(self, content: dict[str, Any], tokens: list[int], reason: str | None) -> dict[str, Any]:
+        extra = {"token_ids": tokens} if self._asked.return_token_ids else {}
+        return {**self._head, "choices": [{"index": 0, **content, **extra, "logprobs": None, "finish_reason": reason}]}
 
 
-def create_app(service: DecoderService, *, api_key: str | None) -> FastAPI:
-    """The routes. Without a key, only requests to names of this machine are answered: another site's page cannot make a
-    browser send them.
+def create_app(service: DecoderService, api_key: str | None) -> FastAPI:
+    """The routes. Without a key, requests name this machine as their host: the page of another site cannot make a browser
+    send such ones.
     """
 
-    def authorize(request: Request) -> None:
-        if api_key is None:
-            if not is_local(re.sub(r":\d+$", "", request.headers.get("host", "")).strip("[]")):
-                raise ApiError(
-                    403, "without a key, this server answers to the name localhost; start it with an API key"
-                )
-        elif request.url.path != "/health":
-            given = request.headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
-                raise ApiError(
-                    401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key"
-                )
+    async def authorize(request: Request) -> None:
+        host, given = (request.headers.get(name, "") for name in ("host", "authorization"))
+        if api_key is None and not is_local(re.sub(r":\d+$", "", host).strip("[]")):
+            raise ApiError(403, "without a key, the host of a request is localhost; start the server with a key")
+        is_open = api_key is None or request.url.path == "/health"
+        if not is_open and not hmac.compare_digest(given.encode("latin-1"), f"Bearer {api_key}".encode()):
+            raise ApiError(401, "a key is needed; send Authorization: Bearer KEY", code="invalid_api_key")
 
     app = FastAPI(openapi_url=None, dependencies=[Depends(authorize)])
-    open_requests = Gauge("autotune_open_requests", "Requests that wait or are decoded", registry=service.registry)
-    open_requests.set_function(lambda: len(service.open))
 
     @app.exception_handler(ApiError)
     async def refused(_: Request, error: ApiError) -> Response:
         return JSONResponse(error.content, error.status, error.headers)
 
-    @app.exception_handler(RouteError)
+    @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:
-        return await refused(
-            request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        )
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return await refused(request, ApiError(error.status_code, message))
 
     @app.get("/health")
     async def health() -> Response:
@@ -149,24 +115,26 @@ def create_app(service: DecoderService, *, api_key: str | None) -> FastAPI:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
+        service.require_ready()
         service.require_model(name)
         about = {"id": name, "object": "model", "created": service.created, "owned_by": "autotune", "root": name}
         return {**about, "max_model_len": service.max_model_len}
 
     async def answer(kind: type[Generation], request: Request) -> Response:
-        job, response = service.admit(), None
+        job = service.accept()
         try:
             asked = parse_request(kind, await _body(request))
             job.watch(request.receive)
             service.submit(job, asked)
-            reply, first = Reply(asked, service.model), await job.next()
-            response = EventStream(reply, first, job) if asked.stream else JSONResponse(await reply.whole(first, job))
-            return response
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_GONE)
-        finally:
-            if not isinstance(response, EventStream):
-                job.close()
+            reply, first = Reply(asked, service.model), await job.next()  # what is wrong with a request comes first
+            if asked.stream:
+                return StreamingResponse(reply.events(first, job), media_type="text/event-stream")
+            return JSONResponse(await reply.whole(first, job))
+        except BaseException as error:
+            job.cancel(ApiError(499, "the request has ended"))
+            if isinstance(error, ClientDisconnect):
+                return Response(status_code=499)
+            raise
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -198,6 +166,10 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _usage(end: End) -> dict[str, int]:
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def _usage(end: End) -> dict[str, Any]:
     prompt, new = end.num_prompt_tokens, end.num_new_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}
