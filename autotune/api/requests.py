@@ -131,7 +131,7 @@ class Generation(_Asked):
 class CompletionRequest(Generation):
     """A text that the model continues, without the chat template; or its tokens."""
 
-    prompt: str | list[Annotated[int, Field(ge=0)]]
+    prompt: str | list[Annotated[int, Field(ge=0, lt=2**31)]]
 
     @property
     def num_tokens(self) -> int | None:
