@@ -86,7 +86,7 @@ class StreamOptions(_Asked):
 
 
 class Generation(_Asked):
-    """What completions and chats have in common. Settings that are left out are those of the model's generation config."""
+    """The parameters of completions and of chats. Settings that are left out are those of the model's generation config."""
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
