@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -48,6 +50,14 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
 
 def wait_until_ready(url: str) -> None:
     wait_for(lambda: get(url, "/health")[0] == 200)
+
+
+def url_of(process: BaseProcess, log: Path) -> str:
+    """The URL that ``autotune serve --json`` prints to ``log``.out when it is ready."""
+    printed, said = log.with_suffix(".out"), log.with_suffix(".err")
+    wait_for(lambda: not process.is_alive() or (printed.exists() and printed.read_text().endswith("}\n")), seconds=300)
+    assert process.is_alive(), said.read_text()
+    return str(json.loads(printed.read_text())["url"])
 
 
 def connect(url: str) -> http.client.HTTPConnection:
