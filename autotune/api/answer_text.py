@@ -12,8 +12,8 @@ CONTEXT_TOKENS = 8  # of the prompt, on which it depends whether the answer begi
 
 
 class AnswerText:
-    """Collects the tokens of an answer. Given to generate as a stopping criterion, it ends the answer with the token that
-    completes a stop string, and collects the tokens itself.
+    """Collects the tokens of an answer. As a stopping criterion of generate, it ends the answer with the token that completes a
+    stop string.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
@@ -26,12 +26,16 @@ class AnswerText:
 
     def __call__(self, input_ids: Tensor, _scores: Any) -> Tensor:
         """Whether a text [1, tokens] has ended; it grows from call to call."""
-        self.add(input_ids[0, self._num_read :].tolist())
+        self._add(input_ids[0, self._num_read :].tolist())
         self._num_read = input_ids.shape[1]
         return torch.tensor([self.is_stopped])
 
-    def add(self, tokens: Sequence[int], *, is_last: bool = False) -> None:
-        """Append tokens; half a character that follows the last one is no longer waited for."""
+    def read(self, tokens: Sequence[int]) -> None:
+        """Append tokens. With stop strings that has been done, one by one, when they were asked for."""
+        if not self._stops:
+            self._add(tokens)
+
+    def _add(self, tokens: Sequence[int], *, is_last: bool = False) -> None:
         self._tokens += tokens
         before, text = self._decode(self._begin, self._end), self._decode(self._begin, None)
         if len(text) > len(before) and (is_last or not text.endswith("\N{REPLACEMENT CHARACTER}")):
@@ -44,7 +48,7 @@ class AnswerText:
     def take(self, *, is_last: bool = False) -> str:
         """The text since the last call, but for what may be the beginning of a stop string."""
         if is_last and not self.is_stopped:
-            self.add([], is_last=True)
+            self._add([], is_last=True)
         sizes = [n for stop in self._stops for n in range(1, len(stop)) if self._pending.endswith(stop[:n])]
         end = len(self._pending) - (0 if is_last or self.is_stopped else max(sizes, default=0))
         text, self._pending = self._pending[:end], self._pending[end:]

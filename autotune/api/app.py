@@ -18,11 +18,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from autotune.api.requests import ApiError, ChatRequest, CompletionRequest, Generation, parse_request
+from autotune.api.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from autotune.api.service import READY, DecoderService, End, Job, Piece
 
 MAX_BODY = 32 << 20  # bytes
-BODY_S = 60.0  # longest time until the body is there
+BODY_S = 30.0  # longest time until the body is there
 
 
 def is_local(name: str) -> bool:
@@ -33,10 +33,13 @@ def is_local(name: str) -> bool:
         return False
 
 
+Asked = CompletionRequest | ChatRequest
+
+
 class Reply:
     """The objects with which a request is answered, whole or in pieces."""
 
-    def __init__(self, asked: Generation, model: str) -> None:
+    def __init__(self, asked: Asked, model: str) -> None:
         self._asked, self._is_chat = asked, isinstance(asked, ChatRequest)
         prefix, kind = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", "text_completion")
         kind += ".chunk" if self._is_chat and asked.stream else ""
@@ -57,7 +60,7 @@ class Reply:
         has_usage = options is not None and options.include_usage
         delta = {"role": "assistant"}  # of the first event
         try:
-            while item is not None:
+            while True:
                 text, tokens = (item.text, item.tokens) if isinstance(item, Piece) else ("", [])
                 content = {"delta": {**delta, "content": text}} if self._is_chat else {"text": text}
                 event = self._object(content, tokens, item.reason if isinstance(item, End) else None)
@@ -120,7 +123,7 @@ def create_app(service: DecoderService, api_key: str | None) -> FastAPI:
         about = {"id": name, "object": "model", "created": service.created, "owned_by": "autotune", "root": name}
         return {**about, "max_model_len": service.max_model_len}
 
-    async def answer(kind: type[Generation], request: Request) -> Response:
+    async def answer(kind: type[Asked], request: Request) -> Response:
         job = service.accept()
         try:
             asked = parse_request(kind, await _body(request))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -104,11 +104,6 @@ class Generation(_Asked):
     """Its ``task`` chooses among the operating points."""
 
     @property
-    def num_tokens(self) -> int | None:
-        """Longest answer; None: as long as the context."""
-        return self.max_tokens
-
-    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
@@ -119,29 +114,19 @@ class Generation(_Asked):
         end = {"eos_token_id": [], "pad_token_id": 0} if self.ignore_eos else {}
         return self.model_dump(include=names, exclude_none=True) | end | {"workload": self.metadata.get("task")}
 
-    @property
-    def num_characters(self) -> int:
-        raise NotImplementedError
-
-    def inputs(self, processor: Any, device: Any) -> dict[str, Any]:
-        """Inputs of the target; a ``UserError`` if there can be none."""
-        raise NotImplementedError
-
 
 class CompletionRequest(Generation):
     """A text that the model continues, without the chat template; or its tokens."""
 
     prompt: str | list[Annotated[int, Field(ge=0, lt=2**31)]]
-
-    @property
-    def num_tokens(self) -> int | None:
-        return self.max_tokens or 16  # OpenAI's default
+    max_tokens: int | None = Field(default=16, ge=1, lt=2**31)  # OpenAI's default
 
     @property
     def num_characters(self) -> int:
         return len(self.prompt)
 
     def inputs(self, processor: Any, device: Any) -> dict[str, Any]:
+        """Inputs of the target; a ``UserError`` if there can be none."""
         import torch
 
         if isinstance(self.prompt, list):
@@ -155,11 +140,6 @@ class CompletionRequest(Generation):
 
 class ChatRequest(Generation):
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-
-    @property
-    def num_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
 
     @property
     def num_characters(self) -> int:
@@ -181,10 +161,7 @@ class ChatRequest(Generation):
         return WorkloadPrompt("messages", settings, tuple(read_images(urls))).inputs(processor, device)
 
 
-Asked = TypeVar("Asked", bound=Generation)
-
-
-def parse_request(kind: type[Asked], body: bytes) -> Asked:
+def parse_request(kind: type[CompletionRequest | ChatRequest], body: bytes) -> CompletionRequest | ChatRequest:
     """A request from its body; an ``ApiError`` if it is none, or asks for what would give another answer than this server's."""
     try:
         content = parse_json(body.decode())
@@ -198,6 +175,8 @@ def parse_request(kind: type[Asked], body: bytes) -> Asked:
             value == same and isinstance(value, bool) == isinstance(same, bool) for same in (None, *NEUTRAL[name])
         ):
             raise ApiError(400, f"{name}: got {value!r:.60}, which is not supported; leave {name} out", param=name)
+    if (limit := content.pop("max_completion_tokens", None)) is not None:  # the later name
+        content["max_tokens"] = limit
     try:
         asked = kind.model_validate({name: value for name, value in content.items() if name not in IGNORED})
     except ValidationError as error:

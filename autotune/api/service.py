@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from autotune.api.answer_text import AnswerText
-from autotune.api.requests import ApiError, Generation
+from autotune.api.requests import ApiError, ChatRequest, CompletionRequest
 from autotune.api.settings import ServeSettings
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
@@ -61,7 +61,8 @@ class Job:
         self._items = asyncio.Queue[Piece | End | Exception]()
         self._watch: asyncio.Task[None] | None = None
         self.is_over = False
-        self.asked: Generation
+        self.asked: CompletionRequest | ChatRequest | None = None
+        """Until it is over: the decoder's thread finds it in the queue later."""
         self.text: AnswerText
 
     def watch(self, receive: Callable[[], Awaitable[Any]]) -> None:
@@ -88,7 +89,7 @@ class Job:
     def _deliver(self, item: Piece | End | Exception) -> None:
         self._items.put_nowait(item)
         if not isinstance(item, Piece):
-            self.is_over = True
+            self.is_over, self.asked = True, None
             self._service.open.discard(self)
 
     def send(self, item: Piece | End | Exception) -> None:
@@ -101,10 +102,8 @@ class Job:
         if self.is_over:
             raise _NotWanted
         if value.ndim == 1:
-            if not self.asked.stops:
-                self.text.add(value.tolist())
-            if (text := self.text.take()) or self.asked.return_token_ids:
-                self.send(Piece(text, value.tolist()))
+            self.text.read(value.tolist())
+            self.send(Piece(self.text.take(), value.tolist()))
 
     def end(self) -> None:
         """Called after the last round."""
@@ -168,7 +167,7 @@ class DecoderService(threading.Thread):
             message = f"no model {name!r:.60}; this server has {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def submit(self, job: Job, asked: Generation) -> None:
+    def submit(self, job: Job, asked: CompletionRequest | ChatRequest) -> None:
         """Let a request wait for its turn."""
         self.require_model(asked.model)
         if asked.num_characters > CHARACTERS_A_TOKEN * self.max_model_len:
@@ -195,12 +194,12 @@ class DecoderService(threading.Thread):
             return
         while (job := self._jobs.get()) is not None:
             self.progressed = time.monotonic()
-            if not job.is_over:
-                self._answer(job)
+            if (asked := job.asked) is not None:
+                self._answer(job, asked)
 
-    def _answer(self, job: Job) -> None:
+    def _answer(self, job: Job, asked: CompletionRequest | ChatRequest) -> None:
         try:
-            job.send(self._decode(job, job.asked))
+            job.send(self._decode(job, asked))
         except _NotWanted:
             pass
         except UserError as error:
@@ -214,13 +213,13 @@ class DecoderService(threading.Thread):
                 self._is_broken = self._self_test() != self._expected
             job.send(ApiError(500, f"the decoder failed ({type(error).__name__}); the server's log says more"))
 
-    def _decode(self, job: Job, asked: Generation) -> End:
+    def _decode(self, job: Job, asked: CompletionRequest | ChatRequest) -> End:
         decoder = self.decoder
         inputs = asked.inputs(decoder.processor, decoder.target.device)
         prompt: list[int] = inputs["input_ids"][0].tolist()
         if max(prompt, default=0) >= (size := decoder.target.text.vocab_size):
             raise ApiError(400, f"prompt: tokens are below {size}; got {max(prompt)}; send others", param="prompt")
-        limit = asked.num_tokens or self.max_model_len - len(prompt)
+        limit = asked.max_tokens or self.max_model_len - len(prompt)
         if limit < 1 or len(prompt) + limit > self.max_model_len:
             raise self._too_long(f"{len(prompt)} and {max(limit, 1)}")
         tokenizer = getattr(decoder.processor, "tokenizer", decoder.processor)

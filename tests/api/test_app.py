@@ -170,12 +170,13 @@ class Letters:
 
 def test_text_comes_in_whole_characters_and_without_what_may_begin_a_stop_string() -> None:
     text, taken = AnswerText(Letters(), b"USER: a", ["end", "\u20ac"]), []
-    for byte in "e\u00e9 en e\u20ac".encode():
-        text.add([byte])
+    prompt = list(b"USER: a")
+    for number in range(1, 1 + len(answer := "e\u00e9 en e\u20ac".encode())):
+        text(torch.tensor([[*prompt, *answer[:number]]]), None)
         taken.append(text.take())
     assert taken == ["", "", "e\u00e9", " ", "", "", "en ", "", "", "", "e"] and text.is_stopped
     half = AnswerText(Letters(), b"")
-    half.add("x\u20ac".encode()[:-1])
+    half.read("x\u20ac".encode()[:-1])
     assert half.take() == "" and half.take(is_last=True) == "x\N{REPLACEMENT CHARACTER}"
 
 
