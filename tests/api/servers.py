@@ -41,7 +41,7 @@ def running(load: Callable[[], Decoder], **settings: Any) -> Iterator[tuple[ApiS
         server.exit_code = codes[0]  # type: ignore[attr-defined]
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -55,7 +55,7 @@ def wait_until_ready(url: str) -> None:
 def url_of(process: BaseProcess, log: Path) -> str:
     """The URL that ``autotune serve --json`` prints to ``log``.out when it is ready."""
     printed, said = log.with_suffix(".out"), log.with_suffix(".err")
-    wait_for(lambda: not process.is_alive() or (printed.exists() and printed.read_text().endswith("}\n")), seconds=300)
+    wait_for(lambda: not process.is_alive() or (printed.exists() and printed.read_text().endswith("}\n")))
     assert process.is_alive(), said.read_text()
     return str(json.loads(printed.read_text())["url"])
 
