@@ -53,7 +53,7 @@ def commands(pair: Pair, tmp_path: Path) -> dict[str, tuple[object, ...]]:
     decoding_profile(target, draft).save(tmp_path / "tree.json")
     write_examples(tmp_path / "examples.jsonl")
     write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder))
-    small = ["--space", "small.yaml", "--trials", "8", "--budget", "8s"]
+    small = ["--space", "small.yaml", "--trials", "8", "--budget", "40s"]  # a bound that busy machines keep too
     return {
         "search": ("search", *models, *workload, *small, "-o", "profile.json"),
         "check": ("check", "tree.json", *workload, "--junit", "junit.xml", "--markdown", "check.md"),
