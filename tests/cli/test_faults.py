@@ -77,7 +77,7 @@ def test_killed_commands_leave_nothing_partial_and_complete(
     done = run_command(*command, folder=tmp_path)  # how long it takes
     assert done.returncode == 0, done.stderr
     whole_s = time.monotonic() - begin_s
-    for _ in range(times):
+    while was_killed < times:
         for name in (
             ".autotune",
             *OUTPUTS[verb],
@@ -91,7 +91,8 @@ def test_killed_commands_leave_nothing_partial_and_complete(
         process.kill()
         process.join()
         was_killed += process.exitcode == -9
-    print(f"{verb}: {was_killed} of {times} were killed before they ended")
+        whole_s *= 1.0 if process.exitcode == -9 else 0.9  # what the runs before have left makes it shorter
+    print(f"{verb}: killed {was_killed} times")
     done = run_command(*command, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert all((tmp_path / name).stat().st_size for name in OUTPUTS[verb])
