@@ -44,6 +44,11 @@ def assert_whole(folder: Path) -> None:
             json.loads(path.read_text())
 
 
+def remove(folder: Path, *names: str) -> None:
+    for path in (folder / name for name in names):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
 @pytest.fixture
 def commands(pair: Pair, tmp_path: Path) -> dict[str, tuple[object, ...]]:
     """Search, check and train of the tiny pair, with small work."""
@@ -78,14 +83,8 @@ def test_killed_commands_leave_nothing_partial_and_complete(
     assert done.returncode == 0, done.stderr
     whole_s = time.monotonic() - begin_s
     while was_killed < times:
-        for name in (
-            ".autotune",
-            *OUTPUTS[verb],
-            "draft",
-        ):  # each search begins anew, or where the one before was killed
-            path = tmp_path / name
-            if order.random() < 0.3 or name in OUTPUTS[verb]:
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        begun = (name for name in (".autotune", "draft") if order.random() < 0.3)
+        remove(tmp_path, *OUTPUTS[verb], *begun)  # it begins anew, or where the one before was killed
         process = start_command(*command, folder=tmp_path)
         process.join(order.uniform(0, whole_s))
         process.kill()
@@ -153,9 +152,7 @@ def test_full_disks_are_one_line_and_the_command_completes_with_room(
             shutil.copy(path, folder)
     assert run_command(*command, folder=folder).returncode == 0
     needed = size_of(folder)
-    for name in (".autotune", "draft", "profile.json"):
-        path = folder / name
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    remove(folder, ".autotune", "draft", "profile.json")
     base = size_of(folder)
     for step in range(10):
         used = sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
