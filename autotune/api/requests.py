@@ -25,13 +25,13 @@ MAX_STOPS = 16
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of"), (1,)),
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
-    **dict.fromkeys(("echo", "logprobs", "store"), (False,)),
+    **dict.fromkeys(("echo", "logprobs"), (False,)),
     **dict.fromkeys(("tools", "functions"), ([],)),
     **{"suffix": ("",), "logit_bias": ({},), "tool_choice": ("none",), "function_call": ("none",)},
     **{"response_format": ({"type": "text"},), "modalities": (["text"],), "top_logprobs": ()},
-    **{"min_p": (0,), "reasoning_effort": ("none",), "service_tier": ("auto", "default")},
+    **{"min_p": (0,), "reasoning_effort": ("none",)},
 }
-IGNORED = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+IGNORED = ("user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 
 
 class ApiError(Exception):
@@ -135,7 +135,8 @@ class CompletionRequest(Generation):
         try:
             return dict(processor(text=self.prompt, return_tensors="pt").to(device))
         except Exception as error:  # image tokens typed into the text
-            raise UserError(f"prompt: the processor refuses it ({error!s:.200}); change the text") from None
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"prompt: the processor refuses it ({reason}); change the text") from None
 
 
 class ChatRequest(Generation):
@@ -206,6 +207,6 @@ def read_images(urls: Sequence[str]) -> list[Image]:
                 continue
             reason = f"{image.width} x {image.height} pixels; at most {MAX_PIXELS} in all, {MAX_ASPECT} times as long as wide"
         except Exception as error:  # PIL's readers of damaged files raise anything
-            reason = f"not a readable image, {error!s:.200}"
+            reason = f"not a readable image, {' '.join(str(error).split())[:200]}"
         raise UserError(f"image {number}: {reason}; send another PNG, JPEG, WebP or GIF")
     return images

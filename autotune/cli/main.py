@@ -22,18 +22,8 @@ from autotune.errors import UserError, nearest
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 VERBS = (
-    "doctor",
-    "measure",
-    "record",
-    "search",
-    "run",
-    "serve",
-    "bench",
-    "bench-server",
-    "check",
-    "report",
-    "export",
-    "train",
+    *("doctor", "measure", "record", "search", "run", "serve", "bench", "bench-server", "check"),
+    *("report", "export", "train"),
 )
 UNLISTED = {"profile": "measure", "devices": "devices"}  # names of an earlier README, for one version
 
