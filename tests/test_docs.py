@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
 import re
 import runpy
 import shlex
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +18,6 @@ import click
 import pytest
 import yaml
 from click.testing import CliRunner
-from PIL import Image
 
 from autotune.cli.main import main
 from autotune.training.recipe import Recipe
@@ -132,81 +126,6 @@ def test_examples_run(tmp_path: Path, text_pair: Pair) -> None:
     runpy.run_path(str(ROOT / "examples/transformers_generate.py"))["main"](SHIPPED, "USER: Count to ten. ASSISTANT:")
     arguments = str(text_pair.target_folder), str(text_pair.draft_folder), "Count to ten."
     runpy.run_path(str(ROOT / "examples/decode_without_profile.py"))["main"](*arguments)
-
-
-def test_the_server_of_the_examples_answers_and_counts(tmp_path: Path) -> None:
-    """Where FastAPI is installed: whole answers and streams are the same text."""
-    for package in ("fastapi", "httpx", "prometheus_client"):
-        pytest.importorskip(package)
-    from fastapi.testclient import TestClient
-
-    shutil.copy(GRID, tmp_path / "grid.png")
-    image = base64.b64encode((tmp_path / "grid.png").read_bytes()).decode()
-    question = {"prompt": "Read the digits row by row.", "images": [image], "max_new_tokens": 24}
-    client = TestClient(runpy.run_path(str(ROOT / "examples/serve.py"))["create_app"](SHIPPED))
-    whole = client.post("/generate", json=question).json()
-    streamed = client.post("/generate", json={**question, "stream": True})
-    assert whole["text"] == streamed.text and whole["new_tokens"] == 24
-    assert "autotune_new_tokens_total 48.0" in client.get("/metrics").text
-    narrow = io.BytesIO()
-    Image.new("RGB", (5000, 1)).save(narrow, "PNG")
-    for wrong in (
-        *({"max_new_tokens": number} for number in (0, -5, 10**6)),
-        *({"temperature": number} for number in (-1, "x")),
-        *(
-            {"images": images}
-            for images in (["no base64"], ["aGVsbG8="], [], [base64.b64encode(narrow.getvalue()).decode()])
-        ),
-        *({"prompt": text} for text in ("<image> What?", "x " * 40_000, "x" * 200_000)),
-    ):
-        for stream in (False, True):
-            answer = client.post("/generate", json={**question, **wrong, "stream": stream})
-            assert answer.status_code == (200 if wrong == {"images": []} else 422), (wrong, answer.text)
-    for body in (r'{"prompt": "\ud800"}', '{"prompt": "x", "temperature": NaN}', "{"):
-        assert client.post("/generate", content=body, headers={"content-type": "application/json"}).status_code == 422
-    assert client.post("/generate", content=b" " * (17 << 20)).status_code == 413
-    assert client.post("/generate", json=question).json() == whole
-
-
-def test_clients_that_go_away_do_not_stop_the_server(tmp_path: Path) -> None:
-    """As a process, which SIGTERM ends, while another client is in the middle of a stream."""
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
-        pytest.importorskip(package)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    program = "import runpy, sys, uvicorn; from pathlib import Path; uvicorn.run(runpy.run_path(sys.argv[1])['create_app'](Path(sys.argv[2])), port=int(sys.argv[3]), timeout_graceful_shutdown=5)"
-    command = [sys.executable, "-c", program, str(ROOT / "examples/serve.py"), str(SHIPPED), str(port)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    body = json.dumps({"prompt": "Count.", "stream": True, "max_new_tokens": 400}).encode()
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as server:
-
-        def begin() -> socket.socket:
-            client = socket.create_connection(("127.0.0.1", port), timeout=60)
-            client.sendall(
-                b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-                % len(body)
-                + body
-            )
-            return client
-
-        try:
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port)).close()
-                    break
-                except ConnectionRefusedError:
-                    assert server.poll() is None
-                    time.sleep(0.2)
-            for _ in range(4):
-                client = begin()
-                assert client.recv(20)
-                client.close()
-            with begin() as client:
-                assert client.recv(12) == b"HTTP/1.1 200"
-                server.terminate()
-                assert server.wait(timeout=60) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
-        finally:
-            server.kill()
 
 
 @pytest.mark.nightly

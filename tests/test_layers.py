@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("acceptance", "modeling"),
     ("drafters", "prediction", "study"),
     ("runtime", "report", "export"),
-    ("recording", "measuring", "evaluation"),
+    ("recording", "measuring", "evaluation", "api"),
     ("search", "training", "check", "doctor", "serving"),
     ("cli", "schemas"),
     ("__main__",),

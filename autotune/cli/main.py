@@ -21,7 +21,10 @@ from autotune.errors import UserError, nearest
 # Loggers of packages that transformers imports; they report on the packages' own state.
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-VERBS = ("doctor", "measure", "record", "search", "run", "bench", "bench-server", "check", "report", "export", "train")
+VERBS = (
+    *("doctor", "measure", "record", "search", "run", "serve", "bench", "bench-server", "check"),
+    *("report", "export", "train"),
+)
 UNLISTED = {"profile": "measure", "devices": "devices"}  # names of an earlier README, for one version
 
 

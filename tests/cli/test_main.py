@@ -63,6 +63,8 @@ def test_help_fits_120_columns() -> None:
 # Refused before anything heavy is imported.
 INSTANT = {
     "run missing.json": "no such file",
+    "serve missing.json": "no such file",
+    "serve missing.json --port 70000": "--port: input should be less than or equal to 65535",
     "check missing.json": "no such file",
     "bench missing.json": "no such file",
     "export missing.json --to vllm": "no such file",
@@ -298,6 +300,9 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "export below a file": (["export", "profile.json", "--to", "vllm", "-o", "file"], r"file/export\.json: cannot be written"),
     "no probability": (["run", "profile.json", "--prompt", "x", "--top-p", "0"], "top.p"),
     "negative seed": (["run", "profile.json", "--prompt", "x", "--seed", "-3"], "seed"),
+    "server for other machines": (["serve", "profile.json", "--host", "0.0.0.0"], "other machines can reach this address, which needs a key"),
+    "server at no address": (["serve", "profile.json", "--host", "x..y"], "no server can listen there .*choose another --port or --host"),
+    "empty key": (["serve", "profile.json", "--api-key", ""], "--api-key: a key has one character at least"),
     "image token without an image": (["run", "profile.json", "--prompt", "x <image> y"], "<image>"),
 }  # fmt: skip
 

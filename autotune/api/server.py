@@ -1,0 +1,84 @@
+"""The process of ``autotune serve``: its socket, its end by a signal, and its exit code."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from autotune.api.app import create_app, is_local
+from autotune.api.requests import ApiError
+from autotune.api.service import READY, DecoderService
+from autotune.api.settings import ServeSettings
+from autotune.errors import UserError
+from autotune.runtime.decoder import Decoder
+
+SEND_S = 5  # for what clients have not yet read when all requests are decoded
+JOIN_S = 10.0  # for the step that the decoder runs
+
+
+class ApiServer(uvicorn.Server):
+    """Answers requests until a signal comes, then those that it has accepted, as long as there is time; the next signal ends it
+    at once. Signals are not raised again.
+
+    Args:
+        load: called in the decoder's thread.
+        announce: called with the longest prompt and answer, in tokens, when requests are answered.
+    """
+
+    def __init__(self, load: Callable[[], Decoder], settings: ServeSettings, announce: Callable[[int], None]) -> None:
+        self.service, self.drain_s, self.signal = DecoderService(load, settings), settings.drain_s, 0
+        self._announce: Callable[[int], None] | None = announce
+        self._num_cut = 0
+        options: dict[str, Any] = {"http": "h11", "ws": "none", "loop": "asyncio", "lifespan": "off"}
+        options |= {"log_config": None, "access_log": False, "server_header": False}
+        app = create_app(self.service, settings.api_key)
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=SEND_S, **options))
+
+    def answer_until_signal(self, listener: socket.socket) -> int:
+        """Run; returns the exit code, 0 if every accepted request was answered."""
+        self.service.start()
+        self.run(sockets=[listener])
+        self.service.join(JOIN_S)
+        if self.service.failure is not None and not self.signal:
+            raise self.service.failure
+        return 128 + self.signal if self._num_cut else 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.service.drain(0.0 if self.signal else self.drain_s)
+        self.signal = sig
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second; returns whether to end."""
+        await super().on_tick(counter)
+        if self._announce is not None and self.service.status == READY:
+            self._announce(self.service.max_model_len)
+            self._announce = None
+        if self.service.is_drained or self.service.failure is not None:
+            self._num_cut = self.service.cancel_all(ApiError(503, "the server ends", code="draining", retry_s=5))
+            return True
+        return False
+
+
+def listen(settings: ServeSettings) -> tuple[socket.socket, str]:
+    """A socket that accepts connections, and its URL.
+
+    Raises:
+        UserError: no such address, one that is taken, or one that other machines reach without a key.
+    """
+    host, port = settings.host, settings.port
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if settings.api_key is None and not is_local(str(address[0])):
+            message = "other machines can reach this address, which needs a key; set AUTOTUNE_API_KEY, or leave it out"
+            raise UserError(f"--host {host}: {message}")
+        listener = socket.create_server(address[:2], family=family)
+    except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"{host}:{port}: no server can listen there ({reason}); choose another --port or --host"
+        ) from None
+    return listener, f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

@@ -1,0 +1,68 @@
+"""``autotune serve``."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autotune.api.settings import ServeSettings
+from autotune.cli import options
+from autotune.errors import UserError
+from autotune.modeling.loading import Dtype
+from autotune.option_fields import make_settings
+
+
+@click.command(short_help="Answer requests in the form of OpenAI's API with a profile.")
+@click.argument("profile", type=click.Path(path_type=Path))
+@options.settings_options(ServeSettings)
+@click.option(
+    "--api-key",
+    envvar="AUTOTUNE_API_KEY",
+    show_envvar=True,
+    help="Key that requests give. Other users of the machine see it here, and not in the environment.",
+)
+@options.device
+@options.profile_dtype
+@options.as_json
+def command(profile: Path, device: str, dtype: Dtype | None, as_json: bool, **values: Any) -> int:
+    """Answer /v1/chat/completions and /v1/completions in the form of OpenAI's API, one request after the other; also /v1/models,
+    /health and /metrics. SIGTERM or Ctrl-C ends the server when accepted requests are answered, a second one at once. With
+    --json, an object says where requests are answered, as soon as they are.
+    """
+    from autotune.cli.preflight import require_profile
+
+    settings = make_settings(ServeSettings, values)
+    if settings.api_key == "":
+        raise UserError("--api-key: a key has one character at least; got none; give another, or leave it out")
+    require_profile(profile)
+
+    from autotune.documents.decoding_profile import DecodingProfile
+
+    target, points = DecodingProfile.load(profile).target.id, DecodingProfile.load(profile).points
+    try:
+        from autotune.api.server import ApiServer, listen
+    except ImportError as error:
+        raise UserError(f'serving needs {error.name}; pip install "autotune-speculative[serve]"') from None
+    name = settings.model_name or (Path(target).name if Path(target).is_absolute() else target)
+    listener, address = listen(settings)
+
+    from autotune.console import Console
+    from autotune.runtime.load import load
+
+    console = Console()
+
+    def announce(max_model_len: int) -> None:
+        if as_json:
+            options.print_json({"url": address, "model": name, "max_model_len": max_model_len})
+        lossy = "" if all(point.lossless for point in points) else "; LOSSY, by the profile"
+        console.say(f"{address}/v1 answers for {name!r}, prompts and answers of up to {max_model_len} tokens{lossy}")
+
+    logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
+    logging.getLogger("autotune.requests").setLevel(logging.INFO)  # a line for every request
+    load_profile = partial(load, profile, device=device, dtype=dtype, console=console)
+    server = ApiServer(load_profile, settings.model_copy(update={"model_name": name}), announce)
+    return server.answer_until_signal(listener)
