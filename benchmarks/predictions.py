@@ -151,8 +151,6 @@ def main(
         compare_with_replay(configuration, evaluator, [runs[f"{number}"] for runs in passes])
         for number, configuration in enumerate(drawn)
     )
-    if table is not None:
-        write_table(table, frame.assign(tree=frame.tree.astype(str)))
     for policy, counts in (
         frame.groupby("policy", sort=False)[["num_same", "num_prompts", "num_incomplete"]].sum().iterrows()
     ):
@@ -166,6 +164,12 @@ def main(
     # The machine may be slower than when its table was measured, with and without a draft alike.
     plain_ms = sum(run.decode_ms for runs in passes for run in runs[AR])
     slowdown = plain_ms / (repeats * float(evaluator.ar_ms.sum()))
+    if table is not None:
+        speedups = {
+            "predicted_speedup": float(evaluator.ar_ms.sum()) / frame.predicted_decode_ms,
+            "measured_speedup": plain_ms / repeats / measured.mean(axis=1),
+        }
+        write_table(table, frame.assign(tree=frame.tree.astype(str), **speedups))
     print(f"plain decoding takes {slowdown:.2f} of the time in the cost table")
     print_errors("predicted speedup", (1 + errors) * slowdown - 1)
     ranked = frame.predicted_decode_ms.corr(measured.mean(axis=1), method="spearman")
