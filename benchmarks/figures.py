@@ -1,7 +1,7 @@
 """Draws the figures of the documentation, and writes its tables and numbers, from ``benchmarks/results``. Takes about ten seconds.
 
-    python benchmarks/figures.py            # make figures
-    python benchmarks/figures.py --check    # changes nothing; exit code 1 where anything is not what the results give
+python benchmarks/figures.py            # make figures
+python benchmarks/figures.py --check    # changes nothing; exit code 1 where anything is not what the results give
 """
 
 from __future__ import annotations

@@ -168,9 +168,7 @@ def steps_result(name: str, table_file: Path, **fields: Any) -> Result:
     table = CostTable.load(table_file)
     frame = table.to_dataframe().round(4)
     samples = {"points": json.loads(frame.to_json(orient="records")), "prices": prices_of(table)}
-    return stamped(
-        name, contention=table.provenance.contention, samples=samples, values=step_values(samples), **fields
-    )
+    return stamped(name, contention=table.provenance.contention, samples=samples, values=step_values(samples), **fields)
 
 
 def prices_of(table: Any) -> Rows:
@@ -212,13 +210,23 @@ def predictions(pair: str | None, again: bool) -> None:
         if is_there(f"predictions-{name}", again):
             continue
         folder = study_of(name)
-        arguments = [str(study_folder(folder)), "--configurations", "12", "--prompts", "8", "--table", "predictions.csv"]
+        arguments = [
+            str(study_folder(folder)),
+            "--configurations",
+            "12",
+            "--prompts",
+            "8",
+            "--table",
+            "predictions.csv",
+        ]
         seconds = script(folder, "predictions.log", "predictions", *arguments)
         command = "python benchmarks/predictions.py .autotune/STUDY --configurations 12 --prompts 8"
         samples = {"configurations": rows_of_csv(folder / "predictions.csv", PREDICTION_COLUMNS)}
         values = prediction_values(samples)
         write(
-            stamped(f"predictions-{name}", command=command, minutes=round(seconds / 60, 1), samples=samples, values=values)
+            stamped(
+                f"predictions-{name}", command=command, minutes=round(seconds / 60, 1), samples=samples, values=values
+            )
         )
 
 
@@ -320,15 +328,15 @@ def dimensions(again: bool) -> None:
     folder = WORK / name
     drafts = [word for draft in ("star", "dream", "specvlm", "independent") for word in ("--draft", f"digits/{draft}")]
     if not (folder / searches.PROFILE).exists():
-        autotune(
-            folder, searches.LOG, "search", *drafts, "--space", "full", "--budget", "15m", "-o", searches.PROFILE
-        )
+        autotune(folder, searches.LOG, "search", *drafts, "--space", "full", "--budget", "15m", "-o", searches.PROFILE)
     seconds = script(folder, "dimensions.log", "dimensions", str(study_folder(folder)), *drafts, "--table", "rows.csv")
     columns = ("dimensions", "configuration", "predicted", "measured", "low", "high")
     samples = {"arms": rows_of_csv(folder / "rows.csv", columns)}
     command = f"python benchmarks/dimensions.py .autotune/STUDY {' '.join(drafts)}"
     write(
-        stamped(name, command=command, minutes=round(seconds / 60, 1), samples=samples, values={"arms": samples["arms"]})
+        stamped(
+            name, command=command, minutes=round(seconds / 60, 1), samples=samples, values={"arms": samples["arms"]}
+        )
     )
 
 
@@ -364,7 +372,10 @@ def acceptance_rows(pair: str, path: Path) -> Rows:
         if not row["label"] and row["subnet"].get("visual_keep", 1.0) == 1.0 and len(row["subnet"]) <= 1
     ]
     shown = ("sha256", "parameters", "prompts", "identical", "tokens_per_round", "by_task", "by_depth")
-    return [{"pair": pair, "draft": path.parent.name, **{key: row[key] for key in shown if key in row}} for row in whole[-1:]]
+    return [
+        {"pair": pair, "draft": path.parent.name, **{key: row[key] for key in shown if key in row}}
+        for row in whole[-1:]
+    ]
 
 
 @main.command()

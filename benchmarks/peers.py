@@ -53,7 +53,9 @@ class PromptLookupArm(HuggingFaceArm):
 class FlashSpecArm(Arm):
     """flashspec's engine on the loaded target, greedy and eager, with prompt lookup or, with a draft, its default strategy."""
 
-    def __init__(self, folder: Path, model: Any, draft: Any | None, stop_tokens: list[int], threads: int | None) -> None:
+    def __init__(
+        self, folder: Path, model: Any, draft: Any | None, stop_tokens: list[int], threads: int | None
+    ) -> None:
         sys.path.insert(0, str(folder))
         import flashspec
         from flashspec.engine import HuggingFaceDrafter, NgramDrafter, TargetModel
@@ -103,10 +105,15 @@ def stop_tokens_of(model: Any) -> list[int]:
 def peers_of(runner: ArmRunner, flashspec: Path | None) -> tuple[list[Arm], list[str]]:
     """The arms beside plain decoding and the profile, and what is left out and why."""
     model, threads, notes = runner.decoder.target_model, runner.decoder.threads, []
-    arms: list[Arm] = [HuggingFaceArm(HF, model, threads=threads), PromptLookupArm("hf-prompt-lookup", model, threads=threads)]
+    arms: list[Arm] = [
+        HuggingFaceArm(HF, model, threads=threads),
+        PromptLookupArm("hf-prompt-lookup", model, threads=threads),
+    ]
     draft = assistant_of(runner)
     if draft is None:
-        notes.append("the profile's draft is no whole model, so that assisted generation and flashspec's default cannot use it")
+        notes.append(
+            "the profile's draft is no whole model, so that assisted generation and flashspec's default cannot use it"
+        )
     else:
         arms.append(HuggingFaceArm(HF_ASSISTED, model, draft, threads=threads))
     if flashspec is None or vision_parts(model):
@@ -123,7 +130,9 @@ def peers_of(runner: ArmRunner, flashspec: Path | None) -> tuple[list[Arm], list
 @click.option("--prompts", default=16, show_default=True, help="Held-out prompts.")
 @click.option("--workload", help="Left out: the profile's.")
 @click.option("--max-new-tokens", type=int, help="Limit of every answer. Left out: each prompt's own.")
-@click.option("--flashspec", type=click.Path(path_type=Path), help="Folder of flashspec, installed there. Left out: without it.")
+@click.option(
+    "--flashspec", type=click.Path(path_type=Path), help="Folder of flashspec, installed there. Left out: without it."
+)
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write all runs as JSON.")
 @click.option("--seed", default=0, show_default=True)
 def main(

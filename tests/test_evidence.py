@@ -23,7 +23,9 @@ def test_pages_show_what_the_results_give(page: Path) -> None:
 
 def test_figures_are_drawn_from_the_results() -> None:
     assert drawing.wrong_pictures(RESULTS) == []
-    shown = {name for page in pages.pages() for kind, name, _ in pages.MARKED.findall(page.read_text()) if kind == "figure"}
+    shown = {
+        name for page in pages.pages() for kind, name, _ in pages.MARKED.findall(page.read_text()) if kind == "figure"
+    }
     assert shown == set(drawing.PICTURES)
 
 
@@ -40,7 +42,9 @@ def test_a_number_that_is_edited_by_hand_fails(edited: str) -> None:
     assert "no table, figure or value" in pages.problems(text.replace(value[2], "nothing"), RESULTS, page)[0]
 
 
-def test_a_figure_that_is_edited_by_hand_or_of_other_values_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_that_is_edited_by_hand_or_of_other_values_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for path in drawing.FIGURES.glob("*.svg"):
         shutil.copy(path, tmp_path)
     monkeypatch.setattr(drawing, "FIGURES", tmp_path)
@@ -48,7 +52,9 @@ def test_a_figure_that_is_edited_by_hand_or_of_other_values_fails(tmp_path: Path
     edited.write_text(edited.read_text().replace("</text>", "9</text>", 1))
     assert [line.split()[0] for line in drawing.wrong_pictures(RESULTS)] == ["docs/figures/dimensions-dark.svg"]
     arms = RESULTS["dimensions-digits"].values["arms"]
-    other = RESULTS["dimensions-digits"].model_copy(update={"values": {"arms": [{**arms[0], "measured": 2.0}, *arms[1:]]}})
+    other = RESULTS["dimensions-digits"].model_copy(
+        update={"values": {"arms": [{**arms[0], "measured": 2.0}, *arms[1:]]}}
+    )
     assert len(drawing.wrong_pictures({**RESULTS, "dimensions-digits": other})) == 2
 
 

@@ -62,6 +62,12 @@ def _legend(figure: Figure, axes: Axes, columns: int) -> None:
     figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(labels) // columns))
 
 
+def _with_room_for_labels(axes: Axes) -> None:
+    """Labels stand to the right of the intervals."""
+    low, high = axes.get_xlim()
+    axes.set_xlim(low, high + 0.16 * (high - low))
+
+
 def speedups(results: Results) -> Figure:
     """Tuned and best default over plain decoding, with intervals, by pair and task."""
     pairs = pairs_with(results, "default-search")
@@ -77,9 +83,20 @@ def speedups(results: Results) -> Figure:
             y = tasks.index(row["task"]) + (-0.14 if is_tuned else 0.18)
             colour, marker = (SERIES[0], "D") if is_tuned else (SERIES[1], "o")
             axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=2.4 if is_tuned else 1.4)
-            label = None if row["task"] != ALL or pair != pairs[0] else "tuned" if is_tuned else "best published default"
+            label = (
+                None if row["task"] != ALL or pair != pairs[0] else "tuned" if is_tuned else "best published default"
+            )
             fill = colour if is_tuned else "none"
-            axes.plot([row["speedup"]], [y], marker, color=colour, markerfacecolor=fill, markersize=5.5, label=label, linestyle="")
+            axes.plot(
+                [row["speedup"]],
+                [y],
+                marker,
+                color=colour,
+                markerfacecolor=fill,
+                markersize=5.5,
+                label=label,
+                linestyle="",
+            )
             if is_tuned:
                 text, end = f"{row['speedup']:.2f}x", (row["high"], y)
                 axes.annotate(text, end, (5, 0), textcoords="offset points", va="center", fontsize=8.5)
@@ -90,7 +107,7 @@ def speedups(results: Results) -> Figure:
         axes.get_yticklabels()[0].set_fontweight("bold")
         axes.set_ylim(len(tasks) - 0.5, -0.6)
         axes.grid(axis="y", visible=False)
-        axes.margins(x=0.14)
+        _with_room_for_labels(axes)
         axes.set_title(TITLES[pair], loc="left", fontsize=10)
     panels[-1].set_xlabel("speedup over plain decoding, 95 % intervals")
     _legend(figure, panels[0], 2)
@@ -102,7 +119,7 @@ def predictions(results: Results) -> Figure:
     groups: dict[str, Rows] = {}
     for pair in TITLES:
         for kind, label in (
-            ("default-search", "finalists, defaults"),
+            ("default-search", "finalists, winner"),
             ("predictions", "random trees"),
             ("search-predictions", "winners, diary"),
         ):
@@ -112,7 +129,9 @@ def predictions(results: Results) -> Figure:
     ends = [row[key] for rows in groups.values() for row in rows for key in ("predicted", "measured")]
     low, high = 0.93 * min(ends), 1.05 * max(ends)
     line = np.array([low, high])
-    axes.fill_between(line, (1 - BAND) * line, (1 + BAND) * line, color=MUTED, alpha=0.16, linewidth=0, label="within 10 %")
+    axes.fill_between(
+        line, (1 - BAND) * line, (1 + BAND) * line, color=MUTED, alpha=0.16, linewidth=0, label="within 10 %"
+    )
     axes.plot(line, line, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     for number, (label, rows) in enumerate(groups.items()):
         measured, predicted = [row["measured"] for row in rows], [row["predicted"] for row in rows]
@@ -129,7 +148,7 @@ def steps(results: Results) -> Figure:
     figure, panels = _panels([3.1] * len(pairs))
     for pair, axes in zip(pairs, panels, strict=True):
         rows = results[f"steps-{pair}"].values["steps"]
-        parts = [part for part in dict.fromkeys(row["part"] for row in rows) if part != "plain step"]
+        parts = [part for part in dict.fromkeys(row["part"] for row in rows) if part not in ("plain step", "retrieval")]
         for number, part in enumerate(parts):
             points = [(row["tokens"], row["plain_steps"]) for row in rows if row["part"] == part]
             style = {"color": SERIES[number % 6], "marker": MARKERS[number % 6], "linestyle": DASHES[number % 6]}
@@ -165,7 +184,7 @@ def dimensions(results: Results) -> Figure:
     axes.set_yticks(range(len(rows)), [row["dimensions"] for row in rows])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.margins(x=0.14)
+    _with_room_for_labels(axes)
     axes.set_xlabel("measured speedup, 95 % intervals")
     return figure
 
@@ -232,7 +251,11 @@ def _named(*kinds: str) -> Callable[[Results], list[str]]:
 def _speedups_text(results: Results) -> str:
     parts = []
     for pair in pairs_with(results, "default-search"):
-        rows = [row for row in shown_speedups(results[f"default-search-{pair}"]) if row["task"] == ALL and row["over"] == "ar"]
+        rows = [
+            row
+            for row in shown_speedups(results[f"default-search-{pair}"])
+            if row["task"] == ALL and row["over"] == "ar"
+        ]
         parts.append(f"{pair}: " + ", ".join(f"{row['arm']} {row['speedup']:.2f}x" for row in rows))
     return f"Speedups over plain decoding by pair and task, with intervals. Over all tasks, {'; '.join(parts)}."
 
@@ -246,7 +269,9 @@ PICTURES: dict[str, Picture] = {
     ),
     "steps": Picture(
         steps,
-        lambda results: "Time of a forward pass by its number of tokens, of the target and of every draft, in plain steps.",
+        lambda results: (
+            "Time of a forward pass by its number of tokens, of the target and of every draft, in plain steps."
+        ),
         _named("steps"),
     ),
     "dimensions": Picture(
@@ -255,13 +280,19 @@ PICTURES: dict[str, Picture] = {
         _named("dimensions"),
     ),
     "acceptance": Picture(
-        acceptance, lambda results: "Accepted share of the drafted tokens by depth, for every bundled draft.", _named("acceptance")
+        acceptance,
+        lambda results: "Accepted share of the drafted tokens by depth, for every bundled draft.",
+        _named("acceptance"),
     ),
     "funnel": Picture(
         funnel,
-        lambda results: "Candidates after each stage of a default search: "
-        + ", ".join(f"{FUNNEL[stage]} {count:,}" for stage, count in funnel_counts(results["default-search-digits"]).items())
-        + ".",
+        lambda results: (
+            "Candidates after each stage of a default search: "
+            + ", ".join(
+                f"{FUNNEL[stage]} {count:,}" for stage, count in funnel_counts(results["default-search-digits"]).items()
+            )
+            + "."
+        ),
         _named("default-search-digits"),
     ),
 }

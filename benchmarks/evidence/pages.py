@@ -1,8 +1,8 @@
 """Pages whose figures, tables and numbers stand between markers, and are written from results::
 
-    <!-- table: by-task -->      ...  <!-- /table -->
-    <!-- figure: speedups -->    ...  <!-- /figure -->
-    <!-- value: digits.tuned -->...<!-- /value -->
+<!-- table: by-task -->      ...  <!-- /table -->
+<!-- figure: speedups -->    ...  <!-- /figure -->
+<!-- value: digits.tuned -->...<!-- /value -->
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,6 +45,19 @@ class Result(Document, kind="benchmark-result", made_by="python -m benchmarks.me
     """Tables of raw samples, by name."""
     values: dict[str, Rows]
     """Tables that are computed from the samples (``derive``), by name."""
+
+    def dump(self) -> str:
+        """The document as JSON with a line for each row of a table."""
+        rows: list[str] = []
+
+        def number_of(row: dict[str, Any]) -> str:
+            rows.append(json.dumps(row, allow_nan=False))
+            return f"@{len(rows) - 1}@"
+
+        content = {"schema": self.schema_id(), **self.model_dump(mode="json")}
+        for tables in (content["samples"], content["values"]):
+            tables.update({name: [number_of(row) for row in table] for name, table in tables.items()})
+        return re.sub(r'"@(\d+)@"', lambda match: rows[int(match[1])], json.dumps(content, indent=1, allow_nan=False))
 
     @property
     def content_hash(self) -> str:
@@ -88,5 +103,7 @@ def stamped(name: str, **fields: Any) -> Result:
 def commit() -> str:
     """Short hash of the checked-out commit, with ``+`` where files of the package differ from it."""
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    changed = subprocess.run(["git", "status", "--porcelain", "-uno", "autotune"], cwd=ROOT, capture_output=True, text=True)
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "-uno", "autotune"], cwd=ROOT, capture_output=True, text=True
+    )
     return (head.stdout.strip() or "unknown") + ("+" if changed.stdout.strip() else "")

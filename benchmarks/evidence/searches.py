@@ -48,7 +48,9 @@ def samples_of(folder: Path, number: int) -> dict[str, Rows]:
         "tune_prompts": profile.workload.num_tune_prompts,
         "best_default": profile.evidence.best_default,
         "winner": _label(profile),
-        "tokens_per_round": next((arm.tokens_per_round for arm in profile.evidence.compared if arm.name == TUNED), None),
+        "tokens_per_round": next(
+            (arm.tokens_per_round for arm in profile.evidence.compared if arm.name == TUNED), None
+        ),
         "threads": profile.threads,
         "same_output": sum(_is_same(profile)),
     }
@@ -79,6 +81,20 @@ def samples_of(folder: Path, number: int) -> dict[str, Rows]:
         for arm in profile.evidence.compared
         if arm.predicted_speedup is not None
     ]
+    point = profile.point
+    if point.predicted is not None and point.measured is not None:  # by the prices that the finalists' rounds updated
+        measured.append(
+            {
+                "label": summary["winner"],
+                "role": "winner",
+                "predicted": point.predicted.speedup,
+                "measured": point.measured.speedup,
+                "low": point.measured.ci95[0],
+                "high": point.measured.ci95[1],
+                "prompts": point.measured.num_prompts,
+                "left": False,
+            }
+        )
     stages = [{"stage": stage, "seconds": round(seconds, 1)} for stage, seconds in study.stage_seconds.items()]
     tables: dict[str, Rows] = {
         "searches": [summary],
@@ -134,9 +150,7 @@ def values_of(samples: dict[str, Rows]) -> dict[str, Rows]:
     }
     shown = sorted(pooled, key=lambda number: pooled[number])[(len(pooled) - 1) // 2]
     over_default = [
-        row["speedup"]
-        for row in speedups
-        if row["task"] == ALL and row["arm"] == TUNED and row["over"] not in (AR, HF)
+        row["speedup"] for row in speedups if row["task"] == ALL and row["arm"] == TUNED and row["over"] not in (AR, HF)
     ]
     predictions = [
         {**row, "error": row["predicted"] / row["measured"] - 1}
@@ -159,14 +173,12 @@ def values_of(samples: dict[str, Rows]) -> dict[str, Rows]:
     return {"summary": [summary], "speedups": speedups, "predictions": predictions}
 
 
-def speedup_row(runs: Rows, arm: str | None, over: str | None, task: str, ms: str = "decode_ms") -> dict[str, Any] | None:
+def speedup_row(
+    runs: Rows, arm: str | None, over: str | None, task: str, ms: str = "decode_ms"
+) -> dict[str, Any] | None:
     """Pooled speedup of an arm over another on the prompts that both decoded, with a 95 % paired bootstrap interval."""
     first, second = (
-        {
-            run["prompt"]: run
-            for run in runs
-            if run["arm"] == name and task in (ALL, run["task"]) and run["tokens"] > 0
-        }
+        {run["prompt"]: run for run in runs if run["arm"] == name and task in (ALL, run["task"]) and run["tokens"] > 0}
         for name in (arm, over)
     )
     pairs = [(first[prompt], second[prompt]) for prompt in first if prompt in second]

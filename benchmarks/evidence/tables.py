@@ -9,10 +9,7 @@ from benchmarks.evidence.drawing import PICTURES, Results, pairs_with, shown_spe
 from benchmarks.evidence.result import ROOT, Result, Rows
 from benchmarks.evidence.searches import ALL
 
-MODELS = {
-    "digits": "LLaVA of 6.3 M parameters, `digits`",
-    "smollm2": "SmolLM2-135M-Instruct, `smollm2`",
-}
+MODELS = {"digits": "LLaVA of 6.3 M parameters, `digits`", "smollm2": "SmolLM2-135M-Instruct, `smollm2`"}
 PEERS = {
     "ar": "plain decoding, autotune",
     "tuned": "**tuned profile, autotune**",
@@ -22,6 +19,8 @@ PEERS = {
     "flashspec-lookup": "flashspec 0.3.1, prompt lookup",
     "flashspec": "flashspec 0.3.1, its default strategy",
 }
+QUIET_CORES = 0.15
+"""Cores that other processes may use on a machine that is called quiet."""
 NOT_YET = "Not measured yet: `make results`."
 
 
@@ -67,7 +66,14 @@ def headline(results: Results) -> str:
             cells.append("-" if row is None else with_interval(row, strong=arm == "tuned") + name)
         tuned = pooled_row(results, pair, "tuned", "ar")
         rows.append([MODELS[pair], *cells, str(tuned["prompts"]) if tuned else "-"])
-    columns = ["target", "tuned", "best published default", "tuned over that default", "transformers' `generate`", "held-out prompts"]
+    columns = [
+        "target",
+        "tuned",
+        "best published default",
+        "tuned over that default",
+        "transformers' `generate`",
+        "held-out prompts",
+    ]
     return table(columns, rows)
 
 
@@ -77,7 +83,10 @@ def readme_headline(results: Results) -> str:
     for pair in pairs_with(results, "default-search"):
         tuned, over = pooled_row(results, pair, "tuned", "ar"), pooled_row(results, pair, "tuned", "default")
         hf = pooled_row(results, pair, "hf", "ar")
-        cells = ["-" if row is None else with_interval(row, strong=number == 0) for number, row in enumerate((tuned, over, hf))]
+        cells = [
+            "-" if row is None else with_interval(row, strong=number == 0)
+            for number, row in enumerate((tuned, over, hf))
+        ]
         rows.append([MODELS[pair], *cells])
     return table(["target", "tuned profile", "over the best published default", "transformers' `generate`"], rows)
 
@@ -116,7 +125,7 @@ def condition(result: Result) -> str:
     others = result.contention.other_cores if result.contention else None
     if others is None:
         return result.note or "-"
-    return "quiet" if others < 0.15 else f"others used {others:.1f} of {result.contention.num_cores} cores"  # type: ignore[union-attr]
+    return "quiet" if others < QUIET_CORES else f"other processes used {others:.1f} of {result.contention.num_cores} cores"
 
 
 def prediction_errors(results: Results) -> str:
@@ -128,13 +137,18 @@ def prediction_errors(results: Results) -> str:
         if errors:
             median = errors[len(errors) // 2] if len(errors) % 2 else sum(errors[len(errors) // 2 - 1 :][:2]) / 2
             within = sum(error <= 0.1 for error in errors)
-            cells = [f"{100 * median:.1f} %", f"{100 * errors[-1]:.1f} %", f"{within} of {len(errors)}", condition(result)]
+            cells = [
+                f"{100 * median:.1f} %",
+                f"{100 * errors[-1]:.1f} %",
+                f"{within} of {len(errors)}",
+                condition(result),
+            ]
             rows.append([DESCRIBED.get(name.rpartition("-")[0], name), name.rpartition("-")[2], *cells])
     return table(["predictions", "pair", "median error", "largest", "within 10 %", "machine"], rows)
 
 
 DESCRIBED = {
-    "default-search": "finalists and defaults of a default search",
+    "default-search": "finalists (before their rounds) and winner of default searches",
     "predictions": "random configurations of every policy",
     "search-predictions": "winners of six default searches (diary)",
 }
@@ -149,7 +163,13 @@ def steps(results: Results) -> str:
         plain = next(row for row in found if row["part"] == "plain step")
         for part in dict.fromkeys(row["part"] for row in found):
             by_tokens = {row["tokens"]: row["plain_steps"] for row in found if row["part"] == part}
-            name = f"plain step ({plain['ms']:.1f} ms)" if part == "plain step" else "verification" if part == "target" else f"`{part}`, a level"
+            name = (
+                f"plain step ({plain['ms']:.1f} ms)"
+                if part == "plain step"
+                else "verification"
+                if part == "target"
+                else f"`{part}`, a level"
+            )
             rows.append([pair, name, *(f"{by_tokens[n]:.2f}" if n in by_tokens else "-" for n in tokens)])
     return table(["pair", "step", *(f"{n} tokens" for n in tokens)], rows)
 
@@ -162,7 +182,15 @@ def acceptance(results: Results) -> str:
     for row in sorted(found, key=lambda row: (row["pair"], -row["tokens_per_round"])):
         shares = [f"{100 * share:.0f} %" for share in row["by_depth"]]
         size = f"{row['parameters'] / 1e6:.2f} M" if row.get("parameters") else "-"
-        rows.append([f"`{row['pair']}/{row['draft']}`", size, f"**{row['tokens_per_round']:.2f}**", *shares, *["-"] * (depth - len(shares))])
+        rows.append(
+            [
+                f"`{row['pair']}/{row['draft']}`",
+                size,
+                f"**{row['tokens_per_round']:.2f}**",
+                *shares,
+                *["-"] * (depth - len(shares)),
+            ]
+        )
     return table(["draft", "parameters", "M", *(f"depth {n}" for n in range(1, depth + 1))], rows)
 
 
@@ -175,8 +203,17 @@ def peers(results: Results) -> str:
             request = {"speedup": row["request"], "low": row["request_low"], "high": row["request_high"]}
             tokens = f"{row['tokens_per_round']:.2f}" if row["tokens_per_round"] else "-"
             same = f"{row['same_output']}/{row['prompts']}"
-            rows.append([pair, PEERS.get(row["arm"], row["arm"]), with_interval(request), with_interval(row), tokens, same])
-    columns = ["pair", "program", "whole answer, over autotune's plain decoding", "without the prefill", "M", "same tokens"]
+            rows.append(
+                [pair, PEERS.get(row["arm"], row["arm"]), with_interval(request), with_interval(row), tokens, same]
+            )
+    columns = [
+        "pair",
+        "program",
+        "whole answer, over autotune's plain decoding",
+        "without the prefill",
+        "M",
+        "same tokens",
+    ]
     return table(columns, rows) if rows else NOT_YET
 
 
@@ -184,16 +221,13 @@ def coverage(results: Results) -> str:
     """What is measured, estimated and neither, by device, mode and kind of model."""
     kinds = {"vision-language": "digits", "text": "smollm2"}
     measured = {kind: f"default-search-{pair}" in results for kind, pair in kinds.items()}
-    cpu = ["**measured**" if measured[kind] else "runs, not measured" for kind in ("text", "vision-language")]
-    diary = "repeated-searches" in results and not measured["text"]
-    if diary:
-        cpu[0] = "runs, not measured"
+    cpu = ["**measured**" if measured[kind] else "neither" for kind in ("text", "vision-language")]
     gpus = len(list((ROOT / "profiles" / "devices").glob("*.yaml")))
     rows = [
-        ["CPU, Linux", "`eager`", *cpu, "runs, not measured", "runs, not measured"],
+        ["CPU, Linux", "`eager`", *cpu, "neither", "neither"],
         ["CPU, macOS and Windows", "`eager`", *["neither"] * 4],
-        [f"{gpus} GPUs of NVIDIA and AMD with a datasheet", "`cuda-graph`", "estimated", "estimated", "refused", "neither"],
-        ["the same", "`eager`", "estimated, checked against papers", "estimated, checked against papers", "estimated", "neither"],
+        [f"{gpus} GPUs and variants with a datasheet", "`cuda-graph`", "estimated", "estimated", "refused", "estimated"],
+        ["the same", "`eager`", "estimated", "estimated, compared with papers", "estimated", "estimated"],
         ["other GPUs of NVIDIA and AMD", "both", *["neither"] * 4],
         ["Apple Metal, Intel GPUs", "-", *["refused"] * 4],
     ]
@@ -210,7 +244,8 @@ def published(results: Results) -> str:
 def dimensions(results: Results) -> str:
     rows: Rows = results["dimensions-digits"].values["arms"] if "dimensions-digits" in results else []
     cells = [
-        [row["dimensions"], f"{row['predicted']:.2f}x" if row["predicted"] else "-", with_interval(row, "measured")] for row in rows
+        [row["dimensions"], f"{row['predicted']:.2f}x" if row["predicted"] else "-", with_interval(row, "measured")]
+        for row in rows
     ]
     return table(["searched", "predicted", "measured"], cells)
 
@@ -228,7 +263,12 @@ def finalists(results: Results) -> str:
     result = results["default-search-digits"]
     shown = result.values["summary"][0]["shown"]
     rows = [
-        [f"`{row['label']}`", f"{row['predicted']:.2f}x", f"{row['measured']:.2f}x ({row['low']:.2f}-{row['high']:.2f})", f"{row['prompts']}"]
+        [
+            f"`{row['label']}`",
+            f"{row['predicted']:.2f}x",
+            f"{row['measured']:.2f}x ({row['low']:.2f}-{row['high']:.2f})",
+            f"{row['prompts']}",
+        ]
         for row in result.samples["measured"]
         if row["search"] == shown and row["role"] == "finalist"
     ]
@@ -284,7 +324,11 @@ def single_values(results: Results) -> dict[str, str]:
             if row is not None:
                 values[f"{pair}.{name}"] = f"{row['speedup']:.2f}x"
                 values[f"{pair}.{name}-interval"] = with_interval(row)
-        speedups = [row for row in shown_speedups(results[f"default-search-{pair}"]) if row["arm"] == "tuned" and row["over"] == "ar"]
+        speedups = [
+            row
+            for row in shown_speedups(results[f"default-search-{pair}"])
+            if row["arm"] == "tuned" and row["over"] == "ar"
+        ]
         tasks = [row for row in speedups if row["task"] != ALL]
         for name, chosen in (("best-task", max), ("worst-task", min)):
             if tasks:
@@ -292,7 +336,20 @@ def single_values(results: Results) -> dict[str, str]:
                 values[f"{pair}.{name}"] = f"{row['speedup']:.2f}x"
                 values[f"{pair}.{name}-name"] = f"`{row['task']}`"
         tuned = pooled_row(results, pair, "tuned", "ar")
-        counts = {key: f"{search[key]:,}" for key in ("subnets", "screened", "survivors", "configurations", "confirmed", "finalists", "defaults", "points", "tune_prompts")}
+        counts = {
+            key: f"{search[key]:,}"
+            for key in (
+                "subnets",
+                "screened",
+                "survivors",
+                "configurations",
+                "confirmed",
+                "finalists",
+                "defaults",
+                "points",
+                "tune_prompts",
+            )
+        }
         values |= {f"{pair}.{key.replace('_', '-')}": value for key, value in counts.items()}
         values |= {
             f"{pair}.prompts": str(tuned["prompts"]) if tuned else "-",
@@ -319,6 +376,8 @@ def single_values(results: Results) -> dict[str, str]:
         values["dimensions.none"] = f"{rows[0]['measured']:.2f}x"
         values["dimensions.tree"] = f"{rows[1]['measured']:.2f}x"
     if "published-estimates" in results:
-        values["published.median-error"] = f"{100 * results['published-estimates'].values['summary'][0]['median_error']:.0f} %"
+        values["published.median-error"] = (
+            f"{100 * results['published-estimates'].values['summary'][0]['median_error']:.0f} %"
+        )
         values["published.pairs"] = str(results["published-estimates"].values["summary"][0]["pairs"])
     return values
