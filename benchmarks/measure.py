@@ -28,6 +28,7 @@ from typing import Any
 
 import click
 
+from autotune.documents.contention import Contention
 from benchmarks.evidence import searches
 from benchmarks.evidence.result import RESULTS, ROOT, WORK, Result, Rows, load_result, path_of, stamped
 
@@ -279,14 +280,15 @@ def peers(pair: str | None, again: bool, prompts: int) -> None:
         folder = study_of(name)
         arguments = [searches.PROFILE, "--prompts", f"{prompts}", "--output", "peers.json"]
         arguments += ["--flashspec", str(WORK / "flashspec")]
-        seconds = script(folder, "peers.log", "peers", *arguments)
+        if again or not (folder / "peers.json").exists():
+            script(folder, "peers.log", "peers", *arguments)
         measured = json.loads((folder / "peers.json").read_text())
         write(
             stamped(
                 f"peers-{name}",
                 command=f"python benchmarks/peers.py profile.json --prompts {prompts}",
-                minutes=round(seconds / 60, 1),
-                contention=measured["contention"],
+                minutes=round(measured["seconds"] / 60, 1),
+                contention=Contention.model_validate_json(json.dumps(measured["contention"])),
                 note=measured["note"],
                 samples={"runs": measured["runs"]},
                 values=peer_values({"runs": measured["runs"]}),

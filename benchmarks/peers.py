@@ -144,7 +144,7 @@ def main(
     output: Path | None,
     seed: int,
 ) -> None:
-    console = Console()
+    console, began = Console(), time.monotonic()
     decoder = load(profile, context_tokens=0, console=console)
     runner = ArmRunner(decoder, decoder.processor)
     document = decoder.profile
@@ -194,7 +194,13 @@ def main(
         emphasised=1 if tuned else None,
     )
     if output is not None:
-        content = {"note": "; ".join(notes), "contention": contention.model_dump(mode="json"), "runs": records}
+        seconds = round(time.monotonic() - began, 1)
+        content = {
+            "note": "; ".join(notes),
+            "seconds": seconds,
+            "contention": contention.model_dump(mode="json"),
+            "runs": records,
+        }
         output.write_text(json.dumps(content, indent=1))
 
 

@@ -35,6 +35,8 @@ class Picture(NamedTuple):
     description: Callable[[Results], str]
     """The text for screen readers."""
     inputs: Callable[[Results], list[str]]
+    by_pair: bool = False
+    """Whether each pair has a file of its own, which stand side by side where there is room."""
 
 
 def pairs_with(results: Results, kind: str) -> list[str]:
@@ -125,7 +127,7 @@ def predictions(results: Results) -> Figure:
         ):
             if f"{kind}-{pair}" in results:
                 groups[f"{pair}: {label}"] = results[f"{kind}-{pair}"].values["predictions"]
-    figure, (axes,) = _panels([4.3])
+    figure, (axes,) = _panels([3.1])
     ends = [row[key] for rows in groups.values() for row in rows for key in ("predicted", "measured")]
     low, high = 0.93 * min(ends), 1.05 * max(ends)
     line = np.array([low, high])
@@ -145,7 +147,7 @@ def predictions(results: Results) -> Figure:
 def steps(results: Results) -> Figure:
     """Time of a step by its tokens, target and drafts, in plain steps."""
     pairs = pairs_with(results, "steps")
-    figure, panels = _panels([3.1] * len(pairs))
+    figure, panels = _panels([2.8] * len(pairs))
     for pair, axes in zip(pairs, panels, strict=True):
         rows = results[f"steps-{pair}"].values["steps"]
         parts = [part for part in dict.fromkeys(row["part"] for row in rows) if part not in ("plain step", "retrieval")]
@@ -169,9 +171,13 @@ def steps(results: Results) -> Figure:
     return figure
 
 
+REPEATED = tuple(f"all but the {dimension}" for dimension in ("visual tokens", "heads", "injection layer", "draft"))
+"""Rows that the table has and the figure leaves out: none of them differs from the tree alone."""
+
+
 def dimensions(results: Results) -> Figure:
     """Measured speedup where only some dimensions are searched."""
-    rows = results["dimensions-digits"].values["arms"]
+    rows = [row for row in results["dimensions-digits"].values["arms"] if not row["dimensions"].startswith(REPEATED)]
     figure, (axes,) = _panels([0.8 + 0.3 * len(rows)])
     for y, row in enumerate(rows):
         is_first = y == 0
@@ -193,7 +199,7 @@ def acceptance(results: Results) -> Figure:
     """Accepted share of the tokens at each depth, given that the depth before was accepted."""
     rows = results["acceptance"].values["drafts"]
     pairs = list(dict.fromkeys(row["pair"] for row in rows))
-    figure, panels = _panels([3.1] * len(pairs))
+    figure, panels = _panels([2.8] * len(pairs))
     for pair, axes in zip(pairs, panels, strict=True):
         for number, row in enumerate(row for row in rows if row["pair"] == pair):
             shares = [100 * share for share in row["by_depth"]]
@@ -262,6 +268,7 @@ def _speedups_text(results: Results) -> str:
 
 PICTURES: dict[str, Picture] = {
     "speedups": Picture(speedups, _speedups_text, _named("default-search")),
+    "tasks": Picture(speedups, _speedups_text, _named("default-search"), by_pair=True),
     "predictions": Picture(
         predictions,
         lambda results: "Predicted against measured speedups; a band shows where both differ by less than 10 %.",
@@ -273,6 +280,7 @@ PICTURES: dict[str, Picture] = {
             "Time of a forward pass by its number of tokens, of the target and of every draft, in plain steps."
         ),
         _named("steps"),
+        by_pair=True,
     ),
     "dimensions": Picture(
         dimensions,
@@ -283,6 +291,7 @@ PICTURES: dict[str, Picture] = {
         acceptance,
         lambda results: "Accepted share of the drafted tokens by depth, for every bundled draft.",
         _named("acceptance"),
+        by_pair=True,
     ),
     "funnel": Picture(
         funnel,
@@ -307,26 +316,46 @@ def palettes() -> dict[str, dict[str, str]]:
     }
 
 
+def files_of(name: str, results: Results) -> dict[str, Results]:
+    """Names of a picture's files, without scheme and suffix, and the results that each shows; none without results."""
+    picture = PICTURES[name]
+    if not picture.inputs(results):
+        return {}
+    if not picture.by_pair:
+        return {name: results}
+    found = {f"{name}-{pair}": only(results, pair) for pair in TITLES}
+    return {file: shown for file, shown in found.items() if picture.inputs(shown)}
+
+
+def only(results: Results, pair: str) -> Results:
+    """The results of one pair, and of those that hold both pairs its rows."""
+    chosen = {name: result for name, result in results.items() if name.endswith(f"-{pair}")}
+    if "acceptance" in results:
+        rows = [row for row in results["acceptance"].values["drafts"] if row["pair"] == pair]
+        if rows:
+            chosen["acceptance"] = results["acceptance"].model_copy(update={"values": {"drafts": rows}})
+    return chosen
+
+
 def pictures(results: Results) -> Iterator[tuple[str, str]]:
     """File names and contents of all figures whose results are there."""
     import matplotlib as mpl
 
     for name, picture in PICTURES.items():
-        inputs = picture.inputs(results)
-        if not inputs:
-            continue
-        with mpl.rc_context(STYLE):
-            svg = to_svg(picture.draw(results), name, picture.description(results))
-        svg = svg.replace('class="plot"', f'font-family="{FONT}"', 1)
-        for scheme, colours in palettes().items():
-            body = re.sub(r"var\((--[\w-]+)\)", lambda match, colours=colours: colours[match[1]], svg)
-            body = body.rstrip() + "\n"
-            yield f"{name}-{scheme}.svg", body + _STAMP.format(values_key(results, inputs), _key(body)) + "\n"
+        for file, shown in files_of(name, results).items():
+            with mpl.rc_context(STYLE):
+                svg = to_svg(picture.draw(shown), file, picture.description(shown))
+            svg = svg.replace('class="plot"', f'font-family="{FONT}"', 1)
+            for scheme, colours in palettes().items():
+                body = (
+                    re.sub(r"var\((--[\w-]+)\)", lambda match, colours=colours: colours[match[1]], svg).rstrip() + "\n"
+                )
+                yield f"{file}-{scheme}.svg", body + _STAMP.format(_values_key(name, shown), _key(body)) + "\n"
 
 
-def values_key(results: Results, inputs: Sequence[str]) -> str:
+def _values_key(name: str, results: Results) -> str:
     """Hash of the values that a figure shows."""
-    return content_key([results[name].content_hash for name in inputs])
+    return content_key([results[name].content_hash for name in PICTURES[name].inputs(results)])
 
 
 def _key(text: str) -> str:
@@ -336,11 +365,11 @@ def _key(text: str) -> str:
 def wrong_pictures(results: Results) -> list[str]:
     """Figures that are missing, edited by hand, or of other values than the results'. Does not draw."""
     problems = []
-    for name, picture in PICTURES.items():
-        inputs = picture.inputs(results)
-        for scheme in SCHEMES if inputs else ():
-            path = FIGURES / f"{name}-{scheme}.svg"
+    files = [(name, file, shown) for name in PICTURES for file, shown in files_of(name, results).items()]
+    for name, file, shown in files:
+        for scheme in SCHEMES:
+            path = FIGURES / f"{file}-{scheme}.svg"
             body, _, stamp = (path.read_text() if path.exists() else "").rpartition("<!-- values ")
-            if f"<!-- values {stamp}" != _STAMP.format(values_key(results, inputs), _key(body)) + "\n":
+            if f"<!-- values {stamp}" != _STAMP.format(_values_key(name, shown), _key(body)) + "\n":
                 problems.append(f"docs/figures/{path.name} is not what the results give; run make figures")
     return problems

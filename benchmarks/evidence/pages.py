@@ -8,11 +8,10 @@
 from __future__ import annotations
 
 import html
-import os
 import re
 from pathlib import Path
 
-from benchmarks.evidence.drawing import PICTURES, SCHEMES, Results
+from benchmarks.evidence.drawing import PICTURES, SCHEMES, Results, files_of
 from benchmarks.evidence.result import ROOT
 from benchmarks.evidence.tables import NOT_YET, TABLES, single_values
 
@@ -50,16 +49,17 @@ def updated(text: str, results: Results, page: Path) -> str:
 
 def _figure(name: str, results: Results, page: Path) -> str:
     """Markup that shows the light or the dark file: by the reader's system in the README, by the site's switch on its pages."""
-    picture = PICTURES[name]
-    if not picture.inputs(results):
-        return NOT_YET
-    described = html.escape(picture.description(results), quote=True).replace("[", "(").replace("]", ")")
-    files = {scheme: f"{name}-{scheme}.svg" for scheme in SCHEMES}
-    if page.parent == ROOT:
-        folder = os.path.relpath(ROOT / "docs" / "figures", page.parent)
-        source = f'<source media="(prefers-color-scheme: dark)" srcset="{folder}/{files["dark"]}">'
-        return f'<picture>{source}<img alt="{described}" src="{folder}/{files["light"]}"></picture>'
-    return "\n".join(f"![{described}](figures/{file}#only-{scheme})" for scheme, file in files.items())
+    files = files_of(name, results)
+    shown = []
+    for file, inputs in files.items():
+        text = html.escape(PICTURES[name].description(inputs), quote=True).replace("[", "(").replace("]", ")")
+        if page.parent == ROOT:
+            dark, light = (f"docs/figures/{file}-{scheme}.svg" for scheme in ("dark", "light"))
+            source = f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+            shown.append(f'<picture>{source}<img alt="{text}" src="{light}"></picture>')
+        else:
+            shown += [f"![{text}](figures/{file}-{scheme}.svg#only-{scheme})" for scheme in SCHEMES]
+    return "\n".join(shown) or NOT_YET
 
 
 def problems(text: str, results: Results, page: Path) -> list[str]:
@@ -72,6 +72,10 @@ def problems(text: str, results: Results, page: Path) -> list[str]:
     for old, new in zip(MARKED.finditer(text), MARKED.finditer(given), strict=True):
         if old[0] != new[0]:
             found.append(f"{page.name}: {old[1]} {old[2]} is not what the results give; run make figures")
+    found += [
+        f"{page.name}: a line begins with the marker {match[1]}, which would end the paragraph; move it behind a word"
+        for match in re.finditer(r"^ *(<!-- value: [\w./-]+ -->)", text, re.M)
+    ]
     if page.name not in UNMEASURED:
         found += [
             f"{page.name}: {match[0]} stands outside of markers; take it from a result"

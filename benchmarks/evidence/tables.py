@@ -125,7 +125,9 @@ def condition(result: Result) -> str:
     others = result.contention.other_cores if result.contention else None
     if others is None:
         return result.note or "-"
-    return "quiet" if others < QUIET_CORES else f"other processes used {others:.1f} of {result.contention.num_cores} cores"
+    return (
+        "quiet" if others < QUIET_CORES else f"other processes used {others:.1f} of {result.contention.num_cores} cores"
+    )
 
 
 def prediction_errors(results: Results) -> str:
@@ -214,7 +216,12 @@ def peers(results: Results) -> str:
         "M",
         "same tokens",
     ]
-    return table(columns, rows) if rows else NOT_YET
+    notes = [
+        f"{pair}: {results[f'peers-{pair}'].note}."
+        for pair in pairs_with(results, "peers")
+        if results[f"peers-{pair}"].note
+    ]
+    return "\n\n".join([table(columns, rows), *notes]) if rows else NOT_YET
 
 
 def coverage(results: Results) -> str:
@@ -225,10 +232,16 @@ def coverage(results: Results) -> str:
     gpus = len(list((ROOT / "profiles" / "devices").glob("*.yaml")))
     rows = [
         ["CPU, Linux", "`eager`", *cpu, "neither", "neither"],
-        ["CPU, macOS and Windows", "`eager`", *["neither"] * 4],
-        [f"{gpus} GPUs and variants with a datasheet", "`cuda-graph`", "estimated", "estimated", "refused", "estimated"],
+        [
+            f"{gpus} GPUs and variants with a datasheet",
+            "`cuda-graph`",
+            "estimated",
+            "estimated",
+            "refused",
+            "estimated",
+        ],
         ["the same", "`eager`", "estimated", "estimated, compared with papers", "estimated", "estimated"],
-        ["other GPUs of NVIDIA and AMD", "both", *["neither"] * 4],
+        ["CPU, macOS and Windows; other GPUs of NVIDIA and AMD", "all", *["neither"] * 4],
         ["Apple Metal, Intel GPUs", "-", *["refused"] * 4],
     ]
     return table(["device", "mode", "text", "vision-language", "hybrid (recurrent states)", "quantized"], rows)
