@@ -33,10 +33,12 @@ from benchmarks.evidence import searches
 from benchmarks.evidence.result import RESULTS, ROOT, WORK, Result, Rows, load_result, path_of, stamped
 
 PAIRS = {
-    "digits": {"target": "digits/target", "budget": "5m", "table": "90s"},
-    "smollm2": {"target": "smollm2", "budget": "10m", "table": "90s"},
+    "digits": {"target": "digits/target", "budget": "5m", "table": "90s", "configurations": "12", "prompts": "8"},
+    "smollm2": {"target": "smollm2", "budget": "10m", "table": "90s", "configurations": "6", "prompts": "4"},
 }
-"""Bundled pairs: target, budget of a default search and of a cost table."""
+"""Bundled pairs: target, budgets of a default search and of a cost table; random configurations of every policy and prompts that
+test predictions.
+"""
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -205,23 +207,19 @@ def step_values(samples: dict[str, Rows]) -> dict[str, Rows]:
 @main.command()
 @pair_option
 @again_option
-def predictions(pair: str | None, again: bool) -> None:
+@click.option("--configurations", type=int, help="Of every policy. Left out: those of the pair.")
+@click.option("--prompts", type=int, help="Left out: those of the pair.")
+def predictions(pair: str | None, again: bool, configurations: int | None, prompts: int | None) -> None:
     """Random configurations of every policy: predicted against measured."""
     for name in pairs_of(pair):
         if is_there(f"predictions-{name}", again):
             continue
         folder = study_of(name)
-        arguments = [
-            str(study_folder(folder)),
-            "--configurations",
-            "12",
-            "--prompts",
-            "8",
-            "--table",
-            "predictions.csv",
-        ]
+        counts = ["--configurations", str(configurations or PAIRS[name]["configurations"])]
+        counts += ["--prompts", str(prompts or PAIRS[name]["prompts"])]
+        arguments = [str(study_folder(folder)), *counts, "--table", "predictions.csv"]
         seconds = script(folder, "predictions.log", "predictions", *arguments)
-        command = "python benchmarks/predictions.py .autotune/STUDY --configurations 12 --prompts 8"
+        command = f"python benchmarks/predictions.py .autotune/STUDY {' '.join(counts)}"
         samples = {"configurations": rows_of_csv(folder / "predictions.csv", PREDICTION_COLUMNS)}
         values = prediction_values(samples)
         write(

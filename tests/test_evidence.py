@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from autotune.errors import UserError
-from benchmarks.evidence import drawing, pages
+from benchmarks import measure
+from benchmarks.evidence import drawing, pages, searches
 from benchmarks.evidence.result import ROOT, Result, load_all
 from benchmarks.measure import acceptance_rows, derived
 
@@ -74,6 +76,25 @@ def _close_to(value: object) -> object:
     if isinstance(value, list):
         return [_close_to(part) for part in value]
     return pytest.approx(value, rel=2e-3) if isinstance(value, float) else value
+
+
+def test_a_speedup_is_of_the_prompts_that_both_arms_decoded() -> None:
+    rows = [("ar", "a", 100.0), ("ar", "b", 300.0), ("ar", "c", 1.0), ("tuned", "a", 50.0), ("tuned", "b", 150.0)]
+    runs = [{"arm": arm, "prompt": prompt, "task": "t", "tokens": 10, "decode_ms": ms} for arm, prompt, ms in rows]
+    row = searches.speedup_row(runs, "tuned", "ar", searches.ALL)
+    assert row is not None and (row["speedup"], row["low"], row["high"], row["prompts"]) == (2.0, 2.0, 2.0, 2)
+    assert searches.speedup_row(runs, "tuned", None, "t") is None
+    assert searches.speedup_row(runs, "tuned", "ar", "another task") is None
+
+
+def test_a_set_that_is_there_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is run, and a set transcribed from the diary counts as missing."""
+    monkeypatch.setattr(measure, "_run", lambda *_: pytest.fail("something was run"))
+    monkeypatch.setattr(measure, "WORK", tmp_path)
+    for arguments in (["default-searches", "--pair", "digits"], ["steps", "--pair", "digits"]):
+        done = CliRunner().invoke(measure.main, arguments)
+        assert done.exit_code == 0 and "is there, skipped" in done.output, done.output
+    assert RESULTS["repeated-searches"].source == "diary" and not measure.is_there("repeated-searches", again=False)
 
 
 def test_acceptance_is_that_of_the_drafts_present_weights() -> None:
