@@ -69,7 +69,9 @@ def is_there(name: str, again: bool) -> bool:
     """Whether a result needs no measurement; says so."""
     known = load_result(name)
     skip = known is not None and known.source != "diary" and not again
-    click.echo(f"{name}: {'is there, skipped' if skip else 'measuring'}")
+    busy = known is not None and known.contention is not None and known.contention.is_busy
+    found = f"is there{', measured beside other processes' if busy else ''}, skipped; --again measures it again"
+    click.echo(f"{name}: {found if skip else 'measuring'}")
     return skip
 
 
@@ -112,7 +114,7 @@ def default_searches(pair: str | None, again: bool, repeats: int, budget: str | 
         known = load_result(result_name)
         num_known = len(known.samples.get("searches", ())) if known else 0
         if num_known >= repeats and not again:
-            click.echo(f"{result_name}: is there, skipped")
+            click.echo(f"{result_name}: is there, skipped; --again measures it again")
             continue
         click.echo(f"{result_name}: measuring {repeats} searches of {chosen}")
         work, tables = WORK / result_name, {}

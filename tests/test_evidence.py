@@ -93,7 +93,7 @@ def test_a_set_that_is_there_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(measure, "WORK", tmp_path)
     for arguments in (["default-searches", "--pair", "digits"], ["steps", "--pair", "digits"]):
         done = CliRunner().invoke(measure.main, arguments)
-        assert done.exit_code == 0 and "is there, skipped" in done.output, done.output
+        assert done.exit_code == 0 and "skipped; --again" in done.output, done.output
     assert RESULTS["repeated-searches"].source == "diary" and not measure.is_there("repeated-searches", again=False)
 
 
