@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: search lint check test nightly docs clean
+.PHONY: search lint check test nightly results figures docs clean
 
 search: .venv/installed $(if $(filter smollm2,$(TARGET)),.venv/smollm2)  ## install, then tune the bundled pair, or TARGET=smollm2: writes profile.json
 	$(BIN)/autotune search $(if $(TARGET),--target $(TARGET))
@@ -20,6 +20,12 @@ test: lint  ## what every change needs: about five minutes on two cores
 
 nightly: test docs  ## everything else
 	$(BIN)/pytest -n auto --dist worksteal -m nightly --durations=25
+
+results: .venv/installed  ## measure what README and docs show and is missing, one set after the other: about two hours on a quiet machine
+	$(BIN)/python -m benchmarks.measure all
+
+figures: .venv/installed  ## draw the figures of README and docs, and write their tables and numbers, from benchmarks/results
+	$(BIN)/python -m benchmarks.figures
 
 docs: .venv/docs  ## the documentation as a site, in site/; a broken link fails
 	$(BIN)/mkdocs build --strict

@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+import pandas as pd
 
+from autotune.cli.options import TableFile
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.evaluation.summary import summarize
+from autotune.files import write_table
 from autotune.prediction.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
@@ -63,16 +66,19 @@ def best_subnet(screened: Sequence[ScreenedSubnet], free: Sequence[str], default
 @click.option("--prompts", default=24, show_default=True)
 @click.option("--trials", default=200, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials: int, seed: int) -> None:
+@click.option("--table", type=TableFile(), help="Write a row for every configuration to a .csv or .parquet file.")
+def main(
+    study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials: int, seed: int, table: Path | None
+) -> None:
     console, space = Console(), load_space("full")
     model_pool = ModelPool("digits/target", drafts, "cpu")
-    table = CostTable.load(max(study.glob("*.cost.json"), key=lambda path: path.stat().st_mtime))
+    costs = CostTable.load(max(study.glob("*.cost.json"), key=lambda path: path.stat().st_mtime))
     tune, evaluate = (
         load_workload("digits", "tune", num_prompts=48),
         load_workload("digits", "evaluate", num_prompts=prompts),
     )
     ledger, bounds = Ledger(study / LEDGER), bounds_of(space)
-    screened = screen(model_pool, model_pool.subnets(space), table, tune, study, ledger, console)
+    screened = screen(model_pool, model_pool.subnets(space), costs, tune, study, ledger, console)
     default = next(
         one
         for one in screened
@@ -92,9 +98,9 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
         # If the draft is searched, the best subnets of all drafts compete by their trees.
         best_of_draft = {draft: (draft, s) for draft, s in reversed(variants)}
         chosen = list(dict.fromkeys([subnet.variant, *best_of_draft.values()]))
-        evaluator = Evaluator(record_traces(model_pool, chosen, tune, study, console, bounds=bounds), table)
+        evaluator = Evaluator(record_traces(model_pool, chosen, tune, study, console, bounds=bounds), costs)
         if "tree" in free:
-            documents = [model_pool.key, tune.sha256, table.content_hash, bounds.model_dump(), "dimensions"]
+            documents = [model_pool.key, tune.sha256, costs.content_hash, bounds.model_dump(), "dimensions"]
             found = search_trees(evaluator, space, ledger, num_trials=trials, documents=documents, seed=seed)
             best = evaluator.with_fallback(found.fastest[0])
         else:
@@ -104,21 +110,26 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
         configurations[name] = best.configuration
 
     with console.stage("measured") as update:
-        runner = model_pool.runner(table, study / RUNS)
+        runner = model_pool.runner(costs, study / RUNS)
         arms = [runner.arm(name, configuration) for name, configuration in configurations.items()]
         runs = runner.compare([runner.plain, *arms], evaluate, seed=seed, report=lambda done, of: update(done, of, ""))
-    cells = []
+    cells, rows_of_table = [], []
     for name, configuration in configurations.items():
         summary = summarize(name, runs[name], runs[AR])
         prediction = f"{predicted[name]:.2f}x" if name in predicted else "-"
         interval = f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}"
         label = f"{name}: {configuration.label}"
         cells.append([label, prediction, f"{summary.speedup:.2f}x", interval])
+        measured = {"measured": summary.speedup, "low": summary.ci95[0], "high": summary.ci95[1]}
+        described = {"dimensions": name, "configuration": configuration.label, "predicted": predicted.get(name)}
+        rows_of_table.append(described | measured)
     console.table(
         f"Ablation on {prompts} held-out prompts",
         ["searched dimensions", "predicted", "measured", "95 % interval"],
         cells,
     )
+    if table is not None:
+        write_table(table, pd.DataFrame(rows_of_table))
 
 
 if __name__ == "__main__":

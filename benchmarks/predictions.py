@@ -32,7 +32,7 @@ from autotune.search.pipeline import bounds_of
 from autotune.search.settings import SearchSettings
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.traces import record_traces
-from autotune.study.document import load_study
+from autotune.study.document import PROFILE, load_study
 from autotune.trees.policy import POLICIES
 from autotune.workloads.workload import Workload, load_workload
 
@@ -121,6 +121,9 @@ def main(
         (CostTable.load(path) for path in study.glob("*.cost.json")), key=lambda costs: costs.provenance.created
     )
     tune = load_workload(document.workload, "tune", num_prompts=SearchSettings.model_fields["num_tune_prompts"].default)
+    if (study / PROFILE).exists():  # a search that its budget cut recorded fewer prompts, or shorter answers
+        recorded = DecodingProfile.load(study / PROFILE).workload
+        tune = tune.cut(recorded.num_tune_prompts, recorded.max_new_tokens)
     assert tune.sha256 == document.tune_sha256, "the study recorded other prompts"
     chosen = Workload(tune.name, tune.split, tune.prompts[:prompts])
 
@@ -151,8 +154,6 @@ def main(
         compare_with_replay(configuration, evaluator, [runs[f"{number}"] for runs in passes])
         for number, configuration in enumerate(drawn)
     )
-    if table is not None:
-        write_table(table, frame.assign(tree=frame.tree.astype(str)))
     for policy, counts in (
         frame.groupby("policy", sort=False)[["num_same", "num_prompts", "num_incomplete"]].sum().iterrows()
     ):
@@ -166,6 +167,12 @@ def main(
     # The machine may be slower than when its table was measured, with and without a draft alike.
     plain_ms = sum(run.decode_ms for runs in passes for run in runs[AR])
     slowdown = plain_ms / (repeats * float(evaluator.ar_ms.sum()))
+    if table is not None:
+        speedups = {
+            "predicted_speedup": float(evaluator.ar_ms.sum()) / frame.predicted_decode_ms,
+            "measured_speedup": plain_ms / repeats / measured.mean(axis=1),
+        }
+        write_table(table, frame.assign(tree=frame.tree.astype(str), **speedups))
     print(f"plain decoding takes {slowdown:.2f} of the time in the cost table")
     print_errors("predicted speedup", (1 + errors) * slowdown - 1)
     ranked = frame.predicted_decode_ms.corr(measured.mean(axis=1), method="spearman")

@@ -1,0 +1,111 @@
+"""Figures, tables and numbers in README and docs are those of the result files in ``benchmarks/results``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from autotune.errors import UserError
+from benchmarks import measure
+from benchmarks.evidence import drawing, pages, searches
+from benchmarks.evidence.result import ROOT, Result, load_all
+from benchmarks.measure import acceptance_rows, derived
+
+RESULTS = load_all()
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.name)
+def test_pages_show_what_the_results_give(page: Path) -> None:
+    assert pages.problems(page.read_text(), RESULTS, page) == []
+
+
+def test_figures_are_drawn_from_the_results() -> None:
+    assert drawing.wrong_pictures(RESULTS) == []
+    shown = {
+        name for page in pages.pages() for kind, name, _ in pages.MARKED.findall(page.read_text()) if kind == "figure"
+    }
+    assert shown == set(drawing.PICTURES)
+
+
+@pytest.mark.parametrize("edited", ["1.01x", "| 9.99x |", "**12.34x**"])
+def test_a_number_that_is_edited_by_hand_fails(edited: str) -> None:
+    """Inside of a marker, and outside of one."""
+    page = ROOT / "docs" / "benchmarks.md"
+    text = page.read_text()
+    value = next(match for match in pages.MARKED.finditer(text) if pages.SPEEDUP.search(match[0]))
+    inside = text.replace(value[0], pages.SPEEDUP.sub(edited, value[0], count=1))
+    assert [line for line in pages.problems(inside, RESULTS, page) if f"{value[1]} {value[2]} is not" in line]
+    outside = pages.problems(f"{text}\nIt is {edited} as fast.\n", RESULTS, page)
+    assert len(outside) == 1 and "stands outside of markers" in outside[0]
+    assert "no table, figure or value" in pages.problems(text.replace(value[2], "nothing"), RESULTS, page)[0]
+
+
+def test_a_figure_that_is_edited_by_hand_or_of_other_values_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in drawing.FIGURES.glob("*.svg"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(drawing, "FIGURES", tmp_path)
+    edited = tmp_path / "dimensions-dark.svg"
+    edited.write_text(edited.read_text().replace("</text>", "9</text>", 1))
+    assert [line.split()[0] for line in drawing.wrong_pictures(RESULTS)] == ["docs/figures/dimensions-dark.svg"]
+    arms = RESULTS["dimensions-digits"].values["arms"]
+    other = RESULTS["dimensions-digits"].model_copy(
+        update={"values": {"arms": [{**arms[0], "measured": 2.0}, *arms[1:]]}}
+    )
+    assert len(drawing.wrong_pictures({**RESULTS, "dimensions-digits": other})) == 2
+
+
+@pytest.mark.parametrize("name", list(RESULTS))
+def test_values_are_those_of_the_samples(name: str) -> None:
+    result = RESULTS[name]
+    assert result.name == name and (result.samples or result.source != "measured")
+    found = derived(result)
+    if found is not None:
+        assert json.loads(json.dumps(found)) == _close_to(result.values)
+
+
+def _close_to(value: object) -> object:
+    """The value, with tolerance for numbers: bootstraps differ in the last digits between versions of scipy."""
+    if isinstance(value, dict):
+        return {key: _close_to(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_close_to(part) for part in value]
+    return pytest.approx(value, rel=2e-3) if isinstance(value, float) else value
+
+
+def test_a_speedup_is_of_the_prompts_that_both_arms_decoded() -> None:
+    rows = [("ar", "a", 100.0), ("ar", "b", 300.0), ("ar", "c", 1.0), ("tuned", "a", 50.0), ("tuned", "b", 150.0)]
+    runs = [{"arm": arm, "prompt": prompt, "task": "t", "tokens": 10, "decode_ms": ms} for arm, prompt, ms in rows]
+    row = searches.speedup_row(runs, "tuned", "ar", searches.ALL)
+    assert row is not None and (row["speedup"], row["low"], row["high"], row["prompts"]) == (2.0, 2.0, 2.0, 2)
+    assert searches.speedup_row(runs, "tuned", None, "t") is None
+    assert searches.speedup_row(runs, "tuned", "ar", "another task") is None
+
+
+def test_a_set_that_is_there_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is run, and a set transcribed from the diary counts as missing."""
+    monkeypatch.setattr(measure, "_run", lambda *_: pytest.fail("something was run"))
+    monkeypatch.setattr(measure, "WORK", tmp_path)
+    for arguments in (["default-searches", "--pair", "digits"], ["steps", "--pair", "digits"]):
+        done = CliRunner().invoke(measure.main, arguments)
+        assert done.exit_code == 0 and "skipped; --again" in done.output, done.output
+    assert RESULTS["repeated-searches"].source == "diary" and not measure.is_there("repeated-searches", again=False)
+
+
+def test_acceptance_is_that_of_the_drafts_present_weights() -> None:
+    for row in RESULTS["acceptance"].values["drafts"]:
+        path = ROOT / "drafts" / row["pair"] / row["draft"] / "acceptance.jsonl"
+        assert acceptance_rows(row["pair"], path) == [row]
+
+
+def test_a_result_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    content = json.loads(RESULTS["acceptance"].dump())
+    path = tmp_path / "acceptance.json"
+    path.write_text(json.dumps({**content, "speed": 1}))
+    with pytest.raises(UserError, match="unknown key 'speed'"):
+        Result.load(path)
