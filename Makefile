@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: search lint check test nightly results figures docs clean
 
 search: .venv/installed $(if $(filter smollm2,$(TARGET)),.venv/smollm2)  ## install, then tune the bundled pair, or TARGET=smollm2: writes profile.json
-	$(BIN)/autotune search $(if $(TARGET),--target $(TARGET))
+	$(BIN)/autotune search $(if $(TARGET),--target $(TARGET)) $(if $(filter smollm2,$(TARGET)),--budget 10m)
 
 lint: .venv/installed
 	$(BIN)/ruff check autotune tests benchmarks drafts examples
