@@ -118,7 +118,7 @@ class SampledBatch(GreedyBatch):
     """The same for greedy and sampled requests whose tokens need not be those of decoding them one by one: all are certain."""
 
     def _emit(self, requests: Sequence[Request], logits: Tensor) -> list[bool]:
-        tokens = draw([request.sampler for request in requests], logits, list(map(_position, requests)))
+        tokens = drawn_tokens([request.sampler for request in requests], logits, list(map(_position, requests)))
         for request, token in zip(requests, tokens, strict=True):
             request.emit([token])
         return [True] * len(requests)
@@ -128,7 +128,7 @@ def _position(request: Request) -> int:
     return len(request.prompt) + len(request.tokens)
 
 
-def draw(samplers: Sequence[TokenSampler], logits: Tensor, positions: Sequence[int]) -> list[int]:
+def drawn_tokens(samplers: Sequence[TokenSampler], logits: Tensor, positions: Sequence[int]) -> list[int]:
     """A token of each row of ``logits`` [n, vocabulary], at one position each. A sampled one inverts the cumulative distribution at a
     number of the sampler's seed and the position, where ``TokenSampler.token``, which draws from the same distributions, makes noise
     of every token; it draws for samplers with processors.

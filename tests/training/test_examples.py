@@ -331,7 +331,7 @@ def test_documented_example_trains(pair: Pair, tmp_path: Path, monkeypatch: pyte
 def test_a_draft_is_trained_over_the_most_frequent_tokens(
     model: str, recipe: Callable[..., Path], pair: Pair, processor: Any, tmp_path: Path
 ) -> None:
-    """Of the answers that are trained on: an eagle3 head has no others, and an mtp head proposes no others. Training goes on over the
+    """They are those of the answers that are trained on. An eagle3 head has no others, and an mtp head proposes no others. Training goes on over the
     stored ones.
     """
     answers = ["Row 1 reads 3, 1, 4.", "Row 2 reads 1.", "Row 1", "4, 4, 4"]
