@@ -343,6 +343,8 @@ def write(draft: Path) -> None:
     )
     if "magpie" in recipe.get("data", {}):
         source = "questions that the target wrote itself (`magpie`), and its answers to them"
+    name = target_of(draft)
+    target = f"`{name}`" if name in PACKAGED else f"[`{name}`](../target)"
     steps = " + ".join(f"{stage['steps']} steps of {stage['batch_size']}" for stage in recipe["stages"])
     path = draft / "README.md"
     notes = path.read_text().partition("\n## Notes\n")[2] if path.exists() else ""
@@ -358,7 +360,7 @@ def write(draft: Path) -> None:
         "| | |",
         "|---|---|",
         f"| kind | `{kind}` |",
-        f"| target | `{target_of(draft)}` |",
+        f"| target | {target} |",
         f"| trained by | `autotune train drafts/{draft.parent.name}/{draft.name}/recipe.yaml`: {steps} |",
         f"| data | {source}, {examples} |",
         f"| parameters | {full['parameters']:,}; embeddings and output head are those of the target |",

@@ -19,6 +19,7 @@ from PIL import Image
 
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import load_trace, save_trace
+from autotune.api.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.files import data_root, read_json, read_lines, read_yaml
@@ -237,6 +238,35 @@ def test_replies_of_engines(path: str, is_nightly: bool) -> None:
     whole = REPLIES[path]
     texts = damaged(whole.encode()) if isinstance(whole, str) else json_bytes(whole)
     mutate(FEW, texts.map(lambda text: text.decode(errors="replace")), lambda text: ask({path: text}), is_nightly)
+
+
+REQUEST = {"model": "m", "max_tokens": 5, "temperature": 0.5, "stop": ["x"], "seed": 1, "n": 1, "stream": True}
+BODIES: dict[type[CompletionRequest | ChatRequest], dict[str, Any]] = {
+    CompletionRequest: {**REQUEST, "prompt": [1, 2], "logit_bias": {}, "stream_options": {"include_usage": True}},
+    ChatRequest: {
+        **REQUEST,
+        "messages": [
+            {"role": "system", "content": "x", "name": None},
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]},
+        ],
+    },
+}
+
+
+@nightly
+@pytest.mark.parametrize("kind", BODIES)
+def test_requests_of_clients(kind: type[CompletionRequest | ChatRequest], is_nightly: bool) -> None:
+    """What is wrong with one is an error of the client, in one line."""
+
+    def check(body: bytes) -> None:
+        try:
+            asked = parse_request(kind, body)
+            assert asked.num_characters >= 0 and isinstance(asked.settings, dict)
+        except ApiError as error:
+            assert 400 <= error.status < 500
+            raise UserError(str(error)) from None
+
+    mutate(FEW, json_bytes(BODIES[kind]), check, is_nightly)
 
 
 @nightly
