@@ -54,7 +54,7 @@ def command(
         from autotune.console import Console
         from autotune.serving.engine_use import bench_engine
 
-        measured = bench_engine(profile, prompts.load().first_turns().prompts, engine_command, Console())
+        measured = bench_engine(profile, prompts.load().first_turns(), engine_command, Console())
         if as_json:
             options.print_json(measured)
         return

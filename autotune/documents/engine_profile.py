@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -12,6 +12,7 @@ from autotune.documents.provenance import ModelReference, Provenance
 from autotune.files import Document
 
 NgramType = Literal["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"]
+Clock = Literal["wall", "cpu"]
 OPTIONS: dict[NgramType, dict[str, int]] = {
     "ngram-simple": {"size-n": 12, "size-m": 48},
     "ngram-map-k": {"size-n": 12, "size-m": 48},
@@ -19,8 +20,7 @@ OPTIONS: dict[NgramType, dict[str, int]] = {
     "ngram-mod": {"n-match": 24, "n-min": 48, "n-max": 64},
     "ngram-cache": {},
 }
-"""The options that change a type's drafts, with llama-server's defaults, in the order of priority in which a server of several
-types asks them for a draft."""
+"""The options that change a type's drafts, with llama-server's defaults, in the order in which a server of several types asks them."""
 
 
 class Speculation(Document):
@@ -33,18 +33,17 @@ class Speculation(Document):
     def _has_its_options(self) -> Speculation:
         if list(self.options) != list(OPTIONS[self.type]):
             raise ValueError(f"{self.type} has the options {', '.join(OPTIONS[self.type]) or 'none'}")
-        if any(value < (name != "n-min") or value > 1024 for name, value in self.options.items()):
+        if any(not (name != "n-min") <= value <= 1024 for name, value in self.options.items()):
             raise ValueError("options are 1 to 1024, and n-min may be 0")
         return self
 
     @property
     def label(self) -> str:
-        values = ",".join(map(str, self.options.values()))
-        return f"{self.type}({values})" if values else self.type
+        return f"{self.type}({','.join(map(str, self.options.values()))})" if self.options else self.type
 
 
-def arguments_of(speculations: list[Speculation]) -> list[str]:
-    """Arguments of llama-server for one or several types; no arguments switch speculation off."""
+def arguments_of(speculations: Sequence[Speculation]) -> list[str]:
+    """Arguments of llama-server for one or several types; none switch speculation off."""
     words = ["--spec-type", ",".join(one.type for one in speculations)] if speculations else []
     for one in speculations:
         for name, value in one.options.items():
@@ -53,7 +52,7 @@ def arguments_of(speculations: list[Speculation]) -> list[str]:
 
 
 class SpeculationCounts(Document):
-    """Work of one request, or of several: verifications of drafts, their draft tokens, and the accepted ones."""
+    """Verifications of drafts, their draft tokens, and the accepted ones."""
 
     verifications: int = Field(ge=0)
     drafted: int = Field(ge=0)
@@ -61,26 +60,23 @@ class SpeculationCounts(Document):
 
 
 class ServedAnswer(Document):
-    """A greedy answer of the engine, as tokens."""
+    """A greedy answer of the engine, with its own counts of draft tokens and its time from the first token to the last."""
 
     prompt_tokens: list[int] = Field(min_length=1)
     tokens: list[int] = Field(min_length=1)
     limit: int = Field(ge=1)
     """``n_predict`` of the request."""
-    is_ended: bool
-    """Whether the last token is one that ends the generation."""
-    task: str = "prompt"
-
-
-class CountedAnswer(Document):
-    """An answer of a new server with the profile's checked settings, and the counts that the server reported."""
-
-    answer: ServedAnswer
-    counts: SpeculationCounts
+    is_ended: bool = False
+    """Whether the last token ends the generation."""
+    drafted: int = 0
+    accepted: int = 0
+    wall_ms: float = 0.0
+    cpu_ms: float = 0.0
+    """CPU time of the server's threads; 0 if they are not on this machine."""
 
 
 class PricedStep(Document):
-    """Time of one forward pass of the engine over ``tokens`` tokens of one request with ``context`` tokens before them."""
+    """Times of one forward pass over ``tokens`` tokens of a request after ``context`` tokens."""
 
     tokens: int = Field(ge=1)
     context: int = Field(ge=0)
@@ -94,15 +90,14 @@ class ConfirmedArm(Document):
     label: str
     speculation: Speculation | None
     predicted: float
-    """Speedup by replay and prices; 1 for plain decoding."""
+    """Speedup by replay and prices."""
     measured: float
     ci95: tuple[float, float]
-    clock: Literal["wall", "cpu"]
-    """Clock of the speedup: CPU time where it disagrees with wall time, because other processes used the machine."""
+    clock: Clock
     tokens_per_step: float
     counts: SpeculationCounts
     exact: int
-    """Prompts whose counts are those of the replay."""
+    """Prompts whose counts are the replay's."""
     identical: int
     """Prompts with plain decoding's answer."""
     prompts: int
@@ -114,32 +109,30 @@ class EngineProfile(Document, kind="engine-profile", made_by="autotune search --
     provenance: Provenance
     engine: Literal["llama.cpp"]
     build: str
-    """SHA-256 of the engine's executable and libraries; what the server says of itself where it was not started here."""
+    """SHA-256 of the engine's executable and libraries; of a server that was not started here, what it says of itself."""
     target: ModelReference
     arguments: list[str]
     """Arguments of every server, besides the model and the speculation."""
     command: list[str]
-    """Command that starts the engine as recommended."""
+    """Starts the engine as recommended."""
     speculation: Speculation | None
     """The recommended settings; None: leave speculation off."""
     verdict: str
     workload: str
     workload_sha256: str
     hardware: Fingerprint
-    context: int
-    """Context of a slot, in tokens."""
-    is_confirmed: bool
-    left_out: dict[str, str]
-    """Types whose counts differ from the replay's or that the build does not have, with the reason."""
-    prices: list[PricedStep]
+    context: int = Field(ge=1)
+    """Tokens of a slot."""
+    left_out: dict[NgramType, str]
+    """Types that the build does not have, or whose counts are not the replay's, with the reason."""
+    prices: list[PricedStep] = Field(min_length=1)
     price_factor: float
     """Time of verifications in served requests over the prices' own."""
     arms: list[ConfirmedArm]
+    """Empty where a server that ran was not to be started anew."""
     checked: Speculation
-    """Settings of ``answers``: the recommended ones, or the fastest ones that were tried."""
-    answers: list[CountedAnswer]
+    """Settings of ``answers``: the recommended ones, or the fastest that were tried."""
+    answers: list[ServedAnswer]
     """The first answers of a new server, in their order."""
-
-    @property
-    def shown_command(self) -> str:
-        return shlex.join(self.command)
+    counts: SpeculationCounts
+    """Of all ``answers``."""

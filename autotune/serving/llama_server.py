@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import re
 import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from autotune.documents.engine_profile import (
     OPTIONS,
@@ -29,26 +27,24 @@ from autotune.serving.server import running
 from autotune.workloads.prompt import Message, WorkloadPrompt
 
 EXECUTABLE = "llama-server"
+BUILT = Path("autotune-engines") / "llama.cpp" / "bin" / EXECUTABLE  # in the user's cache: made by ``make engines``
 FIXED = ("--parallel", "1", "--metrics", "--cache-ram", "0")
-"""Arguments of every server: one slot, whose state the replay follows, counters, and no prompts of former requests."""
+"""Arguments of every server: one slot, whose state the replay follows; counters; no prompts of former requests."""
+OWN_ARGUMENTS = ("--spec", "-m", "--model", "-np", "--parallel")
 METADATA_BYTES = 1 << 28  # of a GGUF file, in which its metadata lie
-COUNTERS = {
-    "verifications": "llamacpp:spec_decode_num_drafts_total",
-    "drafted": "llamacpp:spec_decode_num_draft_tokens_total",
-    "accepted": "llamacpp:spec_decode_num_accepted_tokens_total",
-}
+COUNTERS = {"verifications": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
 
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """The words that start a llama-server with a model, without its speculation."""
+    """A llama-server with a model, and the arguments of the user."""
 
     executable: Path
     model: Path
     arguments: tuple[str, ...]
 
     def words(self, speculations: Sequence[Speculation] = ()) -> list[str]:
-        return [str(self.executable), "-m", str(self.model), *self.arguments, *arguments_of(list(speculations))]
+        return [str(self.executable), "-m", str(self.model), *self.arguments, *arguments_of(speculations)]
 
     @property
     def build(self) -> str:
@@ -65,66 +61,47 @@ class EngineCommand:
         try:
             done = subprocess.run([self.executable, "--help"], capture_output=True, text=True, timeout=60, check=False)
         except (OSError, subprocess.SubprocessError) as error:
+            raise UserError(f"{self.executable}: cannot be run ({error}); name a {EXECUTABLE}") from None
+        _, found, listed = done.stdout.partition("--spec-type")
+        if not found:
             raise UserError(
-                f"--engine-command {self.executable}: cannot be run ({error}); name a llama-server"
-            ) from None
-        text = done.stdout + done.stderr
-        if "--spec-type" not in text:
-            what = "is older than --spec-type" if "--n-predict" in text else "is another program than llama-server"
-            raise UserError(
-                f"--engine-command {self.executable}: {what}; build llama.cpp b11434 or newer: make engines"
+                f"{self.executable}: is no {EXECUTABLE}, or one without --spec-type; build b11434 or newer: make engines"
             )
-        listed = set(re.findall(r"[\w-]+", text.partition("--spec-type")[2].partition("\n\n")[0][:400]))
-        return [name for name in OPTIONS if name in listed]
+        names = set(re.findall(r"[\w-]+", listed.partition("\n--")[0]))
+        return [name for name in OPTIONS if name in names]
 
 
 def find_engine(command: str | None, model: Path) -> EngineCommand:
-    """The server that ``--engine-command`` names, with further arguments; by default llama-server on the PATH, or the one that
-    ``make engines`` built.
+    """The server of ``--engine-command``, by default the one on the PATH or the one that ``make engines`` built.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or the command sets what the search sets.
     """
-    words = shlex.split(command) if command else [EXECUTABLE]
-    if not words:
-        raise UserError("--engine-command is empty; name a llama-server")
-    built = user_cache().parent / "autotune-engines" / "llama.cpp" / "bin" / EXECUTABLE
-    found = shutil.which(words[0]) or (str(built) if not command and built.exists() else None)
+    words = shlex.split(command or EXECUTABLE) or [""]
+    built = user_cache().parent / BUILT
+    found = shutil.which(words[0]) or (built if words[0] == EXECUTABLE and built.exists() else None)
     if found is None:
         raise UserError(
-            f"--engine-command {words[0]}: no such executable; build it with make engines, or name a llama-server"
+            f"{words[0] or '--engine-command'}: no such executable; run make engines, or name a {EXECUTABLE}"
         )
-    if refused := [word for word in words[1:] if word.startswith(("--spec", "-m", "--model", "--parallel", "-np"))]:
-        raise UserError(f"--engine-command: {refused[0]} is set by the search; leave it out")
+    if own := [word for word in words[1:] if word in OWN_ARGUMENTS or word.startswith("--spec")]:
+        raise UserError(f"--engine-command: {own[0]} is set by the search; leave it out")
     return EngineCommand(Path(found).resolve(), model.resolve(), tuple(words[1:]))
 
 
 def require_chat_template(model: Path) -> None:
-    """Refuse a GGUF file without a chat template, for which llama-server would take ChatML."""
+    """Refuse a GGUF file without a chat template, for which llama-server takes another model's."""
     with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if content[:4] != b"GGUF":
             raise UserError(f"{model}: truncated, damaged or no GGUF file; download it again")
         if content.find(b"tokenizer.chat_template", 0, METADATA_BYTES) < 0:
             raise UserError(
-                f"{model}: the GGUF file has no chat template; give --engine-command 'llama-server --chat-template NAME', or an "
-                "instruction-tuned model"
+                f"{model}: the GGUF file has no chat template; name one: --engine-command 'llama-server --chat-template NAME'"
             )
 
 
-@dataclass(frozen=True)
-class TimedAnswer:
-    """An answer with its time from the first token to the last, and the counts of its speculation."""
-
-    answer: ServedAnswer
-    drafted: int
-    accepted: int
-    wall_ms: float
-    cpu_ms: float
-    """CPU time of the server's threads; NaN if they are not on this machine."""
-
-
 class LlamaServer(EngineHttp):
-    """A client of one llama-server.
+    """A client of one llama-server, whose first slot it uses.
 
     Raises:
         UserError: nothing answers at ``url``, or it is no llama-server.
@@ -136,49 +113,43 @@ class LlamaServer(EngineHttp):
         props = self.read_json("/props")
         with self.reply_of("/props"):
             self.context = int(props["default_generation_settings"]["n_ctx"])
-            self.num_slots = int(props["total_slots"])
-            self.build = f"{props.get('build_info')}"
+        self.build = str(props.get("build_info"))
 
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
         """The tokens of a prompt after the model's chat template."""
-        if prompt.pixels:
-            raise UserError(f"{prompt.name}: has an image, and speculation by n-grams is tuned on text; leave it out")
         content = prompt.content
         chat = [Message(role="user", content=content)] if isinstance(content, str) else content
         messages = [{"role": message.role, "content": message.text} for message in chat]
-        advice = "check the chat template"
-        text = self.read_json("/apply-template", {"messages": messages}, advice).get("prompt")
-        body = {"content": text, "add_special": True, "parse_special": True}
-        tokens = self.read_json("/tokenize", body, advice).get("tokens")
-        if not isinstance(tokens, list) or not tokens:
-            raise UserError(f"{self.url}/tokenize: no tokens of {prompt.name}; check the server's version")
-        return [int(token) for token in tokens]
+        text = self.read_json("/apply-template", {"messages": messages}, "check its chat template").get("prompt")
+        request = {"content": text, "add_special": True, "parse_special": True}
+        with self.reply_of("/tokenize"):
+            return [int(token) for token in self.read_json("/tokenize", request, "check its version")["tokens"]]
 
-    def answer(self, tokens: list[int], limit: int, *, task: str = "prompt", forced: int | None = None) -> TimedAnswer:
-        """Decode one prompt greedily, after its prefill in a request of its own.
+    def ask(self, prompt: WorkloadPrompt) -> ServedAnswer:
+        return self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens)
 
-        The prefill starts from nothing, so that answers do not depend on the order of prompts, and is outside the CPU time.
+    def answer(self, tokens: list[int], limit: int, *, forced: int | None = None) -> ServedAnswer:
+        """Decode one prompt greedily, after a request that only reads it: from nothing, so that no answer depends on the order of
+        prompts, and outside the CPU time.
 
         Args:
-            forced: a token that every position is made to choose.
+            forced: a token that every position is made to choose, without such a request.
         """
         bias = {} if forced is None else {"logit_bias": [[forced, 1e4]]}
+        request = {"prompt": tokens, "temperature": 0.0, "return_tokens": True, "id_slot": 0}
         if forced is None:
-            self._complete(tokens, 1, cache_prompt=False)
+            self.read_json("/completion", request | {"n_predict": 1, "cache_prompt": False}, "look into its log")
         before = self._cpu_ms()
-        body = self._complete(tokens, limit, cache_prompt=True, **bias)
+        reply = self.read_json("/completion", request | bias | {"n_predict": limit}, "look into its log")
         spent = self._cpu_ms() - before
         with self.reply_of("/completion"):
-            timings = body["timings"]
+            timings = reply["timings"]
             wall_ms, prompt_ms = float(timings["predicted_ms"]), float(timings["prompt_ms"])
-            return TimedAnswer(
-                answer=ServedAnswer(
-                    prompt_tokens=tokens,
-                    tokens=[int(token) for token in body["tokens"]],
-                    limit=limit,
-                    is_ended=body["stop_type"] == "eos",
-                    task=task,
-                ),
+            return ServedAnswer(
+                prompt_tokens=tokens,
+                tokens=[int(token) for token in reply["tokens"]],
+                limit=limit,
+                is_ended=reply["stop_type"] == "eos",
                 drafted=int(timings.get("draft_n", 0)),
                 accepted=int(timings.get("draft_n_accepted", 0)),
                 wall_ms=wall_ms,
@@ -192,28 +163,22 @@ class LlamaServer(EngineHttp):
             UserError: the server exposes no metrics.
         """
         text = self.read("/metrics", advice="start it with --metrics").decode(errors="replace")
-        found = {name: re.search(rf"^{counter} (\S+)$", text, re.MULTILINE) for name, counter in COUNTERS.items()}
-        return SpeculationCounts(**{name: int(float(match[1])) if match else 0 for name, match in found.items()})
-
-    def _complete(self, tokens: list[int], limit: int, **options: Any) -> dict[str, Any]:
-        request = {"prompt": tokens, "n_predict": limit, "temperature": 0.0, "return_tokens": True, "id_slot": 0}
-        return self.read_json("/completion", request | options, "look into its log")
+        values = {
+            name: re.search(rf"^llamacpp:spec_decode_num_{counter}_total (\S+)$", text, re.MULTILINE)
+            for name, counter in COUNTERS.items()
+        }
+        return SpeculationCounts(**{name: int(float(found[1])) if found else 0 for name, found in values.items()})
 
     def _cpu_ms(self) -> float:
-        if self.process is None:
-            return math.nan
-        total = 0
-        for path in Path(f"/proc/{self.process.pid}/task").glob("*/schedstat"):
-            try:
-                total += int(path.read_text().split()[0])
-            except (OSError, ValueError, IndexError):  # a thread that has ended
-                continue
-        return total / 1e6 or math.nan
+        nanoseconds = 0
+        for path in Path(f"/proc/{self.process.pid}/task").glob("*/schedstat") if self.process else ():
+            with suppress(OSError, ValueError, IndexError):  # a thread that has ended
+                nanoseconds += int(path.read_text().split()[0])
+        return nanoseconds / 1e6
 
 
 @contextmanager
 def started_llama(command: EngineCommand, speculations: Sequence[Speculation] = ()) -> Iterator[LlamaServer]:
     """Start a llama-server in a new state; see ``server.running``."""
-    words = command.words(speculations)
-    with running([*words, *FIXED], EXECUTABLE) as (url, process):
+    with running([*command.words(speculations), *FIXED], EXECUTABLE) as (url, process):
         yield LlamaServer(url, process)
