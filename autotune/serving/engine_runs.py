@@ -25,7 +25,8 @@ from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import append_line, content_key, read_lines
 from autotune.serving.llama_server import EngineCommand, LlamaServer, started_llama
-from autotune.serving.ngram_replay import Request, RequestReplay, replay, total
+from autotune.serving.ngram_drafters import Request
+from autotune.serving.ngram_replay import RequestReplay, replay, total
 from autotune.serving.verification_prices import VerificationPrices, measure_verifications, time_of
 from autotune.workloads.workload import Workload
 

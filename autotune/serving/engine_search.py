@@ -43,7 +43,8 @@ from autotune.serving.engine_runs import (
     self_test,
 )
 from autotune.serving.llama_server import EXECUTABLE, LlamaServer, find_engine, require_chat_template, started_llama
-from autotune.serving.ngram_replay import Request, replay, total
+from autotune.serving.ngram_drafters import Request
+from autotune.serving.ngram_replay import replay, total
 from autotune.serving.verification_prices import PRICED_TOKENS, PRICING, VerificationPrices, refitted
 from autotune.workloads.formats import Format
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
