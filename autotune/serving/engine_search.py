@@ -7,6 +7,7 @@ best settings are served, in turns with none and with the engine's default.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -122,13 +123,14 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
             served = beside(asked, tested, context)
             if not _all_exact(served, server, console):
                 left_out |= self_test(command, types, plain, console)
+            served = [row for row in served if is_exact(*row)]
         steps = record.prices(server, plain, console, settings.seed)
-    prices = _prices(steps, beside(plain, (), context), [row for row in served if is_exact(*row)], console)
+    prices = _prices(steps, beside(plain, (), context), served, console)
     ranked = _ranked([name for name in types if name not in left_out], plain, prices, context, console)
     (gain, best), arms, answers = ranked[0], list[ConfirmedArm](), list[ServedAnswer]()
     if command:
         others = [one for _, one in ranked if one != DEFAULT_SETTINGS]
-        finalists = [others[0], next((one for one in others if one.type != others[0].type), others[1])]
+        finalists = [*others[:1], *[one for one in others if one.type != others[0].type][:1]]
         by_name = {OFF: [], DEFAULT: [DEFAULT_SETTINGS]} | {one.label: [one] for one in finalists}
         arms, runs = confirm(command, by_name, held_out, prices, console, seed=settings.seed)
         chosen, verdict = decide(arms)
@@ -161,7 +163,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
     )
     profile.save(settings.output)
     console.say(f"=> {verdict}")
-    console.say(f"start it with: {' '.join(profile.command)}")
+    console.say(f"start it with: {shlex.join(profile.command)}")
     console.say(f"written to {settings.output}")
     return profile
 

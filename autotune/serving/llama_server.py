@@ -30,7 +30,7 @@ EXECUTABLE = "llama-server"
 BUILT = Path("autotune-engines") / "llama.cpp" / "bin" / EXECUTABLE  # in the user's cache: made by ``make engines``
 FIXED = ("--parallel", "1", "--metrics", "--cache-ram", "0")
 """Arguments of every server: one slot, whose state the replay follows; counters; no prompts of former requests."""
-OWN_ARGUMENTS = ("--spec", "-m", "--model", "-np", "--parallel")
+OWN_ARGUMENTS = ("-m", "--model", "-np", "--parallel", "--host", "--port")
 METADATA_BYTES = 1 << 28  # of a GGUF file, in which its metadata lie
 COUNTERS = {"verifications": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
 

@@ -25,6 +25,7 @@ EXECUTABLE_VARIABLE = "AUTOTUNE_VLLM"
 SPECULATION = "--speculative-config"
 START_S = 900.0  # longest time until an engine is ready: it may compile kernels
 STOP_S = 30.0  # until it is killed
+ENDING_S = 1.0  # from a connection that is lost until its server has ended
 # The causes of a failure in an engine's log: lines with an exception's name and message, or with what the command line refuses. The first is
 # the cause; later ones say that a process failed.
 _CAUSE = re.compile(r"(?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception)|\w+: error|error): +(?P<message>\S.*)")
@@ -88,19 +89,14 @@ def running(words: Sequence[str], name: str) -> Iterator[tuple[str, subprocess.P
     """Start a server on a free port, and yield its address and process when it is healthy; it is stopped at the end.
 
     Args:
-        words: its command; an own ``--port`` is obeyed.
+        words: its command.
         name: the engine in error messages.
 
     Raises:
-        UserError: the port is in use, the server ends or does not answer in time, or it ends while it is used.
+        UserError: the server cannot be started, does not answer in time, or ends while it is used.
     """
     with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        wanted = words[words.index("--port") + 1] if "--port" in words[:-1] else "0"
-        try:
-            free.bind(("127.0.0.1", int(wanted)))
-        except (OSError, ValueError, OverflowError):
-            raise UserError(f"--port {wanted}: not a free port; leave it out, and a free one is taken") from None
+        free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="autotune-engine-") as folder:
         log = Path(folder) / "log"
@@ -117,6 +113,8 @@ def running(words: Sequence[str], name: str) -> Iterator[tuple[str, subprocess.P
             when = "while it was used"
             yield f"http://127.0.0.1:{port}", process
         except UserError:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_S)
             if process.poll() is None:
                 raise
             raise UserError(f"{name} ended {when}: {refusal(log.read_text(errors='replace'))}") from None

@@ -7,6 +7,7 @@ module is a llama-server that knows these prompts alone; its drafts are the repl
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -43,7 +44,7 @@ class RecordedServer:
     def __init__(self, arguments: list[str]) -> None:
         self.recorded = json.loads(TRANSCRIPT.read_text())["prompts"]
         self.switches = {word for word in arguments if word in ("--other-rule", "--dies", "--unsteady")}
-        given = dict(zip(arguments, arguments[1:], strict=False))
+        given = dict(itertools.pairwise(arguments))
         types = given["--spec-type"].split(",") if "--spec-type" in given else []
         options = ({key: int(given[f"--spec-{name}-{key}"]) for key in OPTIONS[name]} for name in types)
         self.drafter = FirstDrafter(
@@ -75,11 +76,11 @@ class RecordedServer:
         self.asked += 1
         if "--dies" in self.switches and self.asked == 3:
             os._exit(3)
-        if "--unsteady" in self.switches and self.asked % 2 == 0:
+        if "--unsteady" in self.switches and self.asked % 4 == 0:
             tokens = [*tokens[:-1], tokens[-1] + 1]
         answer = ServedAnswer(prompt_tokens=body["prompt"], tokens=tokens, limit=limit, is_ended=is_ended)
         counts = replay_request(self.drafter, Request(answer), CONTEXT).counts
-        drafted = counts.drafted + ("--other-rule" in self.switches and counts.drafted > 0)
+        drafted = counts.drafted + ("--other-rule" in self.switches and bool(self.drafter.drafters))
         for name, number in zip(self.counts, (counts.verifications, drafted, counts.accepted), strict=True):
             self.counts[name] += number
         return _reply(tokens, drafted, counts.accepted, is_ended)
