@@ -20,19 +20,15 @@ from autotune.serving.ngram_drafters import FirstDrafter, Request
 from autotune.serving.ngram_replay import replay_request
 
 TRANSCRIPT = Path(__file__).with_name("llama_transcript.json")
-CONTEXT, STEP_MS, LIMIT = 2048, 10.0, 64
+CONTEXT, STEP_MS, LIMIT, ASKED = 8192, 10.0, 24, 5
 PROMPTS = (
     "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape.",
-    "Write a Python function that adds the numbers of a list, and then the same function for products.",
+    "Say it again and again: one potato, two potatoes, three potatoes, one potato, two potatoes, three potatoes.",
+    "Count from 1 to 30, separated by commas: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,",
+    "Write the multiplication table of 7: 7 x 1 = 7, 7 x 2 = 14, 7 x 3 = 21,",
     "Translate into French: The cat sat on the mat. The dog sat on the mat. The bird sat on the mat.",
-    "Write the multiplication table of 7, one line for each product.",
-    "Rewrite this text without the word very: It was a very cold day, and a very cold night, and a very long road.",
     "What is the capital of Italy? Answer with a whole sentence.",
-    "Continue: one potato, two potatoes, three potatoes, four potatoes,",
     "Write an HTML table with three rows and three columns.",
-    "Explain what a compiler does, in two sentences.",
-    "Count from 1 to 30, separated by commas.",
-    "Write a JSON array of five objects with the keys name, age and city.",
     "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape. Then sort it.",
 )
 HELP = "--spec-type none,ngram-simple,ngram-map-k,ngram-map-k4v,ngram-mod,ngram-cache   types\n--metrics\n"
@@ -76,7 +72,7 @@ class RecordedServer:
         self.asked += 1
         if "--dies" in self.switches and self.asked == 3:
             os._exit(3)
-        if "--unsteady" in self.switches and self.asked % 4 == 0:
+        if "--unsteady" in self.switches and self.asked % 3 == 0:
             tokens = [*tokens[:-1], tokens[-1] + 1]
         answer = ServedAnswer(prompt_tokens=body["prompt"], tokens=tokens, limit=limit, is_ended=is_ended)
         counts = replay_request(self.drafter, Request(answer), CONTEXT).counts
@@ -126,7 +122,7 @@ def serve(arguments: list[str]) -> None:
 
 
 def record(model: Path) -> None:
-    """Record the transcript: every setting of the benchmark in one server, over all prompts and the first two again."""
+    """Record the transcript: every setting of the benchmark in one server, over some prompts and the first two again."""
     from autotune.serving.llama_server import find_engine, started_llama
     from autotune.workloads.prompt import Prompt, WorkloadPrompt
     from benchmarks.engine_counts import settings
@@ -139,21 +135,19 @@ def record(model: Path) -> None:
     for text, one in zip(PROMPTS, plain, strict=True):
         kept = one.model_dump(include={"prompt_tokens", "tokens", "limit", "is_ended"})
         rows.append({"text": text, **kept})
-    servers = []
-    for chosen in settings():
+    servers: list[dict[str, Any]] = []
+    for chosen in sorted(settings(), key=lambda chosen: settings().index(chosen) % 6):
         with started_llama(command, chosen) as server:
-            asked = [*prompts, *prompts[:2]]
-            found = [server.ask(prompt) for prompt in asked]
-            same = [one.tokens == other.tokens for one, other in zip(found, [*plain, *plain[:2]], strict=True)]
-            counts = [[one.drafted, one.accepted] for one in found]
+            found = [server.ask(prompt) for prompt in (*prompts[:ASKED], *prompts[:2])]
             verifications = server.counts().verifications
+        same = [one.tokens == other.tokens for one, other in zip(found, [*plain[:ASKED], *plain[:2]], strict=True)]
         print([one.label for one in chosen], all(same), verifications, flush=True)
         if all(same):
+            counts = [[one.drafted, one.accepted] for one in found]
             speculations = [one.model_dump() for one in chosen]
             servers.append({"speculations": speculations, "counts": counts, "verifications": verifications})
-    prompt_lines = ",\n".join(json.dumps(row) for row in rows)
-    server_lines = ",\n".join(json.dumps(row) for row in servers)
-    TRANSCRIPT.write_text(f'{{"prompts": [\n{prompt_lines}\n],\n"servers": [\n{server_lines}\n]}}\n')
+        lines = (",\n".join(json.dumps(row) for row in kept) for kept in (rows, servers))
+        TRANSCRIPT.write_text('{{"prompts": [\n{}\n],\n"servers": [\n{}\n]}}\n'.format(*lines))
 
 
 if __name__ == "__main__":

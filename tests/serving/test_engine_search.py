@@ -19,6 +19,7 @@ from autotune.documents.engine_profile import (
     ServedAnswer,
     Speculation,
     SpeculationCounts,
+    arguments_of,
 )
 from autotune.files import user_cache
 from autotune.modeling.gguf import find_gguf
@@ -27,7 +28,9 @@ from autotune.serving.engine_search import decide, speculation_space
 from autotune.serving.llama_server import BUILT
 from autotune.serving.ngram_drafters import POOL_FACTOR, POOL_SLOTS, FirstDrafter, Request, iterated
 from autotune.serving.ngram_replay import replay, total
-from tests.serving.recorded_llama import CONTEXT, PROMPTS, TRANSCRIPT
+from autotune.serving.server import running
+from autotune.serving.verification_prices import PRICING
+from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS, TRANSCRIPT
 
 TRANSCRIBED = json.loads(TRANSCRIPT.read_text())
 SCRIPT = """#!{python}
@@ -40,7 +43,7 @@ serve(sys.argv[1:])
 
 def recorded_requests() -> list[Request]:
     rows = [{key: value for key, value in row.items() if key != "text"} for row in TRANSCRIBED["prompts"]]
-    return [Request(ServedAnswer(**row)) for row in (*rows, *rows[:2])]
+    return [Request(ServedAnswer(**row)) for row in (*rows[:ASKED], *rows[:2])]
 
 
 @pytest.mark.parametrize("server", TRANSCRIBED["servers"], ids=lambda server: server["speculations"][0]["type"])
@@ -165,7 +168,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF metadata tokenizer.chat_template")
     (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": text, "max_new_tokens": 64}) + "\n" for text in PROMPTS)
+        "".join(json.dumps({"prompt": text, "max_new_tokens": LIMIT}) + "\n" for text in PROMPTS)
     )
     script = tmp_path / "llama-server"
     script.write_text(SCRIPT.format(python=sys.executable, root=str(Path(__file__).parents[2])))
@@ -195,14 +198,14 @@ def test_a_search_recommends_what_it_confirms_and_check_run_and_bench_take_its_p
     assert done.exit_code == 0, done.output
     profile = EngineProfile.load("profile.json")
     assert profile.speculation is not None and profile.arms[-2].measured > 1.2
-    assert all(arm.exact == arm.prompts == 6 and abs(arm.predicted / arm.measured - 1) < 0.01 for arm in profile.arms)
+    assert all(arm.exact == arm.prompts == 4 and abs(arm.predicted / arm.measured - 1) < 0.01 for arm in profile.arms)
     assert profile.command[-1].isdigit() and "--spec-type" in profile.command
     assert autotune("check", "profile.json").exit_code == 0
     other = autotune("check", "profile.json", "--engine-command", f"{folder / 'llama-server'} --other-rule")
     assert other.exit_code == 1 and "the build has another rule" in said(other)
     unsteady = autotune("check", "profile.json", "--engine-command", f"{folder / 'llama-server'} --unsteady")
     assert unsteady.exit_code == 4 and "answers are not those of the search" in said(unsteady)
-    answered = autotune("run", "profile.json", "--prompt", PROMPTS[0], "--max-new-tokens", "64")
+    answered = autotune("run", "profile.json", "--prompt", PROMPTS[0], "--max-new-tokens", str(LIMIT))
     assert answered.exit_code == 0 and "draft tokens accepted" in said(answered)
     benched = autotune("bench", "profile.json", "--workload", "prompts.jsonl", "--json")
     assert benched.exit_code == 0 and len(json.loads(benched.stdout)) == 3
@@ -222,6 +225,20 @@ def test_a_type_with_another_rule_is_left_out_and_said(folder: Path) -> None:
     done = searched(folder, server="--other-rule")
     assert done.exit_code == 2 and "counts differ from the replay's in every type" in said(done)
     assert said(done).count("the build has another rule, and the type is left out") == 5
+
+
+@pytest.mark.nightly
+def test_a_server_that_runs_is_priced_and_not_confirmed(folder: Path) -> None:
+    where = ("--target", "model.gguf", "--workload", "prompts.jsonl")
+    with running([str(folder / "llama-server"), *arguments_of(PRICING[3:4])], "llama-server") as (url, _):
+        assert autotune("search", "--engine", "llama.cpp", *where, "--url", url).exit_code == 0
+    profile = EngineProfile.load("profile.json")
+    assert profile.speculation and not profile.arms and "which --url does not confirm" in profile.verdict
+    refused = autotune("check", "profile.json")
+    assert refused.exit_code == 2 and "holds no counts" in said(refused)
+    with running([str(folder / "llama-server")], "llama-server") as (url, _):
+        unpriced = autotune("search", "--engine", "llama.cpp", *where, "--url", url)
+    assert unpriced.exit_code == 2 and "start the server with --spec-type ngram-mod" in said(unpriced)
 
 
 @pytest.mark.nightly
@@ -279,7 +296,7 @@ def test_the_real_server_drafts_as_the_replay_says(tmp_path: Path, monkeypatch: 
     model = find_gguf("smollm2")
     assert model is not None
     (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": text, "max_new_tokens": 32}) + "\n" for text in PROMPTS)
+        "".join(json.dumps({"prompt": text, "max_new_tokens": LIMIT}) + "\n" for text in PROMPTS)
     )
     monkeypatch.chdir(tmp_path)
     os.environ.pop("LLAMA_ARG_SPEC_TYPE", None)
