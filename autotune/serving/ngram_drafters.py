@@ -270,7 +270,8 @@ class CacheDrafter(Drafter):
         if self.size < length + 1:
             self._count(request.tokens[self.size : length + 1])
             self.size = length + 1
-        draft, window = [], request.tokens[max(0, length + 1 - CACHE_LONGEST) : length + 1]
+        draft: list[int] = []
+        window = request.tokens[max(0, length + 1 - CACHE_LONGEST) : length + 1]
         while len(draft) < CACHE_DRAFT and (token := self._likely(tuple(window[-CACHE_LONGEST:]))) is not None:
             draft.append(token)
             window.append(token)

@@ -76,8 +76,8 @@ class VerificationPrices:
 
     def ms(self, tokens: int, context: float) -> float:
         contexts = sorted({step.context for step in self.steps})
-        rows = [sorted((s.tokens, self._median(s)) for s in self.steps if s.context == one) for one in contexts]
-        at_contexts = [np.interp(tokens, *zip(*row, strict=True)) for row in rows]
+        rows = (sorted((s.tokens, self._median(s)) for s in self.steps if s.context == one) for one in contexts)
+        at_contexts = [float(np.interp(tokens, [n for n, _ in row], [ms for _, ms in row])) for row in rows]
         return float(np.interp(context, contexts, at_contexts)) * (self.factor if tokens > 1 else 1.0)
 
     def _median(self, step: PricedStep) -> float:
