@@ -135,4 +135,4 @@ class EngineProfile(Document, kind="engine-profile", made_by="autotune search --
     answers: list[ServedAnswer]
     """The first answers of a new server, in their order."""
     counts: SpeculationCounts
-    """Of all ``answers``."""
+    """Totals of ``answers``."""

@@ -25,8 +25,8 @@ from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import append_line, content_key, read_lines
 from autotune.serving.llama_server import EngineCommand, LlamaServer, started_llama
-from autotune.serving.ngram_drafters import Request
-from autotune.serving.ngram_replay import RequestReplay, replay, total
+from autotune.serving.ngram_drafters import KnownRequest
+from autotune.serving.ngram_replay import RequestReplay, replay_speculation, total
 from autotune.serving.verification_prices import VerificationPrices, measure_verifications, time_of
 from autotune.workloads.workload import Workload
 
@@ -81,7 +81,7 @@ class EngineRecord:
 
 def beside(answers: Sequence[ServedAnswer], speculations: Sequence[Speculation], context: int) -> list[Replayed]:
     """Answers of a new server, beside their replay."""
-    return list(zip(answers, replay(speculations, list(map(Request, answers)), context), strict=True))
+    return list(zip(answers, replay_speculation(speculations, list(map(KnownRequest, answers)), context), strict=True))
 
 
 def is_exact(answer: ServedAnswer, replayed: RequestReplay) -> bool:

@@ -44,9 +44,9 @@ from autotune.serving.engine_runs import (
     self_test,
 )
 from autotune.serving.llama_server import EXECUTABLE, LlamaServer, find_engine, require_chat_template, started_llama
-from autotune.serving.ngram_drafters import Request
-from autotune.serving.ngram_replay import replay, total
-from autotune.serving.verification_prices import PRICED_TOKENS, PRICING, VerificationPrices, refitted
+from autotune.serving.ngram_drafters import KnownRequest
+from autotune.serving.ngram_replay import replay_speculation, total
+from autotune.serving.verification_prices import PRICED_TOKENS, PRICING, VerificationPrices, clock_of, served_factor
 from autotune.workloads.formats import Format
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 
@@ -133,7 +133,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         finalists = [*others[:1], *[one for one in others if one.type != others[0].type][:1]]
         by_name = {OFF: [], DEFAULT: [DEFAULT_SETTINGS]} | {one.label: [one] for one in finalists}
         arms, runs = confirm(command, by_name, held_out, prices, console, seed=settings.seed)
-        chosen, verdict = decide(arms)
+        chosen, verdict = recommend(arms)
         fastest = max(arms[1:], key=lambda arm: arm.measured)
         best = chosen or fastest.speculation or DEFAULT_SETTINGS
         answers = runs[DEFAULT if best == DEFAULT_SETTINGS else best.label][:SELF_TEST]
@@ -191,11 +191,9 @@ def _all_exact(served: Sequence[Replayed], server: LlamaServer, console: Console
 def _prices(
     steps: Sequence[PricedStep], plain: Sequence[Replayed], served: Sequence[Replayed], console: Console
 ) -> VerificationPrices:
-    """Prices in CPU time where the engine computes on the CPU, refitted to the requests that were served."""
-    shares = [answer.cpu_ms / answer.wall_ms for answer, _ in plain if answer.wall_ms > 0]
-    is_cpu = bool(shares) and np.median(shares) > 0.5 and all(min(step.cpu_ms) > 0 for step in steps)
-    prices = VerificationPrices(steps, "cpu" if is_cpu else "wall")
-    prices = replace(prices, factor=refitted(prices, plain, served))
+    """Prices in CPU time where the engine computes on the CPU, served_factor to the requests that were served."""
+    prices = VerificationPrices(steps, clock_of(steps))
+    prices = replace(prices, factor=served_factor(prices, plain, served))
     context = float(np.median([step.context for step in steps]))
     shown = [
         f"{n}: {prices.ms(n, context) / prices.ms(1, context):.1f}" for n in PRICED_TOKENS if n in (2, 4, 8, 16, 64)
@@ -215,13 +213,13 @@ def _ranked(
     console: Console,
 ) -> list[tuple[float, Speculation]]:
     """Predicted speedups over no speculation, fastest first, for the prompts in their order in one server; prints the best."""
-    requests = [Request(answer) for answer in plain]
+    requests = [KnownRequest(answer) for answer in plain]
     price = prices.pricer(max(len(request.tokens) for request in requests))
-    plain_ms = np.array([sum(price(one)) for one in replay((), requests, context)])
+    plain_ms = np.array([sum(price(one)) for one in replay_speculation((), requests, context)])
     times, settings = [], speculation_space(types)
     with console.stage(f"replay of {len(settings)} settings") as update:
         for number, one in enumerate(settings, start=1):
-            times.append(np.array([sum(price(replayed)) for replayed in replay([one], requests, context)]))
+            times.append(np.array([sum(price(replayed)) for replayed in replay_speculation([one], requests, context)]))
             update(number, len(settings), "")
     order = sorted(range(len(settings)), key=lambda index: times[index].sum())
     shown = [*order[:3], *(index for index in order[3:] if settings[index] == DEFAULT_SETTINGS)]
@@ -234,7 +232,7 @@ def _ranked(
     return [(float(plain_ms.sum() / times[index].sum()), settings[index]) for index in order]
 
 
-def decide(arms: Sequence[ConfirmedArm]) -> tuple[Speculation | None, str]:
+def recommend(arms: Sequence[ConfirmedArm]) -> tuple[Speculation | None, str]:
     """The recommended settings and the verdict: off unless the interval of the fastest arm lies above 1."""
     best, worst = (pick(arms[1:], key=lambda arm: arm.measured) for pick in (max, min))
     shown = f"{best.label} {best.measured:.2f}x ({best.ci95[0]:.2f} to {best.ci95[1]:.2f})"

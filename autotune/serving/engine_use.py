@@ -14,7 +14,7 @@ from autotune.modeling.gguf import find_gguf
 from autotune.serving.engine_runs import DEFAULT, DEFAULT_SETTINGS, OFF, beside, confirm, is_exact
 from autotune.serving.llama_server import EngineCommand, find_engine, started_llama
 from autotune.serving.ngram_replay import total
-from autotune.serving.verification_prices import VerificationPrices
+from autotune.serving.verification_prices import VerificationPrices, clock_of
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
@@ -92,8 +92,7 @@ def bench_engine(source: Path, workload: Workload, given: str | None, console: C
     """Measure a profile's settings, the engine's default and no speculation in turns; returns the arms as JSON."""
     profile = EngineProfile.load(source)
     one = profile.speculation or profile.checked
-    is_cpu = all(min(step.cpu_ms) > 0 for step in profile.prices)
-    prices = VerificationPrices(profile.prices, "cpu" if is_cpu else "wall", profile.price_factor)
+    prices = VerificationPrices(profile.prices, clock_of(profile.prices), profile.price_factor)
     arms = {OFF: [], DEFAULT: [DEFAULT_SETTINGS], one.label: [one]}
     measured, _ = confirm(engine_of(profile, given), arms, workload, prices, console, seed=0)
     return [arm.model_dump(mode="json") for arm in measured]

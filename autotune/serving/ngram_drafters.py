@@ -39,7 +39,7 @@ class Grams:
     earlier: list[int] = field(default_factory=list)
 
 
-class Request:
+class KnownRequest:
     """The tokens of a request, with tables of its n-grams that settings share.
 
     A drafter is given a ``length``: the server has read ``tokens[:length]``, and the next token is sampled and not yet read.
@@ -80,10 +80,10 @@ class Request:
 class Drafter:
     """A type with the state of a server; a new one keeps nothing."""
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: KnownRequest) -> None:
         """Take note of a prompt."""
 
-    def draft(self, request: Request, length: int) -> list[int]:
+    def draft(self, request: KnownRequest, length: int) -> list[int]:
         raise NotImplementedError
 
     def accept(self, accepted: int) -> None:
@@ -96,7 +96,7 @@ class SimpleDrafter(Drafter):
     def __init__(self, n: int, m: int) -> None:
         self.n, self.m = n, m
 
-    def draft(self, request: Request, length: int) -> list[int]:
+    def draft(self, request: KnownRequest, length: int) -> list[int]:
         n, m = self.n, self.m
         if length <= n + m + 1 or not (found := request.grams(n).earlier[length - n + 1]):
             return []
@@ -136,7 +136,7 @@ class MapDrafter(Drafter):
         self.table_end = self.checked = self.begun = 0
         self.last: _Value | None = None
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: KnownRequest) -> None:
         size, first = request.prompt_length, self.begun
         if first > size:
             first = max(0, size - self.n - self.m)
@@ -159,7 +159,7 @@ class MapDrafter(Drafter):
                 del key.values[index]
         return self.min_hits is None or key.values[0].place != 0
 
-    def draft(self, request: Request, length: int) -> list[int]:
+    def draft(self, request: KnownRequest, length: int) -> list[int]:
         n, m = self.n, self.m
         self.last = None
         if length < 2 * n + m:
@@ -193,7 +193,7 @@ class MapDrafter(Drafter):
         self.last = value
         return request.tokens[found + n : found + n + min(m, value.accepted)]
 
-    def _count(self, key: _Key, request: Request, wanted: int, found: int) -> None:
+    def _count(self, key: _Key, request: KnownRequest, wanted: int, found: int) -> None:
         """Count a key's continuations up to the occurrence ``found``; the one counted last is counted again."""
         tokens, m = request.tokens, self.m
         for place in request.grams(self.n).places[wanted]:
@@ -221,19 +221,19 @@ class ModDrafter(Drafter):
         self.poor = self.entered = self.drafted = 0
         self.leading = pow(POOL_FACTOR, n - 1, POOL_SLOTS)
 
-    def _enter(self, request: Request, end: int) -> None:
+    def _enter(self, request: KnownRequest, end: int) -> None:
         slots = request.hashes(self.n, POOL_FACTOR, POOL_SLOTS)[self.entered : end]
         self.pool.update(zip(slots, request.tokens[self.entered + self.n :], strict=False))
         self.entered = end
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: KnownRequest) -> None:
         self.entered = self.drafted = 0
         if request.prompt_length >= self.n:
             self._enter(request, request.prompt_length - self.n)
             if len(self.pool) > POOL_SLOTS / 4:
                 self.pool.clear()
 
-    def draft(self, request: Request, length: int) -> list[int]:
+    def draft(self, request: KnownRequest, length: int) -> list[int]:
         n, self.drafted = self.n, 0
         if length < n:
             return []
@@ -266,7 +266,7 @@ class CacheDrafter(Drafter):
         self.counts: dict[tuple[int, ...], dict[int, int]] = {}
         self.size = 0
 
-    def draft(self, request: Request, length: int) -> list[int]:
+    def draft(self, request: KnownRequest, length: int) -> list[int]:
         if self.size < length + 1:
             self._count(request.tokens[self.size : length + 1])
             self.size = length + 1
@@ -321,11 +321,11 @@ class FirstDrafter(Drafter):
         self.drafters = [DRAFTERS[one.type](*one.options.values()) for one in speculations]
         self.last = Drafter()
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: KnownRequest) -> None:
         for drafter in self.drafters:
             drafter.begin(request)
 
-    def draft(self, request: Request, length: int) -> list[int]:
+    def draft(self, request: KnownRequest, length: int) -> list[int]:
         for drafter in self.drafters:
             if draft := drafter.draft(request, length):
                 self.last = drafter

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autotune.documents.engine_profile import Speculation, SpeculationCounts
-from autotune.serving.ngram_drafters import Drafter, FirstDrafter, Request
+from autotune.serving.ngram_drafters import Drafter, FirstDrafter, KnownRequest
 
 CONTEXT_STEP = 32
 
@@ -29,7 +29,7 @@ class RequestReplay:
         return SpeculationCounts(verifications=len(self.drafts), drafted=drafted, accepted=accepted)
 
 
-def replay_request(drafter: Drafter, request: Request, context: int) -> RequestReplay:
+def replay_request(drafter: Drafter, request: KnownRequest, context: int) -> RequestReplay:
     """Replay one request, and leave the drafter in the state that the server has after it.
 
     Args:
@@ -56,8 +56,8 @@ def replay_request(drafter: Drafter, request: Request, context: int) -> RequestR
     return RequestReplay(drafts, steps, len(answer.tokens) - 1)
 
 
-def replay(
-    speculations: Sequence[Speculation], requests: Iterable[Request], context: int, *, is_cleared: bool = False
+def replay_speculation(
+    speculations: Sequence[Speculation], requests: Iterable[KnownRequest], context: int, *, is_cleared: bool = False
 ) -> list[RequestReplay]:
     """Replay requests in their order, in one server of one or several types that keeps its state, or with ``is_cleared`` in a new
     server for each. Without types every pass reads one token.

@@ -79,18 +79,20 @@ def started(command: str, options: ServerOptions) -> Iterator[EngineClient]:
     Raises:
         UserError: the engine refuses its settings, with its message, or does not answer in time.
     """
-    words = [options.executable, *shlex.split(command)[1:], *options.arguments]
-    with running(words, "vllm") as (url, _):
+    with running([options.executable, *shlex.split(command)[1:]], "vllm", options.arguments) as (url, _):
         yield EngineClient(url)
 
 
 @contextmanager
-def running(words: Sequence[str], name: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def running(
+    words: Sequence[str], name: str, arguments: Sequence[str] = ()
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Start a server on a free port, and yield its address and process when it is healthy; it is stopped at the end.
 
     Args:
         words: its command.
         name: the engine in error messages.
+        arguments: given after the port.
 
     Raises:
         UserError: the server cannot be started, does not answer in time, or ends while it is used.
@@ -103,7 +105,10 @@ def running(words: Sequence[str], name: str) -> Iterator[tuple[str, subprocess.P
         try:
             with log.open("wb") as file:
                 process = subprocess.Popen(
-                    [*words, "--port", str(port)], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                    [*words, "--port", str(port), *arguments],
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
         except OSError as error:
             raise UserError(f"{words[0]}: cannot be started ({error.strerror}); name the engine's executable") from None

@@ -22,6 +22,7 @@ from autotune.serving.ngram_replay import CONTEXT_STEP, RequestReplay
 PRICED_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 REPEATS = 3
 RUN = 8  # tokens of the run: more than the pool's n-gram has, and too few for the other types to draft
+CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
 FEWEST = 3  # verifications of a request, and such requests, that refit prices
 PRICING = (
     Speculation(type="ngram-simple", options={"size-n": 12, "size-m": 16}),
@@ -72,7 +73,7 @@ class VerificationPrices:
     steps: Sequence[PricedStep]
     clock: Clock
     factor: float = 1.0
-    """Of passes that verify a draft, over the prices' own (``refitted``)."""
+    """Multiplies the prices of passes that verify a draft (``served_factor``)."""
 
     def ms(self, tokens: int, context: float) -> float:
         contexts = sorted({step.context for step in self.steps})
@@ -96,11 +97,20 @@ class VerificationPrices:
         return price
 
 
+def clock_of(steps: Sequence[PricedStep]) -> Clock:
+    """The CPU's where the engine computes on it, so that long verifications take its time; else the wall's."""
+    least, most = (
+        np.median([ms for step in steps if step.tokens == n for ms in step.cpu_ms])
+        for n in (PRICED_TOKENS[0], PRICED_TOKENS[-1])
+    )
+    return "cpu" if most > CPU_RATIO * least > 0 else "wall"
+
+
 def time_of(clock: Clock) -> Callable[[ServedAnswer], float]:
     return lambda answer: answer.wall_ms if clock == "wall" else answer.cpu_ms
 
 
-def refitted(
+def served_factor(
     prices: VerificationPrices,
     plain: Sequence[tuple[ServedAnswer, RequestReplay]],
     served: Sequence[tuple[ServedAnswer, RequestReplay]],

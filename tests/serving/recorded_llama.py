@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.documents.engine_profile import OPTIONS, ServedAnswer, Speculation
-from autotune.serving.ngram_drafters import FirstDrafter, Request
+from autotune.serving.ngram_drafters import FirstDrafter, KnownRequest
 from autotune.serving.ngram_replay import replay_request
 
 TRANSCRIPT = Path(__file__).with_name("llama_transcript.json")
@@ -75,7 +75,7 @@ class RecordedServer:
         if "--unsteady" in self.switches and self.asked % 3 == 0:
             tokens = [*tokens[:-1], tokens[-1] + 1]
         answer = ServedAnswer(prompt_tokens=body["prompt"], tokens=tokens, limit=limit, is_ended=is_ended)
-        counts = replay_request(self.drafter, Request(answer), CONTEXT).counts
+        counts = replay_request(self.drafter, KnownRequest(answer), CONTEXT).counts
         drafted = counts.drafted + ("--other-rule" in self.switches and bool(self.drafter.drafters))
         for name, number in zip(self.counts, (counts.verifications, drafted, counts.accepted), strict=True):
             self.counts[name] += number

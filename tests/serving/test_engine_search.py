@@ -24,10 +24,10 @@ from autotune.documents.engine_profile import (
 from autotune.files import user_cache
 from autotune.modeling.gguf import find_gguf
 from autotune.serving import engine_search
-from autotune.serving.engine_search import decide, speculation_space
+from autotune.serving.engine_search import recommend, speculation_space
 from autotune.serving.llama_server import BUILT
-from autotune.serving.ngram_drafters import POOL_FACTOR, POOL_SLOTS, FirstDrafter, Request, iterated
-from autotune.serving.ngram_replay import replay, total
+from autotune.serving.ngram_drafters import POOL_FACTOR, POOL_SLOTS, FirstDrafter, KnownRequest, iterated
+from autotune.serving.ngram_replay import replay_speculation, total
 from autotune.serving.server import running
 from autotune.serving.verification_prices import PRICING
 from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS, TRANSCRIPT
@@ -41,14 +41,14 @@ serve(sys.argv[1:])
 """
 
 
-def recorded_requests() -> list[Request]:
+def recorded_requests() -> list[KnownRequest]:
     rows = [{key: value for key, value in row.items() if key != "text"} for row in TRANSCRIBED["prompts"]]
-    return [Request(ServedAnswer(**row)) for row in (*rows[:ASKED], *rows[:2])]
+    return [KnownRequest(ServedAnswer(**row)) for row in (*rows[:ASKED], *rows[:2])]
 
 
 @pytest.mark.parametrize("server", TRANSCRIBED["servers"], ids=lambda server: server["speculations"][0]["type"])
 def test_replay_gives_the_counts_of_the_real_server(server: dict) -> None:
-    replays = replay([Speculation(**one) for one in server["speculations"]], recorded_requests(), CONTEXT)
+    replays = replay_speculation([Speculation(**one) for one in server["speculations"]], recorded_requests(), CONTEXT)
     assert [[one.counts.drafted, one.counts.accepted] for one in replays] == server["counts"]
     assert total(one.counts for one in replays).verifications == server["verifications"]
 
@@ -90,7 +90,7 @@ def hash_of(tokens: list[int]) -> int:
 def test_fast_drafts_are_those_of_the_obvious_rules(seed: int) -> None:
     draw = random.Random(seed)
     tokens = [draw.randrange(3) for _ in range(150)]
-    request = Request(ServedAnswer(prompt_tokens=tokens[:50], tokens=tokens[50:], limit=100))
+    request = KnownRequest(ServedAnswer(prompt_tokens=tokens[:50], tokens=tokens[50:], limit=100))
     for n, m in ((1, 4), (2, 3), (3, 8), (5, 5)):
         simple, mod = (
             FirstDrafter([Speculation(type=name, options=options)])
@@ -110,15 +110,15 @@ def test_a_cleared_server_forgets_and_one_that_serves_on_does_not() -> None:
     answer = ServedAnswer(prompt_tokens=list(range(1, 41)), tokens=list(range(41, 141)), limit=100)
     one = [Speculation(type="ngram-mod", options={"n-match": 4, "n-min": 0, "n-max": 8})]
     for is_cleared, accepted in ((False, True), (True, False)):
-        _, again = replay(one, [Request(answer), Request(answer)], CONTEXT, is_cleared=is_cleared)
+        _, again = replay_speculation(one, [KnownRequest(answer), KnownRequest(answer)], CONTEXT, is_cleared=is_cleared)
         assert (again.counts.accepted > 0) == accepted
 
 
 def test_drafts_are_cut_to_what_the_request_may_still_generate() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 7, 8] * 4
-    request = Request(ServedAnswer(prompt_tokens=tokens, tokens=[1, 2, 3, 4], limit=4))
+    request = KnownRequest(ServedAnswer(prompt_tokens=tokens, tokens=[1, 2, 3, 4], limit=4))
     one = [Speculation(type="ngram-mod", options={"n-match": 2, "n-min": 0, "n-max": 64})]
-    assert replay(one, [request], CONTEXT)[0].drafts == [(2, 2)]
+    assert replay_speculation(one, [request], CONTEXT)[0].drafts == [(2, 2)]
 
 
 def test_equal_counts_of_a_cache_are_ordered_as_the_hash_table_of_the_server_orders_them() -> None:
@@ -152,7 +152,7 @@ def test_speculation_is_recommended_only_where_its_interval_lies_above_1(low: fl
 
     slow = Speculation(type="ngram-mod", options=OPTIONS["ngram-mod"])
     fast = Speculation(type="ngram-cache")
-    chosen, verdict = decide([arm(None, 1.0, 1.0), arm(slow, 0.7, 0.6), arm(fast, 1.05, low)])
+    chosen, verdict = recommend([arm(None, 1.0, 1.0), arm(slow, 0.7, 0.6), arm(fast, 1.05, low)])
     assert chosen == (fast if is_chosen else None)
     assert verdict.startswith("ngram-cache 1.05x" if is_chosen else "leave speculation off: ")
 
