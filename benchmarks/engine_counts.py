@@ -9,6 +9,7 @@ server's /metrics. A mismatch ends with exit code 1. Takes about 20 minutes for 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,12 +34,16 @@ TRIED = {
 
 
 def settings() -> list[list[Speculation]]:
-    """The defaults of all types, other settings, and one server of all types."""
-    found = []
-    for name, defaults in OPTIONS.items():
-        chosen = [tuple(defaults.values()), *TRIED[name]]
-        found += [[Speculation(type=name, options=dict(zip(defaults, values, strict=True)))] for values in chosen]
-    return [*found, PRICING]
+    """One server of all types, and one for each setting: the defaults of all types, then the others of each in turn."""
+    by_type = [
+        [
+            Speculation(type=name, options=dict(zip(defaults, values, strict=True)))
+            for values in (defaults.values(), *TRIED[name])
+        ]
+        for name, defaults in OPTIONS.items()
+    ]
+    in_turn = (one for row in itertools.zip_longest(*by_type) for one in row if one is not None)
+    return [list(PRICING), *([one] for one in in_turn)]
 
 
 @click.command(help=__doc__)

@@ -131,7 +131,7 @@ class EngineProfile(Document, kind="engine-profile", made_by="autotune search --
     arms: list[ConfirmedArm]
     """Empty where a server that ran was not to be started anew."""
     checked: Speculation
-    """Settings of ``answers``: the recommended ones, or the fastest that were tried."""
+    """Settings of ``answers``: the recommended ones, or those of the tried that drafted most."""
     answers: list[ServedAnswer]
     """The first answers of a new server, in their order."""
     counts: SpeculationCounts

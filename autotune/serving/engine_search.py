@@ -134,8 +134,8 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         by_name = {OFF: [], DEFAULT: [DEFAULT_SETTINGS]} | {one.label: [one] for one in finalists}
         arms, runs = confirm(command, by_name, held_out, prices, console, seed=settings.seed)
         chosen, verdict = recommend(arms)
-        fastest = max(arms[1:], key=lambda arm: arm.measured)
-        best = chosen or fastest.speculation or DEFAULT_SETTINGS
+        busiest = max(arms[1:], key=lambda arm: arm.counts.drafted)
+        best = chosen or busiest.speculation or DEFAULT_SETTINGS
         answers = runs[DEFAULT if best == DEFAULT_SETTINGS else best.label][:SELF_TEST]
     else:
         chosen = best if gain > 1 else None

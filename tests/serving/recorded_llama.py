@@ -136,7 +136,7 @@ def record(model: Path) -> None:
         kept = one.model_dump(include={"prompt_tokens", "tokens", "limit", "is_ended"})
         rows.append({"text": text, **kept})
     servers: list[dict[str, Any]] = []
-    for chosen in sorted(settings(), key=lambda chosen: settings().index(chosen) % 6):
+    for chosen in settings():
         with started_llama(command, chosen) as server:
             found = [server.ask(prompt) for prompt in (*prompts[:ASKED], *prompts[:2])]
             verifications = server.counts().verifications
