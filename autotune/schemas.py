@@ -10,6 +10,7 @@ from autotune.cost.roofline import DatasheetLimits
 from autotune.cost.table import CostTable
 from autotune.doctor.diagnosis import Diagnosis
 from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.engine_profile import EngineProfile
 from autotune.drafters.checkpoint import CONFIGS
 from autotune.export.document import Export
 from autotune.export.engine_prices import EnginePrices
@@ -26,6 +27,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
     CheckResult,
     Export,
     EnginePrices,
+    EngineProfile,
     SearchSpace,
     Recipe,
     DatasheetLimits,

@@ -65,6 +65,8 @@ TORCH_FREE = (
     "search.tree_search",
     "search.worker_pool",
     "serving.client",
+    "serving.engine_search",
+    "serving.engine_use",
     "strict_parsing",
     "study",
     "trees",

@@ -41,12 +41,23 @@ from autotune.search.settings import SearchSettings
 @options.profile_dtype
 @options.settings_options(SearchSettings, "wait_until_idle_s")
 @options.table("a row for every run")
+@options.engine_command
 @options.as_json
-def command(profile: Path, against: str | None, table: Path | None, as_json: bool, **choices: Any) -> None:
+def command(
+    profile: Path, against: str | None, table: Path | None, engine_command: str | None, as_json: bool, **choices: Any
+) -> None:
     """Measure a profile side by side with plain decoding and other configurations, interleaved in one run."""
-    from autotune.cli.preflight import evaluation_prompts
+    from autotune.cli.preflight import evaluation_prompts, is_engine_profile
 
     prompts, choices = evaluation_prompts(profile, choices)
+    if is_engine_profile(profile):
+        from autotune.console import Console
+        from autotune.serving.engine_use import bench_engine
+
+        measured = bench_engine(profile, prompts.load().first_turns(), engine_command, Console())
+        if as_json:
+            options.print_json(measured)
+        return
 
     from autotune.evaluation.bench_settings import BenchSettings
 

@@ -16,14 +16,20 @@ from autotune.option_fields import make_settings
 @click.command(short_help="Check that a profile is still lossless and as fast as before.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @options.settings_options(CheckSettings)
+@options.engine_command
 @options.as_json
-def command(as_json: bool, **values: Any) -> None:
+def command(as_json: bool, engine_command: str | None, **values: Any) -> None:
     """Check that a profile is still lossless, that its counts are unchanged, and that it is not significantly slower.
 
     Exit codes: 0 passed, 1 regressed, 2 a mistake that the user can fix, 3 inconclusive, 4 not comparable.
     """
-    from autotune.cli.preflight import require_profile, require_workload
+    from autotune.cli.preflight import is_engine_profile, require_profile, require_workload
 
+    if is_engine_profile(values["profile"]):
+        from autotune.console import Console
+        from autotune.serving.engine_use import check_engine
+
+        sys.exit(check_engine(values["profile"], engine_command, Console()))
     settings = make_settings(CheckSettings, values)
     settings.require_consistent()
     require_profile(settings.profile)

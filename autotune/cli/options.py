@@ -113,6 +113,11 @@ profile_dtype = click.option(
     show_default="the profile's",
     help="Data type of the target.",
 )
+engine_command = click.option(
+    "--engine-command",
+    default=None,
+    help="For engine profiles: executable of the engine with further arguments, in one word.  [default: the profile's]",
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 
 

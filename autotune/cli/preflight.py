@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.cli.options import PROMPT_CHOICES
+from autotune.errors import UserError
 from autotune.files import read_json
 
 if TYPE_CHECKING:
@@ -21,9 +22,18 @@ def require_profile(path: Path) -> None:
     DecodingProfile.load(path)
 
 
+def is_engine_profile(path: Path) -> bool:
+    """Whether a file is the profile of a serving engine, made by ``autotune search --engine``."""
+    content = read_json(path)
+    return isinstance(content, dict) and str(content.get("schema")).startswith("autotune.engine-profile/")
+
+
 def workload_for(profile: Path, name: str | None, format: Format | None = None) -> str:
     """The workload that the user named, or the workload of the pair that a profile's target belongs to."""
-    require_profile(profile)
+    if not is_engine_profile(profile):
+        require_profile(profile)
+    elif name is None:
+        raise UserError(f"{profile}: an engine profile has no bundled prompts; give --workload FILE")
     if name is None:
         from autotune.documents.decoding_profile import DecodingProfile
         from autotune.modeling.loading import default_workload

@@ -22,6 +22,14 @@ from autotune.cli import options
 @click.option("--workload", default=None, help="Workload file of the search, if it was moved.")
 def command(source: Path, output: Path, study: Path | None, storage: str | None, workload: str | None) -> None:
     """Write a page that explains a profile: one HTML file that opens offline."""
+    from autotune.cli.preflight import is_engine_profile
+    from autotune.errors import UserError
+
+    if source.is_file() and source.suffix == ".json" and is_engine_profile(source):
+        raise UserError(
+            f"{source}: reports explain profiles of this runtime; autotune bench {source} prints an engine's"
+        )
+
     from autotune.console import Console
     from autotune.report.page import write_report
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the sampled tokens.")
 @options.device
 @options.profile_dtype
+@options.engine_command
 @options.as_json
 def command(
     profile: Path,
@@ -39,28 +41,44 @@ def command(
     workload_format: Format | None,
     device: str,
     dtype: Dtype | None,
+    engine_command: str | None,
     as_json: bool,
     **settings: Any,
 ) -> None:
     """Decode with a profile: one prompt, the evaluation prompts of a workload, or a bundled example."""
-    from autotune.cli.preflight import workload_for
+    from autotune.cli.preflight import is_engine_profile, workload_for
 
     if workload is not None and (prompt is not None or images):
         raise UserError("give either --workload, or --prompt with --image; got both; drop one")
     if images and prompt is None:
         raise UserError("an image needs a question; add --prompt TEXT")
-    chosen = workload_for(profile, workload, workload_format)
+    is_engine = is_engine_profile(profile)
+    chosen = "" if is_engine and prompt is not None else workload_for(profile, workload, workload_format)
     prompts = _prompts(prompt, images, chosen, workload_format, settings, whole=workload is not None)
 
-    from autotune.evaluation.answers import answer_prompts
-
     answers = []
-    for answer in answer_prompts(profile, prompts, device=device, dtype=dtype, prints=not as_json):
+    for answer in _answers(profile, prompts, is_engine, engine_command, device=device, dtype=dtype, prints=not as_json):
         answers.append(answer)
         if not as_json:
             click.echo(answer["summary"], err=True)
     if as_json:
         options.print_json(answers if workload is not None else answers[0])
+
+
+def _answers(
+    profile: Path, prompts: list[WorkloadPrompt], is_engine: bool, engine_command: str | None, **choices: Any
+) -> Iterator[dict[str, Any]]:
+    if not is_engine:
+        from autotune.evaluation.answers import answer_prompts
+
+        yield from answer_prompts(profile, prompts, **choices)
+        return
+    from autotune.serving.engine_use import answer_in_engine
+
+    for answer in answer_in_engine(profile, prompts, engine_command):
+        if choices["prints"]:
+            click.echo(answer["text"])
+        yield answer
 
 
 def _prompts(

@@ -5,21 +5,65 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from autotune.cli import options
+from autotune.errors import UserError
 from autotune.option_fields import make_settings
 from autotune.search.settings import SearchSettings
+
+ENGINES = ("llama.cpp",)
+OF_ENGINES = ("target", "workload", "workload_format", "max_new_tokens", "seed", "output")
+"""Options that a search in an engine takes."""
+ONLY_ENGINES = ("engine_command", "url")
 
 
 @click.command(short_help="Find the fastest draft and token tree; write a profile.")
 @options.settings_options(SearchSettings)
+@click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    default=None,
+    help="Tune the n-gram speculation of this serving engine instead of a draft of this runtime; needs --target FILE.gguf and --workload.",
+)
+@click.option(
+    "--engine-command",
+    default=None,
+    help="Executable of the engine with further arguments, in one word, such as 'llama-server -t 4'.  [default: llama-server on "
+    "the PATH, or the one that make engines built]",
+)
+@click.option("--url", default=None, help="Address of an engine that runs, http://HOST:PORT, instead of starting one.")
 @options.as_json
-def command(as_json: bool, **values: Any) -> None:
+@click.pass_context
+def command(context: click.Context, /, as_json: bool, engine: str | None, **values: Any) -> None:
     """Measure costs, record traces, search trees by replay, measure the finalists, and write a decoding profile.
 
     An interrupted search is continued by the same command.
     """
     from autotune.cli.preflight import require_workload
+
+    own = {name: values.pop(name) for name in ONLY_ENGINES}
+    if engine is not None:
+        from autotune.console import Console
+        from autotune.serving.engine_search import EngineSearchSettings, search_engine
+
+        given = [p for p in context.params if context.get_parameter_source(p) is ParameterSource.COMMANDLINE]
+        known = {*OF_ENGINES, *ONLY_ENGINES, "engine", "as_json"}
+        if refused := [name for name in given if name not in known]:
+            raise UserError(
+                f"--{refused[0].replace('_', '-')}: not an option of a search in {engine}, which tunes n-grams in that engine; drop it"
+            )
+        if missing := [name for name in ("target", "workload") if name not in given]:
+            raise UserError(f"--engine {engine} needs --{missing[0]}; give a GGUF file and a file of prompts")
+        require_workload(values["workload"], values["workload_format"])
+        chosen = {name: values[name] for name in OF_ENGINES}
+        profile = search_engine(EngineSearchSettings(**chosen, **own), Console())
+        if as_json:
+            click.echo(profile.dump())
+        return
+    if name := next((name for name, value in own.items() if value is not None), None):
+        raise UserError(f"--{name.replace('_', '-')} is of a search in an engine; add --engine llama.cpp")
+
     from autotune.search.settings import check_settings
 
     settings = make_settings(SearchSettings, values)

@@ -90,7 +90,51 @@ class EngineAnswer:
     seconds: float
 
 
-class EngineClient:
+class EngineHttp:
+    """Requests to one engine, with errors in one line."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+
+    @contextmanager
+    def reply_of(self, path: str) -> Iterator[None]:
+        """Turn errors of reading a reply, whose form no server has to keep, into one line."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            reason = f"{type(error).__name__}: {error}"[:200]
+            raise UserError(f"{self.url}{path}: not the reply of a serving engine ({reason}); {ADVICE}") from None
+
+    def read_json(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> dict[str, Any]:
+        content = self.read(path, body, advice)
+        try:
+            value = parse_json(content.decode())
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise UserError(f"{self.url}{path}: not a JSON object; {ADVICE}")
+        return value
+
+    def read(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> bytes:
+        content, timeout_s = (None, ASK_TIMEOUT_S) if body is None else (json.dumps(body).encode(), ANSWER_TIMEOUT_S)
+        try:
+            request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                answer: bytes = response.read()
+                return answer
+        except urllib.error.HTTPError as error:
+            message = ""
+            with suppress(OSError, HTTPException):
+                message = _message(error.read())
+            raise UserError(
+                f"{self.url}{path}: the engine answers {error.code}{message and f', {message}'}; {advice}"
+            ) from None
+        except (OSError, ValueError, HTTPException) as error:  # refused, timed out, cut short, no HTTP, or no address
+            reason = getattr(error, "reason", error)
+            raise UserError(f"{self.url}: no engine answers ({reason}); start it, or check the address") from None
+
+
+class EngineClient(EngineHttp):
     """A client of one engine.
 
     Raises:
@@ -98,9 +142,9 @@ class EngineClient:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        super().__init__(url)
         advice = "it exposes no metrics; start the engine with them (SGLang: --enable-metrics)"
-        text = self._read("/metrics", advice=advice).decode(errors="replace")
+        text = self.read("/metrics", advice=advice).decode(errors="replace")
         interfaces = [name for name in INTERFACES if f"{name}:" in text]
         if len(interfaces) != 1:
             raise UserError(
@@ -109,10 +153,10 @@ class EngineClient:
             )
         (self.name,) = interfaces
         self.interface = INTERFACES[self.name]
-        self.about = self._read_json(self.interface.about)
+        self.about = self.read_json(self.interface.about)
         self.version = str(self.about.get("version", "unknown"))
-        with self._reply_of("/v1/models"):
-            models = self._read_json("/v1/models").get("data") or [{}]
+        with self.reply_of("/v1/models"):
+            models = self.read_json("/v1/models").get("data") or [{}]
             self.model = str(models[0].get("id", ""))
 
     def counters(self) -> Counters:
@@ -124,8 +168,8 @@ class EngineClient:
                 'reading an engine\'s metrics needs prometheus-client; pip install "autotune-speculative[metrics]"'
             ) from None
         sums, accepted = Counter[str | None](), Counter[int]()
-        with self._reply_of("/metrics"):
-            for family in text_string_to_metric_families(self._read("/metrics").decode()):
+        with self.reply_of("/metrics"):
+            for family in text_string_to_metric_families(self.read("/metrics").decode()):
                 for sample in family.samples:
                     if sample.name == self.interface.accepted:
                         accepted[int(sample.labels["position"])] += int(sample.value)
@@ -172,9 +216,9 @@ class EngineClient:
         else:
             path, request["prompt"] = "/v1/completions", list(prompt_tokens)
         started = time.perf_counter()
-        body = self._read_json(path, request, "look into its log")
+        body = self.read_json(path, request, "look into its log")
         seconds = time.perf_counter() - started
-        with self._reply_of(path):
+        with self.reply_of(path):
             choice = body["choices"][0]
             tokens = choice.get("token_ids") or choice.get("response_token_ids")  # SGLang's chats have the second name
             found = choice.get("prompt_token_ids") or body.get("prompt_token_ids")
@@ -185,45 +229,6 @@ class EngineClient:
                 f"{self.url}: the engine returns no token_ids, so that answers cannot be compared; update it to a checked version"
             )
         return EngineAnswer(list(tokens), found, seconds)
-
-    # ------------------------------------------------------------------------------------------------------------- HTTP
-
-    @contextmanager
-    def _reply_of(self, path: str) -> Iterator[None]:
-        """Turn errors of reading a reply, whose form no server has to keep, into one line."""
-        try:
-            yield
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            reason = f"{type(error).__name__}: {error}"[:200]
-            raise UserError(f"{self.url}{path}: not the reply of a serving engine ({reason}); {ADVICE}") from None
-
-    def _read_json(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> dict[str, Any]:
-        content = self._read(path, body, advice)
-        try:
-            value = parse_json(content.decode())
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise UserError(f"{self.url}{path}: not a JSON object; {ADVICE}")
-        return value
-
-    def _read(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> bytes:
-        content, timeout_s = (None, ASK_TIMEOUT_S) if body is None else (json.dumps(body).encode(), ANSWER_TIMEOUT_S)
-        try:
-            request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                answer: bytes = response.read()
-                return answer
-        except urllib.error.HTTPError as error:
-            message = ""
-            with suppress(OSError, HTTPException):
-                message = _message(error.read())
-            raise UserError(
-                f"{self.url}{path}: the engine answers {error.code}{message and f', {message}'}; {advice}"
-            ) from None
-        except (OSError, ValueError, HTTPException) as error:  # refused, timed out, cut short, no HTTP, or no address
-            reason = getattr(error, "reason", error)
-            raise UserError(f"{self.url}: no engine answers ({reason}); start it, or check the address") from None
 
 
 def _are_tokens(value: Any) -> bool:

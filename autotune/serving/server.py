@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +25,10 @@ EXECUTABLE_VARIABLE = "AUTOTUNE_VLLM"
 SPECULATION = "--speculative-config"
 START_S = 900.0  # longest time until an engine is ready: it may compile kernels
 STOP_S = 30.0  # until it is killed
-# The causes of a failure in vLLM's log: lines with an exception's name and message, or with what the command line refuses. The first is
+ENDING_S = 1.0  # from a connection that is lost until its server has ended
+# The causes of a failure in an engine's log: lines with an exception's name and message, or with what the command line refuses. The first is
 # the cause; later ones say that a process failed.
-_CAUSE = re.compile(r"(?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception)|\w+: error): +(?P<message>\S.*)")
+_CAUSE = re.compile(r"(?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception)|\w+: error|error): +(?P<message>\S.*)")
 _HEADING = re.compile(r"\d+ validation errors? for ")  # pydantic's message follows in the next lines
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\) ?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
 
@@ -78,33 +79,66 @@ def started(command: str, options: ServerOptions) -> Iterator[EngineClient]:
     Raises:
         UserError: the engine refuses its settings, with its message, or does not answer in time.
     """
+    with running([options.executable, *shlex.split(command)[1:]], "vllm", options.arguments) as (url, _):
+        yield EngineClient(url)
+
+
+@contextmanager
+def running(
+    words: Sequence[str], name: str, arguments: Sequence[str] = ()
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Start a server on a free port, and yield its address and process when it is healthy; it is stopped at the end.
+
+    Args:
+        words: its command.
+        name: the engine in error messages.
+        arguments: given after the port.
+
+    Raises:
+        UserError: the server cannot be started, does not answer in time, or ends while it is used.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
-    words = [options.executable, *shlex.split(command)[1:], "--port", str(port), *options.arguments]
     with tempfile.TemporaryDirectory(prefix="autotune-engine-") as folder:
         log = Path(folder) / "log"
-        with log.open("wb") as file:
-            process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            _wait_until_ready(process, port, log)
-            yield EngineClient(f"http://127.0.0.1:{port}")
+            with log.open("wb") as file:
+                process = subprocess.Popen(
+                    [*words, "--port", str(port), *arguments],
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise UserError(f"{words[0]}: cannot be started ({error.strerror}); name the engine's executable") from None
+        when = "when it started"
+        try:
+            _wait_until_ready(process, port, name)
+            when = "while it was used"
+            yield f"http://127.0.0.1:{port}", process
+        except UserError:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_S)
+            if process.poll() is None:
+                raise
+            raise UserError(f"{name} ended {when}: {refusal(log.read_text(errors='replace'))}") from None
         finally:
             _stop(process)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, name: str) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise UserError(f"vllm ended when it started: {refusal(log.read_text(errors='replace'))}")
+            raise UserError(f"{name} ended when it started")
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0):
                 return
         except OSError:
             time.sleep(0.2)
     raise UserError(
-        f"vllm did not answer in {START_S / 60:.0f} minutes; start it by hand to see why, and give --engine its address"
+        f"{name} did not answer in {START_S / 60:.0f} minutes; start it by hand to see why, and give its address"
     )
 
 

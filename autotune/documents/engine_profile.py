@@ -1,0 +1,138 @@
+"""The profile of a serving engine: its own speculation settings, with the counts and prices behind them. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import ModelReference, Provenance
+from autotune.files import Document
+
+NgramType = Literal["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"]
+Clock = Literal["wall", "cpu"]
+OPTIONS: dict[NgramType, dict[str, int]] = {
+    "ngram-simple": {"size-n": 12, "size-m": 48},
+    "ngram-map-k": {"size-n": 12, "size-m": 48},
+    "ngram-map-k4v": {"size-n": 12, "size-m": 48, "min-hits": 1},
+    "ngram-mod": {"n-match": 24, "n-min": 48, "n-max": 64},
+    "ngram-cache": {},
+}
+"""The options that change a type's drafts, with llama-server's defaults, in the order in which a server of several types asks them."""
+
+
+class Speculation(Document):
+    """One type of llama.cpp's n-gram speculation, with all of its options by their names without ``--spec-TYPE-``."""
+
+    type: NgramType
+    options: dict[str, int] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _has_its_options(self) -> Speculation:
+        if list(self.options) != list(OPTIONS[self.type]):
+            raise ValueError(f"{self.type} has the options {', '.join(OPTIONS[self.type]) or 'none'}")
+        if any(not (name != "n-min") <= value <= 1024 for name, value in self.options.items()):
+            raise ValueError("options are 1 to 1024, and n-min may be 0")
+        return self
+
+    @property
+    def label(self) -> str:
+        return f"{self.type}({','.join(map(str, self.options.values()))})" if self.options else self.type
+
+
+def arguments_of(speculations: Sequence[Speculation]) -> list[str]:
+    """Arguments of llama-server for one or several types; none switch speculation off."""
+    words = ["--spec-type", ",".join(one.type for one in speculations)] if speculations else []
+    for one in speculations:
+        for name, value in one.options.items():
+            words += [f"--spec-{one.type}-{name}", str(value)]
+    return words
+
+
+class SpeculationCounts(Document):
+    """Verifications of drafts, their draft tokens, and the accepted ones."""
+
+    verifications: int = Field(ge=0)
+    drafted: int = Field(ge=0)
+    accepted: int = Field(ge=0)
+
+
+class ServedAnswer(Document):
+    """A greedy answer of the engine, with its own counts of draft tokens and its time from the first token to the last."""
+
+    prompt_tokens: list[int] = Field(min_length=1)
+    tokens: list[int] = Field(min_length=1)
+    limit: int = Field(ge=1)
+    """``n_predict`` of the request."""
+    is_ended: bool = False
+    """Whether the last token ends the generation."""
+    drafted: int = 0
+    accepted: int = 0
+    wall_ms: float = 0.0
+    cpu_ms: float = 0.0
+    """CPU time of the server's threads; 0 if they are not on this machine."""
+
+
+class PricedStep(Document):
+    """Times of one forward pass over ``tokens`` tokens of a request after ``context`` tokens."""
+
+    tokens: int = Field(ge=1)
+    context: int = Field(ge=0)
+    wall_ms: list[float] = Field(min_length=1)
+    cpu_ms: list[float] = Field(min_length=1)
+
+
+class ConfirmedArm(Document):
+    """Settings that were measured in turns with the engine without speculation, on held-out prompts."""
+
+    label: str
+    speculation: Speculation | None
+    predicted: float
+    """Speedup by replay and prices."""
+    measured: float
+    ci95: tuple[float, float]
+    clock: Clock
+    tokens_per_step: float
+    counts: SpeculationCounts
+    exact: int
+    """Prompts whose counts are the replay's."""
+    identical: int
+    """Prompts with plain decoding's answer."""
+    prompts: int
+
+
+class EngineProfile(Document, kind="engine-profile", made_by="autotune search --engine llama.cpp"):
+    """The fastest speculation settings of one engine for a model, a workload and a machine; or that it should be off."""
+
+    provenance: Provenance
+    engine: Literal["llama.cpp"]
+    build: str
+    """SHA-256 of the engine's executable and libraries; of a server that was not started here, what it says of itself."""
+    target: ModelReference
+    arguments: list[str]
+    """Arguments of every server, besides the model and the speculation."""
+    command: list[str]
+    """Starts the engine as recommended."""
+    speculation: Speculation | None
+    """The recommended settings; None: leave speculation off."""
+    verdict: str
+    workload: str
+    workload_sha256: str
+    hardware: Fingerprint
+    context: int = Field(ge=1)
+    """Tokens of a slot."""
+    left_out: dict[NgramType, str]
+    """Types that the build does not have, or whose counts are not the replay's, with the reason."""
+    prices: list[PricedStep] = Field(min_length=1)
+    price_factor: float
+    """Time of verifications in served requests over the prices' own."""
+    arms: list[ConfirmedArm]
+    """Empty where a server that ran was not to be started anew."""
+    checked: Speculation
+    """Settings of ``answers``: the recommended ones, or those of the tried that drafted most."""
+    answers: list[ServedAnswer]
+    """The first answers of a new server, in their order."""
+    counts: SpeculationCounts
+    """Totals of ``answers``."""

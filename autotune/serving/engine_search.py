@@ -1,0 +1,241 @@
+"""``autotune search --engine llama.cpp``: the fastest n-gram speculation of a llama-server, or that it should be off. Loads no torch.
+
+The server records plain answers once, its drafts are replayed from their tokens, and its own forward passes are the prices. Only the
+best settings are served, in turns with none and with the engine's default.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from autotune.console import Console
+from autotune.device import cpu_fingerprint
+from autotune.documents.engine_profile import (
+    OPTIONS,
+    ConfirmedArm,
+    EngineProfile,
+    NgramType,
+    PricedStep,
+    ServedAnswer,
+    Speculation,
+)
+from autotune.documents.provenance import ModelReference, stamp
+from autotune.errors import UserError
+from autotune.evaluation.summary import bootstrap_ratio
+from autotune.files import WORKSPACE, content_key, known_sha256_of, require_writable
+from autotune.modeling.gguf import find_gguf
+from autotune.serving.engine_runs import (
+    DEFAULT,
+    DEFAULT_SETTINGS,
+    OFF,
+    SELF_TEST,
+    EngineRecord,
+    Replayed,
+    beside,
+    confirm,
+    is_exact,
+    self_test,
+)
+from autotune.serving.llama_server import EXECUTABLE, LlamaServer, find_engine, require_chat_template, started_llama
+from autotune.serving.ngram_drafters import KnownRequest
+from autotune.serving.ngram_replay import replay_speculation, total
+from autotune.serving.verification_prices import PRICED_TOKENS, PRICING, VerificationPrices, clock_of, served_factor
+from autotune.workloads.formats import Format
+from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
+
+NUM_PROMPTS: dict[WorkloadSplit, int] = {"tune": 24, "evaluate": 18}
+LEAST_GAIN = 0.99  # a setting below it is never recommended
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+
+
+@dataclass(frozen=True)
+class EngineSearchSettings:
+    """Settings of a search in an engine, as the user gives them."""
+
+    target: str
+    workload: str
+    workload_format: Format | None = None
+    engine_command: str | None = None
+    url: str | None = None
+    max_new_tokens: int | None = None
+    output: Path = Path("profile.json")
+    seed: int = 0
+
+
+def speculation_space(types: Sequence[NgramType]) -> list[Speculation]:
+    """Every setting that is replayed, the defaults first."""
+    pairs = [{"size-n": n, "size-m": m} for n in SIZES for m in LENGTHS]
+    pools = [(n, least, most) for n in (*SIZES, 20) for least in (0, 1, 2, 4, 8, 48) for most in (*LENGTHS, 64)]
+    options: dict[NgramType, list[dict[str, int]]] = {
+        "ngram-simple": [pair for pair in pairs if pair["size-m"] >= pair["size-n"]],  # shorter ones draft nothing
+        "ngram-map-k": pairs,
+        "ngram-map-k4v": [pair | {"min-hits": hits} for pair in pairs for hits in (1, 2, 3)],
+        "ngram-mod": [{"n-match": n, "n-min": least, "n-max": most} for n, least, most in pools if least <= most],
+        "ngram-cache": [],
+    }
+    found = [Speculation(type=name, options=one) for name in types for one in (OPTIONS[name], *options[name])]
+    return list({one.label: one for one in found}.values())
+
+
+def search_engine(settings: EngineSearchSettings, console: Console) -> EngineProfile:
+    """Tune a llama-server, and write an engine profile.
+
+    Raises:
+        UserError: the engine, the model or the workload cannot be used; what was recorded is kept.
+    """
+    require_writable(settings.output)
+    model = find_gguf(settings.target)
+    if model is None:
+        raise UserError(f"--target {settings.target}: llama.cpp loads GGUF files; give one, or a folder with one")
+    tune, held_out = _prompts(settings, "tune"), _prompts(settings, "evaluate")
+    target = ModelReference(id=settings.target, sha256=known_sha256_of(model))
+    types, command = list(OPTIONS), None
+    if settings.url is None:
+        command = find_engine(settings.engine_command, model)
+        if "--chat-template" not in " ".join(command.arguments):
+            require_chat_template(model)
+        types = command.types()
+    left_out = {name: "the build does not have it" for name in OPTIONS if name not in types}
+    tested = [one for one in PRICING if one.type in types]
+    with ExitStack() as stack:
+        server = stack.enter_context(started_llama(command)) if command else LlamaServer(settings.url or "")
+        build, context = command.build if command else server.build, server.context
+        where = list(command.arguments) if command else [settings.url]
+        record = EngineRecord(WORKSPACE / "engines" / content_key([target.sha256, build, where]))
+        plain = record.answers(server, tune, console)
+    with ExitStack() as stack:
+        served: list[Replayed] = []
+        if command:
+            server = stack.enter_context(started_llama(command, tested))
+            asked: list[ServedAnswer] = []
+            with console.stage("self-test") as update:
+                for prompt in tune.prompts:
+                    asked.append(server.ask(prompt))
+                    update(len(asked), len(tune.prompts), "")
+            served = beside(asked, tested, context)
+            if not _all_exact(served, server, console):
+                left_out |= self_test(command, types, plain, console)
+            served = [row for row in served if is_exact(*row)]
+        steps = record.prices(server, plain, console, settings.seed)
+    prices = _prices(steps, beside(plain, (), context), served, console)
+    ranked = _ranked([name for name in types if name not in left_out], plain, prices, context, console)
+    (gain, best), arms, answers = ranked[0], list[ConfirmedArm](), list[ServedAnswer]()
+    if command:
+        others = [one for _, one in ranked if one != DEFAULT_SETTINGS]
+        finalists = [*others[:1], *[one for one in others if one.type != others[0].type][:1]]
+        by_name = {OFF: [], DEFAULT: [DEFAULT_SETTINGS]} | {one.label: [one] for one in finalists}
+        arms, runs = confirm(command, by_name, held_out, prices, console, seed=settings.seed)
+        chosen, verdict = recommend(arms)
+        busiest = max(arms[1:], key=lambda arm: arm.counts.drafted)
+        best = chosen or busiest.speculation or DEFAULT_SETTINGS
+        answers = runs[DEFAULT if best == DEFAULT_SETTINGS else best.label][:SELF_TEST]
+    else:
+        chosen = best if gain > 1 else None
+        verdict = f"{best.label} is predicted at {gain:.2f}x of no speculation, which --url does not confirm: a running server keeps its settings"
+    profile = EngineProfile(
+        provenance=stamp(),
+        engine="llama.cpp",
+        build=build,
+        target=target,
+        arguments=list(command.arguments) if command else [],
+        command=command.words([chosen] if chosen else []) if command else [EXECUTABLE, "-m", str(model)],
+        speculation=chosen,
+        verdict=verdict,
+        workload=tune.name,
+        workload_sha256=tune.sha256,
+        hardware=cpu_fingerprint(os.cpu_count() or 1),
+        context=context,
+        left_out=left_out,
+        prices=steps,
+        price_factor=prices.factor,
+        arms=arms,
+        checked=best,
+        answers=answers,
+        counts=total(replayed.counts for _, replayed in beside(answers, [best], context)),
+    )
+    profile.save(settings.output)
+    console.say(f"=> {verdict}")
+    console.say(f"start it with: {shlex.join(profile.command)}")
+    console.say(f"written to {settings.output}")
+    return profile
+
+
+def _prompts(settings: EngineSearchSettings, split: WorkloadSplit) -> Workload:
+    loaded = load_workload(settings.workload, split, format=settings.workload_format).first_turns()
+    for prompt in loaded.prompts:
+        if prompt.pixels:
+            raise UserError(f"{prompt.name}: has an image, and n-grams are tuned on text; leave such prompts out")
+        if prompt.settings.temperature > 0:
+            raise UserError(f"{prompt.name}: engines are tuned at temperature 0; set the prompt's temperature to 0")
+    return loaded.cut(NUM_PROMPTS[split], settings.max_new_tokens)
+
+
+def _all_exact(served: Sequence[Replayed], server: LlamaServer, console: Console) -> bool:
+    counted, predicted = server.counts(), total(replayed.counts for _, replayed in served)
+    exact = sum(is_exact(*row) for row in served)
+    console.say(
+        f"self-test  all types in one server: draft tokens and accepted ones are the predicted in {exact} of {len(served)} requests; "
+        f"{counted.verifications} verifications, {predicted.verifications} predicted"
+    )
+    return exact == len(served) and counted == predicted
+
+
+def _prices(
+    steps: Sequence[PricedStep], plain: Sequence[Replayed], served: Sequence[Replayed], console: Console
+) -> VerificationPrices:
+    """Prices in CPU time where the engine computes on the CPU, served_factor to the requests that were served."""
+    prices = VerificationPrices(steps, clock_of(steps))
+    prices = replace(prices, factor=served_factor(prices, plain, served))
+    context = float(np.median([step.context for step in steps]))
+    shown = [
+        f"{n}: {prices.ms(n, context) / prices.ms(1, context):.1f}" for n in PRICED_TOKENS if n in (2, 4, 8, 16, 64)
+    ]
+    console.say(
+        f"prices     a verification of n tokens takes, in plain steps, {', '.join(shown)} ({prices.clock} time; {prices.factor:.2f} times what "
+        "it takes alone)"
+    )
+    return prices
+
+
+def _ranked(
+    types: Sequence[NgramType],
+    plain: Sequence[ServedAnswer],
+    prices: VerificationPrices,
+    context: int,
+    console: Console,
+) -> list[tuple[float, Speculation]]:
+    """Predicted speedups over no speculation, fastest first, for the prompts in their order in one server; prints the best."""
+    requests = [KnownRequest(answer) for answer in plain]
+    price = prices.pricer(max(len(request.tokens) for request in requests))
+    plain_ms = np.array([sum(price(one)) for one in replay_speculation((), requests, context)])
+    times, settings = [], speculation_space(types)
+    with console.stage(f"replay of {len(settings)} settings") as update:
+        for number, one in enumerate(settings, start=1):
+            times.append(np.array([sum(price(replayed)) for replayed in replay_speculation([one], requests, context)]))
+            update(number, len(settings), "")
+    order = sorted(range(len(settings)), key=lambda index: times[index].sum())
+    shown = [*order[:3], *(index for index in order[3:] if settings[index] == DEFAULT_SETTINGS)]
+    rows = []
+    for index in shown:
+        low, high = bootstrap_ratio(plain_ms, times[index])
+        speedup = plain_ms.sum() / times[index].sum()
+        rows.append([settings[index].label, f"{speedup:.2f}x", f"{low:.2f} to {high:.2f}"])
+    console.table("Predicted on the tuning prompts", ["settings", "speedup", "95 %"], rows)
+    return [(float(plain_ms.sum() / times[index].sum()), settings[index]) for index in order]
+
+
+def recommend(arms: Sequence[ConfirmedArm]) -> tuple[Speculation | None, str]:
+    """The recommended settings and the verdict: off unless the interval of the fastest arm lies above 1."""
+    best, worst = (pick(arms[1:], key=lambda arm: arm.measured) for pick in (max, min))
+    shown = f"{best.label} {best.measured:.2f}x ({best.ci95[0]:.2f} to {best.ci95[1]:.2f})"
+    if best.ci95[0] > 1.0 and best.measured >= LEAST_GAIN:
+        return best.speculation, f"{shown} of no speculation"
+    return None, f"leave speculation off: the fastest that was measured is {shown}; {worst.label} {worst.measured:.2f}x"

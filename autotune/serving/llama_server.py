@@ -1,0 +1,184 @@
+"""llama.cpp's ``llama-server``: finding it, starting it, and requests whose time and speculation it counts. Loads no torch."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.documents.engine_profile import (
+    OPTIONS,
+    NgramType,
+    ServedAnswer,
+    Speculation,
+    SpeculationCounts,
+    arguments_of,
+)
+from autotune.errors import UserError
+from autotune.files import known_sha256_of, user_cache
+from autotune.serving.client import EngineHttp
+from autotune.serving.server import running
+from autotune.workloads.prompt import Message, WorkloadPrompt
+
+EXECUTABLE = "llama-server"
+BUILT = Path("autotune-engines") / "llama.cpp" / "bin" / EXECUTABLE  # in the user's cache: made by ``make engines``
+FIXED = ("--parallel", "1", "--metrics", "--cache-ram", "0")
+"""Arguments of every server: one slot, whose state the replay follows; counters; no prompts of former requests."""
+OWN_ARGUMENTS = ("-m", "--model", "-np", "--parallel", "--host", "--port")
+METADATA_BYTES = 1 << 28  # of a GGUF file, in which its metadata lie
+COUNTERS = {"verifications": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """A llama-server with a model, and the arguments of the user."""
+
+    executable: Path
+    model: Path
+    arguments: tuple[str, ...]
+
+    def words(self, speculations: Sequence[Speculation] = ()) -> list[str]:
+        return [str(self.executable), "-m", str(self.model), *self.arguments, *arguments_of(speculations)]
+
+    @property
+    def build(self) -> str:
+        """SHA-256 of the executable and the libraries next to it: builds from a source archive have no version."""
+        libraries = sorted(path for path in self.executable.parent.glob("lib*.so*") if not path.is_symlink())
+        return known_sha256_of(self.executable, *libraries)
+
+    def types(self) -> list[NgramType]:
+        """The n-gram types that the build has, by its help.
+
+        Raises:
+            UserError: another program, or a build without n-gram speculation.
+        """
+        try:
+            done = subprocess.run([self.executable, "--help"], capture_output=True, text=True, timeout=60, check=False)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise UserError(f"{self.executable}: cannot be run ({error}); name a {EXECUTABLE}") from None
+        _, found, listed = done.stdout.partition("--spec-type")
+        if not found:
+            raise UserError(
+                f"{self.executable}: is no {EXECUTABLE}, or one without --spec-type; build b11434 or newer: make engines"
+            )
+        names = set(re.findall(r"[\w-]+", listed.partition("\n--")[0]))
+        return [name for name in OPTIONS if name in names]
+
+
+def find_engine(command: str | None, model: Path) -> EngineCommand:
+    """The server of ``--engine-command``, by default the one on the PATH or the one that ``make engines`` built.
+
+    Raises:
+        UserError: there is none, or the command sets what the search sets.
+    """
+    words = shlex.split(command or EXECUTABLE) or [""]
+    built = user_cache().parent / BUILT
+    found = shutil.which(words[0]) or (built if words[0] == EXECUTABLE and built.exists() else None)
+    if found is None:
+        raise UserError(
+            f"{words[0] or '--engine-command'}: no such executable; run make engines, or name a {EXECUTABLE}"
+        )
+    if own := [word for word in words[1:] if word in OWN_ARGUMENTS or word.startswith("--spec")]:
+        raise UserError(f"--engine-command: {own[0]} is set by the search; leave it out")
+    return EngineCommand(Path(found).resolve(), model.resolve(), tuple(words[1:]))
+
+
+def require_chat_template(model: Path) -> None:
+    """Refuse a GGUF file without a chat template, for which llama-server takes another model's."""
+    with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if content[:4] != b"GGUF":
+            raise UserError(f"{model}: truncated, damaged or no GGUF file; download it again")
+        if content.find(b"tokenizer.chat_template", 0, METADATA_BYTES) < 0:
+            raise UserError(
+                f"{model}: the GGUF file has no chat template; name one: --engine-command 'llama-server --chat-template NAME'"
+            )
+
+
+class LlamaServer(EngineHttp):
+    """A client of one llama-server, whose first slot it uses.
+
+    Raises:
+        UserError: nothing answers at ``url``, or it is no llama-server.
+    """
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes] | None = None) -> None:
+        super().__init__(url)
+        self.process = process
+        props = self.read_json("/props")
+        with self.reply_of("/props"):
+            self.context = int(props["default_generation_settings"]["n_ctx"])
+        self.build = str(props.get("build_info"))
+
+    def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
+        """The tokens of a prompt after the model's chat template."""
+        content = prompt.content
+        chat = [Message(role="user", content=content)] if isinstance(content, str) else content
+        messages = [{"role": message.role, "content": message.text} for message in chat]
+        text = self.read_json("/apply-template", {"messages": messages}, "check its chat template").get("prompt")
+        request = {"content": text, "add_special": True, "parse_special": True}
+        with self.reply_of("/tokenize"):
+            return [int(token) for token in self.read_json("/tokenize", request, "check its version")["tokens"]]
+
+    def ask(self, prompt: WorkloadPrompt) -> ServedAnswer:
+        return self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens)
+
+    def answer(self, tokens: list[int], limit: int, *, forced: int | None = None) -> ServedAnswer:
+        """Decode one prompt greedily, after a request that only reads it: from nothing, so that no answer depends on the order of
+        prompts, and outside the CPU time.
+
+        Args:
+            forced: a token that every position is made to choose, without such a request.
+        """
+        bias = {} if forced is None else {"logit_bias": [[forced, 1e4]]}
+        request = {"prompt": tokens, "temperature": 0.0, "return_tokens": True, "id_slot": 0}
+        if forced is None:
+            self.read_json("/completion", request | {"n_predict": 1, "cache_prompt": False}, "look into its log")
+        before = self._cpu_ms()
+        reply = self.read_json("/completion", request | bias | {"n_predict": limit}, "look into its log")
+        spent = self._cpu_ms() - before
+        with self.reply_of("/completion"):
+            timings = reply["timings"]
+            wall_ms, prompt_ms = float(timings["predicted_ms"]), float(timings["prompt_ms"])
+            return ServedAnswer(
+                prompt_tokens=tokens,
+                tokens=[int(token) for token in reply["tokens"]],
+                limit=limit,
+                is_ended=reply["stop_type"] == "eos",
+                drafted=int(timings.get("draft_n", 0)),
+                accepted=int(timings.get("draft_n_accepted", 0)),
+                wall_ms=wall_ms,
+                cpu_ms=spent * wall_ms / max(wall_ms + prompt_ms, 1e-9),
+            )
+
+    def counts(self) -> SpeculationCounts:
+        """Counts of all requests since the server's start.
+
+        Raises:
+            UserError: the server exposes no metrics.
+        """
+        text = self.read("/metrics", advice="start it with --metrics").decode(errors="replace")
+        values = {
+            name: re.search(rf"^llamacpp:spec_decode_num_{counter}_total (\S+)$", text, re.MULTILINE)
+            for name, counter in COUNTERS.items()
+        }
+        return SpeculationCounts(**{name: int(float(found[1])) if found else 0 for name, found in values.items()})
+
+    def _cpu_ms(self) -> float:
+        nanoseconds = 0
+        for path in Path(f"/proc/{self.process.pid}/task").glob("*/schedstat") if self.process else ():
+            with suppress(OSError, ValueError, IndexError):  # a thread that has ended
+                nanoseconds += int(path.read_text().split()[0])
+        return nanoseconds / 1e6
+
+
+@contextmanager
+def started_llama(command: EngineCommand, speculations: Sequence[Speculation] = ()) -> Iterator[LlamaServer]:
+    """Start a llama-server in a new state; see ``server.running``."""
+    with running([*command.words(speculations), *FIXED], EXECUTABLE) as (url, process):
+        yield LlamaServer(url, process)

@@ -1,0 +1,73 @@
+"""Replay of llama.cpp's n-gram speculation over known answers: passes, drafts and what is accepted of them. Loads no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autotune.documents.engine_profile import Speculation, SpeculationCounts
+from autotune.serving.ngram_drafters import Drafter, FirstDrafter, KnownRequest
+
+CONTEXT_STEP = 32
+
+
+@dataclass(frozen=True)
+class RequestReplay:
+    """Forward passes of one request after its prompt."""
+
+    drafts: list[tuple[int, int]]
+    """Draft tokens and accepted ones of each verification."""
+    steps: Counter[tuple[int, int]]
+    """Number of forward passes by tokens read, and by tokens before them in units of ``CONTEXT_STEP``."""
+    num_tokens: int
+    """Tokens of the answer after the first, which the prompt gives."""
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        drafted, accepted = (sum(row[index] for row in self.drafts) for index in (0, 1))
+        return SpeculationCounts(verifications=len(self.drafts), drafted=drafted, accepted=accepted)
+
+
+def replay_request(drafter: Drafter, request: KnownRequest, context: int) -> RequestReplay:
+    """Replay one request, and leave the drafter in the state that the server has after it.
+
+    Args:
+        context: of a slot, in tokens; a draft is cut to it and to what the request may still generate.
+    """
+    answer, tokens = request.answer, request.tokens
+    drafter.begin(request)
+    drafts, steps = [], Counter[tuple[int, int]]()
+    length, end = request.prompt_length, len(tokens) - 1
+    while length < end:
+        room = min(context - length - 2, answer.limit - (length - request.prompt_length) - 2)
+        draft = drafter.draft(request, length)[:room] if room > 0 else []
+        steps[len(draft) + 1, length // CONTEXT_STEP] += 1
+        accepted = 0
+        for drafted, token in zip(draft, tokens[length + 1 :], strict=False):
+            # A token that ends the answer is accepted only at the end of a draft.
+            if drafted != token or (answer.is_ended and length + accepted + 1 == end and accepted + 1 < len(draft)):
+                break
+            accepted += 1
+        if draft:
+            drafts.append((len(draft), accepted))
+            drafter.accept(accepted)
+        length += accepted + 1
+    return RequestReplay(drafts, steps, len(answer.tokens) - 1)
+
+
+def replay_speculation(
+    speculations: Sequence[Speculation], requests: Iterable[KnownRequest], context: int, *, is_cleared: bool = False
+) -> list[RequestReplay]:
+    """Replay requests in their order, in one server of one or several types that keeps its state, or with ``is_cleared`` in a new
+    server for each. Without types every pass reads one token.
+    """
+    server = FirstDrafter(speculations)
+    return [
+        replay_request(FirstDrafter(speculations) if is_cleared else server, request, context) for request in requests
+    ]
+
+
+def total(counts: Iterable[SpeculationCounts]) -> SpeculationCounts:
+    rows = [one.model_dump() for one in counts]
+    return SpeculationCounts(**{name: sum(row[name] for row in rows) for name in SpeculationCounts.model_fields})

@@ -1,0 +1,126 @@
+"""Prices of llama-server's forward passes by the number of tokens verified, from one server. Loads no torch.
+
+A request is exactly one verification of n tokens where its prompt ends in a run of one token, the same token is forced at every
+position, so that the n-gram draft repeats it, and the server cuts the draft to what is left of ``n_predict`` = n + 1.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.console import Update
+from autotune.documents.engine_profile import Clock, PricedStep, ServedAnswer, Speculation, arguments_of
+from autotune.errors import UserError
+from autotune.serving.llama_server import LlamaServer
+from autotune.serving.ngram_replay import CONTEXT_STEP, RequestReplay
+
+PRICED_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+REPEATS = 3
+RUN = 8  # tokens of the run: more than the pool's n-gram has, and too few for the other types to draft
+CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
+FEWEST = 3  # verifications of a request, and such requests, that refit prices
+PRICING = (
+    Speculation(type="ngram-simple", options={"size-n": 12, "size-m": 16}),
+    Speculation(type="ngram-map-k", options={"size-n": 9, "size-m": 12}),
+    Speculation(type="ngram-map-k4v", options={"size-n": 6, "size-m": 10, "min-hits": 1}),
+    Speculation(type="ngram-mod", options={"n-match": 4, "n-min": 0, "n-max": 64}),
+    Speculation(type="ngram-cache"),
+)
+"""One server of all types, whose drafts are tested and whose passes are priced. The longest n-grams are asked first."""
+
+
+def measure_verifications(
+    server: LlamaServer, prompts: Sequence[list[int]], token: int, update: Update, *, seed: int
+) -> list[PricedStep]:
+    """Time one verification of each length after each prompt, in random order.
+
+    Raises:
+        UserError: the server drafts other numbers of tokens.
+    """
+    wall, cpu = defaultdict[tuple[int, int], list[float]](list), defaultdict[tuple[int, int], list[float]](list)
+    order, passes = random.Random(seed), [prompt for prompt in prompts for _ in range(REPEATS + 1)]
+    for done, prompt in enumerate(passes, start=1):
+        tokens = [*prompt, *[token] * RUN]
+        for n in (
+            1,
+            *order.sample(PRICED_TOKENS, len(PRICED_TOKENS)),
+        ):  # after the first, the prompt is in the KV cache
+            answer = server.answer(tokens, n + 1, forced=token)
+            if (answer.drafted, len(answer.tokens)) != (n - 1, n + 1):
+                pool = " ".join(arguments_of(PRICING[3:4]))
+                raise UserError(
+                    f"{server.url}: a request for one verification of {n} tokens drafted {answer.drafted}; start the server with {pool}"
+                )
+            wall[n, len(tokens)].append(answer.wall_ms)
+            cpu[n, len(tokens)].append(answer.cpu_ms)
+        update(done, len(passes), "")
+    # The first pass builds the server's graphs.
+    return [
+        PricedStep(tokens=n, context=context, wall_ms=wall[n, context][-REPEATS:], cpu_ms=cpu[n, context][-REPEATS:])
+        for n, context in wall
+    ]
+
+
+@dataclass(frozen=True)
+class VerificationPrices:
+    """Milliseconds of a forward pass by tokens read and tokens before them, interpolated between medians."""
+
+    steps: Sequence[PricedStep]
+    clock: Clock
+    factor: float = 1.0
+    """Multiplies the prices of passes that verify a draft (``served_factor``)."""
+
+    def ms(self, tokens: int, context: float) -> float:
+        contexts = sorted({step.context for step in self.steps})
+        rows = (sorted((s.tokens, self._median(s)) for s in self.steps if s.context == one) for one in contexts)
+        at_contexts = [float(np.interp(tokens, [n for n, _ in row], [ms for _, ms in row])) for row in rows]
+        return float(np.interp(context, contexts, at_contexts)) * (self.factor if tokens > 1 else 1.0)
+
+    def _median(self, step: PricedStep) -> float:
+        return float(np.median(step.wall_ms if self.clock == "wall" else step.cpu_ms))
+
+    def pricer(self, longest: int) -> Callable[[RequestReplay], tuple[float, float]]:
+        """A function that prices the plain passes and the verifications of a replay, for requests of at most ``longest`` tokens."""
+        units = range(longest // CONTEXT_STEP + 1)
+        table = [[self.ms(n, (unit + 0.5) * CONTEXT_STEP) for unit in units] for n in range(PRICED_TOKENS[-1] + 2)]
+
+        def price(replayed: RequestReplay) -> tuple[float, float]:
+            ms = {key: table[key[0]][key[1]] * number for key, number in replayed.steps.items()}
+            plain = sum(value for (tokens, _), value in ms.items() if tokens == 1)
+            return plain, sum(ms.values()) - plain
+
+        return price
+
+
+def clock_of(steps: Sequence[PricedStep]) -> Clock:
+    """The CPU's where the engine computes on it, so that long verifications take its time; else the wall's."""
+    least, most = (
+        np.median([ms for step in steps if step.tokens == n for ms in step.cpu_ms])
+        for n in (PRICED_TOKENS[0], PRICED_TOKENS[-1])
+    )
+    return "cpu" if most > CPU_RATIO * least > 0 else "wall"
+
+
+def time_of(clock: Clock) -> Callable[[ServedAnswer], float]:
+    return lambda answer: answer.wall_ms if clock == "wall" else answer.cpu_ms
+
+
+def served_factor(
+    prices: VerificationPrices,
+    plain: Sequence[tuple[ServedAnswer, RequestReplay]],
+    served: Sequence[tuple[ServedAnswer, RequestReplay]],
+) -> float:
+    """Time of verifications in served requests over their prices, where plain passes in served requests have theirs; the median
+    over requests, 1 where too few verify drafts.
+    """
+    time = time_of(prices.clock)
+    price = prices.pricer(max(len(one.prompt_tokens) + len(one.tokens) for one, _ in (*plain, *served)))
+    step = np.median([time(answer) / sum(price(replayed)) for answer, replayed in plain if replayed.num_tokens])
+    rows = [(time(one) / step, *price(replayed)) for one, replayed in served if len(replayed.drafts) >= FEWEST]
+    factors = [(ms - plain_ms) / verified_ms for ms, plain_ms, verified_ms in rows]
+    return float(np.clip(np.median(factors), 0.5, 3.0)) if len(factors) >= FEWEST else 1.0

@@ -1,0 +1,154 @@
+"""A transcript of the real llama-server, and a small server that plays it back.
+
+``python -m tests.serving.recorded_llama MODEL.gguf`` records ``llama_transcript.json`` from llama-server (b11434 and
+SmolLM2-135M-Instruct Q4_1 here): greedy answers to the prompts below, and the counts of servers with every type. As an executable the
+module is a llama-server that knows these prompts alone; its drafts are the replay's, whose counts the transcript checks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+from autotune.documents.engine_profile import OPTIONS, ServedAnswer, Speculation
+from autotune.serving.ngram_drafters import FirstDrafter, KnownRequest
+from autotune.serving.ngram_replay import replay_request
+
+TRANSCRIPT = Path(__file__).with_name("llama_transcript.json")
+CONTEXT, STEP_MS, LIMIT, ASKED = 8192, 10.0, 24, 5
+PROMPTS = (
+    "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape.",
+    "Say it again and again: one potato, two potatoes, three potatoes, one potato, two potatoes, three potatoes.",
+    "Count from 1 to 30, separated by commas: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,",
+    "Write the multiplication table of 7: 7 x 1 = 7, 7 x 2 = 14, 7 x 3 = 21,",
+    "Translate into French: The cat sat on the mat. The dog sat on the mat. The bird sat on the mat.",
+    "What is the capital of Italy? Answer with a whole sentence.",
+    "Write an HTML table with three rows and three columns.",
+    "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape. Then sort it.",
+)
+HELP = "--spec-type none,ngram-simple,ngram-map-k,ngram-map-k4v,ngram-mod,ngram-cache   types\n--metrics\n"
+
+
+class RecordedServer:
+    """One server: the settings that it was started with, the state of its drafts, and its counters."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.recorded = json.loads(TRANSCRIPT.read_text())["prompts"]
+        self.switches = {word for word in arguments if word in ("--other-rule", "--dies", "--unsteady")}
+        given = dict(itertools.pairwise(arguments))
+        types = given["--spec-type"].split(",") if "--spec-type" in given else []
+        options = ({key: int(given[f"--spec-{name}-{key}"]) for key in OPTIONS[name]} for name in types)
+        self.drafter = FirstDrafter(
+            [Speculation(type=name, options=one) for name, one in zip(types, options, strict=True)]
+        )
+        self.counts = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
+        self.asked = 0
+
+    def reply(self, path: str, body: dict[str, Any]) -> Any:
+        match path:
+            case "/props":
+                return {"default_generation_settings": {"n_ctx": CONTEXT}, "build_info": "b0-unknown"}
+            case "/apply-template":
+                return {"prompt": body["messages"][-1]["content"]}
+            case "/tokenize":
+                return {"tokens": next(o["prompt_tokens"] for o in self.recorded if o["text"] == body["content"])}
+            case "/detokenize":
+                return {"content": " ".join(map(str, body["tokens"]))}
+        assert path == "/completion" and body["temperature"] == 0.0 and body["id_slot"] == 0
+        limit = body["n_predict"]
+        if "logit_bias" in body:
+            token = body["logit_bias"][0][0]
+            drafted = limit - 2 if self.drafter.drafters else 0
+            return _reply([token] * limit, drafted, drafted, False)
+        known = next(one for one in self.recorded if one["prompt_tokens"] == body["prompt"])
+        tokens, is_ended = known["tokens"][:limit], known["is_ended"] and limit >= len(known["tokens"])
+        if limit == 1:
+            return _reply(tokens, 0, 0, False)
+        self.asked += 1
+        if "--dies" in self.switches and self.asked == 3:
+            os._exit(3)
+        if "--unsteady" in self.switches and self.asked % 3 == 0:
+            tokens = [*tokens[:-1], tokens[-1] + 1]
+        answer = ServedAnswer(prompt_tokens=body["prompt"], tokens=tokens, limit=limit, is_ended=is_ended)
+        counts = replay_request(self.drafter, KnownRequest(answer), CONTEXT).counts
+        drafted = counts.drafted + ("--other-rule" in self.switches and bool(self.drafter.drafters))
+        for name, number in zip(self.counts, (counts.verifications, drafted, counts.accepted), strict=True):
+            self.counts[name] += number
+        return _reply(tokens, drafted, counts.accepted, is_ended)
+
+
+def _reply(tokens: list[int], drafted: int, accepted: int, is_ended: bool) -> dict[str, Any]:
+    """Each pass takes a step, and a fiftieth of one for each draft token."""
+    ms = STEP_MS * (len(tokens) - accepted - 1 + 0.02 * drafted)
+    counts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
+    timings = {"predicted_ms": ms, "prompt_ms": STEP_MS, **counts}
+    return {"tokens": tokens, "stop_type": "eos" if is_ended else "limit", "timings": timings}
+
+
+def serve(arguments: list[str]) -> None:
+    if "--help" in arguments:
+        print(HELP)
+        return
+    if "--bogus" in arguments:
+        sys.exit("error: invalid argument: --bogus")
+    server = RecordedServer(arguments)
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def _send(self, content: Any) -> None:
+            encoded = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(encoded)))
+            self.end_headers()
+            self.wfile.write(encoded)
+
+        def do_GET(self) -> None:
+            lines = [f"llamacpp:spec_decode_num_{name}_total {value}" for name, value in server.counts.items()]
+            shown = {"/metrics": "\n".join(lines), "/health": "{}"}
+            self._send(shown[self.path] if self.path in shown else server.reply(self.path, {}))
+
+        def do_POST(self) -> None:
+            self._send(server.reply(self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+
+    port = arguments[len(arguments) - arguments[::-1].index("--port")]
+    HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+
+
+def record(model: Path) -> None:
+    """Record the transcript: every setting of the benchmark in one server, over some prompts and the first two again."""
+    from autotune.serving.llama_server import find_engine, started_llama
+    from autotune.workloads.prompt import Prompt, WorkloadPrompt
+    from benchmarks.engine_counts import settings
+
+    command = find_engine("llama-server -t 1", model)
+    prompts = [WorkloadPrompt("", Prompt(prompt=text, max_new_tokens=LIMIT), ()) for text in PROMPTS]
+    with started_llama(command) as server:
+        plain = [server.ask(prompt) for prompt in prompts]
+    rows = []
+    for text, one in zip(PROMPTS, plain, strict=True):
+        kept = one.model_dump(include={"prompt_tokens", "tokens", "limit", "is_ended"})
+        rows.append({"text": text, **kept})
+    servers: list[dict[str, Any]] = []
+    for chosen in settings():
+        with started_llama(command, chosen) as server:
+            found = [server.ask(prompt) for prompt in (*prompts[:ASKED], *prompts[:2])]
+            verifications = server.counts().verifications
+        same = [one.tokens == other.tokens for one, other in zip(found, [*plain[:ASKED], *plain[:2]], strict=True)]
+        print([one.label for one in chosen], all(same), verifications, flush=True)
+        if all(same):
+            counts = [[one.drafted, one.accepted] for one in found]
+            speculations = [one.model_dump() for one in chosen]
+            servers.append({"speculations": speculations, "counts": counts, "verifications": verifications})
+        lines = (",\n".join(json.dumps(row) for row in kept) for kept in (rows, servers))
+        TRANSCRIPT.write_text('{{"prompts": [\n{}\n],\n"servers": [\n{}\n]}}\n'.format(*lines))
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:]) if "--port" in sys.argv or "--help" in sys.argv else record(Path(sys.argv[1]))

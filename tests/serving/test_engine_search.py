@@ -1,0 +1,305 @@
+"""A search in llama-server: its replay against a transcript of the real one, its stages with a small one, and its bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from autotune.cli.main import main
+from autotune.documents.engine_profile import (
+    OPTIONS,
+    ConfirmedArm,
+    EngineProfile,
+    ServedAnswer,
+    Speculation,
+    SpeculationCounts,
+    arguments_of,
+)
+from autotune.files import user_cache
+from autotune.modeling.gguf import find_gguf
+from autotune.serving import engine_search
+from autotune.serving.engine_search import recommend, speculation_space
+from autotune.serving.llama_server import BUILT
+from autotune.serving.ngram_drafters import POOL_FACTOR, POOL_SLOTS, FirstDrafter, KnownRequest, iterated
+from autotune.serving.ngram_replay import replay_speculation, total
+from autotune.serving.server import running
+from autotune.serving.verification_prices import PRICING
+from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS, TRANSCRIPT
+
+TRANSCRIBED = json.loads(TRANSCRIPT.read_text())
+SCRIPT = """#!{python}
+import sys
+sys.path.insert(0, {root!r})
+from tests.serving.recorded_llama import serve
+serve(sys.argv[1:])
+"""
+
+
+def recorded_requests() -> list[KnownRequest]:
+    rows = [{key: value for key, value in row.items() if key != "text"} for row in TRANSCRIBED["prompts"]]
+    return [KnownRequest(ServedAnswer(**row)) for row in (*rows[:ASKED], *rows[:2])]
+
+
+@pytest.mark.parametrize("server", TRANSCRIBED["servers"], ids=lambda server: server["speculations"][0]["type"])
+def test_replay_gives_the_counts_of_the_real_server(server: dict) -> None:
+    replays = replay_speculation([Speculation(**one) for one in server["speculations"]], recorded_requests(), CONTEXT)
+    assert [[one.counts.drafted, one.counts.accepted] for one in replays] == server["counts"]
+    assert total(one.counts for one in replays).verifications == server["verifications"]
+
+
+def test_the_transcript_has_every_type_and_drafts_that_were_accepted() -> None:
+    by_type = {server["speculations"][0]["type"]: 0 for server in TRANSCRIBED["servers"]}
+    for server in TRANSCRIBED["servers"]:
+        by_type[server["speculations"][0]["type"]] += sum(accepted for _, accepted in server["counts"])
+    assert by_type.keys() == OPTIONS.keys() and all(by_type.values()) and len(TRANSCRIBED["servers"]) >= 10
+
+
+def obvious_simple(tokens: list[int], length: int, n: int, m: int) -> list[int]:
+    wanted = tokens[length - n + 1 : length + 1]
+    for start in range(length - n - 1, 0, -1) if length > n + m + 1 else ():
+        if tokens[start : start + n] == wanted:
+            draft = tokens[start + n : length][:m]
+            return draft if len(draft) >= n else []
+    return []
+
+
+def obvious_pool(pool: dict[int, int], tokens: list[int], n: int, most: int) -> list[int]:
+    tokens = list(tokens)
+    for index in range(most):
+        token = pool.get(hash_of(tokens[-n:]))
+        if token is None:
+            return tokens[len(tokens) - index :] if index else []
+        tokens.append(token)
+    return tokens[-most:]
+
+
+def hash_of(tokens: list[int]) -> int:
+    value = 0
+    for token in tokens:
+        value = value * POOL_FACTOR + token
+    return value % POOL_SLOTS
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fast_drafts_are_those_of_the_obvious_rules(seed: int) -> None:
+    draw = random.Random(seed)
+    tokens = [draw.randrange(3) for _ in range(150)]
+    request = KnownRequest(ServedAnswer(prompt_tokens=tokens[:50], tokens=tokens[50:], limit=100))
+    for n, m in ((1, 4), (2, 3), (3, 8), (5, 5)):
+        simple, mod = (
+            FirstDrafter([Speculation(type=name, options=options)])
+            for name, options in (
+                ("ngram-simple", {"size-n": n, "size-m": m}),
+                ("ngram-mod", {"n-match": n, "n-min": 0, "n-max": m}),
+            )
+        )
+        mod.begin(request)
+        pool = {hash_of(tokens[i : i + n]): tokens[i + n] for i in range(50 - n)}
+        for length in range(50, 83 - n):  # later the pool takes in what was generated
+            assert simple.draft(request, length) == obvious_simple(tokens, length, n, m)
+            assert mod.draft(request, length) == obvious_pool(pool, tokens[: length + 1], n, m)
+
+
+def test_a_cleared_server_forgets_and_one_that_serves_on_does_not() -> None:
+    answer = ServedAnswer(prompt_tokens=list(range(1, 41)), tokens=list(range(41, 141)), limit=100)
+    one = [Speculation(type="ngram-mod", options={"n-match": 4, "n-min": 0, "n-max": 8})]
+    for is_cleared, accepted in ((False, True), (True, False)):
+        _, again = replay_speculation(one, [KnownRequest(answer), KnownRequest(answer)], CONTEXT, is_cleared=is_cleared)
+        assert (again.counts.accepted > 0) == accepted
+
+
+def test_drafts_are_cut_to_what_the_request_may_still_generate() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8] * 4
+    request = KnownRequest(ServedAnswer(prompt_tokens=tokens, tokens=[1, 2, 3, 4], limit=4))
+    one = [Speculation(type="ngram-mod", options={"n-match": 2, "n-min": 0, "n-max": 64})]
+    assert replay_speculation(one, [request], CONTEXT)[0].drafts == [(2, 2)]
+
+
+def test_equal_counts_of_a_cache_are_ordered_as_the_hash_table_of_the_server_orders_them() -> None:
+    assert iterated([1, 2, 3]) == [3, 2, 1]
+    assert iterated([1, 2, 14]) == [2, 14, 1]  # 14 is in the bucket of 1
+    assert iterated(range(14)) == [13, *range(13)]  # inserted again, in reverse, in 29 buckets
+
+
+def test_the_space_holds_each_setting_once_and_the_defaults() -> None:
+    settings = speculation_space(list(OPTIONS))
+    assert len({one.label for one in settings}) == len(settings) > 800
+    assert all(Speculation(type=name, options=options) in settings for name, options in OPTIONS.items())
+
+
+@pytest.mark.parametrize(("low", "is_chosen"), [(1.02, True), (0.98, False)])
+def test_speculation_is_recommended_only_where_its_interval_lies_above_1(low: float, is_chosen: bool) -> None:
+    def arm(one: Speculation | None, measured: float, low: float) -> ConfirmedArm:
+        return ConfirmedArm(
+            label=one.label if one else "off",
+            speculation=one,
+            predicted=1.1,
+            measured=measured,
+            ci95=(low, measured + 0.1),
+            clock="wall",
+            tokens_per_step=1.0,
+            counts=SpeculationCounts(verifications=0, drafted=0, accepted=0),
+            exact=1,
+            identical=1,
+            prompts=1,
+        )
+
+    slow = Speculation(type="ngram-mod", options=OPTIONS["ngram-mod"])
+    fast = Speculation(type="ngram-cache")
+    chosen, verdict = recommend([arm(None, 1.0, 1.0), arm(slow, 0.7, 0.6), arm(fast, 1.05, low)])
+    assert chosen == (fast if is_chosen else None)
+    assert verdict.startswith("ngram-cache 1.05x" if is_chosen else "leave speculation off: ")
+
+
+# ---------------------------------------------------------------------------------------------------------------- search
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a model's file, a workload, and an executable that plays the transcript back."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF metadata tokenizer.chat_template")
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text, "max_new_tokens": LIMIT}) + "\n" for text in PROMPTS)
+    )
+    script = tmp_path / "llama-server"
+    script.write_text(SCRIPT.format(python=sys.executable, root=str(Path(__file__).parents[2])))
+    script.chmod(0o755)
+    monkeypatch.setattr(engine_search, "SIZES", (2, 4, 12))
+    monkeypatch.setattr(engine_search, "LENGTHS", (4, 16, 48))
+    return tmp_path
+
+
+def autotune(*words: str) -> Result:
+    return CliRunner().invoke(main, words)
+
+
+def said(done: Result) -> str:
+    """The output without the line breaks of the console."""
+    return " ".join(done.output.split())
+
+
+def searched(folder: Path, *words: str, server: str = "") -> Result:
+    command = f"{folder / 'llama-server'} {server}"
+    where = ("--target", "model.gguf", "--workload", "prompts.jsonl", "--engine-command", command)
+    return autotune("search", "--engine", "llama.cpp", *where, *words)
+
+
+def test_a_search_recommends_what_it_confirms_and_check_run_and_bench_take_its_profile(folder: Path) -> None:
+    done = searched(folder)
+    assert done.exit_code == 0, done.output
+    profile = EngineProfile.load("profile.json")
+    assert profile.speculation is not None and profile.arms[-2].measured > 1.0
+    assert all(arm.exact == arm.prompts == 4 and abs(arm.predicted / arm.measured - 1) < 0.01 for arm in profile.arms)
+    assert profile.command[-1].isdigit() and "--spec-type" in profile.command
+    assert autotune("check", "profile.json").exit_code == 0
+    other = autotune("check", "profile.json", "--engine-command", f"{folder / 'llama-server'} --other-rule")
+    assert other.exit_code == 1 and "the build has another rule" in said(other)
+    unsteady = autotune("check", "profile.json", "--engine-command", f"{folder / 'llama-server'} --unsteady")
+    assert unsteady.exit_code == 4 and "answers are not those of the search" in said(unsteady)
+    answered = autotune("run", "profile.json", "--prompt", PROMPTS[0], "--max-new-tokens", str(LIMIT))
+    assert answered.exit_code == 0 and "draft tokens accepted" in said(answered)
+    benched = autotune("bench", "profile.json", "--workload", "prompts.jsonl", "--json")
+    assert benched.exit_code == 0 and len(json.loads(benched.stdout)) == 3
+
+
+def test_a_search_goes_on_where_it_was_ended(folder: Path) -> None:
+    dead = searched(folder, server="--dies")
+    assert dead.exit_code == 2 and "llama-server ended while it was used" in said(dead)
+    (answers,) = folder.glob(".autotune/engines/*/answers.jsonl")
+    assert len(answers.read_text().splitlines()) == 2
+    again = searched(folder, server="--dies")
+    assert again.exit_code == 2 and len(answers.read_text().splitlines()) == 4
+
+
+@pytest.mark.nightly
+def test_a_type_with_another_rule_is_left_out_and_said(folder: Path) -> None:
+    done = searched(folder, server="--other-rule")
+    assert done.exit_code == 2 and "counts differ from the replay's in every type" in said(done)
+    assert said(done).count("the build has another rule, and the type is left out") == 5
+
+
+@pytest.mark.nightly
+def test_a_server_that_runs_is_priced_and_not_confirmed(folder: Path) -> None:
+    where = ("--target", "model.gguf", "--workload", "prompts.jsonl")
+    with running([str(folder / "llama-server"), *arguments_of(PRICING[3:4])], "llama-server") as (url, _):
+        assert autotune("search", "--engine", "llama.cpp", *where, "--url", url).exit_code == 0
+    profile = EngineProfile.load("profile.json")
+    assert profile.speculation and not profile.arms and "which --url does not confirm" in profile.verdict
+    refused = autotune("check", "profile.json")
+    assert refused.exit_code == 2 and "holds no counts" in said(refused)
+    with running([str(folder / "llama-server")], "llama-server") as (url, _):
+        unpriced = autotune("search", "--engine", "llama.cpp", *where, "--url", url)
+    assert unpriced.exit_code == 2 and "start the server with --spec-type ngram-mod" in said(unpriced)
+
+
+@pytest.mark.nightly
+def test_answers_that_do_not_repeat_are_said(folder: Path) -> None:
+    assert "asked again, 2 of 4 answers differ" in said(searched(folder, server="--unsteady"))
+
+
+@pytest.mark.parametrize(
+    ("words", "server", "message"),
+    [
+        ((), "--bogus", "llama-server ended when it started: invalid argument: --bogus"),
+        ((), "--port 8080", "--engine-command: --port is set by the search"),
+        ((), "--spec-type ngram-mod", "--engine-command: --spec-type is set by the search"),
+        (("--draft", "retrieval"), "", "--draft"),
+        (("--url", "http://127.0.0.1:9"), "", "no engine answers"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(folder: Path, words: tuple[str, ...], server: str, message: str) -> None:
+    done = searched(folder, *words, server=server)
+    assert done.exit_code == 2 and message in said(done) and len(done.output.splitlines()[-1]) < 400
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.gguf", b"GGUF without", "has no chat template"),
+        ("model.gguf", b"something else", "no GGUF file"),
+        ("llama-server", b"#!/bin/sh\necho a shell\n", "is no llama-server"),
+        ("llama-server", b"#!/bin/sh\necho --spec-type none,draft-simple\n", "ended when it started"),
+        ("prompts.jsonl", b'{"prompt": "a", "temperature": 1.0}\n{"prompt": "b"}\n', "at temperature 0"),
+    ],
+)
+def test_files_that_cannot_be_used_are_told_in_one_line(folder: Path, file: str, content: bytes, message: str) -> None:
+    (folder / file).write_bytes(content)
+    done = searched(folder)
+    assert done.exit_code == 2 and message in said(done), done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--engine", "llama.cpp", "--target", "x.gguf"), "needs --workload"),
+        (("--url", "http://127.0.0.1:9"), "add --engine llama.cpp"),
+    ],
+)
+def test_options_of_an_engine_go_together(words: tuple[str, ...], message: str) -> None:
+    done = autotune("search", *words)
+    assert done.exit_code == 2 and message in said(done)
+
+
+@pytest.mark.nightly
+def test_the_real_server_drafts_as_the_replay_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (user_cache().parent / BUILT).exists():
+        pytest.skip("llama-server is not built; run make engines")
+    model = find_gguf("smollm2")
+    assert model is not None
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text, "max_new_tokens": LIMIT}) + "\n" for text in PROMPTS)
+    )
+    monkeypatch.chdir(tmp_path)
+    os.environ.pop("LLAMA_ARG_SPEC_TYPE", None)
+    where = ("--target", str(model), "--workload", "prompts.jsonl", "--engine-command", "llama-server -t 1")
+    done = autotune("search", "--engine", "llama.cpp", *where)
+    assert done.exit_code == 0, done.output
+    assert all(arm.exact == arm.prompts for arm in EngineProfile.load("profile.json").arms)
+    assert autotune("check", "profile.json").exit_code in (0, 4)
