@@ -256,7 +256,7 @@ BODIES: dict[type[CompletionRequest | ChatRequest], dict[str, Any]] = {
 @nightly
 @pytest.mark.parametrize("kind", BODIES)
 def test_requests_of_clients(kind: type[CompletionRequest | ChatRequest], is_nightly: bool) -> None:
-    """What is wrong with one is an error of the client, in one line."""
+    """A wrong one is an error of the client, in one line."""
 
     def check(body: bytes) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -29,6 +30,7 @@ ENDING_S = 1.0  # from a connection that is lost until its server has ended
 # The causes of a failure in an engine's log: lines with an exception's name and message, or with what the command line refuses. The first is
 # the cause; later ones say that a process failed.
 _CAUSE = re.compile(r"(?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception)|\w+: error|error): +(?P<message>\S.*)")
+_PR_SET_PDEATHSIG = 1
 _HEADING = re.compile(r"\d+ validation errors? for ")  # pydantic's message follows in the next lines
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\) ?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
 
@@ -109,6 +111,7 @@ def running(
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    preexec_fn=_end_with_this_program,
                 )
         except OSError as error:
             raise UserError(f"{words[0]}: cannot be started ({error.strerror}); name the engine's executable") from None
@@ -125,6 +128,12 @@ def running(
             raise UserError(f"{name} ended {when}: {refusal(log.read_text(errors='replace'))}") from None
         finally:
             _stop(process)
+
+
+def _end_with_this_program() -> None:
+    """Let a server that is about to start get SIGTERM when this program ends without stopping it (Linux)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], port: int, name: str) -> None:

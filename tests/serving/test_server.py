@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -67,6 +68,25 @@ def test_an_engine_runs_the_exported_command_and_is_stopped(script: Path) -> Non
     deadline = time.monotonic() + 10.0  # a signal may take a moment
     while any(is_running(pid) for pid in record["pids"]):
         assert time.monotonic() < deadline, "the engine or its worker still runs"
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is of Linux")
+def test_an_engine_ends_with_a_program_that_is_killed(script: Path) -> None:
+    program = (
+        "import time\n"
+        "from autotune.serving.server import ServerOptions, started\n"
+        f"with started({COMMAND!r}, ServerOptions({str(script)!r})):\n"
+        "    print('ready', flush=True); time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        engine, worker = json.loads((script.parent / "record.json").read_text())["pids"]
+        process.kill()
+    psutil.Process(worker).kill()
+    deadline = time.monotonic() + 10.0
+    while is_running(engine):
+        assert time.monotonic() < deadline, "the engine still runs"
         time.sleep(0.01)
 
 
