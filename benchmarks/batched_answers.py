@@ -1,6 +1,7 @@
 """How fast a target writes answers to train on: 64 at a time, beside transformers' ``generate`` with as many padded rows.
+Takes about 3 minutes.
 
-python -m benchmarks.batched_answers [--target smollm2] [--tokens 64] [--passes 3]
+    python benchmarks/batched_answers.py [--target smollm2] [--tokens 64] [--passes 3]
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ def command(as_json: bool, engine_command: str | None, **values: Any) -> None:
     """
     from autotune.cli.preflight import is_engine_profile, require_profile, require_workload
 
+    settings = make_settings(CheckSettings, values)
     if is_engine_profile(values["profile"]):
         from autotune.console import Console
         from autotune.serving.engine_use import check_engine
 
         sys.exit(check_engine(values["profile"], engine_command, Console()))
-    settings = make_settings(CheckSettings, values)
     settings.require_consistent()
     require_profile(settings.profile)
     for workload in settings.workloads:

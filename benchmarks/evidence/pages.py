@@ -17,8 +17,8 @@ from benchmarks.evidence.tables import NOT_YET, TABLES, single_values
 
 MARKED = re.compile(r"<!-- (table|figure|value): ([\w./-]+) -->(.*?)<!-- /\1 -->", re.S)
 SPEEDUP = re.compile(r"\b\d+\.\d+ ?x\b")
-UNMEASURED = {"quickstart-gpu.md", "CHANGELOG.md"}
-"""Pages whose speedups are expectations that say so, or of the past."""
+UNMEASURED = {"quickstart-gpu.md", "CHANGELOG.md", "engines.md"}
+"""Pages whose speedups are expectations that say so, of the past, or of a transcript."""
 
 
 def pages() -> list[Path]:

@@ -70,7 +70,7 @@ def test_step_uses_the_estimated_memory(vocabulary_size: int, shape: BatchShape,
         pytest.skip("the peak memory of a process is not available")
     target = new_target(vocabulary_size=vocabulary_size, hidden_size=128, intermediate_size=256)
     network = StarNetwork.new(sizes, target, source="test")
-    needs = estimate_memory(target, network, [shape], num_layers_kept=4)
+    needs = estimate_memory(target, network, [shape], num_layers_kept=4, vocabulary=target.vocab_size)
     before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     batch = new_teacher_batch(
@@ -87,15 +87,19 @@ def test_estimate_counts_every_part_of_the_largest_batch() -> None:
     target = new_target()
     network = StarNetwork.new(SIZES, target, source="test")
     shapes = [BatchShape(2, 50, 10), BatchShape(2, 500, 10), BatchShape(2, 60, 20)]
-    needs = estimate_memory(target, network, shapes, num_layers_kept=4, num_held_out=3, disk_bytes=7)
+    needs = estimate_memory(
+        target, network, shapes, num_layers_kept=4, vocabulary=target.vocab_size, num_held_out=3, disk_bytes=7
+    )
     assert needs.shape == shapes[1] and needs.disk_bytes == 7
     assert needs.parts["draft and optimizer"] == 16 * sum(parameter.numel() for parameter in network.parameters())
     assert needs.parts["target"] >= 4 * sum(parameter.numel() for parameter in target.model.parameters())
     assert needs.parts["logits"] == 9 * 4 * 10 * target.vocab_size
-    alone = estimate_memory(target, network, shapes, num_layers_kept=4)
+    alone = estimate_memory(target, network, shapes, num_layers_kept=4, vocabulary=target.vocab_size)
     held_out = needs.parts["teacher batches"] - alone.parts["teacher batches"]
     assert held_out == 3 * 1000 * 5 * 32 * 4, "three held-out batches in float32"
-    half = estimate_memory(target, network, shapes, num_layers_kept=4, half_precision=True)
+    half = estimate_memory(
+        target, network, shapes, num_layers_kept=4, vocabulary=target.vocab_size, half_precision=True
+    )
     assert half.parts["activations"] < alone.parts["activations"]
 
 
