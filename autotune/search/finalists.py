@@ -167,7 +167,7 @@ def measure_finalists(
                 defaults=[runner.arm(name, default) for name, default in defaults.items()],
                 risk=RISK,
                 prompts_per_block=prompts_per_block,
-                min_prompts=MIN_PROMPTS,
+                min_prompts=MIN_PROMPTS if number else prompts_per_block,  # the first block was chosen to fit
                 passes=MAX_PASSES,
                 seed=seed + number,
                 deadline=until,
