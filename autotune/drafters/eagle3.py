@@ -151,7 +151,8 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
         return network
 
     def keep_tokens(self, token_ids: Tensor, head_rows: Tensor) -> None:
-        self.lm_head = nn.Linear(*reversed(head_rows.shape), bias=False, device=head_rows.device)
+        number, hidden = head_rows.shape
+        self.lm_head = nn.Linear(hidden, number, bias=False, device=head_rows.device)
         with torch.no_grad():
             self.lm_head.weight.copy_(head_rows)
         self.d2t = token_ids - torch.arange(len(token_ids), device=token_ids.device)
