@@ -2,7 +2,7 @@
 
 Every tree decodes held-out prompts with a draft (in the papers a small independent model) in turns with plain decoding. Prints tokens per
 round M, pooled and by task, draft nodes and draft levels a round, and the speedup over plain decoding with its 95 % interval. M and counts do not
-depend on the machine. WETAP decodes at temperature 1 (section 4.1): give --temperature 1. Models run in float32,
+depend on the machine. WETAP decodes at temperature 1 (section 4.1): give --temperature 1. Takes about an hour for 24 prompts (an estimate). Models run in float32,
 in which all outputs equal plain decoding's.
 
     python benchmarks/text_tables.py [--target smollm2 --draft smollm2/mtp] [--temperature 1] [--prompts 24]
