@@ -151,12 +151,17 @@ class _TreeStage:
         return f"best so far: {self._best.speedup:.2f}x ({self._best.policy})"
 
     def sweeps(self) -> dict[str, Callable[[], Record]]:
-        """Units that enumerate or sweep, ordered so that all subnets and policies advance together."""
-        parts: list[tuple[int, str, DraftVariant]] = []
-        for policy in self.space.trees:
-            count = NUM_SWEPT // SWEEP_SIZE if policy in self.sampled_policies else 1
-            parts += [(part, policy, variant) for part in range(count) for variant in self.variants]
-        parts.sort(key=lambda unit: unit[0])
+        """Units that enumerate or sweep: a part of every policy with the best subnet, then with the next one, and so on, so that a search
+        that is cut short has tried every policy.
+        """
+        sampled_parts = NUM_SWEPT // SWEEP_SIZE
+        parts = [
+            (part, policy, variant)
+            for part in range(sampled_parts)
+            for variant in self.variants
+            for policy in self.space.trees
+            if part == 0 or policy in self.sampled_policies
+        ]
         return {
             content_key([self.key, part, policy, draft, subnet.model_dump(mode="json")]): partial(
                 self._sweep, part, policy, (draft, subnet)

@@ -6,21 +6,22 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autotune.console import Console
 from autotune.documents.condition import Condition
-from autotune.documents.configuration import configuration_of
-from autotune.documents.decoding_profile import AR, OperatingPoint
+from autotune.documents.configuration import Configuration, configuration_of
+from autotune.documents.decoding_profile import AR, DecodingProfile, OperatingPoint
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.documents.run import Run
 from autotune.evaluation.arms import Arm
-from autotune.evaluation.race import Race
+from autotune.evaluation.race import Race, race
 from autotune.evaluation.runner import ArmRunner
 from autotune.prediction.evaluator import Candidate, Evaluator
-from autotune.search import held_out
+from autotune.search import finalists, held_out
 from autotune.search.finalists import estimated_speedup, published_defaults, winner_of
 from autotune.search.held_out import Evaluation, evaluate_profile, measured_point
 from autotune.search.model_pool import ModelPool
@@ -255,6 +256,22 @@ def test_points_are_measured_on_the_prompts_that_they_decode() -> None:
     assert measured_point(2, runs, plain) is None
 
 
+def test_the_first_block_of_finalists_is_whole(
+    selection: ProfileSelection, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the deadline of the race, a share of the stage's, may come before its end."""
+    clock(lambda arm, prompt: 5.0)
+    blocks: list[tuple[int, int]] = []
+
+    def observed(*arguments: Any, **settings: Any) -> Race:
+        blocks.append((settings["min_prompts"], settings["prompts_per_block"]))
+        return race(*arguments, **settings)
+
+    monkeypatch.setattr(finalists, "race", observed)
+    selection.measure_finalists(selection.candidates(2))
+    assert blocks and blocks[0][0] == blocks[0][1]
+
+
 def test_profile_has_the_measurements(selection: ProfileSelection, clock: Callable[..., None]) -> None:
     clock(lambda arm, prompt: {AR: 10.0, "hf": 12.0, "tuned": 4.0}.get(arm.name, 4.0 if "final" in arm.name else 5.0))
     document = selection.measured_profile()
@@ -304,6 +321,23 @@ def test_best_default_is_decided_on_held_out_prompts(selection: ProfileSelection
     assert {gain.over: gain.speedup for gain in document.evidence.gains}["chain"] == pytest.approx(1.25)
 
 
+def evaluated(
+    selection: ProfileSelection, profile: DecodingProfile, defaults: dict[str, Configuration], folder: Path
+) -> Evaluation:
+    """The profile on the held-out prompts, beside published defaults."""
+    return evaluate_profile(
+        profile,
+        defaults,
+        selection.model_pool,
+        selection.evaluator,
+        selection.evaluate,
+        folder,
+        Console(),
+        seed=0,
+        deadline=time.monotonic() + 60,
+    )
+
+
 def test_defaults_that_replay_has_beaten_are_not_decoded_again(
     selection: ProfileSelection, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,17 +351,7 @@ def test_defaults_that_replay_has_beaten_are_not_decoded_again(
     profile = selection.profile_of(selection.model_pool.device, [(Condition(), winner)])
     defaults = {name: default for name, default in published_defaults(selection.model_pool).items() if name != "star"}
     ordered = {name: defaults[name] for name in ("sage", "eagle2", "chain")}
-    evaluation = evaluate_profile(
-        profile,
-        ordered,
-        selection.model_pool,
-        selection.evaluator,
-        selection.evaluate,
-        selection.folder,
-        Console(),
-        seed=0,
-        deadline=time.monotonic() + 60,
-    )
+    evaluation = evaluated(selection, profile, ordered, selection.folder)
     assert list(evaluation.runs) == [AR, "hf", "sage", "eagle2", "tuned"]
 
 
@@ -347,17 +371,7 @@ def test_a_default_that_was_tuned_to_is_not_decoded_twice(
             return {AR: 10.0, "tuned": 4.0, "sage": sage_ms}.get(arm.name, 8.0)
 
         clock(speed)
-        evaluation = evaluate_profile(
-            profile,
-            ordered,
-            selection.model_pool,
-            selection.evaluator,
-            selection.evaluate,
-            selection.folder / best,
-            Console(),
-            seed=0,
-            deadline=time.monotonic() + 60,
-        )
+        evaluation = evaluated(selection, profile, ordered, selection.folder / best)
         assert "chain" not in decoded and evaluation.runs["chain"] == evaluation.runs["tuned"]
         assert evaluation.best_default == best
 
