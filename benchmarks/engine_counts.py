@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from autotune.documents.engine_profile import OPTIONS, Speculation
-from autotune.serving.engine_runs import beside, is_exact
+from autotune.serving.engine_runs import is_exact, with_replays
 from autotune.serving.llama_server import EngineCommand, find_engine, started_llama
 from autotune.serving.ngram_replay import total
 from autotune.serving.verification_prices import PRICING
@@ -83,7 +83,7 @@ def compare(
 ) -> tuple[list[bool], bool, str]:
     """Whether each request's counts are the replay's, whether the totals are, and the totals in words."""
     with started_llama(command, chosen) as server:
-        rows = beside([server.ask(prompt) for prompt in prompts], chosen, server.context)
+        rows = with_replays([server.ask(prompt) for prompt in prompts], chosen, server.context)
         counted = server.counts()
     shown = f"{counted.verifications} verifications, {counted.drafted} drafted, {counted.accepted} accepted"
     return [is_exact(*row) for row in rows], counted == total(replayed.counts for _, replayed in rows), shown

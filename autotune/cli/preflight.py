@@ -24,8 +24,10 @@ def require_profile(path: Path) -> None:
 
 def is_engine_profile(path: Path) -> bool:
     """Whether a file is the profile of a serving engine, made by ``autotune search --engine``."""
-    content = read_json(path)
-    return isinstance(content, dict) and str(content.get("schema")).startswith("autotune.engine-profile/")
+    from autotune.documents.engine_profile import EngineProfile
+
+    content, kind = read_json(path), f"autotune.{EngineProfile.schema_kind}/"
+    return isinstance(content, dict) and str(content.get("schema")).startswith(kind)
 
 
 def workload_for(profile: Path, name: str | None, format: Format | None = None) -> str:

@@ -79,7 +79,7 @@ class EngineRecord:
         return [PricedStep.model_validate(step) for step in known[-1]]
 
 
-def beside(answers: Sequence[ServedAnswer], speculations: Sequence[Speculation], context: int) -> list[Replayed]:
+def with_replays(answers: Sequence[ServedAnswer], speculations: Sequence[Speculation], context: int) -> list[Replayed]:
     """Answers of a new server, beside their replay."""
     return list(zip(answers, replay_speculation(speculations, list(map(KnownRequest, answers)), context), strict=True))
 
@@ -96,7 +96,7 @@ def self_test(
     for one in (Speculation(type=name, options=TESTED[name]) for name in types):
         with started_llama(command, [one]) as server:
             found = [server.answer(answer.prompt_tokens, answer.limit) for answer in answers[:SELF_TEST]]
-            rows, counted = beside(found, [one], server.context), server.counts()
+            rows, counted = with_replays(found, [one], server.context), server.counts()
         predicted = total(replayed.counts for _, replayed in rows)
         if counted != predicted or not all(is_exact(*row) for row in rows):
             left_out[one.type] = (
@@ -174,7 +174,7 @@ def compared(
 
     The clock is the wall's, unless a speedup in CPU time is another one; then other processes used the machine, and it is the CPU's.
     """
-    rows = {name: beside(found, arms[name], context) for name, found in runs.items()}
+    rows = {name: with_replays(found, arms[name], context) for name, found in runs.items()}
     price = prices.pricer(max(len(one.prompt_tokens) + len(one.tokens) for found in runs.values() for one in found))
 
     def per_token(name: str, ms: Callable[[ServedAnswer, RequestReplay], float]) -> float:

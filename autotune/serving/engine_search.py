@@ -38,10 +38,10 @@ from autotune.serving.engine_runs import (
     SELF_TEST,
     EngineRecord,
     Replayed,
-    beside,
     confirm,
     is_exact,
     self_test,
+    with_replays,
 )
 from autotune.serving.llama_server import EXECUTABLE, LlamaServer, find_engine, require_chat_template, started_llama
 from autotune.serving.ngram_drafters import KnownRequest
@@ -120,12 +120,12 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
                 for prompt in tune.prompts:
                     asked.append(server.ask(prompt))
                     update(len(asked), len(tune.prompts), "")
-            served = beside(asked, tested, context)
+            served = with_replays(asked, tested, context)
             if not _all_exact(served, server, console):
                 left_out |= self_test(command, types, plain, console)
             served = [row for row in served if is_exact(*row)]
         steps = record.prices(server, plain, console, settings.seed)
-    prices = _prices(steps, beside(plain, (), context), served, console)
+    prices = _prices(steps, with_replays(plain, (), context), served, console)
     ranked = _ranked([name for name in types if name not in left_out], plain, prices, context, console)
     (gain, best), arms, answers = ranked[0], list[ConfirmedArm](), list[ServedAnswer]()
     if command:
@@ -159,7 +159,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         arms=arms,
         checked=best,
         answers=answers,
-        counts=total(replayed.counts for _, replayed in beside(answers, [best], context)),
+        counts=total(replayed.counts for _, replayed in with_replays(answers, [best], context)),
     )
     profile.save(settings.output)
     console.say(f"=> {verdict}")
@@ -191,7 +191,7 @@ def _all_exact(served: Sequence[Replayed], server: LlamaServer, console: Console
 def _prices(
     steps: Sequence[PricedStep], plain: Sequence[Replayed], served: Sequence[Replayed], console: Console
 ) -> VerificationPrices:
-    """Prices in CPU time where the engine computes on the CPU, served_factor to the requests that were served."""
+    """Prices in CPU time where the engine computes on the CPU, refitted to the requests that were served (``served_factor``)."""
     prices = VerificationPrices(steps, clock_of(steps))
     prices = replace(prices, factor=served_factor(prices, plain, served))
     context = float(np.median([step.context for step in steps]))

@@ -11,7 +11,7 @@ from autotune.documents.engine_profile import EngineProfile
 from autotune.errors import NotComparable, UserError
 from autotune.files import known_sha256_of
 from autotune.modeling.gguf import find_gguf
-from autotune.serving.engine_runs import DEFAULT, DEFAULT_SETTINGS, OFF, beside, confirm, is_exact
+from autotune.serving.engine_runs import DEFAULT, DEFAULT_SETTINGS, OFF, confirm, is_exact, with_replays
 from autotune.serving.llama_server import EngineCommand, find_engine, started_llama
 from autotune.serving.ngram_replay import total
 from autotune.serving.verification_prices import VerificationPrices, clock_of
@@ -43,7 +43,7 @@ def check_engine(source: Path, given: str | None, console: Console) -> int:
     profile = EngineProfile.load(source)
     if not profile.answers:
         raise UserError(f"{source}: holds no counts, because it was made with --url; search again without --url")
-    rows = beside(profile.answers, [profile.checked], profile.context)
+    rows = with_replays(profile.answers, [profile.checked], profile.context)
     is_replayed = total(replayed.counts for _, replayed in rows) == profile.counts and all(
         is_exact(*row) for row in rows
     )

@@ -6,6 +6,7 @@ Drafters follow the rules of llama-server b11434, with the state that it keeps f
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -77,16 +78,17 @@ class KnownRequest:
         return self._hashes[key]
 
 
-class Drafter:
+class Drafter(ABC):
     """A type with the state of a server; a new one keeps nothing."""
 
-    def begin(self, request: KnownRequest) -> None:
+    def begin(self, request: KnownRequest) -> None:  # noqa: B027 - not every type has a state
         """Take note of a prompt."""
 
+    @abstractmethod
     def draft(self, request: KnownRequest, length: int) -> list[int]:
-        raise NotImplementedError
+        """The tokens after the next one, before they are cut to what the request may still generate."""
 
-    def accept(self, accepted: int) -> None:
+    def accept(self, accepted: int) -> None:  # noqa: B027
         """Take note of how much of the last draft, cut to what the request may still generate, was accepted."""
 
 
@@ -319,7 +321,7 @@ class FirstDrafter(Drafter):
 
     def __init__(self, speculations: Iterable[Speculation]) -> None:
         self.drafters = [DRAFTERS[one.type](*one.options.values()) for one in speculations]
-        self.last = Drafter()
+        self.last: Drafter | None = None
 
     def begin(self, request: KnownRequest) -> None:
         for drafter in self.drafters:
@@ -333,7 +335,8 @@ class FirstDrafter(Drafter):
         return []
 
     def accept(self, accepted: int) -> None:
-        self.last.accept(accepted)
+        if self.last is not None:
+            self.last.accept(accepted)
 
 
 DRAFTERS: dict[str, type[Drafter]] = {

@@ -52,7 +52,7 @@ def measure_verifications(
         ):  # after the first, the prompt is in the KV cache
             answer = server.answer(tokens, n + 1, forced=token)
             if (answer.drafted, len(answer.tokens)) != (n - 1, n + 1):
-                pool = " ".join(arguments_of(PRICING[3:4]))
+                pool = " ".join(arguments_of([one for one in PRICING if one.type == "ngram-mod"]))
                 raise UserError(
                     f"{server.url}: a request for one verification of {n} tokens drafted {answer.drafted}; start the server with {pool}"
                 )
