@@ -103,8 +103,8 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
 
     @classmethod
     def new(cls, sizes: Mapping[str, Any], target: Target, *, source: str) -> Self:
-        """A head over the target's whole vocabulary (until ``keep_tokens``), with a copy of its output head, which must not be quantized. It has three
-        position axes if the target has them, with sections in the same proportions.
+        """A head over the target's whole vocabulary, until ``keep_tokens``, with a copy of its output head, which must not be quantized.
+        It has three position axes if the target has them, with sections in the same proportions.
         """
         try:
             given = Eagle3Sizes.model_validate_json(json.dumps(sizes))

@@ -107,7 +107,7 @@ class MtpNetwork(UnrolledNetwork):
         for batch in batches:
             is_loss, (layer,) = batch.loss_mask[:, 1:], self.layers_in_preparation
             features = self.target_features({0: batch.hidden[self.config.num_target_layers][:, :-1][is_loss]})
-            inputs = self.fused(batch.embeddings[:, 1:][is_loss], features)
+            inputs = self.normalized_inputs(batch.embeddings[:, 1:][is_loss], features)
             rows = torch.cat([inputs, batch.hidden[layer][:, 1:][is_loss]], -1).double()
             products = products + rows.t() @ rows
         assert isinstance(products, Tensor), "no batches"
@@ -155,9 +155,9 @@ class MtpNetwork(UnrolledNetwork):
 
     def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
         """The projection of both, normalized."""
-        return self.eh_proj(self.fused(embeddings, features))  # type: ignore[no-any-return]
+        return self.eh_proj(self.normalized_inputs(embeddings, features))  # type: ignore[no-any-return]
 
-    def fused(self, embeddings: Tensor, features: Tensor) -> Tensor:
+    def normalized_inputs(self, embeddings: Tensor, features: Tensor) -> Tensor:
         """Both normalized, [..., 2 * hidden]: the embedding first, as in published checkpoints."""
         parts = [self.enorm(embeddings), self.hnorm(features)]
         if getattr(self.layer_config, "mtp_hidden_states_first", False):

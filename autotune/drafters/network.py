@@ -108,13 +108,13 @@ class DraftNetwork(nn.Module, ABC):
     @property
     def trained_share(self) -> float | None:
         """Share of the target's vocabulary over which the network was trained, if some tokens were left out."""
-        if (frequencies := self.token_frequencies) is None or bool((is_known := frequencies >= 0.0).all()):
+        if (frequencies := self.token_frequencies) is None or bool((is_known := frequencies > NOT_TRAINED).all()):
             return None
         return int(is_known.sum()) / len(frequencies)
 
     def cut_vocabulary(self, share: float) -> None:
-        """Propose only the most frequent tokens: this share of the vocabulary. The draft's head then computes fewer logits,
-        and the target verifies with its whole vocabulary (FR-Spec, Zhao et al. 2025).
+        """Propose only the most frequent tokens: this share of the vocabulary, and none over which the network was not
+        trained. The draft's head then computes fewer logits, and the target verifies with its whole vocabulary (FR-Spec, Zhao et al. 2025).
 
         Raises:
             UserError: a network without token frequencies.
@@ -125,7 +125,8 @@ class DraftNetwork(nn.Module, ABC):
                 "leave it out, or train the draft with autotune train, which counts tokens"
             )
         ranked = frequencies.argsort(descending=True, stable=True)
-        self.token_ids = ranked[: max(1, round(share * len(frequencies)))].sort().values
+        number = min(round(share * len(frequencies)), int((frequencies > NOT_TRAINED).sum()))
+        self.token_ids = ranked[: max(1, number)].sort().values
 
     @property
     def has_cross_attention(self) -> bool:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import NETWORKS, load_draft, load_feature_network
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.modeling.loading import reference
@@ -347,6 +348,7 @@ def test_a_draft_is_trained_over_the_most_frequent_tokens(
         network = load_feature_network(folder, target)
         if model == "mtp":
             assert network.token_ids is None and FeatureDraft(network).vocabulary == size / target.vocab_size
+            FeatureDraft(network, Subnet(vocabulary=1.0))  # does not go beyond these
         assert network.token_ids is not None and network.token_ids.tolist() == frequent
         (folder / ".checkpoint" / "state.safetensors").unlink()
     draft, inputs = load_draft(str(folder), target), dict(processor.tokenizer("Count to ten", return_tensors="pt"))
