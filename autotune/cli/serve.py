@@ -33,16 +33,14 @@ def command(profile: Path, device: str, dtype: Dtype | None, as_json: bool, **va
     /health and /metrics. SIGTERM or Ctrl-C ends the server when accepted requests are answered, a second one at once. With
     --json, an object says where requests are answered, as soon as they are.
     """
-    from autotune.cli.preflight import require_profile
-
     settings = make_settings(ServeSettings, values)
     if settings.api_key == "":
         raise UserError("--api-key: a key has one character at least; got none; give another, or leave it out")
-    require_profile(profile)
 
     from autotune.documents.decoding_profile import DecodingProfile
 
-    target, points = DecodingProfile.load(profile).target.id, DecodingProfile.load(profile).points
+    document = DecodingProfile.load(profile)
+    target = document.target.id
     try:
         from autotune.api.server import ApiServer, listen
     except ImportError as error:
@@ -58,7 +56,7 @@ def command(profile: Path, device: str, dtype: Dtype | None, as_json: bool, **va
     def announce(max_model_len: int) -> None:
         if as_json:
             options.print_json({"url": address, "model": name, "max_model_len": max_model_len})
-        lossy = "" if all(point.lossless for point in points) else "; LOSSY, by the profile"
+        lossy = "" if all(point.lossless for point in document.points) else "; LOSSY, by the profile"
         console.say(f"{address}/v1 answers for {name!r}, prompts and answers of up to {max_model_len} tokens{lossy}")
 
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")

@@ -19,7 +19,11 @@ from PIL import Image
 
 from autotune.api.server import ApiServer, listen
 from autotune.api.settings import ServeSettings
+from autotune.modeling.loading import reference
 from autotune.runtime.decoder import Decoder
+from tests.cli.processes import start_command
+from tests.sample_documents import decoding_profile
+from tests.tiny_models import Pair
 
 NAME = "tiny"
 
@@ -50,6 +54,14 @@ def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> None:
 
 def wait_until_ready(url: str) -> None:
     wait_for(lambda: get(url, "/health")[0] == 200)
+
+
+def start_serving(pair: Pair, folder: Path) -> tuple[BaseProcess, Path]:
+    """Start the command on a free port with a profile of the pair; returns its process and its log."""
+    target, draft = (reference(str(one)) for one in (pair.target_folder, pair.draft_folder))
+    decoding_profile(target, draft).save(folder / "profile.json")
+    log = folder / "log"
+    return start_command("serve", "profile.json", "--port", "0", "--json", folder=folder, log=log), log
 
 
 def url_of(process: BaseProcess, log: Path) -> str:

@@ -24,10 +24,19 @@ from autotune.api.service import Job
 from autotune.api.settings import ServeSettings
 from autotune.cli.main import main
 from autotune.errors import UserError
-from autotune.modeling.loading import reference
 from autotune.runtime.decoder import Decoder
-from tests.api.servers import NAME, begin, data_url, get, running, send, url_of, wait_for, wait_until_ready
-from tests.cli.processes import start_command
+from tests.api.servers import (
+    NAME,
+    begin,
+    data_url,
+    get,
+    running,
+    send,
+    start_serving,
+    url_of,
+    wait_for,
+    wait_until_ready,
+)
 from tests.sample_documents import decoding_profile
 from tests.tiny_models import Pair
 
@@ -400,10 +409,7 @@ def test_without_the_extra_packages_the_command_says_so(tmp_path: Path, monkeypa
 
 
 def test_the_command_ends_with_0_when_all_requests_are_answered(pair: Pair, tmp_path: Path) -> None:
-    target, draft = (reference(str(folder)) for folder in (pair.target_folder, pair.draft_folder))
-    decoding_profile(target, draft).save(tmp_path / "profile.json")
-    log = tmp_path / "log"
-    process = start_command("serve", "profile.json", "--port", "0", "--json", folder=tmp_path, log=log)
+    process, log = start_serving(pair, tmp_path)
     try:
         url = url_of(process, log)
         assert get(url, "/v1/models")[1]["data"][0]["id"] == "target" and send(url, COMPLETIONS, ASKED)[0] == 200

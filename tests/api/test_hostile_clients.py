@@ -15,12 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from autotune.modeling.loading import reference
 from autotune.runtime.decoder import Decoder
-from tests.api.servers import begin, get, send, url_of, wait_for
+from tests.api.servers import begin, get, send, start_serving, url_of, wait_for
 from tests.api.test_app import ASKED, BODIES, CHAT, COMPLETIONS, MESSAGES, WRONG, text_of
-from tests.cli.processes import start_command
-from tests.sample_documents import decoding_profile
 from tests.tiny_models import Pair
 
 NUM_REQUESTS, NUM_MALFORMED, NUM_CLIENTS = 500, 50, 8
@@ -45,10 +42,7 @@ def right_answers(pair: Pair, processor: Any) -> dict[str, tuple[dict[str, Any],
 @pytest.mark.long
 def test_500_requests_of_which_a_third_is_cancelled(pair: Pair, processor: Any, tmp_path: Path) -> None:
     answers, order = right_answers(pair, processor), random.Random(0)
-    target, draft = (reference(str(folder)) for folder in (pair.target_folder, pair.draft_folder))
-    decoding_profile(target, draft).save(tmp_path / "profile.json")
-    log = tmp_path / "log"
-    process = start_command("serve", "profile.json", "--port", "0", "--json", folder=tmp_path, log=log)
+    process, log = start_serving(pair, tmp_path)
     try:
         url = url_of(process, log)
 
