@@ -10,16 +10,17 @@ from autotune.errors import UserError
 from autotune.files import read_json
 
 if TYPE_CHECKING:
+    from autotune.documents.decoding_profile import DecodingProfile
     from autotune.evaluation.bench_settings import EvaluationPrompts
     from autotune.workloads.formats import Format
 
 
-def require_profile(path: Path) -> None:
-    """Check that a decoding profile can be read."""
+def require_profile(path: Path) -> DecodingProfile:
+    """Read a decoding profile, or refuse what is none."""
     read_json(path)
     from autotune.documents.decoding_profile import DecodingProfile
 
-    DecodingProfile.load(path)
+    return DecodingProfile.load(path)
 
 
 def is_engine_profile(path: Path) -> bool:

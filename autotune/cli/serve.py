@@ -33,13 +33,12 @@ def command(profile: Path, device: str, dtype: Dtype | None, as_json: bool, **va
     /health and /metrics. SIGTERM or Ctrl-C ends the server when accepted requests are answered, a second one at once. With
     --json, an object says where requests are answered, as soon as they are.
     """
+    from autotune.cli.preflight import require_profile
+
     settings = make_settings(ServeSettings, values)
     if settings.api_key == "":
         raise UserError("--api-key: a key has one character at least; got none; give another, or leave it out")
-
-    from autotune.documents.decoding_profile import DecodingProfile
-
-    document = DecodingProfile.load(profile)
+    document = require_profile(profile)
     target = document.target.id
     try:
         from autotune.api.server import ApiServer, listen
