@@ -33,17 +33,15 @@ def is_engine_profile(path: Path) -> bool:
 
 def workload_for(profile: Path, name: str | None, format: Format | None = None) -> str:
     """The workload that the user named, or the workload of the pair that a profile's target belongs to."""
-    if not is_engine_profile(profile):
-        require_profile(profile)
-    elif name is None:
+    document = None if is_engine_profile(profile) else require_profile(profile)
+    if name is not None:
+        require_workload(name, format)
+        return name
+    if document is None:
         raise UserError(f"{profile}: an engine profile has no bundled prompts; give --workload FILE")
-    if name is None:
-        from autotune.documents.decoding_profile import DecodingProfile
-        from autotune.modeling.loading import default_workload
+    from autotune.modeling.loading import default_workload
 
-        return default_workload(DecodingProfile.load(profile).target.id)
-    require_workload(name, format)
-    return name
+    return default_workload(document.target.id)
 
 
 def require_workload(name: str, format: Format | None = None) -> None:
