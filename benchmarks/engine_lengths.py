@@ -46,18 +46,17 @@ def main(
     passes: int,
 ) -> None:
     console, document = Console(), DecodingProfile.load(profile)
-    export = load_export(profile, "vllm", folder)
-    (variant, *_) = export.variants
+    export = load_export(profile, folder)
     workload = load_workload(document.workload.name, "evaluate", num_prompts=prompts).cut(prompts, tokens)
-    predicted = predict(export, variant, workload, "cpu", console)
-    options = ServerOptions(find_executable(executable), tuple(shlex.split(arguments)), interleaved=True)
+    predicted = predict(export, workload, "cpu", console)
+    options = ServerOptions(find_executable(executable), tuple(shlex.split(arguments)))
     lengths, order = range(longest + 1), random.Random(0)
     seconds: dict[tuple[int, int], list[float]] = {}
     with ExitStack() as stack:
         engines = {}
         for length in lengths:
             console.say(f"starting vLLM with {length} draft tokens")
-            engines[length] = stack.enter_context(started(with_draft_tokens(variant.command, length), options))
+            engines[length] = stack.enter_context(started(with_draft_tokens(export.command, length), options))
             warm_up(engines[length], predicted)
         with console.stage("passes") as update:
             for number in range(passes):

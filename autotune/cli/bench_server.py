@@ -13,14 +13,14 @@ from autotune.errors import UserError
 from autotune.files import require_writable
 
 
-@click.command(short_help="Compare a serving engine with the prediction of its export.")
+@click.command(short_help="Compare vLLM with the prediction of its export.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @options.prompt_options
 @click.option(
     "--engine",
     default="vllm",
     show_default=True,
-    help="Address of an engine that runs the exported settings, http://HOST:PORT, or 'vllm' to start vLLM with them and without "
+    help="Address of a vLLM that runs the exported settings, http://HOST:PORT, or 'vllm' to start vLLM with them and without "
     "speculation.",
 )
 @click.option(
@@ -28,7 +28,7 @@ from autotune.files import require_writable
     "folder",
     type=click.Path(path_type=Path),
     default=None,
-    help="Folder of the export that the engine runs.  [default: exports/ENGINE]",
+    help="Folder of the export that the engine runs.  [default: exports/vllm]",
 )
 @click.option(
     "--requests-at-once",
@@ -55,15 +55,10 @@ from autotune.files import require_writable
     default="",
     help="Further arguments of --engine vllm, in one word, such as '--gpu-memory-utilization 0.4'.",
 )
-@click.option(
-    "--interleaved",
-    is_flag=True,
-    help="Run the servers that are started at the same time, taking turns prompt by prompt; each needs its share of the memory.",
-)
 @options.device
 @options.as_json
 def command(profile: Path, engine: str, prices: Path | None, as_json: bool, **choices: Any) -> None:
-    """Send prompts to a serving engine that runs exported settings, and compare its answers, rounds and speed with the prediction
+    """Send prompts to a vLLM that runs exported settings, and compare its answers, rounds and speed with the prediction
     of the export.
     """
     from autotune.cli.preflight import evaluation_prompts
@@ -81,7 +76,7 @@ def command(profile: Path, engine: str, prices: Path | None, as_json: bool, **ch
     chosen_engine: EngineClient | ServerOptions
     if is_started:
         arguments = tuple(shlex.split(choices["arguments"]))
-        chosen_engine = ServerOptions(find_executable(choices["executable"]), arguments, choices["interleaved"])
+        chosen_engine = ServerOptions(find_executable(choices["executable"]), arguments)
     else:
         chosen_engine = EngineClient(engine)
     prompts = chosen.load()

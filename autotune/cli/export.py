@@ -9,7 +9,7 @@ import click
 
 from autotune.cli import options
 
-EXPORT_ENGINES = ("vllm", "sglang", "transformers")
+EXPORT_ENGINES = ("vllm", "transformers")
 
 
 @click.command(short_help="Write the nearest configuration of a serving engine.")
@@ -21,18 +21,12 @@ EXPORT_ENGINES = ("vllm", "sglang", "transformers")
     default=None,
     help="Study folder of the search.  [default: found in .autotune/ next to the profile or here]",
 )
-@click.option(
-    "--point",
-    type=int,
-    default=None,
-    help="Operating point of the profile, for a server of such requests only.  [default: the last, for all requests]",
-)
 @click.option("--draft", default=None, help="Another draft that the search recorded, instead of the point's draft.")
 @click.option(
     "--draft-tokens",
     type=click.IntRange(min=1),
     default=None,
-    help="Export the chain of this length instead of the fastest, for every batch size.",
+    help="Export the chain of this length instead of the fastest.",
 )
 @click.option(
     "--prices",
@@ -55,5 +49,4 @@ def command(profile: Path, engine: str, as_json: bool, **choices: Any) -> None:
     if as_json:
         click.echo(result.dump())
     else:
-        for variant in result.variants:
-            click.echo(variant.command)
+        click.echo(result.command)

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-ImageInput = Literal["features", "placeholders", "text"]
-"""The form in which an engine shows an image to a draft, as far as it is known: as this project's runtime does, or as the
-ids of the placeholders, read as text. ``text``: it shows something else, or nobody has checked; the draft is exported for
-prompts without images.
-"""
+from autotune.documents.subnet import VisualInput
 
 
 @dataclass(frozen=True)
@@ -19,7 +14,8 @@ class Served:
 
     method: str
     """The engine's name of the speculation method."""
-    images: ImageInput = "features"
+    images: VisualInput = "features"
+    """How it shows images to the draft."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +32,10 @@ class DraftKind:
 
 KINDS: dict[str, DraftKind] = {
     "independent": DraftKind(
-        {
-            "vllm": Served("draft_model", "placeholders"),
-            "sglang": Served("STANDALONE", "text"),
-            "transformers": Served("assistant_model", "placeholders"),
-        },
+        {"vllm": Served("draft_model", "placeholders"), "transformers": Served("assistant_model", "placeholders")},
         is_complete_model=True,
     ),
-    "eagle3": DraftKind({"vllm": Served("eagle3"), "sglang": Served("EAGLE3")}),
+    "eagle3": DraftKind({"vllm": Served("eagle3")}),
     "star": DraftKind(),
     "dream": DraftKind(),
     "specvlm": DraftKind(),

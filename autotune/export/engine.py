@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from autotune.documents.draft_kinds import KINDS, Served
 from autotune.export.document import BatchPrediction
 from autotune.export.model_files import Conversion, ModelFiles
 from autotune.files import Document
-from autotune.trees.base import TreePolicy
+from autotune.trees.chain import ChainPolicy
 
 SAMPLING = (
     "at temperature 0 these are the target's own tokens, except for near ties in reduced precision; above 0 the sampled tokens "
@@ -41,22 +41,18 @@ class Pair:
 
 
 class Engine(ABC):
-    """Translates trees into one engine's settings: a ``Document`` with the engine's own field names."""
+    """Translates chains into one engine's settings: a ``Document`` with the engine's own field names."""
 
     name: ClassVar[str]
     version: ClassVar[str]
     """The version whose rules these settings were checked against."""
-    settings_type: ClassVar[type[Document]]
-    settings_file: ClassVar[str] = "{variant}.json"
-    """Name of the settings file; the variant is ``chain`` or ``tree``."""
+    settings_file: ClassVar[str]
     lossless: ClassVar[str]
     """Settings that keep the output lossless."""
     notes: ClassVar[Sequence[str]]
     """Limitations of the engine that the user should know."""
     floor_note: ClassVar[str] = "the engine has no such setting"
     """Why a chain's ``p_min`` and ``n_min`` are not exported."""
-    runs_trees: ClassVar[bool] = False
-    """Whether the engine runs EAGLE-2's trees; every engine runs chains."""
 
     @property
     def served(self) -> dict[str, Served]:
@@ -71,10 +67,6 @@ class Engine(ABC):
         """Limitations of the engine with this pair."""
         return ()
 
-    def supports_schedule(self, pair: Pair) -> bool:
-        """Whether the chain length may depend on the batch size."""
-        return False
-
     def loadable(self, pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
         """The pair with models that the engine can load, and the checkpoints in ``folder`` that have to be written for it.
 
@@ -83,31 +75,10 @@ class Engine(ABC):
         """
         return pair, ()
 
-    def companions(self, schedule: Sequence[BatchPrediction]) -> dict[str, dict[str, Any]]:
-        """The JSON objects of the files that the settings of a chain with this schedule name, by file."""
-        return {}
-
     @abstractmethod
-    def settings(self, pair: Pair, tree: TreePolicy, schedule: Sequence[BatchPrediction] = ()) -> Document:
-        """The settings of a tree; ``schedule`` is for chains of engines that have one."""
+    def settings(self, pair: Pair, chain: ChainPolicy, schedule: Sequence[BatchPrediction] = ()) -> Document:
+        """The settings of a chain; ``schedule`` is of engines whose prices were measured."""
 
     @abstractmethod
     def command(self, pair: Pair, settings: Document, path: Path) -> str:
         """The command that starts the engine with these settings, which are in ``path``."""
-
-
-def unequal_vocabularies(pair: Pair, *, with_tokens: bool = False) -> str | None:
-    """How the vocabularies of an independent draft and its target differ: in size, or with ``with_tokens`` in the ids of their
-    tokens. None if they do not, or are not known.
-    """
-    target, draft = pair.target_files, pair.draft_files
-    if target is None or draft is None or not pair.is_complete_model:
-        return None
-    if None not in (target.vocab_size, draft.vocab_size) and target.vocab_size != draft.vocab_size:
-        return (
-            f"the draft's vocabulary has {draft.vocab_size} tokens and the target's has {target.vocab_size}; choose a draft with "
-            "the target's vocabulary"
-        )
-    if with_tokens and None not in (ids := (target.token_ids(), draft.token_ids())) and ids[0] != ids[1]:
-        return "the tokenizers give tokens other ids; choose a draft with the target's tokenizer"
-    return None

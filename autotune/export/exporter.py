@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from autotune.console import Console
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
-from autotune.export.document import EXPORT, Export, Variant, print_export
+from autotune.export.document import EXPORT, Export, print_export
 from autotune.export.engine import Engine, Pair
 from autotune.export.engine_prices import EnginePrices
-from autotune.export.engine_replay import EngineReplay, MeasuredReplay, PricedTree
+from autotune.export.engine_replay import EngineReplay, MeasuredReplay, PricedChain
 from autotune.export.model_files import find_model
 from autotune.export.selection import Selection, select_for_export
-from autotune.export.sglang import Sglang
 from autotune.export.transformers import Transformers
 from autotune.export.vllm import Vllm
 from autotune.files import require_writable, write_bytes
@@ -23,7 +22,7 @@ from autotune.modeling.gguf import PACKAGED, SUFFIX
 from autotune.modeling.loading import bundled_models, resolve
 from autotune.trees.chain import ChainPolicy
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Vllm(), Sglang(), Transformers())}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Vllm(), Transformers())}
 
 GGUF_NOTE = "predictions are of its dequantized weights; an engine that keeps them quantized may choose other tokens"
 
@@ -34,7 +33,6 @@ def export_profile(
     console: Console,
     *,
     study: Path | None = None,
-    point: int | None = None,
     draft: str | None = None,
     draft_tokens: int | None = None,
     prices: Path | None = None,
@@ -44,7 +42,6 @@ def export_profile(
 
     Args:
         study: folder of the search; None: found next to the profile.
-        point: index of one point, for a server of its requests only; None: the last point, for all requests.
         draft: another recorded draft instead of the point's.
         draft_tokens: the length of the chain to export, however fast it is predicted to be; None: the fastest.
         prices: file of prices that were measured in the engine, instead of the search's cost table.
@@ -57,10 +54,11 @@ def export_profile(
     engine = ENGINES[engine_name]
     folder = output or Path("exports") / engine_name
     require_writable(folder / EXPORT)
-    selected = select_for_export(engine, source, study=study, point=point, draft=draft)
+    selected = select_for_export(engine, source, study=study, draft=draft)
     pair, conversions = engine.loadable(_pair(engine, selected), folder)
     replay = _replay(engine, selected, draft_tokens, prices)
-    variants = [_variant(engine, pair, priced, replay, selected, folder) for priced in _fastest_first(engine, replay)]
+    fastest, schedule = _fastest(engine, replay), replay.schedule()
+    settings, path = engine.settings(pair, fastest.chain, schedule), folder / engine.settings_file
     result = Export(
         provenance=stamp(),
         engine=engine_name,
@@ -70,16 +68,20 @@ def export_profile(
         target=selected.profile.target,
         draft=selected.trace.header.draft,
         kind=selected.kind,
-        point=selected.number,
         workload=selected.profile.workload.name,
         hardware=selected.documents.table.device,
         tuned=selected.tuned,
-        variants=variants,
+        tree=fastest.chain,
+        predicted=fastest.predicted,
+        slowdown=fastest.predicted.ms_per_token / selected.tuned.ms_per_token - 1,
+        by_batch=schedule,
+        file=path.name,
+        settings=settings.model_dump(exclude_none=True),
+        command=engine.command(pair, settings, path),
         lossless=engine.lossless,
         notes=[
             _prediction_note(selected, replay),
             *_profile_notes(selected, engine),
-            *_prompt_notes(selected, engine, variants, replay),
             *(conversion.note for conversion in conversions),
             *(f"{name}: {GGUF_NOTE}" for name in (pair.target, pair.draft) if name.endswith(SUFFIX)),
             *engine.caveats(pair),
@@ -88,9 +90,7 @@ def export_profile(
     )
     for conversion in conversions:
         conversion.write()
-    for variant in variants:
-        for file, content in {variant.file: variant.settings, **engine.companions(variant.by_batch)}.items():
-            write_bytes(folder / file, (json.dumps(content, indent=1) + "\n").encode())
+    write_bytes(path, (json.dumps(result.settings, indent=1) + "\n").encode())
     result.save(folder / EXPORT)
     print_export(result, folder, console)
     return result
@@ -107,50 +107,27 @@ def _pair(engine: Engine, selected: Selection) -> Pair:
 
 
 def _replay(engine: Engine, selected: Selection, draft_tokens: int | None, prices: Path | None) -> EngineReplay:
-    trace, table, prompts = selected.trace, selected.documents.table, selected.prompts
+    trace, table = selected.trace, selected.documents.table
     if prices is None:
-        return EngineReplay(trace, table, prompts=prompts, draft_tokens=draft_tokens)
+        return EngineReplay(trace, table, draft_tokens=draft_tokens)
     measured = EnginePrices.load(prices)
     measured.check_is_of(engine.name, engine.version, selected.profile.target, trace.header.draft, source=prices)
-    return MeasuredReplay(trace, table, measured, prompts=prompts, draft_tokens=draft_tokens)
+    return MeasuredReplay(trace, table, measured, draft_tokens=draft_tokens)
 
 
-def _fastest_first(engine: Engine, replay: EngineReplay) -> list[PricedTree]:
-    """The fastest chain and, if the engine runs them, tree; refused where plain decoding is faster."""
-    fastest = (replay.fastest(replay.chains()), replay.fastest(replay.trees() if engine.runs_trees else ()))
-    found = sorted((one for one in fastest if one is not None), key=lambda one: one.predicted.ms_per_token)
-    if (best := found[0].predicted.speedup) > 1.0 or replay.draft_tokens is not None:
+def _fastest(engine: Engine, replay: EngineReplay) -> PricedChain:
+    """The fastest chain; refused where plain decoding is faster."""
+    found = replay.fastest()
+    if (best := found.predicted.speedup) > 1.0 or replay.draft_tokens is not None:
         return found
     gains = replay.gains() if isinstance(replay, MeasuredReplay) else {}
     at_once = "".join(
-        f", and at {priced.predicted.speedup:.2f}x with {priced.tree.max_depth} draft tokens and {size} requests at once"
+        f", and at {priced.predicted.speedup:.2f}x with {priced.chain.depth} draft tokens and {size} requests at once"
         for size, priced in gains.items()
     )
     raise UserError(
         f"{engine.name}: its best configuration with {replay.trace.header.draft.id} is predicted at {best:.2f}x of plain decoding{at_once}; "
         "serve the target alone, choose another draft with --draft, or export a chain all the same with --draft-tokens"
-    )
-
-
-def _variant(
-    engine: Engine, pair: Pair, priced: PricedTree, replay: EngineReplay, selected: Selection, folder: Path
-) -> Variant:
-    tree, is_chain = priced.tree, isinstance(priced.tree, ChainPolicy)
-    schedule = replay.schedule(tree.max_depth) if is_chain and engine.supports_schedule(pair) else []
-    settings = engine.settings(pair, tree, schedule)
-    name = "chain" if is_chain else "tree"
-    path = folder / engine.settings_file.format(variant=name)
-    return Variant(
-        name=name,
-        label=tree.label,
-        tree=tree,
-        predicted=priced.predicted,
-        slowdown=priced.predicted.ms_per_token / selected.tuned.ms_per_token - 1,
-        by_batch=schedule,
-        file=path.name,
-        companions=list(engine.companions(schedule)),
-        settings=settings.model_dump(exclude_none=True),
-        command=engine.command(pair, settings, path),
     )
 
 
@@ -172,22 +149,21 @@ def _prediction_note(selected: Selection, replay: EngineReplay) -> str:
             f"{steps} in autotune's own runtime on {table.device.model}; an engine's steps take other times, and nothing was "
             "measured in it"
         )
-    num_prompts = int(selected.prompts.sum())
-    return f"predictions replay {num_prompts} tuning prompts of {selected.profile.workload.name} with {where}"
+    return f"predictions replay {selected.trace.num_prompts} tuning prompts of {selected.profile.workload.name} with {where}"
 
 
 def _profile_notes(selected: Selection, engine: Engine) -> Iterator[str]:
     """Notes on what the engine leaves out of the profile."""
-    profile, point, documents = selected.profile, selected.point, selected.documents
+    profile, point, documents = selected.profile, selected.profile.point, selected.documents
     if documents.reproduces(point) is False and point.predicted is not None:
         yield (
             f"the documents in {documents.folder} predict {documents.predict(point, selected.trace).speedup:.2f}x for the profile's "
             f"point, but the profile says {point.predicted.speedup:.2f}x: they have changed since, or belong to another search"
         )
     if len(profile.points) > 1:
-        yield _points_note(selected)
+        yield f"the profile has {len(profile.points)} points and an engine runs one: this is the last, replayed on all tuning prompts"
     keep = point.draft.subnet.visual_keep if point.draft is not None else 1.0
-    if keep < 1.0 and selected.trace.num_visual_tokens[selected.prompts].any():
+    if keep < 1.0 and selected.trace.num_visual_tokens.any():
         yield f"the profile's point keeps {keep:g} of the visual tokens; engines do not prune them"
     if temperature := profile.workload.temperature:
         yield (
@@ -198,36 +174,3 @@ def _profile_notes(selected: Selection, engine: Engine) -> Iterator[str]:
         yield f"the profile's {point.tree.label} has a floor; {engine.floor_note}, so chains are exported without one"
     if not point.lossless:
         yield "the profile's point is lossy; engines verify losslessly and are compared with its lossless speed"
-
-
-def _points_note(selected: Selection) -> str:
-    combined = selected.documents.combined_speedup(selected.profile, selected.trace)
-    requests = "all tuning prompts" if selected.prompts.all() else "the tuning prompts that it decodes"
-    note = (
-        f"the profile has {len(selected.profile.points)} points and an engine runs one: this is point {selected.number}, for "
-        f"{selected.point.when.label}, replayed on {requests}"
-    )
-    return (
-        note
-        if combined is None
-        else f"{note}; all points together are predicted at {combined:.2f}x on all tuning prompts"
-    )
-
-
-def _prompt_notes(
-    selected: Selection, engine: Engine, variants: Sequence[Variant], replay: EngineReplay
-) -> Iterator[str]:
-    """Notes on batches that were not measured, and on prompts with images that are not replayed."""
-    if not isinstance(replay, MeasuredReplay):
-        for batches in (variant.by_batch for variant in variants if variant.by_batch):
-            yield (
-                f"batches of 2 to {batches[-1].end} requests were not measured: they are priced in lockstep by steps "
-                f"of one request that read as many tokens, at most {selected.documents.table.verify.max_tokens}, "
-                "without each request's own KV cache"
-            )
-    num_images = int((selected.trace.num_visual_tokens > 0).sum())
-    if engine.served[selected.kind].images == "text" and num_images:
-        yield (
-            f"{num_images} of {selected.trace.num_prompts} tuning prompts have an image and are left out, from the "
-            "speed of the profile's point too"
-        )

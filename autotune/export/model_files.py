@@ -13,7 +13,7 @@ from autotune.errors import UserError
 from autotune.files import read_json, write_bytes
 from autotune.modeling.loading import bundled_models, save_tensors
 
-CONFIG, INDEX, WEIGHTS, TOKENIZER = "config.json", "model.safetensors.index.json", "*.safetensors", "tokenizer.json"
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "*.safetensors"
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 """Files of a checkpoint next to its config and weights."""
 NOT_OF_TEXT = (CONFIG, INDEX, "processor_config.json", "preprocessor_config.json")
@@ -47,15 +47,6 @@ class ModelFiles:
         """Whether positions have several axes (time, height, width)."""
         settings = (self.text_config.get("rope_parameters") or {}, self.text_config.get("rope_scaling") or {})
         return any(isinstance(setting, dict) and "mrope_section" in setting for setting in settings)
-
-    def token_ids(self) -> dict[str, int] | None:
-        """The tokenizer's map from tokens to ids; None without a ``tokenizer.json``."""
-        path = self.folder / TOKENIZER
-        if not path.exists():
-            return None
-        from tokenizers import Tokenizer
-
-        return dict(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True))
 
 
 def find_model(name: str) -> ModelFiles | None:

@@ -6,20 +6,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autotune.acceptance.replay import Replay
 from autotune.acceptance.trace import Trace, TraceHeader, load_trace
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint, Predicted
-from autotune.documents.draft_kinds import ImageInput
 from autotune.documents.provenance import ModelReference
+from autotune.documents.subnet import VisualInput
 from autotune.errors import UserError
-from autotune.export.engine_replay import predicted_on
+from autotune.export.engine_replay import prediction
 from autotune.files import WORKSPACE
 from autotune.prediction.evaluator import Evaluator
-from autotune.study.folder import find_studies, find_study, points_of_prompts
+from autotune.study.folder import find_studies, find_study
 
 
 @dataclass(frozen=True)
@@ -34,47 +33,38 @@ class SearchDocuments:
     """Trace headers by file."""
     _evaluators: dict[Path, Evaluator] = field(default_factory=dict, init=False, repr=False)
 
-    def engine_trace(self, draft: str, vision: ImageInput) -> Trace | None:
-        """The trace of a draft as an engine runs it, with every head; None if it was not recorded.
-
-        A trace of prompts without images serves every engine, and one in which the draft sees some of the visual tokens serves
-        an engine that is exported for prompts without images.
+    def engine_trace(self, draft: str, vision: VisualInput) -> Trace | None:
+        """The trace of a draft as an engine runs it, with every head; None if it was not recorded. A trace of prompts without images
+        serves every engine.
         """
-        for path, header in sorted(self.headers.items(), key=lambda item: -item[1].subnet.visual_keep):
+        for path, header in self.headers.items():
             if header.draft.id != draft or header.subnet.head_shares != (1.0, 1.0, 1.0):
                 continue
             (trace,) = self._evaluator(path).traces.values()
             is_shown = header.visual_input == vision and header.subnet.visual_keep == 1.0
-            is_text = vision == "text" and header.visual_input == "features"
-            if is_shown or is_text or not trace.num_visual_tokens.any():
+            if is_shown or not trace.num_visual_tokens.any():
                 return trace
         return None
 
-    def predict(self, point: OperatingPoint, trace: Trace, prompts: NDArray[np.bool_] | None = None) -> Predicted:
-        """Predict a point on the selected ``prompts`` [prompts], or on all; without the point's own trace, return the
-        profile's prediction. ``trace`` is any trace of the same prompts, along which plain decoding is priced.
+    def predict(self, point: OperatingPoint, trace: Trace) -> Predicted:
+        """Predict a point; without the point's own trace, return the profile's prediction. ``trace`` is any trace of the same prompts,
+        along which plain decoding is priced.
 
         Raises:
             UserError: neither the study nor the profile has a prediction of the point.
         """
-        selected = np.ones(trace.num_prompts, bool) if prompts is None else prompts
-        estimated = self.table.estimated
         if point.draft is None:
-            plain_ms = float(Evaluator([trace], self.table).ar_ms[selected].sum())
-            tokens = float((np.diff(trace.answer_start) - 1)[selected].sum())
-            return Predicted(speedup=1.0, ms_per_token=plain_ms / tokens, tokens_per_round=None, estimated=estimated)
+            ms = Evaluator([trace], self.table).ar_ms_per_token
+            return Predicted(speedup=1.0, ms_per_token=ms, tokens_per_round=None, estimated=self.table.estimated)
         if (replayed := self._replay(point)) is None:
             if point.predicted is None:
                 raise UserError(
                     f"{self.folder} has no trace of {point.draft.id} {point.draft.subnet.label}".strip()
-                    + ", and the profile has no "
-                    "prediction of its point; run autotune search again"
+                    + ", and the profile has no prediction of its point; run autotune search again"
                 )
             return point.predicted
         evaluator, result = replayed
-        return predicted_on(
-            selected, evaluator.ar_ms, result.decode_ms, result.tokens, result.rounds, is_estimated=estimated
-        )
+        return prediction(result, evaluator.ar_ms, is_estimated=self.table.estimated)
 
     def reproduces(self, point: OperatingPoint) -> bool | None:
         """Whether replay repeats the profile's prediction of a point, as it does with the documents of the profile's own
@@ -85,19 +75,6 @@ class SearchDocuments:
         evaluator, result = replayed
         times = [result.ms_per_token, evaluator.ar_ms_per_token / result.ms_per_token]
         return bool(np.allclose(times, [point.predicted.ms_per_token, point.predicted.speedup], rtol=1e-9))
-
-    def combined_speedup(self, profile: DecodingProfile, trace: Trace) -> float | None:
-        """Predicted speedup of all points, each on what it decodes of the prompts; None if one of them was not recorded."""
-        points = points_of_prompts(profile, trace)
-        plain_ms = Evaluator([trace], self.table).ar_ms
-        ms = plain_ms.copy()
-        for number in np.unique(points):
-            if profile.points[number].draft is None:
-                continue
-            if (replayed := self._replay(profile.points[number])) is None:
-                return None
-            ms[points == number] = replayed[1].decode_ms[points == number]
-        return float(plain_ms.sum() / ms.sum())
 
     def _evaluator(self, path: Path) -> Evaluator:
         if path not in self._evaluators:

@@ -11,7 +11,7 @@ from pydantic import Field
 from autotune.export.document import BatchPrediction
 from autotune.export.engine import SAMPLING, Engine, Pair
 from autotune.files import Document
-from autotune.trees.base import TreePolicy
+from autotune.trees.chain import ChainPolicy
 
 
 class TransformersSettings(Document):
@@ -29,7 +29,6 @@ class TransformersSettings(Document):
 class Transformers(Engine):
     name = "transformers"
     version = "5.23.0"
-    settings_type = TransformersSettings
     settings_file = "generation_config.json"
     floor_note = "assistant_confidence_threshold also verifies the first token below it and adapts to acceptance"
     lossless = f"assisted generation preserves the target's distribution at any temperature; {SAMPLING}"
@@ -41,8 +40,10 @@ class Transformers(Engine):
         "with sampling, assisted generation samples its drafts too, so fewer of them are accepted than predicted",
     )
 
-    def settings(self, pair: Pair, tree: TreePolicy, schedule: Sequence[BatchPrediction] = ()) -> TransformersSettings:
-        return TransformersSettings(num_assistant_tokens=tree.max_depth)
+    def settings(
+        self, pair: Pair, chain: ChainPolicy, schedule: Sequence[BatchPrediction] = ()
+    ) -> TransformersSettings:
+        return TransformersSettings(num_assistant_tokens=chain.depth)
 
     def command(self, pair: Pair, settings: Document, path: Path) -> str:
         return (

@@ -12,10 +12,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import SAMPLING, Engine, Pair, unequal_vocabularies
+from autotune.export.engine import SAMPLING, Engine, Pair
 from autotune.export.model_files import Conversion, has_short_vision_names, text_part, with_long_vision_names
 from autotune.files import Document
-from autotune.trees.base import TreePolicy
+from autotune.trees.chain import ChainPolicy
 
 MAX_BATCH = 1024
 """vLLM's largest default of ``max_num_seqs``."""
@@ -50,7 +50,6 @@ class VllmSettings(Document):
 class Vllm(Engine):
     name = "vllm"
     version = "0.32.0"
-    settings_type = VllmSettings
     settings_file = "speculative-config.json"
     lossless = (
         "rejection_sample_method standard, as exported, preserves the target's distribution at any temperature (block does too, "
@@ -64,9 +63,18 @@ class Vllm(Engine):
     )
 
     def refusal(self, pair: Pair) -> str | None:
-        if pair.is_complete_model and pair.draft_files is not None and pair.draft_files.has_mrope:
+        target, draft = pair.target_files, pair.draft_files
+        if draft is None or not pair.is_complete_model:
+            return None
+        if draft.has_mrope:
             return "the draft has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
-        return unequal_vocabularies(pair)
+        sizes = (None if target is None else target.vocab_size, draft.vocab_size)
+        if None not in sizes and sizes[0] != sizes[1]:
+            return (
+                f"the draft's vocabulary has {sizes[1]} tokens and the target's has {sizes[0]}; choose a draft with the target's "
+                "vocabulary"
+            )
+        return None
 
     def caveats(self, pair: Pair) -> Sequence[str]:
         if not pair.is_complete_model:
@@ -82,9 +90,6 @@ class Vllm(Engine):
             )
         return notes
 
-    def supports_schedule(self, pair: Pair) -> bool:
-        return True
-
     def loadable(self, pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
         """The text part of a draft, and a vision tower whose weights have the names that vLLM knows."""
         target, draft, conversions = pair.target, pair.draft, []
@@ -96,7 +101,7 @@ class Vllm(Engine):
             draft = str(folder / "draft")
         return dataclasses.replace(pair, target=target, draft=draft), conversions
 
-    def settings(self, pair: Pair, tree: TreePolicy, schedule: Sequence[BatchPrediction] = ()) -> VllmSettings:
+    def settings(self, pair: Pair, chain: ChainPolicy, schedule: Sequence[BatchPrediction] = ()) -> VllmSettings:
         ranges = [(batch.start, batch.end, batch.draft_tokens) for batch in schedule]
         if ranges and ranges[-1][1] < MAX_BATCH:  # vLLM carries the last length on to larger batches
             start, end, draft_tokens = ranges[-1]
@@ -105,7 +110,7 @@ class Vllm(Engine):
             {
                 "method": self.served[pair.draft_kind].method,
                 "model": pair.draft,
-                "num_speculative_tokens": tree.max_depth,
+                "num_speculative_tokens": chain.depth,
                 "num_speculative_tokens_per_batch_size": ranges or None,
             }
         )

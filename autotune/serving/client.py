@@ -1,4 +1,4 @@
-"""A running serving engine over HTTP: answers by its OpenAI-compatible API, counts by its Prometheus metrics. Loads no torch."""
+"""Serving engines over HTTP, and a running vLLM: answers by its OpenAI-compatible API, counts by its Prometheus metrics. Loads no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -28,54 +28,31 @@ SETTLING_S = 10.0  # longest time after an answer until the engine has counted i
 ADVICE = "give the address of a serving engine, such as http://localhost:8000"
 
 
-@dataclass(frozen=True)
-class EngineInterface:
-    """Where an engine says what it is, and the names of its counters."""
-
-    about: str
-    """Path of a JSON object with the engine's ``version`` and the settings that it reports."""
-    rounds: str
-    """Verifications of drafts, over all requests."""
-    generated: str
-    """Tokens of all answers."""
-    drafted: str | None = None
-    """Draft tokens that were verified; None if the engine does not count them."""
-    accepted: str | None = None
-    """Draft tokens that were accepted, by the label ``position`` from 0."""
-
-
-INTERFACES: Mapping[str, EngineInterface] = {
-    "vllm": EngineInterface(
-        about="/version",
-        rounds="vllm:spec_decode_num_drafts_total",
-        generated="vllm:generation_tokens_total",
-        drafted="vllm:spec_decode_num_draft_tokens_total",
-        accepted="vllm:spec_decode_num_accepted_tokens_per_pos_total",
-    ),
-    "sglang": EngineInterface(
-        about="/server_info", rounds="sglang:spec_verify_calls_total", generated="sglang:generation_tokens_total"
-    ),
+COUNTERS = {
+    "generated": "vllm:generation_tokens_total",
+    "rounds": "vllm:spec_decode_num_drafts_total",
+    "drafted": "vllm:spec_decode_num_draft_tokens_total",
 }
-"""By the engine's name, which is also the prefix of its metrics. SGLang's are exposed with ``--enable-metrics``."""
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos_total"  # by the label ``position`` from 0
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Counters of an engine since its start, or between two readings."""
+    """Counters of vLLM since its start, or between two readings; those of drafts are 0 where it does not speculate."""
 
     generated: int
-    rounds: int | None
-    """None where the engine does not speculate, or has not yet."""
-    drafted: int | None = None
-    accepted: tuple[int, ...] = ()
+    """Tokens of all answers."""
+    rounds: int
+    """Verifications of drafts, over all requests."""
+    drafted: int
+    """Draft tokens that were verified."""
+    accepted: tuple[int, ...]
     """Accepted draft tokens by position in the chain."""
 
     def since(self, before: Counters) -> Counters:
         earlier = (*before.accepted, *[0] * (len(self.accepted) - len(before.accepted)))
         return Counters(
-            generated=self.generated - before.generated,
-            rounds=None if self.rounds is None else self.rounds - (before.rounds or 0),
-            drafted=None if self.drafted is None else self.drafted - (before.drafted or 0),
+            **{name: getattr(self, name) - getattr(before, name) for name in COUNTERS},
             accepted=tuple(now - then for now, then in zip(self.accepted, earlier, strict=True)),
         )
 
@@ -135,26 +112,17 @@ class EngineHttp:
 
 
 class EngineClient(EngineHttp):
-    """A client of one engine.
+    """A client of one vLLM.
 
     Raises:
-        UserError: nothing answers at ``url``, it is no engine in ``INTERFACES``, or it exposes no metrics.
+        UserError: nothing answers at ``url``, it is no vLLM, or it exposes no metrics.
     """
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        advice = "it exposes no metrics; start the engine with them (SGLang: --enable-metrics)"
-        text = self.read("/metrics", advice=advice).decode(errors="replace")
-        interfaces = [name for name in INTERFACES if f"{name}:" in text]
-        if len(interfaces) != 1:
-            raise UserError(
-                f"--engine {url}: its metrics are of none of the engines that are known, {', '.join(INTERFACES)}; give the address "
-                "of one of them"
-            )
-        (self.name,) = interfaces
-        self.interface = INTERFACES[self.name]
-        self.about = self.read_json(self.interface.about)
-        self.version = str(self.about.get("version", "unknown"))
+        if "vllm:" not in self.read("/metrics", advice="it exposes no metrics").decode(errors="replace"):
+            raise UserError(f"--engine {url}: its metrics are not vLLM's; give the address of a vLLM")
+        self.version = str(self.read_json("/version").get("version", "unknown"))
         with self.reply_of("/v1/models"):
             models = self.read_json("/v1/models").get("data") or [{}]
             self.model = str(models[0].get("id", ""))
@@ -167,18 +135,16 @@ class EngineClient(EngineHttp):
             raise UserError(
                 'reading an engine\'s metrics needs prometheus-client; pip install "autotune-speculative[metrics]"'
             ) from None
-        sums, accepted = Counter[str | None](), Counter[int]()
+        sums, accepted = Counter[str](), Counter[int]()
         with self.reply_of("/metrics"):
             for family in text_string_to_metric_families(self.read("/metrics").decode()):
                 for sample in family.samples:
-                    if sample.name == self.interface.accepted:
+                    if sample.name == ACCEPTED:
                         accepted[int(sample.labels["position"])] += int(sample.value)
-                    elif sample.name in (self.interface.rounds, self.interface.generated, self.interface.drafted):
+                    elif sample.name in COUNTERS.values():
                         sums[sample.name] += int(sample.value)
         return Counters(
-            generated=sums[self.interface.generated],
-            rounds=sums.get(self.interface.rounds),
-            drafted=sums.get(self.interface.drafted),
+            **{name: sums[counter] for name, counter in COUNTERS.items()},
             accepted=tuple(accepted[position] for position in sorted(accepted)),
         )
 
@@ -220,7 +186,7 @@ class EngineClient(EngineHttp):
         seconds = time.perf_counter() - started
         with self.reply_of(path):
             choice = body["choices"][0]
-            tokens = choice.get("token_ids") or choice.get("response_token_ids")  # SGLang's chats have the second name
+            tokens = choice.get("token_ids")
             found = choice.get("prompt_token_ids") or body.get("prompt_token_ids")
             if not (_are_tokens(tokens or []) and _are_tokens(found or [])):
                 raise ValueError("tokens are integers")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
-from autotune.export.document import Export, Variant
+from autotune.export.document import Export
 from autotune.serving.client import EngineClient
-from autotune.serving.measuring import EngineArm, EngineRuns, PromptRun, measure_engines
+from autotune.serving.measuring import EngineRuns, PromptRun, measure_engines
 from autotune.serving.prediction import PredictedPrompt, acceptance_by_position, load_export, predict
 from autotune.serving.server import ServerOptions, started, with_draft_tokens
 from autotune.workloads.workload import Workload
@@ -60,23 +59,21 @@ def bench(
     Raises:
         UserError: see ``load_export`` and ``predict``; the engine's version was not checked, or it runs other settings.
     """
-    export = load_export(profile, engine.name if isinstance(engine, EngineClient) else "vllm", folder)
-    arms: dict[str, EngineArm]
+    export = load_export(profile, folder)
+    arms: dict[str, AbstractContextManager[EngineClient]]
     if isinstance(engine, EngineClient):
-        variant = running_variant(engine, export)
-        arms = {SPECULATIVE: lambda: nullcontext(engine)}
+        require_checked(engine, export)
+        arms = {SPECULATIVE: nullcontext(engine)}
     else:
-        (variant, *_) = export.variants
-        commands = {SPECULATIVE: variant.command, PLAIN: with_draft_tokens(variant.command, 0)}
-        arms = {arm: partial(started_checked, command, engine, export, console) for arm, command in commands.items()}
-    predicted = predict(export, variant, workload, device, console, DecodingProfile.load(profile).dtype)
-    is_interleaved = isinstance(engine, ServerOptions) and engine.interleaved
-    measured = measure_engines(arms, predicted, requests_at_once, console, interleaved=is_interleaved)
+        commands = {SPECULATIVE: export.command, PLAIN: with_draft_tokens(export.command, 0)}
+        arms = {arm: started_checked(command, engine, export, console) for arm, command in commands.items()}
+    predicted = predict(export, workload, device, console, DecodingProfile.load(profile).dtype)
+    measured = measure_engines(arms, predicted, requests_at_once, console)
     compared = [_comparison(*pair) for pair in zip(predicted, measured[SPECULATIVE].prompts, strict=True)]
-    accepted = _acceptance(measured[SPECULATIVE], variant)
+    accepted = _acceptance(measured[SPECULATIVE], export)
     plain = None if PLAIN not in measured else zip(measured[PLAIN].prompts, predicted, strict=True)
     print_rounds(export, compared, console)
-    print_throughput(export, variant, measured, console)
+    print_throughput(export, measured, console)
     return {
         "provenance": stamp().model_dump(mode="json"),
         "engine": export.engine,
@@ -84,13 +81,12 @@ def bench(
         "profile": export.profile,
         "target": export.target.model_dump(),
         "draft": export.draft.model_dump(),
-        "variant": variant.name,
-        "settings": variant.settings,
-        "predicted": variant.predicted.model_dump(),
+        "settings": export.settings,
+        "predicted": export.predicted.model_dump(),
         "prompts": [asdict(one) for one in compared],
         "plain_prompts_identical": plain and sum(run.answer.tokens == prompt.tokens for run, prompt in plain),
         "acceptance_by_position": {
-            "predicted": acceptance_by_position(predicted, variant.tree.max_depth),
+            "predicted": acceptance_by_position(predicted, export.tree.depth),
             "engine": accepted,
         },
         "throughput": [
@@ -115,22 +111,6 @@ def require_checked(client: EngineClient, export: Export) -> None:
         )
 
 
-def running_variant(client: EngineClient, export: Export) -> Variant:
-    """The exported variant that an engine runs, by the settings that the engine reports.
-
-    Raises:
-        UserError: the engine's version was not checked, or it runs none of them.
-    """
-    require_checked(client, export)
-    for variant in export.variants:
-        told = {name: value for name, value in variant.settings.items() if value not in variant.companions}
-        if all(client.about.get(name, value) == value for name, value in told.items()):
-            return variant
-    raise UserError(
-        f"{client.url}: the engine runs none of the exported settings; start it with: {export.variants[0].command}"
-    )
-
-
 @contextmanager
 def started_checked(command: str, options: ServerOptions, export: Export, console: Console) -> Iterator[EngineClient]:
     """Start vLLM with a command and check its version; see ``server.started``."""
@@ -140,23 +120,21 @@ def started_checked(command: str, options: ServerOptions, export: Export, consol
         yield client
 
 
-def _acceptance(runs: EngineRuns, variant: Variant) -> list[float] | None:
-    """Share of the rounds that accept a draft token at each position; None if the engine does not count them. An engine
-    that did not speculate, or drafted other numbers of tokens than the variant, is refused.
+def _acceptance(runs: EngineRuns, export: Export) -> list[float]:
+    """Share of the rounds that accept a draft token at each position. An engine that did not speculate, or drafted other numbers of
+    tokens than exported, is refused.
     """
     counts = [run.counts for run in runs.prompts]
-    num_rounds = sum(count.rounds or 0 for count in counts)
+    num_rounds = sum(count.rounds for count in counts)
     if not num_rounds:
         raise UserError(
-            f"{runs.engine.url}: the engine counts no speculation in its metrics; start it with the exported settings: {variant.command}"
+            f"{runs.engine.url}: the engine counts no speculation in its metrics; start it with the exported settings: {export.command}"
         )
-    if any(count.drafted is None for count in counts):
-        return None
-    drafted = sum(count.drafted or 0 for count in counts) / num_rounds
-    if round(drafted) != variant.tree.max_nodes:
+    drafted = sum(count.drafted for count in counts) / num_rounds
+    if round(drafted) != export.tree.depth:
         raise UserError(
-            f"{runs.engine.url}: the engine drafted {drafted:.2f} tokens a round, and the export says {variant.tree.max_nodes}; start it "
-            f"with the exported settings: {variant.command}"
+            f"{runs.engine.url}: the engine drafted {drafted:.2f} tokens a round, and the export says {export.tree.depth}; start it with "
+            f"the exported settings: {export.command}"
         )
     accepted = itertools.zip_longest(*(count.accepted for count in counts), fillvalue=0)
     return [sum(position) / num_rounds for position in accepted]
@@ -173,7 +151,7 @@ def _comparison(predicted: PredictedPrompt, run: PromptRun) -> PromptComparison:
         first_difference=next((index for index, (token, expected) in pairs if token != expected), None),
         reads_same_prompt=None if read is None else read == predicted.prompt_tokens,
         predicted_rounds=len(predicted.accepted_lengths),
-        rounds=run.counts.rounds or 0,
+        rounds=run.counts.rounds,
     )
 
 
@@ -213,7 +191,7 @@ def print_rounds(export: Export, compared: Sequence[PromptComparison], console: 
         )
 
 
-def print_throughput(export: Export, variant: Variant, measured: Mapping[str, EngineRuns], console: Console) -> None:
+def print_throughput(export: Export, measured: Mapping[str, EngineRuns], console: Console) -> None:
     """Print a row for each arm and number of requests, with the speedup over the engine without speculation."""
     plain = measured[PLAIN].speeds if PLAIN in measured else ()
     baselines = {speed.requests_at_once: speed.requests_per_second for speed in plain}
@@ -229,7 +207,7 @@ def print_throughput(export: Export, variant: Variant, measured: Mapping[str, En
         for speed in runs.speeds
     ]
     console.table(
-        f"Speed over HTTP, prefill included; the export predicts {variant.predicted.speedup:.2f}x without prefill, by its own prices",
+        f"Speed over HTTP, prefill included; the export predicts {export.predicted.speedup:.2f}x without prefill, by its own prices",
         [export.engine, "requests at once", "requests/s", "tokens/s", "speedup"],
         rows,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,13 @@ from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
-from autotune.export.document import EXPORT, Export, Variant
-from autotune.export.exporter import ENGINES
+from autotune.export.document import EXPORT, Export
+from autotune.export.vllm import Vllm
 from autotune.files import WORKSPACE
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
-from autotune.trees.policy import Policy
+from autotune.trees.chain import ChainPolicy
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
@@ -38,44 +37,41 @@ class PredictedPrompt:
     """Draft tokens accepted in each round."""
 
 
-def load_export(source: Path, engine: str, folder: Path | None) -> Export:
-    """The export of the profile in ``source`` to an engine; without a ``folder``, the one in ``exports/ENGINE``.
+def load_export(source: Path, folder: Path | None) -> Export:
+    """The export of the profile in ``source`` to vLLM; without a ``folder``, the one in ``exports/vllm``.
 
     Raises:
         UserError: there is none in the folder, it is of another engine or target, or no draft of the profile can be served.
     """
-    profile, folder = DecodingProfile.load(source), folder or Path("exports") / engine
+    profile, folder = DecodingProfile.load(source), folder or Path("exports") / Vllm.name
     path = folder / EXPORT
     if not path.exists():
-        methods = ENGINES[engine].served
+        methods = Vllm().served
         drafts = {point.draft.id: point.draft.kind for point in profile.points if point.draft is not None}
         if not any(kind in methods for kind in drafts.values()):
             recorded = " and ".join(f"{name}, of kind {kind}" for name, kind in drafts.items()) or "no draft"
             raise UserError(
-                f"{engine} serves drafts of kind {' or '.join(methods)}, and {source} has {recorded}; export another recorded draft: "
-                f"autotune export {source} --to {engine} --draft NAME -o {folder}"
+                f"vllm serves drafts of kind {' or '.join(methods)}, and {source} has {recorded}; export another recorded draft: "
+                f"autotune export {source} --to vllm --draft NAME -o {folder}"
             )
-        raise UserError(f"{path}: no such export; run autotune export {source} --to {engine} -o {folder}")
+        raise UserError(f"{path}: no such export; run autotune export {source} --to vllm -o {folder}")
     export = Export.load(path)
-    if export.engine != engine:
-        raise UserError(
-            f"{path}: an export to {export.engine}, and the engine is {engine}; name another folder with --export"
-        )
+    if export.engine != Vllm.name:
+        raise UserError(f"{path}: an export to {export.engine}; name the folder of one to vllm with --export")
     if not export.target.is_same(profile.target):
         raise UserError(f"{path}: exported for other weights than the ones of {source}; run autotune export again")
     return export
 
 
 def predict(
-    export: Export, variant: Variant, workload: Workload, device: str, console: Console, dtype: Any = None
+    export: Export, workload: Workload, device: str, console: Console, dtype: Any = None
 ) -> list[PredictedPrompt]:
-    """Record the target's answers and the draft's proposals along them, as the engine shows the draft images, and replay them.
+    """Record the target's answers and the draft's proposals along them, as vLLM shows the draft images, and replay them.
 
-    ``dtype`` is that of the target, as of ``load_model``. Records are kept in the study's folder, as the records of ``autotune record`` are. Prompts with an image are left out where the
-    engine's draft sees of it what is not recorded.
+    ``dtype`` is that of the target, as of ``load_model``. Records are kept in the study's folder, as those of ``autotune record``.
 
     Raises:
-        UserError: a prompt is sampled, a model has changed since the export, or every prompt is left out.
+        UserError: a prompt is sampled, or a model has changed since the export.
     """
     for prompt in workload.prompts:
         if prompt.settings.temperature > 0.0:
@@ -85,16 +81,8 @@ def predict(
     for wanted in (export.target, export.draft):
         if not (current := reference(wanted.id)).is_same(wanted):
             raise UserError(f"{current.id}: its weights have changed since the export; run autotune export again")
-    vision = ENGINES[export.engine].served[export.kind].images
     processor = load_processor(export.target.id)
     prompts = workload.readable_by(processor)
-    if vision == "text":
-        prompts = dataclasses.replace(prompts, prompts=tuple(prompt for prompt in prompts.prompts if not prompt.pixels))
-    if not prompts.prompts:
-        raise UserError(
-            f"{workload.name}: what {export.engine} shows the draft of an image is not recorded, and every prompt has one; name "
-            "another --workload"
-        )
     study = Path(export.study)
     target = Target(load_model(export.target.id, device=device, dtype=dtype, console=console))
     draft = load_draft(export.draft.id, target)
@@ -108,14 +96,14 @@ def predict(
             reference(export.draft.id),
             prompts,
             visual_keep=1.0,
-            visual_input="placeholders" if vision == "placeholders" else "features",
-            bounds=variant.tree.forest_bounds,
+            visual_input=Vllm().served[export.kind].images,
+            bounds=export.tree.forest_bounds,
             report=lambda done, of: update(done, of, ""),
         )
-    return [_predicted(trace, number, prompt, variant.tree) for number, prompt in enumerate(prompts.prompts)]
+    return [_predicted(trace, number, prompt, export.tree) for number, prompt in enumerate(prompts.prompts)]
 
 
-def _predicted(trace: Trace, number: int, prompt: WorkloadPrompt, tree: Policy) -> PredictedPrompt:
+def _predicted(trace: Trace, number: int, prompt: WorkloadPrompt, tree: ChainPolicy) -> PredictedPrompt:
     begin, end = trace.answer_start[number : number + 2]
     first = int(trace.prompt_length[:number].sum())
     return PredictedPrompt(
@@ -127,6 +115,6 @@ def _predicted(trace: Trace, number: int, prompt: WorkloadPrompt, tree: Policy) 
 
 
 def acceptance_by_position(predicted: Sequence[PredictedPrompt], depth: int) -> list[float]:
-    """Share of the rounds that accept a draft token at each position of a chain, or level of a tree."""
+    """Share of the rounds that accept a draft token at each position of a chain."""
     lengths = np.array([length for prompt in predicted for length in prompt.accepted_lengths])
     return [float((lengths > position).mean()) for position in range(depth)]

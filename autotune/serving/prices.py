@@ -7,10 +7,8 @@ for CPUs has no synthetic acceptance.
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from autotune.console import Console
@@ -45,25 +43,17 @@ def measure_prices(
     Raises:
         UserError: as ``comparison.bench``.
     """
-    export = load_export(profile, "vllm", folder)
-    (variant, *_) = export.variants
-    predicted = predict(export, variant, workload, device, console, DecodingProfile.load(profile).dtype)
+    export = load_export(profile, folder)
+    predicted = predict(export, workload, device, console, DecodingProfile.load(profile).dtype)
     sizes = sorted({1, *requests_at_once})
     samples: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
-    order = random.Random(0)
-    groups = [list(PRICED_LENGTHS)] if options.interleaved else [[length] for length in PRICED_LENGTHS]
-    for group in groups:
-        with ExitStack() as stack:
-            engines = {}
-            for length in group:
-                command = with_draft_tokens(variant.command, length)
-                engines[length] = stack.enter_context(started_checked(command, options, export, console))
-                warm_up(engines[length], predicted)
-            with console.stage(f"rounds with {', '.join(map(str, group))} draft tokens") as update:
+    for length in PRICED_LENGTHS:
+        with started_checked(with_draft_tokens(export.command, length), options, export, console) as engine:
+            warm_up(engine, predicted)
+            with console.stage(f"rounds with {length} draft tokens") as update:
                 for repeat in range(REPEATS):
                     for size in sizes:
-                        for length in order.sample(group, len(group)):
-                            samples[size, length].append(_times(engines[length], predicted, size))
+                        samples[size, length].append(_times(engine, predicted, size))
                     update(repeat + 1, REPEATS, "")
     prices = EnginePrices(
         provenance=stamp(),

@@ -43,8 +43,6 @@ class ServerOptions:
     """In place of the first word of an export's command."""
     arguments: tuple[str, ...] = ()
     """Given to every server, in addition to those of the command."""
-    interleaved: bool = False
-    """Run the servers that are compared at the same time, taking turns; else one after the other."""
 
 
 def find_executable(given: str | None) -> str:

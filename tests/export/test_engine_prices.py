@@ -69,15 +69,13 @@ def test_chains_cost_their_rounds_and_the_drafts_prefill() -> None:
 
 
 def test_the_fastest_chain_and_the_schedule_are_the_least_sums() -> None:
-    """Up to the largest number of requests that was measured, and without trees."""
+    """Up to the largest number of requests that was measured."""
     trace = trace_of()
     replayed = MeasuredReplay(trace, cost_table(), prices(by_hand))
-    assert [chain.depth for chain in replayed.chains()] == [1, 2, 3, 4] and not list(replayed.trees())
-    best = replayed.fastest(replayed.chains())
-    assert best is not None
-    longest = best.tree.max_depth
-    schedule = replayed.schedule(longest)
-    assert schedule[0].start == 1 and schedule[-1].end == 4 and not any(one.estimated for one in schedule)
+    assert [chain.depth for chain in replayed.chains()] == [1, 2, 3, 4]
+    longest = replayed.fastest().chain.depth
+    schedule = replayed.schedule()
+    assert schedule[0].start == 1 and schedule[-1].end == 4
     for one in schedule:
         for batch in range(one.start, one.end + 1):
             chains = [ChainPolicy(depth=depth) for depth in range(1, longest + 1)]
@@ -94,9 +92,8 @@ def test_a_larger_batch_may_draft_more_where_its_prices_say_so() -> None:
         return 3.0 + (50.0 if size == 2 else 0.0) * length
 
     replayed = MeasuredReplay(trace_of(), cost_table(), prices(round_ms, sizes=(1, 2, 4)))
-    best = replayed.fastest(replayed.chains())
-    assert best is not None and best.tree.max_depth == 4
-    lengths = {batch: one.draft_tokens for one in replayed.schedule(4) for batch in range(one.start, one.end + 1)}
+    assert replayed.fastest().chain.depth == 4
+    lengths = {batch: one.draft_tokens for one in replayed.schedule() for batch in range(one.start, one.end + 1)}
     assert lengths[1] == lengths[4] == 4 and lengths[2] == 0
     assert set(replayed.gains()) == {1, 4}
 
@@ -113,9 +110,8 @@ def test_an_export_chooses_at_the_engines_prices(tmp_path: Path) -> None:
     result = export(prices(lambda size, length: 3.0))
     assert result.exit_code == 0, result.output
     document = Export.load(tmp_path / "out" / EXPORT)
-    (variant,) = document.variants
-    assert variant.settings["num_speculative_tokens"] == 4
-    assert variant.settings["num_speculative_tokens_per_batch_size"] == [[1, 4, 4], [5, 1024, 0]]
+    assert document.settings["num_speculative_tokens"] == 4
+    assert document.settings["num_speculative_tokens_per_batch_size"] == [[1, 4, 4], [5, 1024, 0]]
     assert any("measured with 0, 1, 4 draft tokens and 1, 4 requests at once" in note for note in document.notes)
     assert not any("nothing was measured" in note or "were not measured" in note for note in document.notes)
     dear = export(prices(lambda size, length: 3.0 + 99.0 * length))
@@ -124,7 +120,7 @@ def test_an_export_chooses_at_the_engines_prices(tmp_path: Path) -> None:
     message = "with 4 draft tokens and 4 requests at once; serve the target alone"
     assert together.exit_code == 2 and message in together.stderr
     for changed, what in (
-        (prices(by_hand, engine="sglang"), "engine"),
+        (prices(by_hand, engine="transformers"), "engine"),
         (prices(by_hand, engine_version="0.1"), "version"),
         (prices(by_hand, target=DRAFT), "target"),
         (prices(by_hand, draft=TARGET), "draft"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 import subprocess
@@ -10,21 +9,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from autotune.cli.export import EXPORT_ENGINES
 from autotune.cli.main import main
 from autotune.cost.request_costs import PrefillCost
-from autotune.documents.condition import Condition, Range
+from autotune.documents.condition import Condition
 from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
 from autotune.documents.provenance import ModelReference
 from autotune.export.document import EXPORT, Export
 from autotune.export.engine_replay import EngineReplay
 from autotune.export.exporter import ENGINES
-from autotune.export.sglang import SglangSettings
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, RETRIEVAL, bundled_models
 from autotune.prediction.evaluator import Evaluator
 from autotune.trees.chain import ChainPolicy
@@ -89,92 +86,62 @@ def test_every_engine_writes_files_and_predictions(pair: Path) -> None:
         found = exported(pair, engine)
         assert found.tuned.speedup == pytest.approx(point.predicted.speedup), engine
         assert (found.engine, found.engine_version) == (engine, ENGINES[engine].version)
-        assert (found.target, found.draft, found.kind, found.point) == (TARGET, DRAFT, "independent", 0), engine
-        names = [variant.name for variant in found.variants if engine != "sglang"]
-        assert names in ([], ["chain"]), engine
-        speedups = [variant.predicted.speedup for variant in found.variants]
-        assert speedups == sorted(speedups, reverse=True) and speedups[-1] > 1, engine
-        for variant in found.variants:
-            file = pair.parent / "out" / engine / variant.file
-            assert json.loads(file.read_text()) == variant.settings, engine
-            assert variant.slowdown == pytest.approx(variant.predicted.ms_per_token / found.tuned.ms_per_token - 1)
-            assert TARGET.id in variant.command and variant.predicted.estimated is False, engine
-            if engine != "transformers":  # an engine left to itself runs models in float32 in 16 bits
-                assert "--dtype float32" in variant.command
-
-
-def test_sglang_gets_the_best_tree_and_the_best_chain(pair: Path) -> None:
-    found = exported(pair, "sglang")
-    assert {variant.name for variant in found.variants} == {"tree", "chain"}
-    for variant in found.variants:
-        words = shlex.split(variant.command)
-        assert words[:4] == ["python", "-m", "sglang.launch_server", "--model-path"]
-        flags = dict(zip(words[3::2], words[4::2], strict=True))
-        assert flags["--speculative-draft-model-path"] == DRAFT.id
-        settings = SglangSettings.model_validate(variant.settings)
-        assert int(flags["--speculative-num-draft-tokens"]) == settings.speculative_num_draft_tokens
-        assert (settings.speculative_eagle_topk == 1) == (variant.name == "chain")
+        assert (found.target, found.draft, found.kind) == (TARGET, DRAFT, "independent"), engine
+        file = pair.parent / "out" / engine / found.file
+        assert json.loads(file.read_text()) == found.settings, engine
+        assert found.slowdown == pytest.approx(found.predicted.ms_per_token / found.tuned.ms_per_token - 1)
+        assert TARGET.id in found.command and found.predicted.estimated is False and found.predicted.speedup > 1
+        if engine != "transformers":  # an engine left to itself runs models in float32 in 16 bits
+            assert "--dtype float32" in found.command
 
 
 def test_a_chain_of_a_given_length_is_exported_however_fast_it_is(pair: Path) -> None:
-    """Without a schedule, and even where a slower draft makes it slower than plain decoding."""
-    for engine in ("vllm", "sglang", "transformers"):
-        (variant,) = exported(pair, engine, "--draft-tokens", 3).variants
-        assert variant.tree == ChainPolicy(depth=3) and not variant.by_batch, engine
+    """Even where a slower draft makes it slower than plain decoding."""
+    for engine in EXPORT_ENGINES:
+        assert exported(pair, engine, "--draft-tokens", 3).tree == ChainPolicy(depth=3), engine
     slow = write_pair(pair.parent / "slow", table=cost_table(decode=surface(lambda n, m: 0.01, tokens=(1,))))
     assert_refused(slow, "vllm", messages=("export a chain all the same with --draft-tokens",))
-    (variant,) = exported(slow, "vllm", "--draft-tokens", 2).variants
-    assert variant.predicted.speedup < 1 and variant.settings["num_speculative_tokens"] == 2
+    found = exported(slow, "vllm", "--draft-tokens", 2)
+    assert found.predicted.speedup < 1 and found.settings["num_speculative_tokens"] == 2
     message = "the trace of tests/draft and the cost table hold chains of 1 to 4 tokens; give one of them"
     assert_refused(pair, "vllm", "--draft-tokens", 9, messages=(f"--draft-tokens 9: {message}",))
 
 
 def test_eagle3_heads(tmp_path: Path) -> None:
-    """SGLang chooses their steps by batch size, vLLM runs chains, transformers refuses them."""
+    """vLLM runs chains of them, transformers refuses them."""
     profile = write_pair(tmp_path, kind="eagle3", aux_layers=(1, 2, 3))
-    assert exported(profile, "vllm").variants[0].settings["method"] == "eagle3"
-    chain = next(variant for variant in exported(profile, "sglang").variants if variant.name == "chain")
-    steps = json.loads((tmp_path / "out" / "sglang" / "adaptive.json").read_text())
-    assert chain.companions == ["adaptive.json"] and chain.by_batch
-    for batch in chain.by_batch:
-        assert steps[str(batch.start)] == {"candidate_steps": [batch.draft_tokens]}
+    assert exported(profile, "vllm").settings["method"] == "eagle3"
     message = "transformers cannot serve tests/draft, a draft of kind eagle3; "
     assert_refused(profile, "transformers", messages=(message,))
 
 
 def test_vllm_command_contains_the_settings_file(pair: Path) -> None:
-    """Predictions for batches above one request are marked as estimated."""
-    (variant,) = exported(pair, "vllm").variants
-    words = shlex.split(variant.command)
+    """Without prices of the engine, one length for every number of requests."""
+    found = exported(pair, "vllm")
+    words = shlex.split(found.command)
     assert words[:3] == ["vllm", "serve", TARGET.id]
     assert json.loads(words[-1]) == json.loads((pair.parent / "out" / "vllm" / "speculative-config.json").read_text())
-    ranges = variant.by_batch
-    schedule = variant.settings["num_speculative_tokens_per_batch_size"]
-    assert [[one.start, one.end, one.draft_tokens] for one in ranges[:-1]] == schedule[:-1]
-    last = ranges[-1]
-    assert last.draft_tokens == 0 and schedule[-1] == [last.start, 1024, 0], "vLLM carries the last length on"
-    assert all(one.estimated == (one.end > 1) for one in ranges) and ranges[-1].end > 8
+    assert not found.by_batch and "num_speculative_tokens_per_batch_size" not in found.settings
 
 
-def test_the_commands_or_the_document_are_printed(pair: Path) -> None:
-    path = pair.parent / "out" / "sglang" / EXPORT
-    assert export(pair, "sglang", "--json").stdout == path.read_text()
-    result = export(pair, "sglang")
-    assert result.stdout.splitlines() == [variant["command"] for variant in json.loads(path.read_text())["variants"]]
-    for word in ("lossless: ", "attention_backend trtllm_mha", "written to", "time per token", "An abacus"):
+def test_the_command_or_the_document_is_printed(pair: Path) -> None:
+    path = pair.parent / "out" / "vllm" / EXPORT
+    assert export(pair, "vllm", "--json").stdout == path.read_text()
+    result = export(pair, "vllm")
+    assert result.stdout.splitlines() == [json.loads(path.read_text())["command"]]
+    for word in ("lossless: ", "draft_sample_method greedy", "written to", "time per token", "An abacus"):
         assert word in result.stderr, result.stderr
 
 
 def test_bundled_models_are_exported_as_folders(tmp_path: Path) -> None:
     target, draft = (ModelReference(id=name, sha256="9" * 64) for name in (BUNDLED_TARGET, BUNDLED_DRAFT))
     profile = write_pair(tmp_path, draft=draft, target=target, table=table_of(draft, target=target))
-    (variant,) = exported(profile, "transformers").variants
-    assert all(str(bundled_models()[name]) in variant.command for name in (BUNDLED_TARGET, BUNDLED_DRAFT))
+    command = exported(profile, "transformers").command
+    assert all(str(bundled_models()[name]) in command for name in (BUNDLED_TARGET, BUNDLED_DRAFT))
     found = exported(profile, "vllm")
-    (variant,) = found.variants
     folder = tmp_path / "out" / "vllm"
-    assert shlex.split(variant.command)[2] == str(folder / "target")
-    assert variant.settings["model"] == str(folder / "draft")
+    assert shlex.split(found.command)[2] == str(folder / "target")
+    assert found.settings["model"] == str(folder / "draft")
     for part, change in (("target", "weights named vision_tower.vision_model.*"), ("draft", "the text part of ")):
         assert (folder / part / "model.safetensors").exists()
         assert any(note.startswith(f"{folder / part} holds ") and change in note for note in found.notes)
@@ -218,10 +185,9 @@ def test_engines_run_the_full_draft(tmp_path: Path) -> None:
     full = trace_of(seed=2, images=True, visual_input="placeholders")
     table = table_of(DRAFT)
     found = exported(write_search(tmp_path, table, half, full), "vllm")
-    (variant,) = found.variants
-    configuration = configuration_of(point_of(full, table, tree=variant.tree.model_dump()))
+    configuration = configuration_of(point_of(full, table, tree=found.tree.model_dump()))
     assert configuration is not None
-    assert variant.predicted.speedup == pytest.approx(Evaluator([full], table).evaluate(configuration).speedup)
+    assert found.predicted.speedup == pytest.approx(Evaluator([full], table).evaluate(configuration).speedup)
     assert any("keeps 0.5 of the visual tokens; engines do not prune them" in note for note in found.notes)
 
 
@@ -261,10 +227,9 @@ def test_engines_that_show_placeholders_need_a_trace_recorded_so(tmp_path: Path)
     write_study(tmp_path / ".autotune" / "pair", cost_table(), read)
     for engine in ("vllm", "transformers"):
         found = exported(profile, engine)
-        (variant,) = found.variants
         for trace, is_replayed in ((read, True), (seen, False)):
-            predicted = EngineReplay(trace, cost_table()).price(variant.tree).predicted
-            assert (predicted == variant.predicted) == is_replayed, engine
+            predicted = EngineReplay(trace, cost_table()).price(found.tree).predicted
+            assert (predicted == found.predicted) == is_replayed, engine
         assert found.tuned == DecodingProfile.load(profile).point.predicted, "the runtime shows the image"
 
 
@@ -277,23 +242,6 @@ def test_images_are_not_encoded_for_a_draft_that_reads_placeholders() -> None:
     assert seen - read == pytest.approx(2 * 5.0 / traces[0].num_tokens), "two of the four prompts have an image"
 
 
-def test_engines_of_which_it_is_not_known_serve_prompts_without_images(tmp_path: Path) -> None:
-    """SGLang's STANDALONE: predictions are those of the prompts without images."""
-    profile = write_pair(tmp_path, images=True)
-    is_text = np.array([True, False, True, False])
-    found = exported(profile, "sglang")
-    for variant in found.variants:
-        priced = EngineReplay(trace_of(images=True), cost_table(), prompts=is_text).price(variant.tree)
-        assert variant.predicted == priced.predicted
-    assert any(note.startswith("2 of 4 tuning prompts have an image and are left out") for note in found.notes)
-    assert any("predictions are for prompts without images" in note for note in found.notes)
-    trace = trace_of()
-    trace = dataclasses.replace(trace, num_visual_tokens=trace.num_visual_tokens + 9)
-    message = "sglang: a draft of kind independent is exported for prompts without images"
-    profile = write_search(tmp_path / "images", cost_table(), trace)
-    assert_refused(profile, "sglang", messages=(message, "every tuning prompt has one"))
-
-
 def test_a_floor_is_not_exported_and_a_note_says_so(tmp_path: Path) -> None:
     trace, table = trace_of(), cost_table()
     point = point_of(trace, table, tree={"policy": "chain", "depth": 3, "p_min": 0.3})
@@ -303,53 +251,20 @@ def test_a_floor_is_not_exported_and_a_note_says_so(tmp_path: Path) -> None:
         found = exported(profile, engine)
         (note,) = (note for note in found.notes if "floor" in note)
         assert "chain(depth=3, p_min=0.30) has a floor" in note and reason in note
-        for variant in found.variants:
-            assert not variant.tree.changed.keys() & {"p_min", "n_min"}
+        assert not found.tree.changed.keys() & {"p_min", "n_min"}
 
 
 # --------------------------------------------------------------------------------------------------------------- points
 
 
-def write_two_points(folder: Path, condition: Condition) -> tuple[Path, OperatingPoint, OperatingPoint]:
-    trace, table = trace_of(tasks=["sum", "sum", "read", "sum"]), cost_table()
-    first = point_of(trace, table, tree={"policy": "chain", "depth": 4}, when=condition)
-    last = point_of(trace, table, tree={"policy": "chain", "depth": 1})
-    return write_search(folder, table, trace, points=[first, last]), first, last
-
-
 def test_last_point_serves_all_requests(tmp_path: Path) -> None:
-    """A note gives the predicted speedup of all points, each replayed on its own prompts."""
-    profile, first, last = write_two_points(tmp_path, Condition(workload="sum"))
-    found = exported(profile, "vllm")
-    assert last.predicted is not None
-    assert found.point == 1 and found.tuned.speedup == pytest.approx(last.predicted.speedup)
-    evaluator = Evaluator([trace_of(tasks=["sum", "sum", "read", "sum"])], cost_table())
-    configurations = [one for one in map(configuration_of, (first, last)) if one is not None]
-    ms = evaluator.prompt_ms(configurations)
-    combined = evaluator.ar_ms_per_token * evaluator.replay_many(configurations[:1])[0].tokens.sum()
-    combined /= ms[0][[0, 1, 3]].sum() + ms[1][2]
-    (note,) = (note for note in found.notes if "points" in note)
-    assert "this is point 1, for any request, replayed on all tuning prompts; " in note
-    assert f"all points together are predicted at {combined:.2f}x" in note
-
-
-def test_point_is_replayed_on_its_own_prompts(tmp_path: Path) -> None:
-    profile, first, _ = write_two_points(tmp_path, Condition(workload="read"))
-    found = exported(profile, "vllm", "--point", 0)
-    assert found.point == 0
-    evaluator = Evaluator([trace_of(tasks=["sum", "sum", "read", "sum"])], cost_table())
-    configuration = configuration_of(first)
-    assert configuration is not None
-    replayed = evaluator.replay(configuration)
-    assert found.tuned.ms_per_token == pytest.approx(replayed.decode_ms[2] / replayed.tokens[2])
-    message = "point 0, for workload read, replayed on the tuning prompts that it decodes"
-    assert any(message in note for note in found.notes)
-
-
-def test_point_without_tuning_prompts_is_refused(tmp_path: Path) -> None:
-    profile, *_ = write_two_points(tmp_path, Condition(temperature=Range(min=0.5)))
-    message = "--point 0: no tuning prompt meets its condition, temperature"
-    assert_refused(profile, "vllm", "--point", 0, messages=(message,))
+    trace, table = trace_of(tasks=["sum", "sum", "read", "sum"]), cost_table()
+    first = point_of(trace, table, tree={"policy": "chain", "depth": 4}, when=Condition(workload="sum"))
+    last = point_of(trace, table, tree={"policy": "chain", "depth": 1})
+    found = exported(write_search(tmp_path, table, trace, points=[first, last]), "vllm")
+    assert last.predicted is not None and found.tuned.speedup == pytest.approx(last.predicted.speedup)
+    note = "the profile has 2 points and an engine runs one: this is the last, replayed on all tuning prompts"
+    assert note in found.notes
 
 
 # -------------------------------------------------------------------------------------------------------------- studies
@@ -425,12 +340,10 @@ def test_unreadable_study_is_ignored_unless_given(tmp_path: Path) -> None:
 def test_wrong_options_are_refused(pair: Path) -> None:
     for option, value, message in (
         ("--study", "gone", "no such folder; give the study folder that autotune search named"),
-        ("--point", -1, f"{pair} has points 0 to 0; give one of them"),
-        ("--point", 1, f"{pair} has points 0 to 0; give one of them"),
         ("--draft", "tests/gone", "has traces of tests/draft; export a recorded one"),
     ):
         assert_refused(pair, "vllm", option, value, messages=(f"{option} {value}: ", message))
-    assert_refused(pair, "tgi", messages=("'tgi' is not one of 'vllm', 'sglang'",))
+    assert_refused(pair, "tgi", messages=("'tgi' is not one of 'vllm', 'transformers'",))
 
 
 def test_draft_kinds_that_engines_do_not_serve_are_refused(tmp_path: Path) -> None:
@@ -482,7 +395,7 @@ def test_plain_decoding_is_not_exported_without_a_draft(tmp_path: Path) -> None:
     profile = write_pair(tmp_path)
     plain = OperatingPoint(draft=None, tree=None, predicted=None, measured=None)
     DecodingProfile.load(profile).model_copy(update={"points": [plain]}).save(profile)
-    message = "point 0 decodes without a draft, so there is nothing to export"
+    message = "decodes without a draft, so there is nothing to export"
     assert_refused(profile, "vllm", messages=(message,))
     assert exported(profile, "vllm", "--draft", DRAFT.id).tuned.speedup == 1.0
 
@@ -510,7 +423,7 @@ def test_exporting_loads_no_torch(pair: Path, tmp_path: Path) -> None:
     program = f"""
 import sys
 from autotune.cli.main import main
-main(["export", {str(pair)!r}, "--to", "sglang", "-o", {str(tmp_path / "out")!r}], standalone_mode=False)
+main(["export", {str(pair)!r}, "--to", "vllm", "-o", {str(tmp_path / "out")!r}], standalone_mode=False)
 heavy = {{"torch", "transformers", "optuna", "pandas"}} & set(sys.modules)
 assert not heavy, heavy
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import pytest
 
 from autotune.errors import UserError
-from autotune.export.engine import Pair, unequal_vocabularies
+from autotune.export.engine import Pair
 from autotune.export.exporter import ENGINES
 from autotune.export.model_files import (
-    CONFIG,
     INDEX,
     Conversion,
     ModelFiles,
@@ -132,37 +130,18 @@ def test_models_that_are_not_here_are_not_known(tmp_path: Path) -> None:
     assert find_model("nobody/never-downloaded") is None and find_model(str(tmp_path / "no:folder")) is None
 
 
-def write_tokenizer(folder: Path, vocabulary: dict[str, int], *, vocab_size: int = 2) -> ModelFiles:
-    folder.mkdir()
-    tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / CONFIG).write_text(json.dumps({"vocab_size": vocab_size}))
-    return bundled(str(folder))
-
-
-def test_vocabularies_that_engines_refuse(tmp_path: Path) -> None:
-    """vLLM compares sizes, SGLang the ids of tokens too."""
-    target = write_tokenizer(tmp_path / "target", {"a": 0, "b": 1})
-    drafts = {
-        "equal": write_tokenizer(tmp_path / "equal", {"a": 0, "b": 1}),
-        "other ids": write_tokenizer(tmp_path / "ids", {"a": 1, "b": 0}),
-        "larger": write_tokenizer(tmp_path / "larger", {"a": 0, "b": 1}, vocab_size=3),
-    }
-    found = {
-        (name, engine): ENGINES[engine].refusal(Pair("t", "d", "independent", target, draft))
-        for name, draft in drafts.items()
-        for engine in ("vllm", "sglang")
-    }
+def test_vocabularies_that_vllm_refuses() -> None:
+    """EAGLE-3 heads have their own."""
+    target, equal, larger = (model(vocab_size=size) for size in (2, 2, 3))
+    refusal = ENGINES["vllm"].refusal
     size = "the draft's vocabulary has 3 tokens and the target's has 2; choose a draft with the target's vocabulary"
-    ids = "the tokenizers give tokens other ids; choose a draft with the target's tokenizer"
-    assert {key: reason for key, reason in found.items() if reason is not None} == {
-        ("other ids", "sglang"): ids,
-        ("larger", "vllm"): size,
-        ("larger", "sglang"): size,
-    }
-    head = Pair("t", "d", "eagle3", target, drafts["larger"])
-    assert unequal_vocabularies(head) is None, "EAGLE-3 heads have their own"
-    assert unequal_vocabularies(Pair("t", "d", "independent", None, drafts["larger"])) is None
+    assert refusal(Pair("t", "d", "independent", target, larger)) == size
+    for kind, first, second in (
+        ("independent", target, equal),
+        ("eagle3", target, larger),
+        ("independent", None, larger),
+    ):
+        assert refusal(Pair("t", "d", kind, first, second)) is None, kind
 
 
 def test_mrope_drafts_are_refused_by_vllm_and_mrope_targets_noted() -> None:

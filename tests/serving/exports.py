@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.documents.decoding_profile import Predicted
 from autotune.documents.provenance import ModelReference
-from autotune.export.document import EXPORT, Export, Variant
+from autotune.export.document import EXPORT, Export
 from autotune.trees.chain import ChainPolicy
 from tests.sample_documents import DEVICE, PROVENANCE
 
@@ -20,30 +20,25 @@ def write_export(
 ) -> None:
     """Write the export of an independent draft to an engine."""
     predicted = Predicted(speedup=2.0, ms_per_token=1.0, tokens_per_round=2.0)
-    variant = Variant(
-        name="chain",
-        label="chain",
-        tree=ChainPolicy(depth=DEPTH),
-        predicted=predicted,
-        slowdown=0.0,
-        file="settings.json",
-        settings=settings,
-        command=command,
-    )
     Export(
         provenance=PROVENANCE,
         engine=engine,
-        engine_version={"vllm": "0.32.0", "sglang": "0.5.23"}[engine],
+        engine_version="0.32.0",
         profile="profile.json",
         study=str(folder / "study"),
         target=target,
         draft=draft,
         kind="independent",
-        point=0,
         workload="by hand",
         hardware=DEVICE,
         tuned=predicted,
-        variants=[variant],
+        tree=ChainPolicy(depth=DEPTH),
+        predicted=predicted,
+        slowdown=0.0,
+        by_batch=[],
+        file="settings.json",
+        settings=settings,
+        command=command,
         lossless="yes",
         notes=[],
     ).save(folder / EXPORT)

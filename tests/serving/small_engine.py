@@ -1,4 +1,4 @@
-"""A small serving engine in a thread: this project's runtime behind an HTTP server with the API and the metrics of vLLM or SGLang.
+"""A small serving engine in a thread: this project's runtime behind an HTTP server with the API and the metrics of vLLM.
 
 Its rounds are real: a chain of an independent draft, which reads the placeholders of images as text.
 """
@@ -26,23 +26,20 @@ VLLM_COUNTERS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec
 class SmallEngine:
     """State of one server. Requests are decoded one at a time, by ``decoder``."""
 
-    def __init__(self, decoder: Decoder, processor: Any, *, name: str = "vllm", **about: Any) -> None:
+    def __init__(self, decoder: Decoder, processor: Any, *, name: str = "vllm", version: str = "0.32.0") -> None:
         self.decoder = decoder
         self.processor = processor
-        self.name = name
-        self.about = {"version": "0.32.0"} | about
+        self.version = version
         self.refusal: str | None = None
         """Message with which every request is refused."""
         self.registry = CollectorRegistry()
         self.generated = Counter(f"{name}:generation_tokens", "tokens", registry=self.registry)
         self._lock = threading.Lock()
         self._counters: dict[str, Counter] = {}
-        if decoder.draft is not None and name == "vllm":
+        if decoder.draft is not None:
             for counter in VLLM_COUNTERS:
                 labels = ["position"] if counter.endswith("per_pos") else []
                 self._counters[counter] = Counter(f"vllm:{counter}", "counts", labels, registry=self.registry)
-        elif decoder.draft is not None:
-            self._counters["spec_verify_calls"] = Counter("sglang:spec_verify_calls", "counts", registry=self.registry)
 
     def get(self, path: str) -> Any:
         """The answer to a question: text, or an object."""
@@ -50,8 +47,8 @@ class SmallEngine:
             return generate_latest(self.registry).decode()
         if path == "/v1/models":
             return {"data": [{"id": "served"}]}
-        assert path == {"vllm": "/version", "sglang": "/server_info"}[self.name]
-        return self.about
+        assert path == "/version"
+        return {"version": self.version}
 
     def decode(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to a completion or a chat."""
@@ -82,9 +79,6 @@ class SmallEngine:
     def _count(self, stats: Any, num_tokens: int) -> None:
         self.generated.inc(num_tokens)
         if self.decoder.draft is None:
-            return
-        if self.name == "sglang":
-            self._counters["spec_verify_calls"].inc(stats.rounds)
             return
         drafts, drafted, accepted = (self._counters[name] for name in VLLM_COUNTERS)
         drafts.inc(stats.rounds)

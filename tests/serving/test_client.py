@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autotune.errors import UserError
-from autotune.serving.client import INTERFACES, EngineClient
+from autotune.serving.client import ACCEPTED, EngineClient
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 
 METRICS = "vllm:generation_tokens_total 5.0\n"
@@ -78,8 +78,8 @@ BROKEN: dict[str, tuple[Any, ...]] = {
         f"{METRICS}vllm:generation_tokens_total NaN\n",
         f"{METRICS}vllm:generation_tokens_total +Inf\n",
         f"{METRICS}a{{b 5\n",
-        f'{METRICS}{INTERFACES["vllm"].accepted}{{position="x"}} 5\n',
-        f"{METRICS}{INTERFACES['vllm'].accepted} 5\n",
+        f'{METRICS}{ACCEPTED}{{position="x"}} 5\n',
+        f"{METRICS}{ACCEPTED} 5\n",
     ),
     "/version": NO_JSON,
     "/v1/models": (*NO_JSON, {"data": [5]}, {"data": 5}, {"data": {"a": 1}}),

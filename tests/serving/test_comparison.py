@@ -21,7 +21,6 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.drafters.independent import IndependentDraft
 from autotune.export.document import EXPORT, Export
 from autotune.export.engine_prices import EnginePrices
-from autotune.export.sglang import SglangSettings
 from autotune.export.vllm import VllmSettings
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
@@ -58,14 +57,14 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_of(pair: Pair, *, depth: int = DEPTH, name: str = "vllm", **about: Any) -> SmallEngine:
+def engine_of(pair: Pair, *, depth: int = DEPTH, **given: str) -> SmallEngine:
     """An engine that runs a chain of the tiny draft; with ``depth`` 0, plain decoding."""
     draft = IndependentDraft(pair.draft) if depth > 0 else None
     if draft is not None:
         draft.reads_placeholders = True
     tree = {"policy": "chain", "depth": depth} if depth > 0 else None
     decoder = Decoder(Target(pair.target), draft, tree=tree)
-    return SmallEngine(decoder, AutoProcessor.from_pretrained(pair.target_folder), name=name, **about)
+    return SmallEngine(decoder, AutoProcessor.from_pretrained(pair.target_folder), **given)
 
 
 @pytest.fixture(scope="module")
@@ -133,30 +132,6 @@ def test_an_answer_that_differs_is_named(world: Path, pair: Pair, monkeypatch: p
     assert "differs from token 4 on" in result.stderr and "reads other tokens of 1 prompts" in result.stderr
 
 
-def test_an_engine_of_sglang_is_known_by_its_metrics(world: Path, pair: Pair, tmp_path: Path) -> None:
-    """It tells its settings, counts rounds alone, and is exported for prompts without images."""
-    profile = DecodingProfile.load(world / "profile.json")
-    (choice,) = (point.draft for point in profile.points if point.draft is not None)
-    settings = SglangSettings(
-        speculative_algorithm="STANDALONE",
-        speculative_draft_model_path="draft",
-        speculative_num_steps=DEPTH,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=DEPTH + 1,
-    ).model_dump(exclude_none=True)
-    draft = reference(choice.id)
-    write_export(tmp_path, "sglang", profile.target, draft, settings, command=COMMAND)
-    with running(engine_of(pair, name="sglang", **settings | {"version": "0.5.23"})) as url:
-        result = bench(world, url, "--json", folder=tmp_path)
-    assert result.exit_code == 0, result.output
-    prompts = json.loads(result.stdout)["prompts"]
-    assert len(prompts) == 3 and all(one["rounds"] == one["predicted_rounds"] for one in prompts)
-    others = settings | {"speculative_num_steps": 1, "version": "0.5.23"}
-    with running(engine_of(pair, name="sglang", **others)) as url:
-        result = bench(world, url, folder=tmp_path)
-    assert_refused(result, f"the engine runs none of the exported settings; start it with: {COMMAND}")
-
-
 # ------------------------------------------------------------------------------------------------------ engines started
 
 
@@ -178,18 +153,15 @@ def commands(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_vllm_is_compared_with_itself_without_speculation(world: Path, commands: list[str]) -> None:
-    """One after the other, or interleaved."""
-    for options in ((), ("--interleaved",)):
-        commands.clear()
-        result = bench(world, "vllm", "--executable", "sh", "--json", "--requests-at-once", 2, *options)
-        assert result.exit_code == 0, result.output
-        assert commands == [COMMAND, "vllm serve served"]
-        found = json.loads(result.stdout)
-        assert all(one["rounds"] == one["predicted_rounds"] for one in found["prompts"])
-        assert found["plain_prompts_identical"] == 5
-        arms = {(speed["arm"], speed["requests_at_once"], speed["rounds"]) for speed in found["throughput"]}
-        rounds = sum(one["rounds"] for one in found["prompts"])
-        assert arms == {("speculative", n, rounds) for n in (1, 2)} | {("plain", n, None) for n in (1, 2)}
+    result = bench(world, "vllm", "--executable", "sh", "--json", "--requests-at-once", 2)
+    assert result.exit_code == 0, result.output
+    assert commands == [COMMAND, "vllm serve served"]
+    found = json.loads(result.stdout)
+    assert all(one["rounds"] == one["predicted_rounds"] for one in found["prompts"])
+    assert found["plain_prompts_identical"] == 5
+    arms = {(speed["arm"], speed["requests_at_once"], speed["rounds"]) for speed in found["throughput"]}
+    rounds = sum(one["rounds"] for one in found["prompts"])
+    assert arms == {("speculative", n, rounds) for n in (1, 2)} | {("plain", n, 0) for n in (1, 2)}
 
 
 def test_prices_are_measured_at_every_draft_length(world: Path, commands: list[str], tmp_path: Path) -> None:
@@ -225,7 +197,7 @@ def test_engines_that_cannot_be_compared(world: Path, pair: Pair) -> None:
     foreign = engine_of(pair)
     foreign.registry = engine_of(pair, depth=0, name="other_engine").registry
     with running(foreign) as url:
-        assert_refused(bench(world, url), "its metrics are of none of the engines that are known, vllm, sglang")
+        assert_refused(bench(world, url), "its metrics are not vLLM's; give the address of a vLLM")
 
 
 def test_addresses_where_no_engine_answers(world: Path) -> None:
@@ -258,13 +230,13 @@ def test_profiles_and_exports_that_do_not_fit(world: Path, address: str, tmp_pat
     assert_refused(bench(world, address, folder=tmp_path), *messages)
     draft, settings = reference(point.draft.id), {"method": "draft_model"}
     for name, messages in {
-        "sglang": ("an export to sglang, and the engine is vllm; name another folder with --export",),
+        "transformers": ("an export to transformers; name the folder of one to vllm with --export",),
         "target": ("exported for other weights than the ones of", "run autotune export again"),
         "draft": ("its weights have changed since the export; run autotune export again",),
     }.items():
         target = profile.target if name != "target" else DRAFT
         changed = draft if name != "draft" else draft.model_copy(update={"sha256": "0" * 64})
-        engine = "sglang" if name == "sglang" else "vllm"
+        engine = "transformers" if name == "transformers" else "vllm"
         write_export(tmp_path / name, engine, target, changed, settings, command=COMMAND)
         assert_refused(bench(world, address, folder=tmp_path / name), *messages)
 
