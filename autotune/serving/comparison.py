@@ -106,8 +106,8 @@ def require_checked(client: EngineClient, export: Export) -> None:
     checked = export.engine_version
     if client.version.partition("+")[0] != checked:
         raise UserError(
-            f"{client.url}: {client.name} {client.version} runs there, and the export's settings were checked against {checked}; "
-            f"run {client.name} {checked}"
+            f"{client.url}: vllm {client.version} runs there, and the export's settings were checked against {checked}; "
+            f"run vllm {checked}"
         )
 
 
