@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class Run(Document):
     draft_ms: float
     verify_ms: float
     decode_ms: float
-    acceptance_counts: dict[str, Any]
+    acceptance_counts: dict[Literal["by_depth", "by_rank"], list[tuple[int, int]]]
     """``AcceptanceCounts.to_json()``."""
     perplexity: float | None = None
     """Perplexity of the answer under the target; None if it was not requested."""

@@ -83,7 +83,7 @@ class PrometheusMetrics:
         self._plain_steps.inc(stats.plain_steps)
         self._draft_tokens.inc(sum(stats.verified_nodes))
         self._accepted_tokens.inc(sum(stats.accepted_lengths))
-        by_depth = stats.acceptance_counts.by_depth.sum(0)
+        by_depth = stats.acceptance_counts.by_depth
         for depth in np.flatnonzero(by_depth[:, 0]):
             offered, accepted = by_depth[depth].tolist()
             self._offered.labels(int(depth)).inc(offered)

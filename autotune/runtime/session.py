@@ -17,7 +17,6 @@ from autotune.runtime.generate_args import Request
 from autotune.runtime.ownership import Ownership
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.rounds import Round
-from autotune.trees.acceptance_counts import NEAR_IMAGE_TOKENS
 from autotune.trees.policy import NOTHING
 
 
@@ -55,9 +54,6 @@ class Session:
         self._prefilled: Prefilled | None = None
         self._retrieval: RetrievalDraft | None = None  # of trees that use it
         self._retrieved = NOTHING  # what it finds after the last emitted token
-        images = request.prompt.is_visual.nonzero()
-        # First position that is no longer near the prompt's last image.
-        self._near_image_until = int(images[-1]) + 1 + NEAR_IMAGE_TOKENS if len(images) else 0
         self._cleanup = ExitStack()
 
     @property
@@ -171,14 +167,13 @@ class Session:
 
     def _round(self) -> list[int]:
         point, stats = self.point, self.request.stats
-        is_near_image = self.target.length < self._near_image_until
         path, next_token, draft_forwards = self._rounds.run(self.request, point, self._retrieved)
         tree = point.grower.tree
         num_nodes = int(tree.size[0]) - 1
         stats.draft_forwards += draft_forwards
         stats.target_forwards += 1
         stats.verified_nodes.append(num_nodes)
-        stats.acceptance_counts.observe(tree, path, is_near_image=is_near_image)
+        stats.acceptance_counts.observe(tree, path)
         point.fallback.update(draft_forwards=draft_forwards, nodes=num_nodes, accepted=len(path))
         tokens = [*tree.token[path].tolist(), next_token]
         point.grower.update(len(path), tokens[0])

@@ -165,7 +165,7 @@ def test_acceptance_on_the_points_own_prompts(sources: Sources, made: MadeStudy)
     assert len(sources.runs) == 5, "runs of other arms and with other times are no evidence"
     depth = found[0].tables["depth"]
     measured = depth[["measured_offered", "measured_accepted"]].loc[1:2]
-    assert measured.to_numpy().tolist() == [[10, 8], [6, 4]], "two runs, tokens near images and others"
+    assert measured.to_numpy().tolist() == [[10, 8], [6, 4]], "two runs"
     trace = made.traces[1]
     tokens = sum(int(trace.answer_start[p + 1] - trace.answer_start[p]) - 1 for p in (0, 2))
     rounds, accepted = depth.replayed_offered[1], depth.replayed_accepted.sum()
