@@ -22,7 +22,6 @@ OPTIONS = {
     "plan": ("current", "previous"),
     "confidence": ("previous", "current"),
 }
-FIRST_PATHS = (None, ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 READINGS = [dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values())]
 
 
@@ -68,7 +67,6 @@ def random_hyperparameters(rng: Generator) -> dict[str, Any]:
         "window": int(rng.integers(1, 6)),
         "lower": float(rng.choice([0.5, 1.0])),
         "upper": float(rng.choice([1.0, 2.0])),
-        "first_paths": FIRST_PATHS[int(rng.integers(2))],
     }
 
 
