@@ -11,7 +11,7 @@ from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.report.ablation import ablations, cumulative_ablation, policies
 from autotune.report.acceptance import acceptance
-from autotune.report.analysis import fastest_by_size, fastest_by_variant, importance, pareto_front, subnet_grids
+from autotune.report.analysis import fastest_by_size, fastest_by_variant, pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
 from autotune.report.examples import examples
 from autotune.report.points import EvaluationArms, PointSummary
@@ -39,7 +39,6 @@ class Content:
         self.ablations = ablations(sources)
         self.cumulative = cumulative_ablation(sources)
         self.policies = policies(sources)
-        self.importance = importance(sources.trials)
         self.acceptance = acceptance(sources)
         tokens = TokenTexts(self.target.id if self.target else "")
         self.examples = examples(sources, find_prompts(sources, workload), tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from autotune.acceptance.replay import plain_decode_ms
@@ -12,7 +11,7 @@ from autotune.documents.subnet import Subnet
 from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.report.ablation import SCREENING, TREES, ablations, cumulative_ablation, policies
 from autotune.report.acceptance import acceptance
-from autotune.report.analysis import fastest_by_size, fastest_by_variant, importance, pareto_front, subnet_grids
+from autotune.report.analysis import fastest_by_size, fastest_by_variant, pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
 from autotune.report.points import PointSummary, heads_label
 from autotune.report.sources import Sources
@@ -112,48 +111,6 @@ def test_grids_hold_every_screened_subnet(made: MadeStudy) -> None:
     partial, _ = subnet_grids(made.screened[:1] + made.screened[4:5])
     assert partial.speedups.fillna(0).to_numpy().tolist() == [[0, made.screened[0].speedup]]
     assert subnet_grids([]) == []
-
-
-def trials(count: int) -> list[object]:
-    """Trials of two policies; their times depend on parameter ``x`` almost alone."""
-    import optuna
-    from optuna.distributions import CategoricalDistribution, FloatDistribution
-
-    rng = np.random.default_rng(0)
-    found: list[object] = []
-    for number in range(count):
-        policy = "ab"[number % 3 == 0]
-        parameters = {"policy": policy, f"{policy}.x": float(rng.random()), f"{policy}.y": float(rng.random())}
-        known = {name: FloatDistribution(0, 1) for name in parameters if name != "policy"}
-        found.append(
-            optuna.trial.create_trial(
-                params=parameters,
-                distributions={"policy": CategoricalDistribution(["a", "b"]), **known},
-                value=1 + 3 * parameters[f"{policy}.x"] + 0.01 * parameters[f"{policy}.y"],
-            )
-        )
-    return found
-
-
-def test_importance_among_the_trials_of_a_policy() -> None:
-    found = {one.group: one for one in importance(trials(90))}
-    assert {name: one.num_trials for name, one in found.items()} == {"all trials": 90, "a": 60, "b": 30}
-    assert list(found["all trials"].shares.index) == ["policy"]
-    shares = found["a"].shares
-    assert (shares.loc["a.x"] > 0.8).all() and shares.sum().tolist() == pytest.approx([1.0, 1.0])
-    assert list(shares.index) == ["a.x", "a.y"], "most important first"
-
-
-def test_small_groups_of_trials_are_left_out() -> None:
-    assert {one.group for one in importance(trials(45))} == {"all trials", "a"}
-    assert importance(trials(10)) == [] == importance([])
-
-
-def test_trials_of_the_study_are_found(sources: Sources) -> None:
-    assert len(sources.trials) == 40
-    assert [one.group for one in importance(sources.trials)] == ["eagle2"], (
-        "with one policy there is no group of all trials"
-    )
 
 
 def test_acceptance_on_the_points_own_prompts(sources: Sources, made: MadeStudy) -> None:

@@ -18,7 +18,7 @@ from autotune.report.sources import Sources, find_sources
 from tests.report.conftest import EVIL, QUESTION, MadeStudy
 from tests.sample_documents import decoding_profile
 
-SECTIONS = {"profile", "evaluation", "predictions", "fronts", "ablation", "importance", "acceptance", "trees"}
+SECTIONS = {"profile", "evaluation", "predictions", "fronts", "ablation", "acceptance", "trees"}
 SECTIONS |= {"costs", "subnets", "configurations", "provenance"}
 VOID = {"meta", "img", "link", "br", "input", "hr"}
 
