@@ -17,7 +17,7 @@ from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.errors import UserError
 from autotune.files import Document
 from autotune.prediction.draws import PriceDraws
-from autotune.prediction.prices import TreePricing, memory_mib
+from autotune.prediction.prices import TreePricing
 from autotune.prediction.sequoia import rank_acceptance, sequoia_trees
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
@@ -152,14 +152,6 @@ class Evaluator:
             return self.replay(configuration).is_covered
         except UserError:
             return False
-
-    def draft_mib(self, variant: DraftVariant, policy: Policy) -> float | None:
-        """MiB of a draft with its KV cache at the longest KV length; None where the cost table has no sizes."""
-        header = self.traces[variant].header
-        *costs, weight = self.table.costs_around(header.draft, header.subnet)
-        num_tokens = self.max_kv_length + policy.max_grown
-        low, high = (memory_mib(draft_costs, self.table.precision, num_tokens) for draft_costs in costs)
-        return None if low is None or high is None else (1 - weight) * low + weight * high
 
     def evaluate(self, configuration: Configuration) -> Candidate:
         """Predict the speed of a configuration; results are cached."""

@@ -1,4 +1,4 @@
-"""Prices by a cost table of the trees whose policies need them, and the memory of drafts."""
+"""Prices by a cost table of the trees whose policies need them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 
 from autotune.acceptance.calibration import calibrate
 from autotune.acceptance.trace import Trace
-from autotune.cost.draft_costs import DraftCosts
 from autotune.cost.table import DensePrices
 from autotune.documents.configuration import Tree
 from autotune.trees.policy import POLICIES, parse_policy
@@ -60,13 +59,3 @@ def tree_prices(trace: Trace, prices: DensePrices, *, width: int, nodes: int) ->
         level=tuple(map(tuple, np.round(level_ms / step_ms, DIGITS).tolist())),
         verify=tuple(map(tuple, np.round(verify_ms / step_ms, DIGITS).tolist())),
     )
-
-
-def memory_mib(costs: DraftCosts, precision: str, num_tokens: int) -> float | None:
-    """MiB of a draft's own weights and of its KV cache for ``num_tokens``; None where the cost table has no sizes."""
-    if costs.num_parameters is None or costs.kv_bytes_per_token is None:
-        return None
-    width: float = {"float32": 4, "float64": 8}.get(precision.partition(",")[0], 2)
-    if costs.shape is not None:
-        width = costs.shape.bytes_per_parameter
-    return (costs.num_parameters * width + costs.kv_bytes_per_token * num_tokens) / 2**20

@@ -11,7 +11,7 @@ from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.report.ablation import ablations, cumulative_ablation, policies
 from autotune.report.acceptance import acceptance
-from autotune.report.analysis import fastest_by_size, fastest_by_variant, pareto_front, subnet_grids
+from autotune.report.analysis import fastest_by_size, pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
 from autotune.report.examples import examples
 from autotune.report.points import EvaluationArms, PointSummary
@@ -35,7 +35,6 @@ class Content:
         self.arms = EvaluationArms(profile) if profile and profile.evidence.compared else None
         self.front = pareto_front(sources.candidates)
         self.by_size = fastest_by_size(sources.candidates)
-        self.variants = fastest_by_variant(sources)
         self.ablations = ablations(sources)
         self.cumulative = cumulative_ablation(sources)
         self.policies = policies(sources)
@@ -51,7 +50,7 @@ class Content:
         of_points = (c for c in map(configuration_of, sources.points) if c is not None)
         finalists = [finalist.configuration for finalist in (study.finalists if study else [])]
         front = [candidate.configuration for candidate in self.front]
-        best = [*(variant.best for variant in self.variants), *(policy.best for policy in self.policies)]
+        best = [policy.best for policy in self.policies]
         self.configurations = _lettered(
             [*of_points, *finalists, *front, *(candidate.configuration for candidate in best)]
         )

@@ -62,18 +62,6 @@ def _fronts(content: Content) -> Plots:
         ends = f"{best.y[0]:.2f} to {best.y[-1]:.2f} ms"
         description = f"Predicted time by tree size and policy; the front falls from {ends}."
         yield "front-nodes", description, figures.front(policies, best, x="drafted tokens verified per round", y=y)
-    sized = [(v.draft_mib, v.best.ms_per_token, v) for v in content.variants if v.draft_mib is not None]
-    if len(sized) > 1:
-        points: dict[str, list[tuple[float, float]]] = {}
-        for mib, ms, variant in sized:
-            points.setdefault(variant.best.configuration.draft or "", []).append((mib, ms))
-        points["Pareto front"] = [(mib, ms) for mib, ms, variant in sized if variant.is_on_front]
-        *drafts, best = (
-            Series(label, [mib for mib, _ in front], [ms for _, ms in front]) for label, front in points.items()
-        )
-        description = f"Predicted time by memory of {len(sized)} draft variants; the table has the numbers."
-        figure = figures.front(drafts, best, x="memory of the draft and its KV cache, MiB", y=y)
-        yield "front-memory", description, figure
 
 
 def _ablation(content: Content) -> Plots:

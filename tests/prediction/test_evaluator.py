@@ -117,16 +117,6 @@ def test_round_price_adds_up_to_the_replayed_time() -> None:
         assert fallback.configuration.fallback == price and fallback.key != found.evaluate(wanted).key
 
 
-def test_the_memory_of_a_draft_grows_with_its_trees() -> None:
-    table = cost_table()
-    costs = table.drafts[0].model_copy(update={"num_parameters": 2**18, "kv_bytes_per_token": 2**14})
-    table = table.model_copy(update={"drafts": [costs], "precision": "float32"})
-    found = Evaluator([random_trace(0)], table)
-    small, large = ({"policy": "sage", "k": 4, "d_max": 4, "n_max": n} for n in (4, 64))
-    sizes = [found.draft_mib(variant(1.0), parse_policy(tree)) for tree in (small, large)]
-    assert sizes[0] is not None and sizes[1] is not None and 1.0 < sizes[0] < sizes[1]
-
-
 def test_published_defaults_are_replayed_where_the_traces_reach() -> None:
     found = evaluator()
     reached = [default for default in PUBLISHED_DEFAULTS.values() if found.can_replay(default)]

@@ -11,7 +11,7 @@ from autotune.documents.subnet import Subnet
 from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.report.ablation import SCREENING, TREES, ablations, cumulative_ablation, policies
 from autotune.report.acceptance import acceptance
-from autotune.report.analysis import fastest_by_size, fastest_by_variant, pareto_front, subnet_grids
+from autotune.report.analysis import fastest_by_size, pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
 from autotune.report.points import PointSummary, heads_label
 from autotune.report.sources import Sources
@@ -46,15 +46,6 @@ def test_fastest_of_every_size(sources: Sources) -> None:
                 if other.policy == policy and round(other.nodes_per_round) == round(one.nodes_per_round)
             ]
             assert one.ms_per_token == min(alike)
-
-
-def test_fastest_of_every_draft_variant_with_its_memory(sources: Sources) -> None:
-    variants = fastest_by_variant(sources)
-    assert {variant.best.configuration.visual_keep for variant in variants} == {*KEEPS}
-    assert min(variant.best.ms_per_token for variant in variants) == sources.candidates[0].ms_per_token
-    sizes = [variant.draft_mib for variant in variants if variant.draft_mib is not None]
-    assert len(sizes) == len(variants) and sizes == sorted(sizes) and all(3.8 < mib < 4.5 for mib in sizes)
-    assert variants[0].is_on_front
 
 
 def test_ablation_fixes_one_dimension_at_a_time(sources: Sources) -> None:
