@@ -9,7 +9,7 @@ from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.prediction.evaluator import Candidate, Evaluator
-from autotune.report.ablation import SCREENING, TREES, ablations, cumulative_ablation, policies
+from autotune.report.ablation import SCREENING, TREES, ablations, cumulative_ablation
 from autotune.report.acceptance import acceptance
 from autotune.report.analysis import fastest_by_size, pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
@@ -84,12 +84,6 @@ def test_cumulative_ablation_frees_dimensions_one_by_one(sources: Sources, made:
     steps = cumulative_ablation(Sources(screened=[*made.screened, other]))
     assert [*steps.items()][-1] == ("+ draft", other)
     assert cumulative_ablation(Sources()) == {}
-
-
-def test_policies_beside_their_defaults(sources: Sources) -> None:
-    found = {one.policy: one for one in policies(sources)}
-    assert found["chain"].best == next(c for c in sources.candidates if c.policy == "chain")
-    assert found["eagle2"].default_ms is None, "the traces do not hold its seven levels"
 
 
 def test_grids_hold_every_screened_subnet(made: MadeStudy) -> None:
