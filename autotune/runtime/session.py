@@ -47,8 +47,7 @@ class Session:
         self.request = request
         self.point = point
         self.target = rounds.target
-        self.draft: Draft | None = None
-        """The point's draft, unless its fallback leaves it out of this request."""
+        self.draft: Draft | None = None  # the point's, once the session is open
         self.capacity, self.threads, self.prefill_threads = capacity, threads, prefill_threads
         self._rounds, self._ownership = rounds, ownership
         self._prefilled: Prefilled | None = None
@@ -89,20 +88,20 @@ class Session:
         return self._advance(self._plain_step)
 
     def close(self) -> None:
-        """Restore target and draft, and report the request to the fallback. Closing twice does nothing."""
+        """Restore target and draft. Closing twice does nothing."""
         self._cleanup.close()
 
     def _open(self) -> None:
         point = self.point
         self._ownership.close_request = self.close
-        self._cleanup.callback(self._end_request)
         if point.draft is not None:
             point.draft.attach(self.target)  # another decoder with this draft may have its own target
         if point.policy.uses_retrieval:
             self._retrieval = self._rounds.retrieval
             self._retrieval.attach(self.target)
         point.grower.reset()
-        draft = self.draft = point.draft if point.draft is not None and point.fallback.begin_request() else None
+        point.fallback.begin_request()
+        draft = self.draft = point.draft
         self._configure(self.target, output_layers=() if draft is None else draft.aux_layers)
         if draft is not None:
             self._configure(draft, visual_keep=point.visual_keep, capture_sizes=self._rounds.capture_sizes)
@@ -114,10 +113,6 @@ class Session:
         for name, value in settings.items():
             self._cleanup.callback(setattr, model, name, getattr(model, name))
             setattr(model, name, value)
-
-    def _end_request(self) -> None:
-        if self.draft is not None and self.request.stats.rounds > 0:
-            self.point.fallback.end_request()
 
     def _advance(self, decode: Callable[[], list[int]]) -> list[int]:
         """Run a round or a plain step, emit its tokens and count them."""

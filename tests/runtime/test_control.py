@@ -51,14 +51,13 @@ def test_a_fallback_changes_no_token(pair: Pair, prompts: dict[str, Inputs]) -> 
         assert out.stats.plain_steps > 30
 
 
-def test_a_useless_draft_is_probed_less_often_and_then_left_out(pair: Pair, prompts: dict[str, Inputs]) -> None:
+def test_a_useless_draft_is_probed_less_and_less_often(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """In every request anew: a request does not depend on those before it."""
     decoder = Decoder(pair.target, useless_draft(), tree={"policy": "chain"}, fallback=COSTLY)
-    stats = [decoder.generate(**prompts["image"], max_new_tokens=100).stats for _ in range(9)]
-    drafting = [s.rounds - s.plain_steps for s in stats]
+    stats = [decoder.generate(**prompts["image"], max_new_tokens=100).stats for _ in range(4)]
     # One round loses at least 1.2 + 5 x 0.3 + 5 x 0.03 - 1 = 1.85 steps: fallback after 4 rounds, then one probe after
-    # 8 plain steps, one after 16, one after 32. After two such requests, the next 4 decode without the draft.
-    assert drafting[0] == drafting[1] == 7 and drafting[2:6] == [0] * 4 and drafting[6] < 7 and drafting[7:] == [0] * 2
-    assert [s.draft_prefill_ms > 0 for s in stats] == [count > 0 for count in drafting]
+    # 8 plain steps, one after 16, one after 32.
+    assert [s.rounds - s.plain_steps for s in stats] == [7] * 4
 
 
 def test_a_draft_that_helps_or_has_no_price_is_never_left_out(pair: Pair, prompts: dict[str, Inputs]) -> None:
