@@ -42,7 +42,7 @@ class Run(Document):
     draft_ms: float
     verify_ms: float
     decode_ms: float
-    acceptance_counts: dict[Literal["by_depth", "by_rank"], list[tuple[int, int]]]
+    acceptance_counts: dict[Literal["by_depth", "by_rank"], list[list[int]]]
     """``AcceptanceCounts.to_json()``."""
     perplexity: float | None = None
     """Perplexity of the answer under the target; None if it was not requested."""
