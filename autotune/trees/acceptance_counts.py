@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
 from autotune.trees.compilation import compiled
 from autotune.trees.limits import MAX_CHILDREN, MAX_LEVELS, Ints
 from autotune.trees.tree import ROOT, Tree
+
+Rows = dict[Literal["by_depth", "by_rank"], list[list[int]]]
+"""(offered, accepted) of each depth from 1 on, and of each rank from 0 on, up to the last that was offered."""
 
 
 class AcceptanceCounts:
@@ -35,7 +37,7 @@ class AcceptanceCounts:
         return not self.by_depth.any()
 
     @classmethod
-    def from_json(cls, counts: Mapping[str, Any]) -> AcceptanceCounts:
+    def from_json(cls, counts: Rows) -> AcceptanceCounts:
         """The inverse of ``to_json``; a table that is missing counts nothing."""
         parsed = cls()
         for name, table in parsed._tables().items():
@@ -43,11 +45,10 @@ class AcceptanceCounts:
             table[: len(rows)] = np.reshape(rows, (-1, 2))
         return parsed
 
-    def to_json(self) -> dict[str, Any]:
-        """``{"by_depth": [[offered, accepted], ...], "by_rank": [...]}``, from depth 1 and rank 0 to the last that was offered."""
+    def to_json(self) -> Rows:
         return {name: table[: _num_used(table)].tolist() for name, table in self._tables().items()}
 
-    def _tables(self) -> dict[str, Ints]:
+    def _tables(self) -> dict[Literal["by_depth", "by_rank"], Ints]:
         return {"by_depth": self.by_depth[1:], "by_rank": self.by_rank}
 
 
