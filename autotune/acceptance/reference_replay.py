@@ -101,9 +101,9 @@ def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower) -> Repl
 
 
 def count_acceptance(decoded: Iterable[ReplayedRound]) -> AcceptanceCounts:
-    """Acceptance counts over rounds, all in the region ``text``: a trace does not hold where images are."""
+    """Acceptance counts over rounds."""
     counts = AcceptanceCounts()
     for replayed in decoded:
         if replayed.tree is not None:
-            counts.observe(replayed.tree, replayed.path, is_near_image=False)
+            counts.observe(replayed.tree, replayed.path)
     return counts

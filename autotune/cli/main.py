@@ -25,7 +25,6 @@ VERBS = (
     *("doctor", "measure", "record", "search", "run", "serve", "bench", "bench-server", "check"),
     *("report", "export", "train"),
 )
-UNLISTED = {"profile": "measure", "devices": "devices"}  # names of an earlier README, for one version
 
 
 class Commands(click.Group):
@@ -35,8 +34,7 @@ class Commands(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        cmd_name = UNLISTED.get(cmd_name, cmd_name)
-        if cmd_name not in (*VERBS, *UNLISTED):
+        if cmd_name not in VERBS:
             return None
         for name in CHATTY:
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -47,7 +45,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in (*VERBS, *UNLISTED) and not args[0].startswith("-"):
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
             raise click.UsageError(f"no such command {args[0]!r}; {nearest(args[0], VERBS)}")
         return super().resolve_command(ctx, args)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from autotune.documents.decoding_profile import PromptEvidence
 from autotune.files import Document
+from autotune.trees.acceptance_counts import Rows
 from autotune.trees.limits import Ints
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ class Run(Document):
     draft_ms: float
     verify_ms: float
     decode_ms: float
-    acceptance_counts: dict[str, Any]
-    """``AcceptanceCounts.to_json()``."""
+    acceptance_counts: Rows
     perplexity: float | None = None
     """Perplexity of the answer under the target; None if it was not requested."""
     agreement: float | None = None

@@ -37,7 +37,6 @@ class CachedDraft(CachedModel):
     visual_keep: float = 1.0
     sees_images: bool = True
     reads_placeholders: bool | None = None
-    corpus_tokens: int = 0
     standalone_model: Any | None = None
     aux_layers: tuple[int, ...] = ()
     capture_sizes: tuple[int, ...] = ()

@@ -68,8 +68,6 @@ class Draft(Protocol):
     """Whether the draft has visual tokens, of which a search may choose a share."""
     reads_placeholders: bool | None
     """Whether the draft reads the placeholders of images as text (``subnet.VisualInput``); None where it cannot."""
-    corpus_tokens: int
-    """Limit on the tokens of earlier answers that are searched; without effect on drafts that search none."""
     device: torch.device
 
     @property

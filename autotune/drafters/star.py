@@ -36,9 +36,9 @@ class StarConfig(DreamConfig):
             raise ValueError(
                 "num_heads must be a multiple of 4, because subnets keep quarters of them; give 4, 8 or 12"
             )
-        if not set(self.blocks) <= set(SELF_CROSS_SELF):
+        if self.blocks != SELF_CROSS_SELF:
             raise ValueError(
-                f"blocks of a supernet are among {', '.join(SELF_CROSS_SELF)}; got {', '.join(self.blocks)}; leave the others out"
+                f"blocks of a supernet are {', '.join(SELF_CROSS_SELF)}; got {', '.join(self.blocks)}; leave blocks out"
             )
         return self
 
@@ -64,19 +64,14 @@ class StarNetwork(DreamNetwork):
         self.head_importance = torch.nn.Buffer(torch.zeros(len(config.blocks), config.num_heads))
         self._trained_heads: list[Tensor] | None = None  # masks of the step whose gradients are computed
 
-    def own_shares(self, shares: Sequence[float]) -> tuple[float, ...]:
-        """The shares of heads of this network's blocks, of those of the paper's three."""
-        return tuple(shares[SELF_CROSS_SELF.index(name)] for name in self.config.blocks)
-
     def kept_heads(self, shares: Sequence[float]) -> list[Tensor]:
-        """Indices of the most important heads of each block, ascending. ``shares`` are those of the paper's three blocks, also if
-        the network has fewer.
+        """Indices of the most important heads of each block, ascending.
 
         Raises:
             UserError: a share that is not a whole number of heads.
         """
         kept = []
-        for share, importance in zip(self.own_shares(shares), self.head_importance, strict=True):
+        for share, importance in zip(shares, self.head_importance, strict=True):
             number = share * len(importance)
             if number != round(number) or not 1 <= number <= len(importance):
                 raise UserError(

@@ -1,6 +1,6 @@
 """An index of a token sequence that finds what followed the longest match of a context's end.
 
-Positions with equal hashes of the ``min_match`` tokens before them form a chain, most recent first, as in deflate (RFC 1951,
+Positions with equal hashes of the token before them form a chain, most recent first, as in deflate (RFC 1951,
 section 4). Every position of a chain is compared token by token, so that hash collisions cost time and nothing else. Appending
 a token takes constant time and no allocation.
 """
@@ -15,30 +15,28 @@ from autotune.trees.limits import MAX_RETRIEVED, Ints
 from autotune.trees.tree import Retrieved
 
 FIRST_CAPACITY = 1024  # tokens; doubled when they are in use
-SEPARATOR = -2  # between texts; equals no token of a context
 MAX_CANDIDATES = 4096  # positions of a chain that are compared, the most recent ones
-_END, _UNLINKED = -1, -2  # of a chain; a position that no chain holds
+_END = -1  # of a chain
 _MULTIPLIER = 6364136223846793005  # Knuth's, of MMIX
 
 Bools = NDArray[np.bool_]
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
-Text = tuple[Int32s, Int32s, Int32s, int, Bools]
-"""Tokens, the previous position of each one's chain, the newest position of each chain, ``min_match`` and ``is_excluded``."""
+Text = tuple[Int32s, Int32s, Int32s, Bools]
+"""Tokens, the previous position of each one's chain, the newest position of each chain, and ``is_excluded``."""
 
 
 class SuffixIndex:
     """Tokens with an index of what followed them.
 
     Args:
-        min_match: tokens that must match before a follower counts.
         max_match: tokens that are compared.
         is_excluded: whether each token of the vocabulary is never proposed, bool [vocabulary].
     """
 
-    def __init__(self, *, min_match: int, max_match: int, is_excluded: Bools) -> None:
+    def __init__(self, *, max_match: int, is_excluded: Bools) -> None:
         self.length = 0
-        self._min_match, self._is_excluded = min_match, is_excluded
+        self._is_excluded = is_excluded
         # A context, and the followers of its matches: tokens, counts, and for each token its index among them.
         follower, count = np.zeros((2, MAX_CANDIDATES), np.int32)
         self._scratch = np.zeros(max_match, np.int32), follower, count, np.zeros(len(is_excluded), np.int32)
@@ -65,11 +63,11 @@ class SuffixIndex:
 
     @property
     def _text(self) -> Text:
-        return self._tokens, self._previous, self._newest, self._min_match, self._is_excluded
+        return self._tokens, self._previous, self._newest, self._is_excluded
 
-    def truncate(self, length: int) -> None:
-        _truncate(self._text, self.length, length)
-        self.length = length
+    def clear(self) -> None:
+        self._newest.fill(_END)
+        self.length = 0
 
     def followers(
         self, token: Ints, parent: Ints, nodes: Ints, visible: Ints, num_proposals: int
@@ -77,7 +75,7 @@ class SuffixIndex:
         """The tokens that followed the longest match of the end of each node's context.
 
         The context of a node is the first ``visible`` tokens and the drafted tokens from a root to the node. Of equally
-        frequent followers the most recent one comes first. Rows with fewer followers are filled with other tokens of
+        frequent followers the most recent one comes first. Where fewer tokens follow, the others are absent: token -1 with
         probability 0.
 
         Args:
@@ -106,33 +104,20 @@ class SuffixIndex:
 
 
 @njit(cache=True)
-def _bucket(tokens: Int32s, end: int, min_match: int, num_buckets: int) -> int:
-    """Bucket of the ``min_match`` tokens before ``end``."""
-    value = np.int64(0)
-    for at in range(end - min_match, end):
-        value = (value + tokens[at] + 1) * _MULTIPLIER
-    return int((value >> 32) & (num_buckets - 1))
+def _bucket(token: int, num_buckets: int) -> int:
+    return int((((np.int64(token) + 1) * _MULTIPLIER) >> 32) & (num_buckets - 1))
 
 
 @njit(cache=True)
 def _append(text: Text, length: int, new: Int32s) -> None:
-    tokens, previous, newest, min_match, is_excluded = text
+    tokens, previous, newest, is_excluded = text
     for token in new:
         tokens[length] = token
-        previous[length] = _UNLINKED
-        if length >= min_match and token >= 0 and not is_excluded[token]:
-            bucket = _bucket(tokens, length, min_match, len(newest))
+        if length > 0 and not is_excluded[token]:
+            bucket = _bucket(tokens[length - 1], len(newest))
             previous[length] = newest[bucket]
             newest[bucket] = length
         length += 1
-
-
-@njit(cache=True)
-def _truncate(text: Text, length: int, new_length: int) -> None:
-    tokens, previous, newest, min_match, _ = text
-    for at in range(length - 1, new_length - 1, -1):
-        if previous[at] != _UNLINKED:
-            newest[_bucket(tokens, at, min_match, len(newest))] = previous[at]
 
 
 @njit(cache=True)
@@ -147,7 +132,7 @@ def _find_followers(
     out_logprobs: Float32s,
     out_match_length: Int32s,
 ) -> None:
-    tokens, previous, newest, min_match, is_excluded = text
+    tokens, previous, newest, _ = text
     context, follower, count, index_of = scratch
     max_match = len(context)
     for row in range(len(nodes)):
@@ -157,13 +142,13 @@ def _find_followers(
             context[max_match - 1 - size] = drafted[node]
             node = parent[node]
             size += 1
-        while size < max_match and at >= 0 and tokens[at] != SEPARATOR:
+        while size < max_match and at >= 0:
             context[max_match - 1 - size] = tokens[at]
             at -= 1
             size += 1
         longest = num_followers = total = 0
-        if size >= min_match:
-            position = newest[_bucket(context, max_match, min_match, len(newest))]
+        if size > 0:
+            position = newest[_bucket(context[max_match - 1], len(newest))]
             num_candidates = 0
             while position >= 0 and num_candidates < MAX_CANDIDATES:
                 if position >= visible[row]:
@@ -177,7 +162,7 @@ def _find_followers(
                     and tokens[position - 1 - length] == context[max_match - 1 - length]
                 ):
                     length += 1
-                if length > longest and length >= min_match:
+                if length > longest:
                     longest, num_followers, total = length, 0, 0
                 if length == longest and length > 0:
                     token = tokens[position]
@@ -190,8 +175,7 @@ def _find_followers(
                     total += 1
                 position = previous[position]
         out_match_length[row] = longest
-        num_proposed = _take_most_frequent(follower, count, num_followers, total, out_tokens[row], out_logprobs[row])
-        _fill(out_tokens[row], out_logprobs[row], num_proposed, is_excluded)
+        _take_most_frequent(follower, count, num_followers, total, out_tokens[row], out_logprobs[row])
 
 
 @njit(cache=True)
@@ -214,8 +198,9 @@ def _find_continuation(text: Text, length: int, scratch: tuple[Int32s, Int32s, I
 @njit(cache=True)
 def _take_most_frequent(
     follower: Int32s, count: Int32s, num_followers: int, total: int, tokens: Int32s, logprobs: Float32s
-) -> int:
-    """Write the most frequent followers, the first of equal ones first, and their shares; returns their number."""
+) -> None:
+    """Write the most frequent followers, the first of equal ones first, and their shares."""
+    tokens[:], logprobs[:] = -1, -np.inf
     num_proposed = 0
     for index in range(num_followers):
         share = np.float32(np.log(count[index] / total))
@@ -230,23 +215,3 @@ def _take_most_frequent(
             tokens[at], logprobs[at] = tokens[at - 1], logprobs[at - 1]
             at -= 1
         tokens[at], logprobs[at] = follower[index], share
-    return num_proposed
-
-
-@njit(cache=True)
-def _fill(tokens: Int32s, logprobs: Float32s, num_proposed: int, is_excluded: Bools) -> None:
-    """Fill a row with the first other tokens, because the tokens of a row must be valid and distinct."""
-    token = 0
-    for rank in range(num_proposed, len(tokens)):
-        while is_excluded[token] or _holds(tokens, num_proposed, token):
-            token += 1
-        tokens[rank], logprobs[rank] = token, -np.inf
-        token += 1
-
-
-@njit(cache=True)
-def _holds(tokens: Int32s, size: int, token: int) -> bool:
-    is_held = False
-    for at in range(size):
-        is_held |= tokens[at] == token
-    return is_held

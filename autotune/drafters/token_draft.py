@@ -44,7 +44,6 @@ class TokenDraft(ABC):
         self.visual_keep = 1.0  # no effect
         self.aux_layers: tuple[int, ...] = ()
         self.capture_sizes: tuple[int, ...] = ()  # no effect
-        self.corpus_tokens = 0
         self.device = torch.device("cpu")
 
     @property
@@ -111,44 +110,6 @@ class TokenDraft(ABC):
         if self.length != kv_length:
             self.reserve(kv_length)
             self.extend([0] * kv_length)
-
-
-class ContextDraft(TokenDraft):
-    """A draft that maps the tokens so far to the tokens that may follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._tokens: list[int] = []
-
-    @abstractmethod
-    def followers(self, context: Sequence[int], num_proposals: int) -> Sequence[tuple[int, float]]:
-        """Tokens that may follow, each with its probability, at most ``num_proposals``, most probable first."""
-
-    @property
-    def length(self) -> int:
-        return len(self._tokens)
-
-    def prefill(self, prompt: Ints, visual_scores: Tensor | None, *, capacity: int) -> None:
-        self._tokens = prompt.tolist()
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self._tokens += tokens
-
-    def reserve(self, num_tokens: int) -> None:
-        self._tokens = []
-
-    def propose_at(self, token: Ints, parent: Ints, nodes: Ints, num_visible: Ints, num_proposals: int) -> Proposals:
-        """See ``TokenDraft``. Where fewer tokens follow, the others are absent: token -1 with probability 0."""
-        tokens = np.full((len(nodes), num_proposals), -1, np.int32)
-        logprobs = np.full((len(nodes), num_proposals), -np.inf, np.float32)
-        for row, (node, end) in enumerate(zip(nodes.tolist(), num_visible.tolist(), strict=True)):
-            path: list[int] = []
-            while parent[node] >= 0:
-                path.insert(0, int(token[node]))
-                node = int(parent[node])
-            for rank, (follower, probability) in enumerate(self.followers([*self._tokens[:end], *path], num_proposals)):
-                tokens[row, rank], logprobs[row, rank] = follower, np.log(probability)
-        return tokens, logprobs
 
 
 class TokenForestGrower(LevelForestGrower):

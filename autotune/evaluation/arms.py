@@ -12,7 +12,6 @@ from autotune.modeling.prompt import has_pixels
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
-from autotune.trees.fallback import Fallback
 from autotune.workloads.prompt import Prompt
 from autotune.workloads.workload import WARM_UP_TOKENS
 
@@ -43,11 +42,6 @@ class Arm(Protocol):
     def point_for(self, inputs: dict[str, Any], settings: Prompt) -> int:
         """Index of the operating point that decodes such a request."""
         return 0
-
-    @property
-    def fallbacks(self) -> list[Fallback]:
-        """Fallbacks of the operating points: their memory of earlier requests is the arm's only state."""
-        return []
 
 
 class DecoderArm(Arm):
@@ -82,10 +76,6 @@ class DecoderArm(Arm):
             has_image=has_pixels(inputs),
             workload=settings.task,
         )
-
-    @property
-    def fallbacks(self) -> list[Fallback]:
-        return [point.fallback for point in self.decoder.points]
 
 
 class HuggingFaceArm(Arm):

@@ -184,14 +184,12 @@ def pool_counts(runs: Sequence[Run]) -> AcceptanceCounts:
 
 
 def print_acceptance(name: str, acceptance: AcceptanceCounts, console: Console) -> None:
-    """Print accepted shares of offered tokens by depth and by rank, near an image and in running text."""
+    """Print accepted shares of offered tokens by depth and by rank."""
     rows = []
-    for region, tables in acceptance.to_json().items():
-        for table, counts in tables.items():
-            if counts:
-                shares = [f"{100 * accepted / offered:.0f} %" if offered else "-" for offered, accepted in counts]
-                rows.append([f"{region.replace('_', ' ')}, {table.replace('_', ' ')}", *shares])
-    width = max((len(row) for row in rows), default=1)
+    for table, counts in acceptance.to_json().items():
+        shares = [f"{100 * accepted / offered:.0f} %" if offered else "-" for offered, accepted in counts]
+        rows.append([table.replace("_", " "), *shares])
+    width = max(map(len, rows))
     console.table(
         f"Draft of {name}: accepted of offered, from depth 1 and from the most probable on",
         ["", *(str(number) for number in range(1, width))],

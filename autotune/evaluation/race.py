@@ -85,7 +85,6 @@ def race(
             deadline=deadline,
             min_prompts=min_prompts if look == 0 else 0,
             repeat=look // len(blocks),
-            keep_memory=look > 0,
             report=report_prompt,
         )
         for name, more in block_runs.items():

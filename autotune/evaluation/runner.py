@@ -34,7 +34,6 @@ from autotune.files import append_line, content_key, read_lines
 from autotune.modeling.graph_memory import graph_memory
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint
-from autotune.trees.fallback import RequestHistory
 from autotune.workloads.conversations import Conversations
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
@@ -148,7 +147,6 @@ class ArmRunner:
         deadline: float | None = None,
         min_prompts: int = 8,
         repeat: int = 0,
-        keep_memory: bool = False,
         report: Report | None = None,
     ) -> dict[str, list[Run]]:
         """Run every arm on the same prompts; returns the runs by arm name.
@@ -158,16 +156,12 @@ class ArmRunner:
             seed: of the order in which arms take turns.
             deadline: of ``time.monotonic``. After ``min_prompts``, no prompt is begun that is expected to end later (see ``limit``).
             repeat: distinguishes comparisons of the same arms in the ledger.
-            keep_memory: fallbacks keep what they remember of earlier comparisons.
         """
         order = random.Random(seed)
         arms = list({arm.name: arm for arm in arms}.values())
         runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
         comparison = content_key([self.context, sorted(arm.key for arm in arms), *([repeat] if repeat else [])])
         known = self._known_runs(comparison)
-        for arm in arms if not keep_memory else ():
-            for fallback in arm.fallbacks:
-                fallback.forget()
         self.reserve(workload)
         for number, prompt in enumerate(workload.prompts):
             prompt_runs = {arm.name: known[arm.key, prompt.sha256] for arm in arms if (arm.key, prompt.sha256) in known}
@@ -196,9 +190,8 @@ class ArmRunner:
 
         The target's prefill is the same work in every arm and not part of what is compared. A run whose prefill took
         several times as long as in the other arms was slowed down by something else on the machine, and so was a run whose
-        forwards took far longer, or in which forward passes were captured; fallbacks forget such runs.
+        forwards took far longer, or in which forward passes were captured.
         """
-        histories = {arm.name: _histories(arm) for arm in arms}
         runs: dict[str, Run] = {}
         for arm in order.sample(list(arms), len(arms)):
             began = time.monotonic()
@@ -216,7 +209,6 @@ class ArmRunner:
             ]
             for arm in slowed:
                 self.num_repeated += 1
-                _restore(arm, histories[arm.name])
                 runs[arm.name] = self.run(arm, prompt)
             if not slowed:
                 break
@@ -232,9 +224,7 @@ class ArmRunner:
             rounded = -(-length // SHAPE_TOKENS) if target.device.type == "cpu" else target.padded_length(length)
             shape = (arm.key, arm.point_for(inputs, prompt.settings), bool(prompt.pixels), rounded)
             if shape not in self._warm:
-                histories = _histories(arm)
                 arm.warm_up(inputs, prompt.settings)
-                _restore(arm, histories)
                 self._warm.add(shape)
             memory = graph_memory(target.device)
             num_before = memory.num_kept
@@ -286,12 +276,3 @@ def _loaded(configuration: Configuration, draft: Any) -> LoadedPoint:
         verification=configuration.verification,
         fallback=configuration.fallback,
     )
-
-
-def _histories(arm: Arm) -> list[RequestHistory]:
-    return [fallback.history for fallback in arm.fallbacks]
-
-
-def _restore(arm: Arm, histories: list[RequestHistory]) -> None:
-    for fallback, history in zip(arm.fallbacks, histories, strict=True):
-        fallback.history = history

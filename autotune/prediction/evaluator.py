@@ -17,7 +17,7 @@ from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.errors import UserError
 from autotune.files import Document
 from autotune.prediction.draws import PriceDraws
-from autotune.prediction.prices import SMALLEST, Constraints, TreePricing, largest_round_ms, memory_mib
+from autotune.prediction.prices import TreePricing
 from autotune.prediction.sequoia import rank_acceptance, sequoia_trees
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
@@ -51,14 +51,7 @@ class Candidate(Document):
 class Evaluator:
     """Replays configurations over the traces of every draft variant."""
 
-    def __init__(
-        self,
-        traces: Iterable[Trace],
-        table: CostTable,
-        *,
-        constraints: Constraints | None = None,
-        jobs: int | None = None,
-    ) -> None:
+    def __init__(self, traces: Iterable[Trace], table: CostTable, *, jobs: int | None = None) -> None:
         """Traces are of the same answers, one per draft variant; ``jobs`` threads replay (None: one per core).
 
         Raises:
@@ -66,7 +59,6 @@ class Evaluator:
         """
         self.traces: dict[DraftVariant, Trace] = {(t.header.draft.id, t.header.subnet): t for t in traces}
         self.table = table
-        self.constraints = constraints or Constraints()
         self.jobs = jobs or os.cpu_count() or 1
         any_trace = next(iter(self.traces.values()))
         if any_trace.num_tokens == 0:
@@ -85,7 +77,7 @@ class Evaluator:
     def select(self, prompts: Ints) -> Evaluator:
         """The evaluator of the prompts with these indices only."""
         traces = [trace.select(prompts) for trace in self.traces.values()]
-        return Evaluator(traces, self.table, constraints=self.constraints, jobs=self.jobs)
+        return Evaluator(traces, self.table, jobs=self.jobs)
 
     @cached_property
     def price_draws(self) -> PriceDraws:
@@ -94,7 +86,7 @@ class Evaluator:
 
     def with_table(self, table: CostTable) -> Evaluator:
         """The evaluator of the same traces with other prices."""
-        return Evaluator(self.traces.values(), table, constraints=self.constraints, jobs=self.jobs)
+        return Evaluator(self.traces.values(), table, jobs=self.jobs)
 
     def prices_for(self, variant: DraftVariant, policy: Policy) -> DensePrices:
         """Prices of a policy's rounds; the prices of a tree with retrieval include its time."""
@@ -160,39 +152,6 @@ class Evaluator:
             return self.replay(configuration).is_covered
         except UserError:
             return False
-
-    def round_ms(self, variant: DraftVariant, policy: Policy) -> float:
-        """Latency of the largest round that a policy can make, at the longest KV length."""
-        return largest_round_ms(self.prices_for(variant, policy), policy)
-
-    def draft_mib(self, variant: DraftVariant, policy: Policy) -> float | None:
-        """MiB of a draft with its KV cache at the longest KV length; None where the cost table has no sizes."""
-        header = self.traces[variant].header
-        *costs, weight = self.table.costs_around(header.draft, header.subnet)
-        num_tokens = self.max_kv_length + policy.max_grown
-        low, high = (memory_mib(draft_costs, self.table.precision, num_tokens) for draft_costs in costs)
-        return None if low is None or high is None else (1 - weight) * low + weight * high
-
-    def is_feasible(self, variant: DraftVariant, tree: Tree) -> bool:
-        """Whether a tree keeps the constraints."""
-        limits = self.constraints
-        if limits == Constraints():
-            return True
-        policy = parse_policy(tree)
-        if limits.max_round_ms is not None and self.round_ms(variant, policy) > limits.max_round_ms:
-            return False
-        return limits.max_draft_mib is None or (self.draft_mib(variant, policy) or 0.0) <= limits.max_draft_mib
-
-    def check_feasible(self) -> None:
-        """Check that the smallest tree keeps the constraints.
-
-        Raises:
-            UserError: names the limit and the least value possible.
-        """
-        self.constraints.check(
-            (self.round_ms(variant, SMALLEST) for variant in self.traces),
-            (self.draft_mib(variant, SMALLEST) for variant in self.traces),
-        )
 
     def evaluate(self, configuration: Configuration) -> Candidate:
         """Predict the speed of a configuration; results are cached."""

@@ -178,7 +178,7 @@ def _record(
     positions = torch.cat([kept, columns[num_prompt:]])
     masks = [network.head_masks(subnet.head_shares) for subnet in subnets]
     head_masks = [torch.stack(block)[:, None] for block in zip(*masks, strict=True)]  # [batch, 1, heads]
-    shared = _shared_rows([network.own_shares(subnet.head_shares) for subnet in subnets], device)
+    shared = _shared_rows([subnet.head_shares for subnet in subnets], device)
     capacity = len(columns) + (depth - 1) * num_roots
     caches = [
         _GrownCache(features.new_empty(batch, config.num_heads, 2, capacity, config.head_size), rows.of_subnet)

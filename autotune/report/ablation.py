@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import COMPARED_DEFAULTS, PUBLISHED_DEFAULTS
-from autotune.prediction.evaluator import Candidate
 from autotune.report.sources import Sources
 from autotune.study.records import ScreenedSubnet
 
@@ -123,26 +122,3 @@ def cumulative_ablation(sources: Sources) -> dict[str, ScreenedSubnet]:
             steps[label] = min(allowed, key=lambda subnet: subnet.ms_per_token)
             num_before = len(allowed)
     return steps
-
-
-@dataclass(frozen=True)
-class PolicyBest:
-    policy: str
-    best: Candidate
-    default_ms: float | None
-    """Predicted ms per token of the default with the same subnet; None without a default that the trace covers."""
-
-
-def policies(sources: Sources) -> list[PolicyBest]:
-    best: dict[str, Candidate] = {}
-    for candidate in sources.candidates:
-        best.setdefault(candidate.policy, candidate)
-    results = []
-    for policy, candidate in best.items():
-        default_ms = None
-        if policy in PUBLISHED_DEFAULTS and sources.evaluator is not None:
-            default = candidate.configuration.model_copy(update={"tree": PUBLISHED_DEFAULTS[policy].tree})
-            if sources.evaluator.can_replay(default):
-                default_ms = sources.evaluator.evaluate(default).ms_per_token
-        results.append(PolicyBest(policy, candidate, default_ms))
-    return results

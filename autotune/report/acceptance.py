@@ -31,13 +31,13 @@ class PointAcceptance:
 
 def acceptance_table(kind: str, **counts: AcceptanceCounts) -> pd.DataFrame:
     """Columns ``NAME_offered`` and ``NAME_accepted`` for each of ``counts``; rows are depths or ranks from 1, those offered
-    anywhere. Tokens near images and elsewhere are added up.
+    anywhere.
     """
     import pandas as pd
 
     columns: dict[str, Ints] = {}
     for name, count in counts.items():
-        table = (count.by_depth[:, 1:] if kind == "depth" else count.by_rank).sum(0)
+        table = count.by_depth[1:] if kind == "depth" else count.by_rank
         columns |= {f"{name}_offered": table[:, 0], f"{name}_accepted": table[:, 1]}
     frame = pd.DataFrame(columns)
     frame.index += 1

@@ -1,17 +1,14 @@
-"""Tables from a study's records: Pareto front, fastest draft variants, grids of subnets, importance of hyperparameters."""
+"""Tables from a study's records: Pareto front, fastest trees by size, grids of subnets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from autotune.documents.configuration import DraftVariant
 from autotune.prediction.evaluator import Candidate
 from autotune.report.points import heads_label
-from autotune.report.sources import Sources
 from autotune.study.records import ScreenedSubnet
-from autotune.trees.policy import parse_policy
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,39 +29,6 @@ def fastest_by_size(candidates: Sequence[Candidate]) -> dict[str, list[Candidate
     for candidate in candidates:  # fastest first
         fastest.setdefault(candidate.policy, {}).setdefault(round(candidate.nodes_per_round), candidate)
     return {policy: [by_size[size] for size in sorted(by_size)] for policy, by_size in sorted(fastest.items())}
-
-
-@dataclass(frozen=True)
-class FastestOfVariant:
-    best: Candidate
-    draft_mib: float | None
-    """Memory of the draft and its KV cache; None if the cost table lacks it."""
-    is_on_front: bool
-    """Whether no draft variant is both faster and smaller."""
-
-
-def fastest_by_variant(sources: Sources) -> list[FastestOfVariant]:
-    """The fastest configuration of every draft variant, smallest draft first."""
-    evaluator = sources.evaluator
-    fastest: dict[DraftVariant, Candidate] = {}
-    for candidate in sources.candidates:  # fastest first
-        fastest.setdefault((candidate.configuration.draft or "", candidate.configuration.subnet), candidate)
-    sized = [
-        (
-            evaluator.draft_mib(variant, parse_policy(best.configuration.tree))
-            if evaluator is not None and variant in evaluator.traces
-            else None,
-            best,
-        )
-        for variant, best in fastest.items()
-    ]
-    sized.sort(key=lambda row: (row[0] is None, row[0] or 0.0, row[1].rank))
-    rows = []
-    least_ms = float("inf")
-    for mib, best in sized:
-        rows.append(FastestOfVariant(best, mib, mib is not None and best.ms_per_token < least_ms))
-        least_ms = min(least_ms, best.ms_per_token)
-    return rows
 
 
 @dataclass(frozen=True)
@@ -96,43 +60,3 @@ def subnet_grids(screened: Iterable[ScreenedSubnet]) -> list[SubnetGrid]:
         speedups = speedups.reindex(index=group.heads.unique(), columns=keeps)
         grids.append(SubnetGrid(group.draft.iloc[0], layer if layer > 0 else None, speedups))
     return grids
-
-
-@dataclass(frozen=True)
-class Importance:
-    group: str
-    num_trials: int
-    shares: pd.DataFrame
-    """Rows are parameters, columns Optuna's evaluators; sorted by the first column, largest first."""
-
-
-def importance(trials: Sequence[Any], *, min_trials: int = 20, seed: int = 0) -> list[Importance]:
-    """Importance by Optuna's fANOVA and PED-ANOVA: among each policy's own trials, since only they have its
-    hyperparameters, and, with several policies, among all trials for the parameters that they share. Groups of fewer than
-    ``min_trials`` are left out.
-    """
-    import optuna
-    import pandas as pd
-    from optuna.importance import FanovaImportanceEvaluator, PedAnovaImportanceEvaluator, get_param_importances
-
-    if not trials:
-        return []
-    parameters = pd.DataFrame([trial.params for trial in trials])
-    groups = list(parameters.groupby("policy", sort=False))
-    if len(groups) > 1:
-        groups.insert(0, ("all trials", parameters))
-    results = []
-    for group, params in groups:
-        shared = params.dropna(axis="columns")
-        varied = sorted(shared.columns[shared.nunique() > 1])
-        if len(params) < min_trials or not varied:
-            continue
-        study = optuna.create_study()
-        study.add_trials([trials[number] for number in params.index])
-        evaluators = {"fANOVA": FanovaImportanceEvaluator(seed=seed), "PED-ANOVA": PedAnovaImportanceEvaluator()}
-        shares = pd.DataFrame(
-            {name: get_param_importances(study, evaluator=e, params=varied) for name, e in evaluators.items()}
-        )
-        shares = shares.loc[varied].sort_values("fANOVA", ascending=False, kind="stable")
-        results.append(Importance(str(group), len(params), shares))
-    return results

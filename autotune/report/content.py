@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from autotune.cost.roofline import find_limits
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.provenance import ModelReference, stamp
-from autotune.report.ablation import ablations, cumulative_ablation, policies
+from autotune.report.ablation import ablations, cumulative_ablation
 from autotune.report.acceptance import acceptance
-from autotune.report.analysis import fastest_by_size, fastest_by_variant, importance, pareto_front, subnet_grids
+from autotune.report.analysis import fastest_by_size, pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
 from autotune.report.examples import examples
 from autotune.report.points import EvaluationArms, PointSummary
@@ -35,11 +35,8 @@ class Content:
         self.arms = EvaluationArms(profile) if profile and profile.evidence.compared else None
         self.front = pareto_front(sources.candidates)
         self.by_size = fastest_by_size(sources.candidates)
-        self.variants = fastest_by_variant(sources)
         self.ablations = ablations(sources)
         self.cumulative = cumulative_ablation(sources)
-        self.policies = policies(sources)
-        self.importance = importance(sources.trials)
         self.acceptance = acceptance(sources)
         tokens = TokenTexts(self.target.id if self.target else "")
         self.examples = examples(sources, find_prompts(sources, workload), tokens)
@@ -52,10 +49,7 @@ class Content:
         of_points = (c for c in map(configuration_of, sources.points) if c is not None)
         finalists = [finalist.configuration for finalist in (study.finalists if study else [])]
         front = [candidate.configuration for candidate in self.front]
-        best = [*(variant.best for variant in self.variants), *(policy.best for policy in self.policies)]
-        self.configurations = _lettered(
-            [*of_points, *finalists, *front, *(candidate.configuration for candidate in best)]
-        )
+        self.configurations = _lettered([*of_points, *finalists, *front])
         self.letters = {configuration.label: letter for letter, configuration in self.configurations.items()}
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from autotune.report.svg import DASHES, INK, MARKERS, MUTED, SERIES
 
 if TYPE_CHECKING:
@@ -136,19 +134,13 @@ def front(clouds: Sequence[Series], best: Series, *, x: str, y: str) -> Figure:
     return figure
 
 
-def bars(values: pd.DataFrame, xlabel: str, *, start: float = 0.0, value_format: str = "") -> Figure:
-    """A group of horizontal bars for each row, one for each column; columns differ in colour and filling."""
+def bars(values: pd.Series, xlabel: str, *, start: float = 0.0, value_format: str) -> Figure:
+    """A horizontal bar for each row."""
     figure, axes = _new_figure(0.9 + 0.34 * len(values))
-    thickness = 0.8 / len(values.columns)
-    for number, column in enumerate(values):
-        rows = np.arange(len(values)) + (number - (len(values.columns) - 1) / 2) * thickness
-        colour, fill = SERIES[number], "none" if number else SERIES[number]
-        drawn = axes.barh(
-            rows, values[column] - start, thickness, start, label=column, color=fill, edgecolor=colour, linewidth=1.1
-        )
-        axes.bar_label(drawn, [value_format.format(value) for value in values[column]], padding=5, fontsize=8.5)
+    drawn = axes.barh(
+        range(len(values)), values - start, 0.8, start, color=SERIES[0], edgecolor=SERIES[0], linewidth=1.1
+    )
+    axes.bar_label(drawn, [value_format.format(value) for value in values], padding=5, fontsize=8.5)
     _rows(axes, [str(label) for label in values.index], xlabel)
-    axes.margins(x=0.16 if value_format else 0.05)
-    if len(values.columns) > 1:
-        _legend(figure, axes)
+    axes.margins(x=0.16)
     return figure

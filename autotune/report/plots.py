@@ -20,7 +20,7 @@ Plots = Iterator[tuple[str, str, "Figure"]]
 def all_plots(content: Content) -> dict[str, str]:
     import matplotlib as mpl
 
-    sections = (_evaluation, _predictions, _fronts, _ablation, _importance, _acceptance, _costs)
+    sections = (_evaluation, _predictions, _fronts, _ablation, _acceptance, _costs)
     plots = (plot for section in sections for plot in section(content))
     with mpl.rc_context(STYLE):  # colours are taken when an element is created
         return {name: to_svg(figure, name, description) for name, description, figure in plots}
@@ -62,18 +62,6 @@ def _fronts(content: Content) -> Plots:
         ends = f"{best.y[0]:.2f} to {best.y[-1]:.2f} ms"
         description = f"Predicted time by tree size and policy; the front falls from {ends}."
         yield "front-nodes", description, figures.front(policies, best, x="drafted tokens verified per round", y=y)
-    sized = [(v.draft_mib, v.best.ms_per_token, v) for v in content.variants if v.draft_mib is not None]
-    if len(sized) > 1:
-        points: dict[str, list[tuple[float, float]]] = {}
-        for mib, ms, variant in sized:
-            points.setdefault(variant.best.configuration.draft or "", []).append((mib, ms))
-        points["Pareto front"] = [(mib, ms) for mib, ms, variant in sized if variant.is_on_front]
-        *drafts, best = (
-            Series(label, [mib for mib, _ in front], [ms for _, ms in front]) for label, front in points.items()
-        )
-        description = f"Predicted time by memory of {len(sized)} draft variants; the table has the numbers."
-        figure = figures.front(drafts, best, x="memory of the draft and its KV cache, MiB", y=y)
-        yield "front-memory", description, figure
 
 
 def _ablation(content: Content) -> Plots:
@@ -83,23 +71,13 @@ def _ablation(content: Content) -> Plots:
         speedups = pd.Series({label: best.speedup for label, best in content.cumulative.items()})
         described = "; ".join(f"{label} {speedup:.2f}" for label, speedup in speedups.items())
         label = "predicted speedup of the best chain"
-        figure = figures.bars(speedups.to_frame(), label, start=1.0, value_format="{:.2f}x")
+        figure = figures.bars(speedups, label, start=1.0, value_format="{:.2f}x")
         yield "cumulative-ablation", f"Speedup as the dimensions are freed one by one: {described}.", figure
     gains = pd.Series({a.dimension: 100 * a.gain for a in content.ablations if a.gain is not None})
     if len(gains):
         described = "; ".join(f"{dimension} {gain:.1f} %" for dimension, gain in gains.items())
-        figure = figures.bars(gains.to_frame(), "predicted decoding time saved, %", value_format="{:.1f} %")
+        figure = figures.bars(gains, "predicted decoding time saved, %", value_format="{:.1f} %")
         yield "ablation", f"Decoding time saved by searching each dimension: {described}.", figure
-
-
-def _importance(content: Content) -> Plots:
-    for number, importance in enumerate(content.importance):
-        shares = importance.shares.set_axis(importance.shares.index.str.removeprefix(f"{importance.group}."))
-        description = (
-            f"Importance of {len(shares)} parameters in {importance.num_trials} trials of {importance.group}; {shares.index[0]} is the "
-            "most important one by fANOVA."
-        )
-        yield f"importance-{number}", description, figures.bars(shares, "importance")
 
 
 def _acceptance(content: Content) -> Plots:

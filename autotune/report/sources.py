@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, StudyDocument,
 from autotune.study.folder import find_studies, find_study, load_headers, load_tables, points_of_prompts
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, screened_in
-from autotune.study.storage import optuna_storage
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,6 @@ class Sources:
     """Each subnet once."""
     candidates: list[Candidate] = field(default_factory=list)
     """Each configuration once, fastest first."""
-    trials: list[Any] = field(default_factory=list)
-    """Optuna's completed trials."""
     runs: list[Record] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -143,7 +139,6 @@ def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path
         traces=_traces(folder, study, profile),
         screened=list({s.variant: s for s in subnets}.values()),
         candidates=sorted({c.key: c for c in candidates}.values(), key=lambda c: c.rank),
-        trials=_trials(ledger, study),
         runs=read_lines(folder / RUNS),
         notes=notes,
     )
@@ -191,18 +186,3 @@ def _records(ledger: Ledger | None, study: StudyDocument | None, stage: str) -> 
     if ledger is None or study is None:
         return []
     return list(ledger.records(study.records.get(stage, [])).values())
-
-
-def _trials(ledger: Ledger | None, study: StudyDocument | None) -> list[Any]:
-    import optuna
-
-    if ledger is None or study is None or study.optuna_study is None:
-        return []
-    if isinstance(ledger.storage, Path) and not ledger.storage.with_suffix(".optuna").exists():
-        return []
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        optuna_study = optuna.load_study(study_name=study.optuna_study, storage=optuna_storage(ledger.storage))
-    except KeyError:  # the search drew no trials
-        return []
-    return optuna_study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])

@@ -63,8 +63,6 @@ class Decoder:
         prefill_threads: CPU threads of image encoders and prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer; stop strings need it.
         profile: the decoding profile that the points are from.
-        corpus_tokens: limit, in tokens, on the earlier answers of this decoder in which trees with ``retrieval`` look too. 0:
-            they look in the request's own prompt and output, as a search does.
         point: tree policy and other arguments of ``LoadedPoint``, of the only operating point.
 
     Raises:
@@ -84,7 +82,6 @@ class Decoder:
         prefill_threads: int | None = None,
         processor: Any | None = None,
         profile: DecodingProfile | None = None,
-        corpus_tokens: int = 0,
         **point: Any,
     ) -> None:
         self.target = target if isinstance(target, Target) else Target(target)
@@ -107,7 +104,7 @@ class Decoder:
         """Output of the latest ``generate``, also when it was called through the Hugging Face model."""
         self.observers: list[Observer] = [log_request]
         """Called with the statistics of every request, once it is finished, abandoned or has failed."""
-        self.rounds = Round(self.target, self.mode, self.capture_sizes, corpus_tokens)
+        self.rounds = Round(self.target, self.mode, self.capture_sizes)
         self._prepared = (0, 0)  # context tokens, and how many captures of the device had been dropped by then
 
     def configure(self, tree: Any, **point: Any) -> None:

@@ -30,16 +30,15 @@ def load(
     device: str = "auto",
     dtype: Dtype | None = None,
     strict: bool = False,
-    corpus_tokens: int = 0,
     context_tokens: int = DEFAULT_CONTEXT_TOKENS,
     console: Console | None = None,
 ) -> Decoder:
     """Load a decoder that follows a profile.
 
     Loads the target, in ``dtype`` or the profile's precision, and the drafts that the profile names, each once, or takes loaded
-    models. On another device or in another precision than the profile's, decoding is still lossless: the loader warns. ``corpus_tokens`` is that of ``Decoder``: retrieval looks in
-    earlier answers too. In mode ``cuda-graph`` everything that requests of up to
-    ``context_tokens`` tokens need is captured now (``Decoder.prepare``), with a progress bar on ``console``; 0 captures nothing.
+    models. On another device or in another precision than the profile's, decoding is still lossless: the loader warns. In mode
+    ``cuda-graph`` everything that requests of up to ``context_tokens`` tokens need is captured now (``Decoder.prepare``), with a
+    progress bar on ``console``; 0 captures nothing.
 
     Raises:
         UserError: the profile or its models cannot be read, ``draft`` is given for points that name several drafts,
@@ -85,19 +84,11 @@ def load(
         else as_draft(draft)
         for network, choice in choices.items()
     }
-    for loaded_draft in drafts.values():
-        if draft is None and loaded_draft is not None:
-            loaded_draft.corpus_tokens = corpus_tokens
     processor = None
     if target is None or Path(getattr(target.config, "_name_or_path", "") or "?").exists():
         processor = load_processor(document.target.id if target is None else target.config._name_or_path)
     decoder = decoder_for(
-        document,
-        loaded,
-        lambda choice: drafts[choice.network],
-        processor=processor,
-        is_tuned_here=is_tuned_here,
-        corpus_tokens=corpus_tokens,
+        document, loaded, lambda choice: drafts[choice.network], processor=processor, is_tuned_here=is_tuned_here
     )
     if context_tokens > 0 and decoder.mode == CUDA_GRAPH:
         prepare_with_progress(decoder, context_tokens, console)
@@ -121,7 +112,6 @@ def decoder_for(
     *,
     processor: Any = None,
     is_tuned_here: bool = True,
-    corpus_tokens: int = 0,
 ) -> Decoder:
     """The decoder of a profile whose models are loaded. Numbers of threads are those of the device that it was tuned on; on
     another one, captured forward passes run in mode ``auto``.
@@ -150,5 +140,4 @@ def decoder_for(
         prefill_threads=profile.prefill_threads if is_tuned_here else None,
         processor=processor,
         profile=profile,
-        corpus_tokens=corpus_tokens,
     )

@@ -60,7 +60,6 @@ class PrometheusMetrics:
             self._accepted_tokens = counter("accepted_tokens", "Draft tokens accepted")
             self._offered = counter("offered", "Rounds that offered a token at a depth of the accepted path", "depth")
             self._accepted = counter("accepted", "Rounds that accepted a token at a depth", "depth")
-            self._fallen_back = counter("fallen_back_requests", "Requests of points with a draft that decoded plainly")
             self._seconds = counter("seconds", "Time of requests by what it was spent on", "phase")
             timed = partial(Histogram, registry=registry)
             self._first_token = timed("autotune_first_token_seconds", "Time to the first token", buckets=_SECONDS)
@@ -69,7 +68,6 @@ class PrometheusMetrics:
             info = Gauge("autotune_point", "Operating points of the decoder", labels, registry=registry)
         except ValueError:  # the registry's answer to a name that it knows
             raise UserError("the registry counts another decoder; give each decoder a registry of its own") from None
-        self._has_draft = [point.draft is not None for point in points]
         for number, point in enumerate(points):
             tree = "plain" if point.draft is None else point.policy.policy
             info.labels(number, point.when.label, tree).set(1)
@@ -83,13 +81,11 @@ class PrometheusMetrics:
         self._plain_steps.inc(stats.plain_steps)
         self._draft_tokens.inc(sum(stats.verified_nodes))
         self._accepted_tokens.inc(sum(stats.accepted_lengths))
-        by_depth = stats.acceptance_counts.by_depth.sum(0)
+        by_depth = stats.acceptance_counts.by_depth
         for depth in np.flatnonzero(by_depth[:, 0]):
             offered, accepted = by_depth[depth].tolist()
             self._offered.labels(int(depth)).inc(offered)
             self._accepted.labels(int(depth)).inc(accepted)
-        if self._has_draft[stats.point] and stats.rounds and stats.plain_steps == stats.rounds:
-            self._fallen_back.inc()
         for phase, milliseconds in PHASES.items():
             self._seconds.labels(phase).inc(milliseconds(stats) / 1e3)
         if stats.new_tokens:

@@ -70,7 +70,7 @@ class LoadedPoint:
         return sampler if self._is_coupled and sampler.temperature >= COUPLED_TEMPERATURE else None
 
     def uncoupled(self) -> LoadedPoint:
-        """The same point without coupled sampling and without memory of earlier requests."""
+        """The same point without coupled sampling, with a fallback of its own."""
         point = copy.copy(self)
         point.grower, point.fallback = TreeGrower(self.policy), Fallback(self.fallback.price)
         point._is_coupled = False

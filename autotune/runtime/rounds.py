@@ -40,11 +40,11 @@ class Round:
     Every level and every verification ends with a transfer to the host, so its time needs no other synchronization.
     """
 
-    def __init__(self, target: Target, mode: str, capture_sizes: Sequence[int], corpus_tokens: int = 0) -> None:
+    def __init__(self, target: Target, mode: str, capture_sizes: Sequence[int]) -> None:
         self.target = target
         self.mode = mode  # of all forward passes after the prefill
         self.capture_sizes = capture_sizes
-        self.retrieval = RetrievalDraft(corpus_tokens=corpus_tokens)
+        self.retrieval = RetrievalDraft()
         """The retrieval of trees that use it, which follows the tokens of one request."""
         self.decides_at_once = target.device.type != "cpu"
         """Whether the tokens of all nodes are computed together, for one transfer; else those of visited nodes only."""

@@ -17,7 +17,6 @@ from autotune.runtime.generate_args import Request
 from autotune.runtime.ownership import Ownership
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.rounds import Round
-from autotune.trees.acceptance_counts import NEAR_IMAGE_TOKENS
 from autotune.trees.policy import NOTHING
 
 
@@ -48,16 +47,12 @@ class Session:
         self.request = request
         self.point = point
         self.target = rounds.target
-        self.draft: Draft | None = None
-        """The point's draft, unless its fallback leaves it out of this request."""
+        self.draft: Draft | None = None  # the point's, once the session is open
         self.capacity, self.threads, self.prefill_threads = capacity, threads, prefill_threads
         self._rounds, self._ownership = rounds, ownership
         self._prefilled: Prefilled | None = None
         self._retrieval: RetrievalDraft | None = None  # of trees that use it
         self._retrieved = NOTHING  # what it finds after the last emitted token
-        images = request.prompt.is_visual.nonzero()
-        # First position that is no longer near the prompt's last image.
-        self._near_image_until = int(images[-1]) + 1 + NEAR_IMAGE_TOKENS if len(images) else 0
         self._cleanup = ExitStack()
 
     @property
@@ -93,20 +88,20 @@ class Session:
         return self._advance(self._plain_step)
 
     def close(self) -> None:
-        """Restore target and draft, and report the request to the fallback. Closing twice does nothing."""
+        """Restore target and draft. Closing twice does nothing."""
         self._cleanup.close()
 
     def _open(self) -> None:
         point = self.point
         self._ownership.close_request = self.close
-        self._cleanup.callback(self._end_request)
         if point.draft is not None:
             point.draft.attach(self.target)  # another decoder with this draft may have its own target
         if point.policy.uses_retrieval:
             self._retrieval = self._rounds.retrieval
             self._retrieval.attach(self.target)
         point.grower.reset()
-        draft = self.draft = point.draft if point.draft is not None and point.fallback.begin_request() else None
+        point.fallback.begin_request()
+        draft = self.draft = point.draft
         self._configure(self.target, output_layers=() if draft is None else draft.aux_layers)
         if draft is not None:
             self._configure(draft, visual_keep=point.visual_keep, capture_sizes=self._rounds.capture_sizes)
@@ -118,10 +113,6 @@ class Session:
         for name, value in settings.items():
             self._cleanup.callback(setattr, model, name, getattr(model, name))
             setattr(model, name, value)
-
-    def _end_request(self) -> None:
-        if self.draft is not None and self.request.stats.rounds > 0:
-            self.point.fallback.end_request()
 
     def _advance(self, decode: Callable[[], list[int]]) -> list[int]:
         """Run a round or a plain step, emit its tokens and count them."""
@@ -171,14 +162,13 @@ class Session:
 
     def _round(self) -> list[int]:
         point, stats = self.point, self.request.stats
-        is_near_image = self.target.length < self._near_image_until
         path, next_token, draft_forwards = self._rounds.run(self.request, point, self._retrieved)
         tree = point.grower.tree
         num_nodes = int(tree.size[0]) - 1
         stats.draft_forwards += draft_forwards
         stats.target_forwards += 1
         stats.verified_nodes.append(num_nodes)
-        stats.acceptance_counts.observe(tree, path, is_near_image=is_near_image)
+        stats.acceptance_counts.observe(tree, path)
         point.fallback.update(draft_forwards=draft_forwards, nodes=num_nodes, accepted=len(path))
         tokens = [*tree.token[path].tolist(), next_token]
         point.grower.update(len(path), tokens[0])

@@ -23,7 +23,6 @@ from autotune.execution import EAGER
 from autotune.files import content_key, write_table
 from autotune.measuring.settings import CostSettings
 from autotune.prediction.evaluator import Evaluator
-from autotune.prediction.prices import Constraints
 from autotune.search.cost_tables import local_table, priced_variants, print_table, table_for_gpu
 from autotune.search.model_pool import ModelPool
 from autotune.search.plan import UNTIMED_STAGES, Plan, SearchSize, StageClock, make_plan, measure_rates
@@ -59,7 +58,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
             variants = run.screen(table)
     with run.stage("traces"):
         traces = run.record(variants)
-    evaluator = Evaluator(traces, table, constraints=run.constraints, jobs=settings.jobs)
+    evaluator = Evaluator(traces, table, jobs=settings.jobs)
     prompts = TuningPrompts.of(run.tune, evaluator)
     with run.stage("tree search"):
         trees = run.search_trees(prompts.choosing)
@@ -80,7 +79,6 @@ class _SearchRun:
     def __init__(self, settings: SearchSettings, console: Console) -> None:
         self.settings = settings
         self.console = console
-        self.constraints = Constraints(settings.max_round_ms, settings.max_draft_mib)
         self.stage_seconds: dict[str, float] = {}
         self.tune = self._load_prompts("tune", settings.num_tune_prompts)
         self.evaluate = self._load_prompts("evaluate", settings.num_evaluate_prompts)
@@ -183,7 +181,6 @@ class _SearchRun:
             table = local_table(
                 self.model_pool, priced, self.tune, self.folder, self.ledger, self.console, time_limit_s=limit_s
             )
-        self.constraints.check_table(table)
         self.study = StudyDocument(
             provenance=stamp(),
             command=settings.command,

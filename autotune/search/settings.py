@@ -92,8 +92,6 @@ class SearchSettings(Document):
         None, "URL of a database that several workers share, postgresql://...; default: a file in the study's folder."
     )
     study: str | None = setting(None, "Name of the study's folder in .autotune/, to resume it or to keep it separate.")
-    max_round_ms: float | None = setting(None, "Upper limit of a round's latency, in milliseconds.", ge=0)
-    max_draft_mib: float | None = setting(None, "Upper limit of the memory of a draft with its KV cache, in MiB.", ge=0)
     jobs: int | None = setting(None, "Number of parallel replays and recordings; default: one per core.", ge=1)
     seed: int = setting(0, "Seed of the sweeps, of sampling and of the order of real runs.")
     capture_sizes: tuple[int, ...] = setting(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -75,12 +75,9 @@ def search_trees(
     seed: the same call resumes from them. No unit is started after ``deadline``, of ``time.monotonic``.
 
     Raises:
-        UserError: no tree was found that keeps the constraints.
+        UserError: no tree was found before ``deadline``.
     """
-    stage = _TreeStage(
-        evaluator, space, ledger, [version_of(DISTRIBUTION), documents, asdict(evaluator.constraints)], seed
-    )
-    evaluator.check_feasible()
+    stage = _TreeStage(evaluator, space, ledger, [version_of(DISTRIBUTION), documents], seed)
 
     def report_best(done: int, of: int) -> None:
         if report is not None:
@@ -92,14 +89,7 @@ def search_trees(
         records += stage.sample(records, num_trials, deadline, report_best)
     fastest = {candidate.key: candidate for record in records for candidate in _candidates(record["fastest"])}
     if not fastest:
-        limits = {
-            "--max-round-ms": evaluator.constraints.max_round_ms,
-            "--max-draft-mib": evaluator.constraints.max_draft_mib,
-        }
-        given = ", ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
-        raise UserError(
-            f"no tree of space {space.name} was found within {given or 'the budget'}; raise it, or widen the space"
-        )
+        raise UserError(f"no tree of space {space.name} was found within the budget; raise it, or widen the space")
     fastest_by_task = {}
     for task in stage.task_prompts:
         leaders = sorted(
@@ -176,7 +166,7 @@ class _TreeStage:
             trees = self.space.enumerated(policy) or self.space.sweep(
                 policy, SWEEP_SIZE, self.seed, first=part * SWEEP_SIZE
             )
-        configurations = self._feasible((variant, tree) for tree in trees)
+        configurations = [self._configuration(variant, tree) for tree in trees]
         fastest = self._promoted(configurations)
         return self._record(fastest, self.evaluator.replay_many(fastest), num_replayed=len(configurations))
 
@@ -197,12 +187,8 @@ class _TreeStage:
         by_task = {task: smallest(ms[:, prompts].sum(1), task_count) for task, prompts in self.task_prompts.items()}
         return smallest(ms.sum(1), count), by_task
 
-    def _feasible(self, trees: Iterable[tuple[DraftVariant, Tree]]) -> list[Configuration]:
-        return [
-            self.evaluator.resolve(Configuration(tree=tree, draft=variant[0], subnet=variant[1]))
-            for variant, tree in trees
-            if self.evaluator.is_feasible(variant, tree)
-        ]
+    def _configuration(self, variant: DraftVariant, tree: Tree) -> Configuration:
+        return self.evaluator.resolve(Configuration(tree=tree, draft=variant[0], subnet=variant[1]))
 
     def _record(self, configurations: list[Configuration], results: list[Replay], *, num_replayed: int) -> Record:
         """The record of a unit: its fastest candidates, over all prompts and over the prompts of each task."""
@@ -274,12 +260,8 @@ class _TreeStage:
             trial = study.ask()
             trial.set_user_attr(UNIT, first)
             variant = self.variants[names.index(trial.suggest_categorical("subnet", names))]
-            feasible = self._feasible([(variant, self.space.suggest(trial, self.sampled_policies))])
-            if not feasible:
-                study.tell(trial, state=optuna.trial.TrialState.FAIL)
-                continue
-            configurations += feasible
-            results.append(self.evaluator.replay(feasible[0]))
+            configurations.append(self._configuration(variant, self.space.suggest(trial, self.sampled_policies)))
+            results.append(self.evaluator.replay(configurations[-1]))
             study.tell(trial, results[-1].ms_per_token)
         self._publish(study.get_trials(deepcopy=False)[-count:], first)
         return self._record(configurations, results, num_replayed=len(results))

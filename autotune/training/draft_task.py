@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from autotune.console import Console
 from autotune.device import multiplies_bfloat16
-from autotune.drafters.checkpoint import NETWORKS, load_feature_network
+from autotune.drafters.checkpoint import NETWORKS
 from autotune.drafters.divergence import divergence
 from autotune.drafters.network import NOT_TRAINED
 from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
-from autotune.drafters.trainable import CONFIG, LossSettings, Metrics, TrainableNetwork
+from autotune.drafters.trainable import LossSettings, Metrics, TrainableNetwork
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key
 from autotune.modeling.clock import now_ms
@@ -96,7 +96,8 @@ class DraftTask:
                     f"{stage.distillation}; name one of them"
                 )
         torch.manual_seed(recipe.seed)
-        self.module = self._new_module().to(accelerator.device)
+        module = NETWORKS[recipe.model].new(recipe.draft, self.target, source=str(recipe_path))
+        self.module = module.to(accelerator.device)
         if data.magpie is not None and accelerator.is_main_process:
             write_questions(path, data.magpie, AnswerRecorder(self.target, self.processor), report)
         accelerator.wait_for_everyone()
@@ -109,43 +110,23 @@ class DraftTask:
 
     def _choose_vocabulary(self, lines: Sequence[Line]) -> None:
         """Compare draft and target over the tokens that are most frequent in the answers, and of equally frequent ones over those of
-        low ids; or over the vocabulary of a stored draft.
+        low ids.
 
         Raises:
             UserError: the target has fewer tokens, or an output head whose rows cannot be copied.
         """
         size, text = self.target.vocab_size, self.target.text
-        kept = self.module.token_ids if self.recipe.initial_weights == "stored" else None
+        kept = None
         if (number := self.recipe.vocabulary or size) > size:
             raise UserError(
                 f"{self.recipe_path}: the target has {size} tokens; got vocabulary {number}; lower it, or leave it out"
             )
-        if kept is None and number < size:
+        if number < size:
             counts = np.bincount([token for line in lines for token in line.answer], minlength=size)[:size]
             kept = torch.from_numpy(np.sort((-counts).argsort(kind="stable")[:number])).to(text.head.weight.device)
             self.module.keep_tokens(kept, text.with_vocabulary(kept).head.weight)
-        if kept is not None and len(kept) < size:
             text = text.with_vocabulary(kept)
         self._kept, self._head, self._num_tokens = kept, text.logits, size if kept is None else len(kept)
-
-    def _new_module(self) -> TrainableNetwork:
-        """A new draft, or the one beside the recipe, from which training continues.
-
-        Raises:
-            UserError: none is stored, or one of another kind.
-        """
-        recipe, folder = self.recipe, self.recipe_path.parent
-        if recipe.initial_weights == "new":
-            return NETWORKS[recipe.model].new(recipe.draft, self.target, source=str(self.recipe_path))
-        if not (folder / CONFIG).exists():
-            raise UserError(f"{self.recipe_path}: initial_weights: stored needs a draft in {folder}; set it to new")
-        network = load_feature_network(folder, self.target)
-        if network.config.kind != recipe.model:
-            raise UserError(
-                f"{self.recipe_path}: training continues from the draft in {folder}, which is of kind {network.config.kind}; "
-                f"got model {recipe.model}; set initial_weights to new"
-            )
-        return cast(TrainableNetwork, network.requires_grad_(True))
 
     def _announce(
         self, notify: Callable[[str], None], num_training: int, lines: Sequence[Line], num_missing: int, seconds: float
@@ -211,8 +192,8 @@ class DraftTask:
         return (is_read - started) / 1000, (ended - is_read) / 1000
 
     def prepare(self) -> None:
-        """Compute what new weights begin with."""
-        if self.recipe.initial_weights == "new" and (layers := self.module.layers_in_preparation):
+        """Compute what weights begin with."""
+        if layers := self.module.layers_in_preparation:
             batches = self._batches_of(0)
             batches = replace(batches, layers={*batches.layers, *layers})
             self.module.prepare(batches[step] for step in range(min(NUM_PREPARED, batches.examples.num_batches)))

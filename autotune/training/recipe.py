@@ -81,8 +81,6 @@ class Recipe(Document, kind="recipe"):
     """Train on the tokens that the answers hold most often, so many of them (the vocabulary of FR-Spec, Zhao et al. 2025): draft and
     target are compared over these, and the output head of ``eagle3`` has no others. None: all tokens.
     """
-    initial_weights: Literal["new", "stored"] = "new"
-    """Weights with which training begins: new ones, or those stored beside the recipe."""
     compile: bool = False
     """Compile the comparison of draft and target with ``torch.compile``, which needs a C++ compiler on the CPU."""
     data: Data

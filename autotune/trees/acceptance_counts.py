@@ -1,8 +1,8 @@
-"""Counts of the proposals that the target accepts, by depth and by rank, near an image and in running text."""
+"""Counts of the proposals that the target accepts, by depth and by rank."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
@@ -10,24 +10,23 @@ from autotune.trees.compilation import compiled
 from autotune.trees.limits import MAX_CHILDREN, MAX_LEVELS, Ints
 from autotune.trees.tree import ROOT, Tree
 
-NEAR_IMAGE_TOKENS = 64  # a root at most this many tokens after the prompt's last visual token is near the image
-_REGIONS = ("text", "near_image")
+Rows = dict[Literal["by_depth", "by_rank"], list[list[int]]]
+"""(offered, accepted) of each depth from 1 on, and of each rank from 0 on, up to the last that was offered."""
 
 
 class AcceptanceCounts:
-    """Counts over rounds, [region, depth or rank, (offered, accepted)].
+    """Counts over rounds, [depth or rank, (offered, accepted)].
 
     A round offers a depth if the accepted path reaches the depth above and its last node has children. A rank is offered
     by the root, or an accepted node, that has a child of this rank in the tree.
     """
 
     def __init__(self) -> None:
-        self.by_depth = np.zeros((len(_REGIONS), MAX_LEVELS, 2), np.int64)
-        self.by_rank = np.zeros((len(_REGIONS), MAX_CHILDREN, 2), np.int64)
+        self.by_depth = np.zeros((MAX_LEVELS, 2), np.int64)
+        self.by_rank = np.zeros((MAX_CHILDREN, 2), np.int64)
 
-    def observe(self, tree: Tree, path: Ints, *, is_near_image: bool) -> None:
-        region = int(is_near_image)
-        count_round(tree, path, self.by_depth[region], self.by_rank[region])
+    def observe(self, tree: Tree, path: Ints) -> None:
+        count_round(tree, path, self.by_depth, self.by_rank)
 
     def add(self, other: AcceptanceCounts) -> None:
         self.by_depth += other.by_depth
@@ -38,26 +37,19 @@ class AcceptanceCounts:
         return not self.by_depth.any()
 
     @classmethod
-    def from_json(cls, counts: dict[str, Any]) -> AcceptanceCounts:
-        """The inverse of ``to_json``."""
+    def from_json(cls, counts: Rows) -> AcceptanceCounts:
+        """The inverse of ``to_json``; a table that is missing counts nothing."""
         parsed = cls()
         for name, table in parsed._tables().items():
-            for region, rows in zip(_REGIONS, table, strict=True):
-                offered = counts[region][name]
-                rows[: len(offered)] = np.reshape(offered, (-1, 2))
+            rows = counts.get(name, [])
+            table[: len(rows)] = np.reshape(rows, (-1, 2))
         return parsed
 
-    def to_json(self) -> dict[str, Any]:
-        """``{"text": {"by_depth": [[offered, accepted], ...], "by_rank": [...]}, "near_image": ...}``, from depth 1 and
-        rank 0 to the last that was offered.
-        """
-        return {
-            region: {name: table[i, : _num_used(table[i])].tolist() for name, table in self._tables().items()}
-            for i, region in enumerate(_REGIONS)
-        }
+    def to_json(self) -> Rows:
+        return {name: table[: _num_used(table)].tolist() for name, table in self._tables().items()}
 
-    def _tables(self) -> dict[str, Ints]:
-        return {"by_depth": self.by_depth[:, 1:], "by_rank": self.by_rank}
+    def _tables(self) -> dict[Literal["by_depth", "by_rank"], Ints]:
+        return {"by_depth": self.by_depth[1:], "by_rank": self.by_rank}
 
 
 def _num_used(table: Ints) -> int:

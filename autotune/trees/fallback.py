@@ -8,8 +8,6 @@ speculation pays again. Every failed probe doubles the next stretch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from pydantic import Field
 
@@ -18,8 +16,8 @@ from autotune.trees.compilation import compiled
 from autotune.trees.limits import Floats
 
 _ROUND, _LEVEL, _NODE = range(3)  # params: prices in steps
-_SAVED, _STRETCH, _PLAIN_LEFT, _TOTAL = range(4)  # state
-STATE_SIZE = 4
+_SAVED, _STRETCH, _PLAIN_LEFT = range(3)  # state
+STATE_SIZE = 3
 
 MEMORY = 8.0  # rounds in the average
 START = 1.0  # saved steps credited to a new request: spent by 4 rounds that lose 1.85 each, or 6 that lose 1
@@ -45,7 +43,7 @@ class RoundPrice(Document):
 @compiled
 def reset(state: Floats) -> None:
     state[_SAVED], state[_STRETCH] = START, FIRST_STRETCH
-    state[_PLAIN_LEFT] = state[_TOTAL] = 0.0
+    state[_PLAIN_LEFT] = 0.0
 
 
 @compiled
@@ -65,7 +63,6 @@ def update(params: Floats, state: Floats, draft_forwards: int, nodes: int, accep
         return
     price = params[_ROUND] + params[_LEVEL] * draft_forwards + params[_NODE] * nodes
     saved = accepted + 1.0 - price
-    state[_TOTAL] += saved
     state[_SAVED] += (saved - state[_SAVED]) / MEMORY
     if state[_SAVED] < 0.0:
         state[_PLAIN_LEFT] = state[_STRETCH]
@@ -75,63 +72,17 @@ def update(params: Floats, state: Floats, draft_forwards: int, nodes: int, accep
         state[_STRETCH] = FIRST_STRETCH
 
 
-class RequestHistory(NamedTuple):
-    """Memory of earlier requests."""
-
-    num_failed: int = 0
-    """Consecutive requests that lost time."""
-    pause: int = 0
-    """Requests to come that will not speculate."""
-    saved: float = 0.0
-    """Plain steps saved by earlier requests, discounted by age."""
-
-
 class Fallback:
-    """Fallback for the runtime, which also remembers requests.
-
-    After ``PATIENCE`` consecutive requests that lost time, and more than earlier ones gained, the next requests decode
-    without the draft: four of them at first, and four times as many after every further failure.
-    """
-
-    PATIENCE = 2
-    MEMORY = 0.8  # discount of saved steps per request
-    LONGEST_PAUSE = 64  # requests
+    """Fallback for the runtime: the compiled functions with their state."""
 
     def __init__(self, price: RoundPrice | None) -> None:
         self.price = price
         self._params = NO_FALLBACK if price is None else price.encode()
         self._state = np.zeros(STATE_SIZE)
-        self.forget()
+        self.begin_request()
 
-    def forget(self) -> None:
-        self.history = RequestHistory()
-
-    def begin_request(self) -> bool:
-        """Begin a request; returns whether it speculates at all."""
+    def begin_request(self) -> None:
         reset(self._state)
-        if self._is_suspected:
-            self._state[_SAVED] = PROBE
-        if self.is_paused:
-            self.history = self.history._replace(pause=self.history.pause - 1)
-            return False
-        return True
-
-    def end_request(self) -> None:
-        total = float(self._state[_TOTAL])
-        num_failed = 0 if self.price is None or total >= 0.0 else self.history.num_failed + 1
-        self.history = RequestHistory(num_failed, 0, self.MEMORY * self.history.saved + total)
-        if self._is_suspected:
-            pause = min(4 ** (num_failed - self.PATIENCE + 1), self.LONGEST_PAUSE)
-            self.history = self.history._replace(pause=pause)
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether the next request decodes without the draft."""
-        return self.history.pause > 0
-
-    @property
-    def _is_suspected(self) -> bool:
-        return self.history.num_failed >= self.PATIENCE and self.history.saved < 0.0
 
     @property
     def is_plain(self) -> bool:

@@ -13,38 +13,38 @@ The paper leaves several points open. These are hyperparameters of ``SagePolicy`
   the distribution after the root of the round before, and every node is expected to have children of its probabilities, by
   rank. The tree's shape is then known before drafting, and the draft only fills in tokens.
 * ``depth_cap``: how far the acceptance history raises the maximum depth. The paper raises it and names no limit.
-* ``first_paths``: the tree of the first round, of which the paper has a figure only (figure 4).
 
 Other open points have one reading here. D and W of eq. 10 and 11 are rounded before eq. 12 and the threshold use them.
 Level 1 is W wide, without the factor of eq. 12. A node that is expanded has at least one candidate. P_parent of eq. 12 is
 the cumulative probability of the parent. The maximum depth that the history moves, by one level a round once the window is
-full, is D_max of eq. 10. A tree that reaches N_max keeps the most probable candidates of its last level.
+full, is D_max of eq. 10. A tree that reaches N_max keeps the most probable candidates of its last level. The tree of the
+first round, of which the paper has a figure only (figure 4), is that of confidence 0.5.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field
 
 from autotune.trees.base import ForestBounds, TreePolicy, TreeSize
 from autotune.trees.compilation import compiled
 from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats
-from autotune.trees.static import NO_TOKEN, StaticPolicy
+from autotune.trees.static import NO_TOKEN
 from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, add_best_children, add_child
 
 MAX_WINDOW = 32
 EPSILON = 1e-6
 """A number this close to an integer is that integer, rounded up or down: probabilities are float32."""
 
-# params, and after them the nodes of ``first_paths`` as ``StaticPolicy.encode`` writes them
+# params
 _D_MIN, _D_MAX, _W_MIN, _W_MAX, _K, _N_MAX, _FROM_PREVIOUS, _DEPTH_CAP, _WINDOW, _LOWER, _UPPER = range(11)
-_KEEPS_LEAVES, _THRESHOLD, _OF_TOKEN, _ROUNDING, _IS_PLANNED, _FIRST_PATH = range(11, 17)
+_KEEPS_LEAVES, _THRESHOLD, _OF_TOKEN, _ROUNDING, _IS_PLANNED = range(11, 16)
 _ROUNDINGS = {"nearest": 0, "floor": 1, "ceil": 2}
-# state: depth limit, confidence of the last root, depth and width of this round, nodes of its planned shape (-1 if
-# it has none), rounds begun, accepted lengths, log-probabilities of the last root's candidates
-_LIMIT, _CONFIDENCE, _DEPTH, _WIDTH, _NUM_NODES, _NUM_ROUNDS, _NUM_SEEN, _FIRST_LENGTH = range(8)
+# state: depth limit, confidence of the last root, depth and width of this round, nodes of its planned shape, accepted
+# lengths, log-probabilities of the last root's candidates
+_LIMIT, _CONFIDENCE, _DEPTH, _WIDTH, _NUM_NODES, _NUM_SEEN, _FIRST_LENGTH = range(7)
 _LAST_ROOT = _FIRST_LENGTH + MAX_WINDOW
 
 
@@ -89,20 +89,9 @@ class SagePolicy(TreePolicy):
     """Rounding of D, W and W_l."""
     plan: Literal["current", "previous"] = "current"
     """Whether the probabilities of W_l, of the thresholds and of the choice under ``n_max`` are those of the nodes that the
-    draft proposes in this round, or expected ones: those after the root of the round before, by rank.
+    draft proposes in this round, or expected ones: those after the root of the round before, by rank; 1/2, 1/4, ... in the
+    first round.
     """
-    first_paths: tuple[tuple[int, ...], ...] | None = Field(default=None, min_length=1, max_length=MAX_NODES)
-    """Rank paths of the first round's tree, as in ``StaticPolicy``. None: the tree for confidence 0.5, and with
-    ``plan="previous"`` for expected probabilities 1/2, 1/4, ....
-    """
-
-    @field_validator("first_paths", mode="before")
-    @classmethod
-    def _paths_are_a_tree(cls, paths: Any) -> Any:
-        try:
-            return None if paths is None else StaticPolicy(paths=paths).paths
-        except ValidationError as error:
-            raise ValueError(error.errors()[0]["msg"]) from None
 
     @property
     def keeps_empty_nodes(self) -> bool:
@@ -110,11 +99,8 @@ class SagePolicy(TreePolicy):
 
     @property
     def size(self) -> TreeSize:
-        depth, nodes, proposals = max(self.d_max, self.depth_cap or 0), self.n_max, self.k
-        if self.first_paths is not None:
-            depth, nodes = max(depth, *map(len, self.first_paths)), max(nodes, len(self.first_paths))
-            proposals = max(proposals, 1 + max(map(max, self.first_paths)))
-        return TreeSize(depth=depth, nodes=nodes, grown=nodes, width=nodes, proposals=proposals)
+        depth, nodes = max(self.d_max, self.depth_cap or 0), self.n_max
+        return TreeSize(depth=depth, nodes=nodes, grown=nodes, width=nodes, proposals=self.k)
 
     @property
     def forest_bounds(self) -> ForestBounds:
@@ -131,10 +117,7 @@ class SagePolicy(TreePolicy):
             "rounding": _ROUNDINGS[self.rounding],
             "plan": self.plan == "previous",
         }
-        numbers = self.hyperparameters | words
-        del numbers["first_paths"]
-        first = np.zeros(0) if self.first_paths is None else StaticPolicy(paths=self.first_paths).encode()
-        return np.concatenate([np.array(list(numbers.values()), np.float64), first])
+        return np.array([*(self.hyperparameters | words).values()], np.float64)
 
 
 @compiled
@@ -164,7 +147,7 @@ def reset(params: Floats, state: Floats) -> None:
     """Set confidence 0.5 (algorithm 1, line 3) and an empty history."""
     state[_LIMIT] = min(params[_D_MAX], params[_DEPTH_CAP])
     state[_CONFIDENCE] = 0.5
-    state[_NUM_ROUNDS] = state[_NUM_SEEN] = 0.0
+    state[_NUM_SEEN] = 0.0
     for rank in range(MAX_CHILDREN):
         state[_LAST_ROOT + rank] = -(rank + 1) * np.log(2.0)
 
@@ -195,8 +178,6 @@ def plan(params: Floats, state: Floats, work: Workspace) -> int:
     """Plan the shape of a tree of the depth and width in ``state`` from the probabilities of the last root; returns the
     number of its nodes. Node i, from 1, has parent ``work.order[i]``, rank ``work.rank[i]`` and ``work.mark[i]`` children.
     """
-    if state[_NUM_ROUNDS] == 0.0 and len(params) > _FIRST_PATH:
-        return _plan_first_paths(params, work)
     drops, of_token = params[_KEEPS_LEAVES] == 0.0, params[_OF_TOKEN] == 1.0
     work.frontier[0] = work.mark[0] = 0
     work.score[0] = 0.0  # cumulative log-probability
@@ -235,28 +216,17 @@ def plan(params: Floats, state: Floats, work: Workspace) -> int:
 
 
 @compiled
-def _plan_first_paths(params: Floats, work: Workspace) -> int:
-    num_nodes = (len(params) - _FIRST_PATH) // 4
-    for node in range(1, num_nodes + 1):
-        at = _FIRST_PATH + 4 * (node - 1)
-        work.order[node], work.rank[node], work.mark[node] = params[at + 1], params[at + 2], params[at + 3]
-    return num_nodes
-
-
-@compiled
 def _begin_round(params: Floats, state: Floats, work: Workspace, proposals: Proposals, row: int) -> None:
     """Set depth and width, plan the shape where it is planned, and remember the root's probabilities."""
     k = min(int(params[_K]), proposals.shape[1])
     confidence = root_confidence(proposals, row, k)
     _set_depth_and_width(params, state, state[_CONFIDENCE] if params[_FROM_PREVIOUS] else confidence)
     state[_CONFIDENCE] = confidence
-    state[_NUM_NODES] = -1.0
-    if params[_IS_PLANNED] or (state[_NUM_ROUNDS] == 0.0 and len(params) > _FIRST_PATH):
+    if params[_IS_PLANNED]:
         state[_NUM_NODES] = plan(params, state, work)
         work.frontier[0] = ROOT
         for rank in range(MAX_CHILDREN):
             state[_LAST_ROOT + rank] = proposals[row, rank].logprob if rank < k else -np.inf
-    state[_NUM_ROUNDS] += 1.0
 
 
 @compiled
@@ -280,7 +250,7 @@ def grow(params: Floats, state: Floats, tree: Tree, work: Workspace, num_frontie
     level = tree.depth[work.frontier[0]] + 1
     if level == 1:
         _begin_round(params, state, work, proposals, tree.row[0])
-    if state[_NUM_NODES] >= 0.0:
+    if params[_IS_PLANNED]:
         return _grow_planned(state[_NUM_NODES], level, tree, work, proposals)
     k, drops, of_token = proposals.shape[1], params[_KEEPS_LEAVES] == 0.0, params[_OF_TOKEN] == 1.0
     threshold = _log_threshold(params, state, level)

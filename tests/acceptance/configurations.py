@@ -71,7 +71,6 @@ def random_tree_policy(name: str, rng: random.Random, sizes: Sizes) -> dict[str,
         "below_threshold": rng.choice(["leaf", "drop"]),
         "rounding": rng.choice(["nearest", "floor", "ceil"]),
         "plan": rng.choice(["current", "previous"]),
-        "first_paths": rng.choice([None, [[0], [1], [0, 0], [0, 1]]]),
     }
     if tree["plan"] == "previous":  # other trees leave a trace, whose nodes have high cumulative probabilities
         tree["threshold_on"] = rng.choice(["path", "token"])

@@ -108,7 +108,7 @@ def test_acceptance_counts_every_round() -> None:
     lengths = np.concatenate(replayed(trace, TREES[0], None).accepted_lengths)
     prompts = range(trace.num_prompts)
     counts = count_acceptance(one for prompt in prompts for one in rounds(trace, prompt, parse_policy(TREES[0])))
-    by_depth = counts.by_depth.sum(0)
+    by_depth = counts.by_depth
     assert by_depth[1:4, 1].tolist() == [int((lengths >= depth).sum()) for depth in (1, 2, 3)]
     assert by_depth[1:4, 0].tolist() == [len(lengths), *by_depth[1:3, 1].tolist()]
 

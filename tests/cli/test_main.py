@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -369,13 +368,3 @@ def test_answers_of_one_token_cannot_be_compared(
     result = CliRunner().invoke(main, ["check", "profile.json", "--workload", str(single)])
     assert isinstance(result.exception, SystemExit) and result.exit_code == 2, result.exception
     assert result.stderr.splitlines()[-1].startswith("autotune: ")
-
-
-def test_devices_are_listed_as_json() -> None:
-    result = CliRunner().invoke(main, ["devices", "--json"])
-    found = json.loads(result.stdout)
-    assert result.exit_code == 0 and result.stderr == ""
-    assert found["local"]["cpu"]["key"] == fingerprint("cpu").key
-    assert set(found) == {"local", "measured", "estimated"} and "h100" in found["estimated"]
-    table = CliRunner().invoke(main, ["devices"])
-    assert table.exit_code == 0 and "h100" in table.stderr and fingerprint("cpu").model[:20] in table.stderr

@@ -1,4 +1,4 @@
-"""Retrieval: its index against a scan of the whole text, its corpus, and lossless decoding."""
+"""Retrieval: its index against a scan of the whole text, and lossless decoding."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from autotune.runtime.decoder import Decoder
 from autotune.search.model_pool import ModelPool
 from autotune.search.space import load_space
 from autotune.trees.limits import MAX_RETRIEVED
-from autotune.trees.priced import MAX_MATCH, identity_curves
 from autotune.trees.tree import ROOT
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
-TEXT_END = -2  # in texts to scan
 CHAIN = {"policy": "chain", "depth": 5}
 
 
@@ -71,14 +69,14 @@ def proposed(draft: RetrievalDraft, token: int, num_proposals: int) -> list[tupl
 
 
 def rescan(
-    committed: list[int], context: list[int], *, max_match: int, min_match: int = 1, never: int | None = None
+    committed: list[int], context: list[int], *, max_match: int, never: int | None = None
 ) -> list[tuple[int, float]]:
     """Scan the whole text, for the longest match first."""
-    for length in range(min(max_match, len(context)), min_match - 1, -1):
+    for length in range(min(max_match, len(context)), 0, -1):
         offsets = [
             end
             for end in range(length, len(committed))
-            if committed[end - length : end] == context[-length:] and committed[end] not in (never, TEXT_END)
+            if committed[end - length : end] == context[-length:] and committed[end] != never
         ]
         if offsets:
             counts = Counter(committed[index] for index in offsets)
@@ -88,14 +86,14 @@ def rescan(
     return []
 
 
-@pytest.mark.parametrize(("min_match", "max_match"), [(1, 1), (1, 2), (1, 3), (1, 16), (2, 5), (3, 3)])
-def test_the_index_equals_a_rescan_of_the_text(min_match: int, max_match: int) -> None:
+@pytest.mark.parametrize("max_match", [1, 2, 3, 16])
+def test_the_index_equals_a_rescan_of_the_text(max_match: int) -> None:
     """Over rounds of random trees and accepted paths. Texts have few words, so that long matches recur."""
     rng = np.random.default_rng(max_match)
     num_matches = 0
     for num_words in (2, 4, 9):
         committed = [*rng.integers(0, num_words, int(rng.integers(1, 30))).tolist(), 0]
-        draft = new_draft(vocab_size=num_words + 20, image=1, min_match=min_match, max_match=max_match)
+        draft = new_draft(vocab_size=num_words + 20, image=1, max_match=max_match)
         begin(draft, *committed)
         for _ in range(30):
             below = rng.integers(0, num_words + 2, 12).tolist()
@@ -104,7 +102,7 @@ def test_the_index_equals_a_rescan_of_the_text(min_match: int, max_match: int) -
             tokens, logprobs = draft.propose(tree, frontier, 6)
             for row, node in enumerate(frontier):
                 context = committed + tokens_below_root(tree, int(node))
-                expected = rescan(committed, context, max_match=max_match, min_match=min_match, never=1)[:6]
+                expected = rescan(committed, context, max_match=max_match, never=1)[:6]
                 num_matches += len(expected)
                 assert tokens[row, : len(expected)].tolist() == [token for token, _ in expected]
                 np.testing.assert_allclose(np.exp(logprobs[row, : len(expected)]), [p for _, p in expected], rtol=1e-6)
@@ -151,19 +149,15 @@ def test_the_length_of_the_root_s_match_is_kept() -> None:
     draft.propose(tree_of([3, 4, 9], [-1, ROOT, 1]), np.array([2]), 2)
     assert draft.match_length == 2, "that of the round's root"
     assert proposed(draft_after(1, 2, 3, 4, 9, 2, 3, max_match=1), 3, 2) == [(4, 1.0)]
-    assert proposed(draft_after(1, 2, 3, 4, 9, 2, 3, min_match=3), 3, 2) == []
     nothing = draft_after(1, 2, 3)
     assert proposed(nothing, 3, 2) == [] and nothing.match_length == 0
 
 
-def test_a_row_is_filled_with_other_tokens_of_probability_zero() -> None:
-    """The tokens are valid and distinct, and never image placeholders."""
-    draft = draft_after(5, 2, 5, image=1)
-    tokens, logprobs = draft.propose(root_of(5), np.array([ROOT]), 5)
-    assert tokens.tolist() == [[2, 0, 3, 4, 5]]
-    assert logprobs.tolist() == [[0.0, *[-np.inf] * 4]]
-    nothing, logprobs = draft_after(7, image=0).propose(root_of(7), np.array([ROOT]), 3)
-    assert nothing.tolist() == [[1, 2, 3]] and (logprobs == -np.inf).all()
+def test_tokens_that_do_not_follow_are_absent() -> None:
+    tokens, logprobs = draft_after(5, 2, 5).propose(root_of(5), np.array([ROOT]), 3)
+    assert tokens.tolist() == [[2, -1, -1]] and logprobs.tolist() == [[0.0, -np.inf, -np.inf]]
+    tokens, logprobs = draft_after(7).propose(root_of(7), np.array([ROOT]), 2)
+    assert tokens.tolist() == [[-1, -1]] and (logprobs == -np.inf).all()
 
 
 def test_the_image_is_never_proposed() -> None:
@@ -176,14 +170,16 @@ def test_the_image_is_never_proposed() -> None:
     assert proposed(after_image, image, 3) == [(6, 1.0)]
 
 
-def test_options_out_of_range_are_refused() -> None:
-    for options, message in (
-        ({"min_match": 0}, "min_match must be from 1 to max_match, 16; got 0"),
-        ({"min_match": 4, "max_match": 3}, "min_match must be from 1 to max_match, 3; got 4"),
-        ({"corpus_tokens": -1}, "corpus_tokens must be at least 0; got -1"),
-    ):
-        with pytest.raises(UserError, match=message):
-            RetrievalDraft(**options)
+def test_earlier_requests_are_forgotten() -> None:
+    draft = draft_after(5, 6, 7, 5)
+    assert proposed(draft, 5, 3) == [(6, 1.0)]
+    begin(draft, 7, 5)
+    assert proposed(draft, 5, 3) == [] and draft.length == 2
+
+
+def test_matches_of_no_token_are_refused() -> None:
+    with pytest.raises(UserError, match="max_match must be at least 1; got 0"):
+        RetrievalDraft(max_match=0)
 
 
 def test_it_is_loaded_by_name_and_has_one_subnet(pair: Pair) -> None:
@@ -196,58 +192,6 @@ def test_it_is_loaded_by_name_and_has_one_subnet(pair: Pair) -> None:
     pool = ModelPool(str(pair.target_folder), (RETRIEVAL, str(pair.draft_folder)), "cpu")
     subnets = Counter(draft for draft, _ in pool.subnets(load_space("quick")))
     assert subnets == {RETRIEVAL: 1, str(pair.draft_folder): 10}
-
-
-# -------------------------------------------------------------------------------------------------------------- corpus
-
-
-def answer_requests(draft: RetrievalDraft, *answers: list[int]) -> None:
-    """Requests with the prompt 90, 91 and these answers, then one with the prompt 92 that has begun with 5."""
-    for first, *others in answers:
-        begin(draft, 90, 91, first)
-        for token in others:
-            draft.append(token)
-    begin(draft, 92, 5)
-
-
-def test_the_corpus_holds_earlier_answers_without_their_prompts() -> None:
-    draft = new_draft(corpus_tokens=100)
-    answer_requests(draft, [4, 5, 6, 90], [5, 7, 5, 7])
-    assert proposed(draft, 5, 5) == [(7, 0.6667), (6, 0.3333)]
-    begin(draft, 92, 90)
-    assert proposed(draft, 90, 5) == [], "91 followed 90 in prompts only, and nothing follows the end of an answer"
-    without = new_draft()
-    answer_requests(without, [4, 5, 6, 90], [5, 7, 5, 7])
-    assert proposed(without, 5, 5) == []
-
-
-def test_the_oldest_answers_leave_the_corpus_first() -> None:
-    """By whole answers. Of an answer that is longer than the corpus, the end is kept."""
-    draft = new_draft(corpus_tokens=6)
-    answer_requests(draft, [5, 10], [5, 11], [5, 12])
-    assert [token for token, _ in proposed(draft, 5, 5)] == [12, 11, 10]
-    draft.append(13)  # the request's answer: 5, 13
-    begin(draft, 92, 5)
-    assert [token for token, _ in proposed(draft, 5, 5)] == [13, 12, 11]
-    answer_requests(draft, [5, 1, 5, 2, 5, 3, 5, 4])
-    assert [token for token, _ in proposed(draft, 5, 5)] == [4, 3, 2]
-
-
-def test_a_corpus_changes_proposals_as_a_scan_of_its_texts_does() -> None:
-    """Requests of few words, with answers that leave the corpus. No match spans two texts."""
-    rng, answers = np.random.default_rng(4), list[list[int]]()
-    draft = new_draft(corpus_tokens=60, max_match=4)
-    for _ in range(40):
-        prompt, answer = (rng.integers(2, 6, int(rng.integers(1, 25))).tolist() for _ in range(2))
-        begin(draft, *prompt, answer[0])
-        for token in answer[1:]:
-            draft.append(token)
-        while sum(map(len, answers)) > 60:
-            answers.pop(0)
-        text = [token for one in answers for token in (*one, TEXT_END)]
-        expected = rescan([*text, *prompt, *answer], [*prompt, *answer], max_match=4)
-        assert proposed(draft, answer[-1], 4) == [(token, round(share, 4)) for token, share in expected[:4]]
-        answers.append(answer)
 
 
 # ------------------------------------------------------------------------------------------------------------ decoding
@@ -275,34 +219,3 @@ def test_a_repetitive_answer_is_accepted(
     assert len(set(expected.sequences[0, -40:].tolist())) == 1, "not repetitive"
     assert sum(found.stats.accepted_lengths) >= 25
     assert found.stats.rounds < expected.stats.rounds / 3
-
-
-def test_a_corpus_saves_rounds(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """A prompt that was answered before is answered with its own answer as the draft, and with the target's own tokens."""
-    plain = Decoder(pair.target)
-    decoder = Decoder(pair.target, RetrievalDraft(corpus_tokens=500), tree={"policy": "chain", "depth": 8})
-    rounds = []
-    for prompt in ("text", "image", "text"):
-        found = decoder.generate(**prompts[prompt], max_new_tokens=40, temperature=1.0)
-        expected = plain.generate(**prompts[prompt], max_new_tokens=40, temperature=1.0)
-        assert torch.equal(found.sequences, expected.sequences)
-        rounds.append(found.stats.rounds)
-    assert rounds[2] < rounds[0] / 2
-
-
-def test_a_corpus_serves_as_the_second_source_of_a_tree(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """The second time, a prompt is answered by rounds that ask the draft for nothing."""
-    found = {"curves": identity_curves().tolist(), "retrieved": [[0.9] * MAX_MATCH] * 2, "num_tokens": 1}
-    found |= {"draft": "", "draft_sha256": "", "workload_sha256": "", "log_loss": 0.1, "raw_log_loss": 0.1}
-    tree = {"policy": "priced", "retrieval": True, "skip_draft_above": 0.8, "calibration": found}
-    plain = Decoder(pair.target)
-    decoder = Decoder(pair.target, pair.draft, tree=tree, corpus_tokens=500)
-    forwards = []
-    for prompt in ("text", "image", "text"):
-        output = decoder.generate(**prompts[prompt], max_new_tokens=40, temperature=1.0)
-        expected = plain.generate(**prompts[prompt], max_new_tokens=40, temperature=1.0)
-        assert torch.equal(output.sequences, expected.sequences)
-        forwards.append(output.stats.draft_forwards)
-    assert forwards[2] < forwards[0] / 2
-    with pytest.raises(UserError, match="corpus_tokens must be at least 0; got -1"):
-        Decoder(pair.target, pair.draft, corpus_tokens=-1)

@@ -34,7 +34,7 @@ class TimedRunner(ArmRunner):
         self.noise = noise
         self.num_in_time = 1 << 30 if num_in_time is None else num_in_time
         self.random = np.random.default_rng(seed)
-        self.compared: list[tuple[set[str], int, bool]] = []
+        self.compared: list[tuple[set[str], int]] = []
 
     def reserve(self, workload: Workload) -> None: ...
 
@@ -42,9 +42,9 @@ class TimedRunner(ArmRunner):
         return float(len(arms))
 
     def compare(  # type: ignore[override]
-        self, arms: Sequence[Arm], workload: Workload, *, repeat: int, keep_memory: bool, min_prompts: int, **_: Any
+        self, arms: Sequence[Arm], workload: Workload, *, repeat: int, min_prompts: int, **_: Any
     ) -> dict[str, list[Run]]:
-        self.compared.append(({arm.name for arm in arms}, repeat, keep_memory))
+        self.compared.append(({arm.name for arm in arms}, repeat))
         count = min(len(workload.prompts), max(min_prompts, self.num_in_time))
         self.num_in_time -= count
         prompts = 1 + np.arange(count)  # some take longer, in every arm
@@ -127,8 +127,7 @@ def test_equal_arms_run_to_the_end() -> None:
     done = race(runner, "one other")
     assert sorted(done.remaining) == ["one", "other"]
     assert len(done.runs["one"]) == len(done.runs["other"]) == len(done.runs[AR]) == 16 * PASSES
-    assert [repeat for _, repeat, _ in runner.compared] == [n for n in range(PASSES) for _ in range(2)]
-    assert [keep_memory for _, _, keep_memory in runner.compared] == [False, *[True] * (2 * PASSES - 1)]
+    assert [repeat for _, repeat in runner.compared] == [n for n in range(PASSES) for _ in range(2)]
 
 
 def test_a_race_may_go_on_or_end_otherwise() -> None:

@@ -16,7 +16,6 @@ from autotune.errors import UserError
 from autotune.measuring.measurement import kv_lengths_for
 from autotune.prediction import evaluator as evaluator_module
 from autotune.prediction.evaluator import Evaluator
-from autotune.prediction.prices import SMALLEST, Constraints, largest_round_ms
 from autotune.trees.policy import parse_policy
 from tests.sample_documents import DRAFT, cost_table, random_trace, surface
 from tests.search.small_searches import KEEPS, evaluator, variant
@@ -118,18 +117,6 @@ def test_round_price_adds_up_to_the_replayed_time() -> None:
         assert fallback.configuration.fallback == price and fallback.key != found.evaluate(wanted).key
 
 
-def test_draft_memory_is_a_constraint() -> None:
-    table = cost_table()
-    costs = table.drafts[0].model_copy(update={"num_parameters": 2**18, "kv_bytes_per_token": 2**14})
-    table = table.model_copy(update={"drafts": [costs], "precision": "float32"})
-    found = Evaluator([random_trace(0)], table)
-    small, large = ({"policy": "sage", "k": 4, "d_max": 4, "n_max": n} for n in (4, 64))
-    sizes = [found.draft_mib(variant(1.0), parse_policy(tree)) for tree in (small, large)]
-    assert sizes[0] is not None and sizes[1] is not None and 1.0 < sizes[0] < sizes[1]
-    narrow = Evaluator([random_trace(0)], table, constraints=Constraints(max_draft_mib=(sizes[0] + sizes[1]) / 2))
-    assert narrow.is_feasible(variant(1.0), small) and not narrow.is_feasible(variant(1.0), large)
-
-
 def test_published_defaults_are_replayed_where_the_traces_reach() -> None:
     found = evaluator()
     reached = [default for default in PUBLISHED_DEFAULTS.values() if found.can_replay(default)]
@@ -139,17 +126,3 @@ def test_published_defaults_are_replayed_where_the_traces_reach() -> None:
         fits = policy.num_proposals <= bounds.num_proposals and policy.max_depth <= bounds.depth
         assert (default in reached) == (fits and default.visual_keep in KEEPS)
         assert policy.num_proposals <= ForestBounds().num_proposals and policy.max_depth <= ForestBounds().depth
-
-
-def test_infeasible_constraints_are_refused_by_the_cost_table_alone() -> None:
-    """The check assumes empty KV caches: a search may still refuse the constraints later."""
-    table = cost_table()
-    least = largest_round_ms(table.prices(DRAFT, max_tokens=2, max_kv_length=0), SMALLEST)
-    with pytest.raises(UserError, match="--max-round-ms"):
-        Constraints(max_round_ms=0.99 * least).check_table(table)
-    Constraints(max_round_ms=1.01 * least).check_table(table)
-    costs = table.drafts[0].model_copy(update={"num_parameters": 2**18, "kv_bytes_per_token": 16})
-    table = table.model_copy(update={"drafts": [costs], "precision": "bfloat16"})
-    with pytest.raises(UserError, match=r"--max-draft-mib 0\.4 excludes every draft: the smallest takes 0\.5 MiB"):
-        Constraints(max_draft_mib=0.4).check_table(table)
-    Constraints(max_draft_mib=0.5).check_table(table)

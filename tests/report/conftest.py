@@ -255,10 +255,7 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
 
 def _runs(profile: DecodingProfile, overall: Configuration) -> list[dict[str, Any]]:
     """Runs of the profile's evidence, of both points in turn, and two others: of another arm, and with another time."""
-    counts = {
-        "text": {"by_depth": [[4, 3], [3, 2]], "by_rank": [[7, 4], [7, 1]]},
-        "near_image": {"by_depth": [[1, 1]], "by_rank": [[1, 1]]},
-    }
+    counts = {"by_depth": [[5, 4], [3, 2]], "by_rank": [[8, 5], [7, 1]]}
     times = {"target_prefill_ms": 5.0, "draft_prefill_ms": 1.0, "draft_ms": 3.0, "verify_ms": 4.0}
     known = {"arm": overall.key, "acceptance_counts": counts, **times}
     runs = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from autotune.acceptance.replay import plain_decode_ms
@@ -10,9 +9,9 @@ from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.prediction.evaluator import Candidate, Evaluator
-from autotune.report.ablation import SCREENING, TREES, ablations, cumulative_ablation, policies
+from autotune.report.ablation import SCREENING, TREES, ablations, cumulative_ablation
 from autotune.report.acceptance import acceptance
-from autotune.report.analysis import fastest_by_size, fastest_by_variant, importance, pareto_front, subnet_grids
+from autotune.report.analysis import fastest_by_size, pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
 from autotune.report.points import PointSummary, heads_label
 from autotune.report.sources import Sources
@@ -47,15 +46,6 @@ def test_fastest_of_every_size(sources: Sources) -> None:
                 if other.policy == policy and round(other.nodes_per_round) == round(one.nodes_per_round)
             ]
             assert one.ms_per_token == min(alike)
-
-
-def test_fastest_of_every_draft_variant_with_its_memory(sources: Sources) -> None:
-    variants = fastest_by_variant(sources)
-    assert {variant.best.configuration.visual_keep for variant in variants} == {*KEEPS}
-    assert min(variant.best.ms_per_token for variant in variants) == sources.candidates[0].ms_per_token
-    sizes = [variant.draft_mib for variant in variants if variant.draft_mib is not None]
-    assert len(sizes) == len(variants) and sizes == sorted(sizes) and all(3.8 < mib < 4.5 for mib in sizes)
-    assert variants[0].is_on_front
 
 
 def test_ablation_fixes_one_dimension_at_a_time(sources: Sources) -> None:
@@ -96,12 +86,6 @@ def test_cumulative_ablation_frees_dimensions_one_by_one(sources: Sources, made:
     assert cumulative_ablation(Sources()) == {}
 
 
-def test_policies_beside_their_defaults(sources: Sources) -> None:
-    found = {one.policy: one for one in policies(sources)}
-    assert found["chain"].best == next(c for c in sources.candidates if c.policy == "chain")
-    assert found["eagle2"].default_ms is None, "the traces do not hold its seven levels"
-
-
 def test_grids_hold_every_screened_subnet(made: MadeStudy) -> None:
     found = subnet_grids(made.screened)
     assert [(grid.draft, grid.layer) for grid in found] == [(EVIL.id, 3), (EVIL.id, 4)]
@@ -114,48 +98,6 @@ def test_grids_hold_every_screened_subnet(made: MadeStudy) -> None:
     assert subnet_grids([]) == []
 
 
-def trials(count: int) -> list[object]:
-    """Trials of two policies; their times depend on parameter ``x`` almost alone."""
-    import optuna
-    from optuna.distributions import CategoricalDistribution, FloatDistribution
-
-    rng = np.random.default_rng(0)
-    found: list[object] = []
-    for number in range(count):
-        policy = "ab"[number % 3 == 0]
-        parameters = {"policy": policy, f"{policy}.x": float(rng.random()), f"{policy}.y": float(rng.random())}
-        known = {name: FloatDistribution(0, 1) for name in parameters if name != "policy"}
-        found.append(
-            optuna.trial.create_trial(
-                params=parameters,
-                distributions={"policy": CategoricalDistribution(["a", "b"]), **known},
-                value=1 + 3 * parameters[f"{policy}.x"] + 0.01 * parameters[f"{policy}.y"],
-            )
-        )
-    return found
-
-
-def test_importance_among_the_trials_of_a_policy() -> None:
-    found = {one.group: one for one in importance(trials(90))}
-    assert {name: one.num_trials for name, one in found.items()} == {"all trials": 90, "a": 60, "b": 30}
-    assert list(found["all trials"].shares.index) == ["policy"]
-    shares = found["a"].shares
-    assert (shares.loc["a.x"] > 0.8).all() and shares.sum().tolist() == pytest.approx([1.0, 1.0])
-    assert list(shares.index) == ["a.x", "a.y"], "most important first"
-
-
-def test_small_groups_of_trials_are_left_out() -> None:
-    assert {one.group for one in importance(trials(45))} == {"all trials", "a"}
-    assert importance(trials(10)) == [] == importance([])
-
-
-def test_trials_of_the_study_are_found(sources: Sources) -> None:
-    assert len(sources.trials) == 40
-    assert [one.group for one in importance(sources.trials)] == ["eagle2"], (
-        "with one policy there is no group of all trials"
-    )
-
-
 def test_acceptance_on_the_points_own_prompts(sources: Sources, made: MadeStudy) -> None:
     found = acceptance(sources)
     assert [(one.condition, one.num_replayed, one.num_measured) for one in found] == [
@@ -165,7 +107,7 @@ def test_acceptance_on_the_points_own_prompts(sources: Sources, made: MadeStudy)
     assert len(sources.runs) == 5, "runs of other arms and with other times are no evidence"
     depth = found[0].tables["depth"]
     measured = depth[["measured_offered", "measured_accepted"]].loc[1:2]
-    assert measured.to_numpy().tolist() == [[10, 8], [6, 4]], "two runs, tokens near images and others"
+    assert measured.to_numpy().tolist() == [[10, 8], [6, 4]], "two runs"
     trace = made.traces[1]
     tokens = sum(int(trace.answer_start[p + 1] - trace.answer_start[p]) - 1 for p in (0, 2))
     rounds, accepted = depth.replayed_offered[1], depth.replayed_accepted.sum()

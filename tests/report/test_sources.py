@@ -84,7 +84,7 @@ def test_records_of_other_searches_are_ignored(copied: MadeStudy) -> None:
     assert len(find_sources(copied.folder).screened) == 3
     (copied.folder / STUDY).unlink()
     found = find_sources(copied.folder)
-    assert not found.screened and not found.candidates and not found.trials and found.traces
+    assert not found.screened and not found.candidates and found.traces
     assert "lists the records of a search" in found.notes[0]
 
 

@@ -51,14 +51,13 @@ def test_a_fallback_changes_no_token(pair: Pair, prompts: dict[str, Inputs]) -> 
         assert out.stats.plain_steps > 30
 
 
-def test_a_useless_draft_is_probed_less_often_and_then_left_out(pair: Pair, prompts: dict[str, Inputs]) -> None:
+def test_a_useless_draft_is_probed_less_and_less_often(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """In every request anew: a request does not depend on those before it."""
     decoder = Decoder(pair.target, useless_draft(), tree={"policy": "chain"}, fallback=COSTLY)
-    stats = [decoder.generate(**prompts["image"], max_new_tokens=100).stats for _ in range(9)]
-    drafting = [s.rounds - s.plain_steps for s in stats]
+    stats = [decoder.generate(**prompts["image"], max_new_tokens=100).stats for _ in range(4)]
     # One round loses at least 1.2 + 5 x 0.3 + 5 x 0.03 - 1 = 1.85 steps: fallback after 4 rounds, then one probe after
-    # 8 plain steps, one after 16, one after 32. After two such requests, the next 4 decode without the draft.
-    assert drafting[0] == drafting[1] == 7 and drafting[2:6] == [0] * 4 and drafting[6] < 7 and drafting[7:] == [0] * 2
-    assert [s.draft_prefill_ms > 0 for s in stats] == [count > 0 for count in drafting]
+    # 8 plain steps, one after 16, one after 32.
+    assert [s.rounds - s.plain_steps for s in stats] == [7] * 4
 
 
 def test_a_draft_that_helps_or_has_no_price_is_never_left_out(pair: Pair, prompts: dict[str, Inputs]) -> None:
@@ -239,15 +238,13 @@ def test_perplexity_is_that_of_one_forward_over_everything(pair: Pair, prompts: 
 # --------------------------------------------------------------------------------------------------------------- counts
 
 
-def test_acceptance_is_counted_near_the_image_and_in_text(pair: Pair, prompts: dict[str, Inputs]) -> None:
+def test_acceptance_is_counted_by_depth_and_rank(pair: Pair, prompts: dict[str, Inputs]) -> None:
     decoder = Decoder(pair.target, pair.draft, tree=TREES["sage"])
-    for prompt, has_image in (("text", False), ("image", True)):
+    for prompt in ("text", "image"):
         stats = decoder.generate(**prompts[prompt], max_new_tokens=120).stats
-        counts = stats.acceptance_counts.to_json()
-        accepted = {place: sum(count for _, count in tables["by_depth"]) for place, tables in counts.items()}
-        assert accepted == {place: sum(count for _, count in tables["by_rank"]) for place, tables in counts.items()}
+        counts = stats.acceptance_counts
+        accepted = int(counts.by_depth[:, 1].sum())
+        assert accepted == counts.by_rank[:, 1].sum()
         # The last round may have accepted more than was emitted.
-        assert sum(stats.accepted_lengths) <= sum(accepted.values()) <= sum(stats.accepted_lengths) + 12
-        offered = sum(tables["by_depth"][0][0] for tables in counts.values() if tables["by_depth"])
-        assert offered == sum(nodes > 0 for nodes in stats.verified_nodes)
-        assert (accepted["near_image"] > 0) == has_image and accepted["text"] > 0
+        assert 0 < sum(stats.accepted_lengths) <= accepted <= sum(stats.accepted_lengths) + 12
+        assert counts.by_depth[1, 0] == sum(nodes > 0 for nodes in stats.verified_nodes)

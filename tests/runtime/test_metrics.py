@@ -1,4 +1,4 @@
-"""Every request of a decoder is logged and counted: finished, abandoned, with a draft, without, and fallen back."""
+"""Every request of a decoder is logged and counted: finished, abandoned, with a draft and without."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEVER_PAYS = RoundPrice(round_steps=90.0, level_steps=9.0, node_steps=9.0)
 
 @pytest.fixture
 def decoder(pair: Pair) -> Decoder:
-    """Plain decoding for the task ``plain``, a fallback that pauses at once for ``dear``, and chains for all others."""
+    """Plain decoding for the task ``plain``, a fallback that soon decodes plainly for ``dear``, and chains for all others."""
     chain = LoadedPoint(pair.draft, tree=CHAIN)
     dear = LoadedPoint(chain.draft, tree=CHAIN, fallback=NEVER_PAYS, when=Condition(workload="dear"))
     return Decoder(pair.target, points=[LoadedPoint(None, when=Condition(workload="plain")), dear, chain])
@@ -67,7 +67,7 @@ def test_prometheus_metrics_add_up_to_the_statistics(decoder: Decoder, prompts: 
     stream = decoder.stream(**inputs, max_new_tokens=12)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
-    assert chain.acceptance_counts.by_depth[:, 1, 0].sum() == chain.rounds > 0
+    assert chain.acceptance_counts.by_depth[1, 0] == chain.rounds > 0
     assert [value("requests_total", point=n, outcome="finished") for n in range(3)] == [1, 3, 1]
     assert value("requests_total", point=2, outcome="stopped") == 1
     assert value("new_tokens_total") == sum(stats.new_tokens for stats in every) + 1
@@ -77,11 +77,9 @@ def test_prometheus_metrics_add_up_to_the_statistics(decoder: Decoder, prompts: 
     assert value("plain_steps_total") == sum(stats.plain_steps for stats in every) >= plain.rounds
     assert value("draft_tokens_total") == sum(sum(stats.verified_nodes) for stats in every)
     assert value("accepted_tokens_total") == sum(sum(stats.accepted_lengths) for stats in every)
-    depths = sum(stats.acceptance_counts.by_depth.sum(0) for stats in every)
+    depths = sum(stats.acceptance_counts.by_depth for stats in every)
     for depth in range(1, 4):
         assert [value("offered_total", depth=depth), value("accepted_total", depth=depth)] == depths[depth].tolist()
-    fallen_back = sum(stats.plain_steps == stats.rounds for stats in every[2:])
-    assert value("fallen_back_requests_total") == fallen_back > 0
     spent = sum(stats.target_prefill_ms + stats.decode_ms for stats in every) / 1e3
     phases = ("vision", "prefill", "draft_prefill", "draft", "verification", "rest")
     assert sum(value("seconds_total", phase=phase) for phase in phases) >= spent * 0.999

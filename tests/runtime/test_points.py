@@ -32,7 +32,6 @@ from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.verification import WetapVerification
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.runtime.conftest import TREES
-from tests.runtime.test_control import COSTLY, useless_draft
 from tests.sample_documents import decoding_profile
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
@@ -256,20 +255,6 @@ def test_caches_are_reserved_for_the_largest_trees_of_all(pair: Pair, monkeypatc
     cache = decoder.target.cache
     decoder.generate(**inputs, max_new_tokens=8, workload="large")
     assert decoder.target.cache is cache and decoder.point is decoder.points[0]
-
-
-def test_each_point_remembers_its_own_requests(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """A point with a useless draft stops drafting; the requests of the other point, in turn with its own, do not."""
-    useless = LoadedPoint(useless_draft(), fallback=COSTLY, when=Condition(workload="hard"))
-    decoder = Decoder(pair.target, points=[useless, LoadedPoint(pair.target, fallback=COSTLY)])
-    drafted: dict[str, list[bool]] = {"hard": [], "easy": []}
-    for _ in range(4):
-        for tag, rounds in drafted.items():
-            stats = decoder.generate(**prompts["image"], max_new_tokens=60, workload=tag).stats
-            rounds.append(stats.draft_forwards > 0)
-            assert (stats.plain_steps > 0) == (tag == "hard")
-    assert drafted == {"hard": [True, True, False, False], "easy": [True] * 4}
-    assert decoder.points[1].fallback.history.num_failed == 0 < useless.fallback.history.pause
 
 
 # ------------------------------------------------------------------------------------------------------------- loading

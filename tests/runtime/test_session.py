@@ -82,7 +82,7 @@ def test_a_session_is_closed_however_its_request_ends(
     pair: Pair, prompts: dict[str, Inputs], greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether a stream is read to its end, closed, dropped or interrupted by an exception: the target and the draft are as
-    before, and the fallback counts the request.
+    before.
     """
     price = RoundPrice(round_steps=9.0, level_steps=1.0, node_steps=0.0)
     draft = agreeing_draft("dream", target := Target(pair.target), injection_layer=4)
@@ -110,7 +110,6 @@ def test_a_session_is_closed_however_its_request_ends(
         end(stream)
         del stream
         assert state_of(decoder) == before
-        assert decoder.point.fallback.history.num_failed == 1
         assert torch.equal(Decoder(target).generate(**inputs, max_new_tokens=NEW_TOKENS).sequences, greedy("image"))
 
 

@@ -8,7 +8,6 @@ from unittest import mock
 
 from autotune.documents.subnet import Subnet
 from autotune.prediction.evaluator import Evaluator
-from autotune.prediction.prices import Constraints
 from autotune.search import tree_search
 from autotune.search.space import SearchSpace
 from autotune.search.tree_search import TreeSearchResult, search_trees
@@ -32,9 +31,9 @@ LARGE = {
 }
 
 
-def evaluator(constraints: Constraints | None = None, jobs: int | None = None) -> Evaluator:
+def evaluator(jobs: int | None = None) -> Evaluator:
     traces = [random_trace(int(10 * keep), visual_keep=keep) for keep in KEEPS]
-    return Evaluator(traces, cost_table(), constraints=constraints, jobs=jobs)
+    return Evaluator(traces, cost_table(), jobs=jobs)
 
 
 def variant(keep: float) -> tuple[str, Subnet]:

@@ -33,8 +33,6 @@ CHANGED = PLAIN.model_copy(
         "seed": 3,
         "capture_sizes": (4, 8),
         "measure": "all",
-        "max_round_ms": 40.0,
-        "max_draft_mib": 600.0,
         "output": Path("p.json"),
     }
 )

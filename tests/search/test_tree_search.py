@@ -21,7 +21,6 @@ from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.prediction.draws import time_draws
 from autotune.prediction.evaluator import Candidate, Evaluator
-from autotune.prediction.prices import Constraints
 from autotune.search import tree_search
 from autotune.search.finalists import choose_finalists, confirmable
 from autotune.search.space import SearchSpace
@@ -203,37 +202,6 @@ def test_progress_is_reported(tmp_path: Path) -> None:
     trials = [(0, 60), (50, 60), (60, 60)]
     assert [(done, of) for done, of, _ in said] == [*((n, sweeps) for n in range(sweeps + 1)), *trials]
     assert "best so far" in said[1][2]
-
-
-def test_round_latency_is_a_constraint(tmp_path: Path) -> None:
-    """No candidate may exceed the limit, and no replayed round does on average."""
-    free = evaluator()
-    limit = free.round_ms(variant(1.0), parse_policy({"policy": "chain", "depth": 2}))
-    kept = search(evaluator(Constraints(max_round_ms=limit)), LARGE, tmp_path / "l")
-    assert kept and all(
-        free.round_ms(variant(c.configuration.visual_keep), parse_policy(c.configuration.tree)) <= limit for c in kept
-    )
-    assert any(
-        free.round_ms(variant(c.configuration.visual_keep), parse_policy(c.configuration.tree)) > limit
-        for c in search(evaluator(), LARGE, tmp_path / "free")
-    )
-    for candidate in kept:
-        result = free.replay(candidate.configuration)
-        mean_ms = (result.decode_ms - result.draft_prefill_ms).sum() / result.rounds.sum()
-        assert mean_ms <= limit
-
-
-def test_infeasible_constraints_are_named(tmp_path: Path) -> None:
-    table = cost_table()
-    costs = table.drafts[0].model_copy(update={"num_parameters": 2**19, "kv_bytes_per_token": 16})
-    table = table.model_copy(update={"drafts": [costs], "precision": "float32"})
-    messages = {
-        Constraints(max_round_ms=0.01): r"--max-round-ms 0\.01 excludes every tree: a round with one draft token takes",
-        Constraints(max_draft_mib=0.5): r"--max-draft-mib 0\.5 excludes every draft: the smallest takes 2",
-    }
-    for constraints, message in messages.items():
-        with pytest.raises(UserError, match=message):
-            search(Evaluator([random_trace(0)], table, constraints=constraints), LARGE, tmp_path / "l")
 
 
 def test_finalists_are_distinct(tmp_path: Path) -> None:

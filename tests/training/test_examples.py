@@ -332,9 +332,7 @@ def test_documented_example_trains(pair: Pair, tmp_path: Path, monkeypatch: pyte
 def test_a_draft_is_trained_over_the_most_frequent_tokens(
     model: str, recipe: Callable[..., Path], pair: Pair, processor: Any, tmp_path: Path
 ) -> None:
-    """They are those of the answers that are trained on. An eagle3 head has no others, and an mtp head proposes no others. Training goes on over the
-    stored ones.
-    """
+    """They are those of the answers that are trained on. An eagle3 head has no others, and an mtp head proposes no others."""
     answers = ["Row 1 reads 3, 1, 4.", "Row 2 reads 1.", "Row 1", "4, 4, 4"]
     lines = [{"prompt": "Count.", "answer": answer, "split": "train"} for answer in answers]
     write(tmp_path, [*lines, {"prompt": "Count.", "answer": "never", "split": "evaluate"}])
@@ -343,14 +341,12 @@ def test_a_draft_is_trained_over_the_most_frequent_tokens(
     counted = np.bincount(tokens, minlength=target.vocab_size).tolist()
     frequent = sorted(sorted(range(target.vocab_size), key=lambda token: (-counted[token], token))[:size])
     changes: dict[str, Any] = {"model": model, "stages": [STAGE]} | ({"draft": {}} if model == "mtp" else {})
-    for weights in ("new", "stored"):
-        folder = train(recipe(vocabulary=size, initial_weights=weights, **changes))
-        network = load_feature_network(folder, target)
-        if model == "mtp":
-            assert network.token_ids is None and FeatureDraft(network).vocabulary == size / target.vocab_size
-            FeatureDraft(network, Subnet(vocabulary=1.0))  # does not go beyond these
-        assert network.token_ids is not None and network.token_ids.tolist() == frequent
-        (folder / ".checkpoint" / "state.safetensors").unlink()
+    folder = train(recipe(vocabulary=size, **changes))
+    network = load_feature_network(folder, target)
+    if model == "mtp":
+        assert network.token_ids is None and FeatureDraft(network).vocabulary == size / target.vocab_size
+        FeatureDraft(network, Subnet(vocabulary=1.0))  # does not go beyond these
+    assert network.token_ids is not None and network.token_ids.tolist() == frequent
     draft, inputs = load_draft(str(folder), target), dict(processor.tokenizer("Count to ten", return_tensors="pt"))
     decoder = Decoder(target, draft, tree={"policy": "chain", "depth": 3})
     drafted, plain = (one.generate(**inputs, max_new_tokens=12).sequences for one in (decoder, Decoder(target)))

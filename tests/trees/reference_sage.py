@@ -36,9 +36,7 @@ class ReferenceSage:
     rounding: str = "nearest"
     plan: str = "current"
     depth_cap: int = 10
-    first_paths: list[Path] | None = None
 
-    is_first: bool = True
     alpha: float = 0.5
     """Algorithm 1, line 3."""
     p_out: list[float] = field(default_factory=list)
@@ -116,16 +114,13 @@ class ReferenceSage:
         own = self.confidence_of(draft(()))
         alpha = self.alpha if self.confidence == "previous" else own
         depth, width = self.depth(alpha), self.width(alpha)
-        if self.is_first and self.first_paths is not None:
-            tree = list(self.first_paths)
-            read = {path[:-1] for path in tree} - {()}
-        elif self.plan == "previous":
+        if self.plan == "previous":
             tree, _ = self.construct(depth, width, lambda path: self.p_out)
             read = {path[:-1] for path in tree} - {()}  # the shape is known, so only parents are read
         else:
             tree, expanded = self.construct(depth, width, draft)
             read = set(expanded)
-        self.alpha, self.p_out, self.is_first = own, draft(())[: self.k], False
+        self.alpha, self.p_out = own, draft(())[: self.k]
         return set(tree), read
 
     def verify(self, accepted: int) -> None:

@@ -22,10 +22,10 @@ def small_tree() -> Tree:
     return tree
 
 
-def observed(*rounds: tuple[list[int], bool]) -> AcceptanceCounts:
+def observed(*paths: list[int]) -> AcceptanceCounts:
     counts = AcceptanceCounts()
-    for path, is_near_image in rounds:
-        counts.observe(small_tree(), np.array(path, np.int64), is_near_image=is_near_image)
+    for path in paths:
+        counts.observe(small_tree(), np.array(path, np.int64))
     return counts
 
 
@@ -34,17 +34,14 @@ NOTHING = {"by_depth": [], "by_rank": []}
 
 def test_a_round_in_which_nothing_is_accepted() -> None:
     """Depth 1 is offered, by children of ranks 0 and 2; deeper nodes are not."""
-    assert observed(([], False)).to_json() == {
-        "text": {"by_depth": [[1, 0]], "by_rank": [[1, 0], [0, 0], [1, 0]]},
-        "near_image": NOTHING,
-    }
+    assert observed([]).to_json() == {"by_depth": [[1, 0]], "by_rank": [[1, 0], [0, 0], [1, 0]]}
 
 
 def test_a_round_that_is_accepted_to_a_leaf() -> None:
     """Path 1, 4, 7: the root offers ranks 0 and 2, node 1 ranks 0, 1 and 3, node 4 rank 0. Rank 0 is offered three times
     and accepted twice, rank 1 is offered once and accepted. Depth 4 is not offered.
     """
-    assert observed(([1, 4, 7], False)).to_json()["text"] == {
+    assert observed([1, 4, 7]).to_json() == {
         "by_depth": [[1, 1], [1, 1], [1, 1]],
         "by_rank": [[3, 2], [1, 1], [1, 0], [1, 0]],
     }
@@ -52,38 +49,29 @@ def test_a_round_that_is_accepted_to_a_leaf() -> None:
 
 def test_a_round_that_ends_at_a_leaf_offers_no_deeper_level() -> None:
     """Node 3 has no children; nodes of depth 3 elsewhere do not count."""
-    assert observed(([1, 3], False)).to_json()["text"]["by_depth"] == [[1, 1], [1, 1]]
+    assert observed([1, 3]).to_json()["by_depth"] == [[1, 1], [1, 1]]
 
 
 def test_a_round_that_ends_above_a_leaf() -> None:
     """Node 2 is accepted, node 6 is not."""
-    assert observed(([2], False)).to_json()["text"] == {
-        "by_depth": [[1, 1], [1, 0]],
-        "by_rank": [[2, 0], [0, 0], [1, 1]],
-    }
-
-
-def test_rounds_near_an_image_are_counted_apart() -> None:
-    counts = observed(([1], True), ([2, 6], False), ([], True))
-    assert counts.to_json() == {
-        "text": {"by_depth": [[1, 1], [1, 1]], "by_rank": [[2, 1], [0, 0], [1, 1]]},
-        "near_image": {"by_depth": [[2, 1], [1, 0]], "by_rank": [[3, 1], [1, 0], [2, 0], [1, 0]]},
-    }
+    assert observed([2]).to_json() == {"by_depth": [[1, 1], [1, 0]], "by_rank": [[2, 0], [0, 0], [1, 1]]}
 
 
 def test_a_root_alone_offers_nothing() -> None:
     counts, tree = AcceptanceCounts(), new_tree(1)
     set_root(tree, 0, -1)
-    counts.observe(tree, np.zeros(0, np.int64), is_near_image=False)
+    counts.observe(tree, np.zeros(0, np.int64))
     assert counts.is_empty
-    assert counts.to_json() == {"text": NOTHING, "near_image": NOTHING}
+    assert counts.to_json() == NOTHING
 
 
 def test_counts_of_requests_are_added() -> None:
-    first, second = observed(([1, 4], True)), observed(([2], True), ([], False))
+    """Also where runs without a draft, which count nothing, are read back."""
+    first, second = observed([1, 4]), observed([2], [])
     assert not first.is_empty and AcceptanceCounts().is_empty
-    first.add(second)
-    assert first.to_json() == observed(([1, 4], True), ([2], True), ([], False)).to_json()
+    for other in (second, AcceptanceCounts()):
+        first.add(AcceptanceCounts.from_json(other.to_json()))
+    assert first.to_json() == observed([1, 4], [2], []).to_json()
 
 
 def random_walk(rng: np.random.Generator, tree: Tree) -> list[int]:
@@ -97,25 +85,25 @@ def random_walk(rng: np.random.Generator, tree: Tree) -> list[int]:
 def test_random_rounds_against_a_straightforward_count() -> None:
     """Trees with at most 16 different tokens have ranks of 0 to 15."""
     rng, counts = np.random.default_rng(51), AcceptanceCounts()
-    depths: Counter[tuple[bool, int, bool]] = Counter()
-    ranks: Counter[tuple[bool, int, bool]] = Counter()
+    depths: Counter[tuple[int, bool]] = Counter()
+    ranks: Counter[tuple[int, bool]] = Counter()
     for _ in range(300):
         tree = random_tree(rng, int(rng.integers(0, 60)), num_tokens=int(rng.integers(2, 17)))
-        path, is_near_image = random_walk(rng, tree), bool(rng.integers(2))
-        counts.observe(tree, np.array(path, np.int64), is_near_image=is_near_image)
+        path = random_walk(rng, tree)
+        counts.observe(tree, np.array(path, np.int64))
         accepted = set(path)
         for node in [ROOT, *path]:
             children = children_of(tree, node)
             for child in children:
-                ranks[is_near_image, int(tree.rank[child]), child in accepted] += 1
+                ranks[int(tree.rank[child]), child in accepted] += 1
             if children:
-                depths[is_near_image, int(tree.depth[node]) + 1, not accepted.isdisjoint(children)] += 1
+                depths[int(tree.depth[node]) + 1, not accepted.isdisjoint(children)] += 1
     for hits, table in ((depths, counts.by_depth), (ranks, counts.by_rank)):
         expected = np.zeros_like(table)
-        for (region, row, is_accepted), count in hits.items():
-            expected[int(region), row] += (count, count * is_accepted)
+        for (row, is_accepted), count in hits.items():
+            expected[row] += (count, count * is_accepted)
         assert np.array_equal(table, expected)
-    assert counts.by_depth[:, 6].min() > 0 and counts.by_rank[:, 5, 0].min() > 0, "the random trees are too small"
+    assert counts.by_depth[6].min() > 0 and counts.by_rank[5, 0] > 0, "the random trees are too small"
 
 
 def test_the_deepest_tree_and_the_last_rank_fit() -> None:
@@ -124,5 +112,5 @@ def test_the_deepest_tree_and_the_last_rank_fit() -> None:
     for parent in range(24):
         add_node(tree, parent, 0, -1.0, 15, -1)
     counts = AcceptanceCounts()
-    counts.observe(tree, np.arange(1, 25), is_near_image=True)
-    assert counts.to_json()["near_image"] == {"by_depth": [[1, 1]] * 24, "by_rank": [[0, 0]] * 15 + [[24, 24]]}
+    counts.observe(tree, np.arange(1, 25))
+    assert counts.to_json() == {"by_depth": [[1, 1]] * 24, "by_rank": [[0, 0]] * 15 + [[24, 24]]}

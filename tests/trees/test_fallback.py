@@ -90,7 +90,6 @@ def test_a_round_is_priced_by_its_forwards_and_nodes() -> None:
     params, state = RoundPrice(round_steps=1.1, level_steps=0.2, node_steps=0.01).encode(), np.zeros(STATE_SIZE)
     fallback.reset(state)
     fallback.update(params, state, 3, 10, 2)
-    assert state[fallback._TOTAL] == pytest.approx(1.2)
     assert state[fallback._SAVED] == pytest.approx(1.025)
 
 
@@ -108,7 +107,7 @@ def test_a_new_request_begins_with_short_stretches() -> None:
     assert machine.run(USELESS, USELESS, USELESS, USELESS) == [0, 0, 8, 16]
 
 
-# ------------------------------------------------------------------------------------------------------ across requests
+# ------------------------------------------------------------------------------------------------------ the runtime's
 
 
 def rounds_until_plain(fallback: Fallback) -> int:
@@ -118,72 +117,6 @@ def rounds_until_plain(fallback: Fallback) -> int:
         if fallback.is_plain:
             return number
     return 0
-
-
-def request(fallback: Fallback, *accepted: int) -> bool:
-    """Decode a request with rounds of these accepted lengths; returns whether it speculated."""
-    if not fallback.begin_request():
-        return False
-    for length in accepted:
-        fallback.update(draft_forwards=1, nodes=1, accepted=length)
-    fallback.end_request()
-    return True
-
-
-def test_requests_pause_after_two_that_lost_time() -> None:
-    """Pauses of 4, 16, 64 and never more than 64 requests, with a probe between them."""
-    fallback = Fallback(PRICE)
-    speculated = [request(fallback, USELESS) for _ in range(2 + 4 + 1 + 16 + 1 + 64 + 1 + 64 + 1)]
-    expected = [True] * 2 + [False] * 4 + [True] + [False] * 16 + [True] + [False] * 64 + [True] + [False] * 64 + [True]
-    assert speculated == expected
-
-
-def test_a_request_that_gained_time_restarts_the_count() -> None:
-    fallback = Fallback(PRICE)
-    speculated = [request(fallback, accepted) for accepted in (USELESS, GOOD, USELESS, USELESS, USELESS)]
-    assert speculated == [True, True, True, True, False]
-
-
-def test_a_request_that_gains_after_a_pause_ends_the_suspicion() -> None:
-    fallback = Fallback(PRICE)
-    for _ in range(6):
-        request(fallback, USELESS)
-    assert [request(fallback, GOOD), request(fallback, USELESS), request(fallback, USELESS)] == [True] * 3
-    assert [request(fallback) for _ in range(5)] == [False] * 4 + [True], "the shortest pause again"
-
-
-def test_a_draft_that_gains_more_than_it_loses_never_pauses() -> None:
-    """Two hard requests are outweighed by the gains of good ones before and between them."""
-    fallback = Fallback(PRICE)
-    assert all(request(fallback, *rounds) for _ in range(20) for rounds in ([GOOD] * 4, [USELESS], [USELESS]))
-    assert [request(fallback, USELESS) for _ in range(16)][-1] is False, "past gains are discounted"
-
-
-def test_gain_and_loss_are_summed_over_a_request() -> None:
-    """-3 and 5 gain 2; 5 and twice -3 lose 1; 3 accepted tokens neither gain nor lose."""
-    for rounds, loses in (
-        ([USELESS, GOOD], False),
-        ([GOOD, USELESS], False),
-        ([GOOD, USELESS, USELESS], True),
-        ([3, 3, 3], False),
-        ([], False),
-    ):
-        fallback = Fallback(PRICE)
-        request(fallback, *rounds)
-        request(fallback, *rounds)
-        assert fallback.begin_request() is not loses
-
-
-def test_a_suspected_draft_gets_only_a_probe() -> None:
-    """A suspected draft gets one useless round; a new one, and one that failed once, get three."""
-    fallback = Fallback(PRICE)
-    for num_rounds in (3, 3):
-        assert fallback.begin_request()
-        assert rounds_until_plain(fallback) == num_rounds
-        fallback.end_request()
-    assert [fallback.begin_request() for _ in range(4)] == [False] * 4
-    assert fallback.begin_request()
-    assert rounds_until_plain(fallback) == 1
 
 
 def test_plain_steps_end_with_the_request() -> None:
@@ -197,7 +130,6 @@ def test_plain_steps_end_with_the_request() -> None:
     assert not fallback.is_plain
     rounds_until_plain(fallback)
     assert fallback.is_plain
-    fallback.end_request()
     fallback.begin_request()
     assert not fallback.is_plain
 
@@ -207,12 +139,10 @@ def test_the_class_decides_as_the_compiled_functions() -> None:
     rng = np.random.default_rng(61)
     price = RoundPrice(round_steps=1.2, level_steps=0.3, node_steps=0.02)
     machine, control, num_plain = Machine(price), Fallback(price), 0
-    control.begin_request()
     for _ in range(2000):
         if rng.random() < 0.01:
             fallback.reset(machine.state)
-            control.forget()
-            assert control.begin_request()
+            control.begin_request()
         assert control.is_plain == fallback.is_plain(machine.params, machine.state)
         if control.is_plain:
             num_plain += 1
@@ -223,21 +153,6 @@ def test_the_class_decides_as_the_compiled_functions() -> None:
         control.update(draft_forwards=forwards, nodes=nodes, accepted=accepted)
         fallback.update(machine.params, machine.state, forwards, nodes, accepted)
     assert 100 < num_plain < 1900
-
-
-def test_forget_ends_pauses_and_suspicion() -> None:
-    fallback = Fallback(PRICE)
-    request(fallback, USELESS)
-    request(fallback, USELESS)
-    fallback.forget()
-    assert fallback.begin_request()
-    assert rounds_until_plain(fallback) == 3
-
-
-def test_without_a_price_every_request_speculates() -> None:
-    fallback = Fallback(None)
-    assert all(request(fallback, *[USELESS] * 20) for _ in range(20))
-    assert not fallback.is_plain
 
 
 def test_a_price_out_of_range_is_refused() -> None:

@@ -45,7 +45,6 @@ def test_defaults_are_those_of_the_paper() -> None:
         "threshold_on": "path",
         "rounding": "nearest",
         "plan": "current",
-        "first_paths": None,
     }
 
 
@@ -194,20 +193,6 @@ def test_a_planned_tree_has_the_shape_of_the_last_root() -> None:
     assert session.expanded == [[()], [(0,), (1,), (2,)], [(0, 0)]], "the draft reads parents only"
 
 
-def test_the_first_tree_can_be_given() -> None:
-    paths = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
-    for plan in ("current", "previous"):
-        session, other = sage(first_paths=paths, plan=plan), sage(plan=plan)
-        draft = same_everywhere(0.6, 0.3, 0.1)
-        assert session.grow(draft) == [tuple(path) for path in paths]
-        other.grow(draft)
-        assert session.grow(draft) == other.grow(draft), "later rounds do not depend on it"
-        session.grower.reset()
-        assert session.grow(draft) == [tuple(path) for path in paths]
-    policy = parse_policy({"policy": "sage", "n_max": 2, "k": 2, "first_paths": [[0], [3], [3, 0]]})
-    assert (policy.max_nodes, policy.num_proposals) == (3, 4)
-
-
 # ------------------------------------------------------------------------------------------------------------- history
 
 
@@ -324,8 +309,7 @@ def test_a_value_out_of_range_is_refused() -> None:
         ({"k": 17}, "k: input should be less than or equal to 16; got 17"),
         ({"n_max": 129}, "n_max: input should be less than or equal to 128; got 129"),
         ({"window": 33}, "window: input should be less than or equal to 32; got 33"),
-        ({"first_paths": [[0, 0]]}, "path [0, 0] needs its parent [0]"),
-        ({"first_paths": []}, "first_paths: "),
+        ({"first_paths": [[0]]}, "first_paths"),
     )
 
 
