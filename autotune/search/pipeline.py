@@ -288,7 +288,15 @@ class _SearchRun:
         settings, table = self.settings, prompts.full.table
         assert self.study is not None
         selection = ProfileSelection(
-            trees, self.model_pool, prompts, self.folder, self.evaluate, settings.seed, self.clock, self.console
+            trees,
+            self.model_pool,
+            prompts,
+            self.folder,
+            self.evaluate,
+            settings.seed,
+            self.plan.kept_prompts,
+            self.clock,
+            self.console,
         )
         if self.device is None:
             profile = selection.predicted_profile()
