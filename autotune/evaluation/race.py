@@ -43,6 +43,7 @@ def race(
     risk: float,
     prompts_per_block: int,
     min_prompts: int,
+    kept_prompts: int = 0,
     passes: int = 1,
     ends: Callable[[Sequence[str]], bool] = lambda leaders: len(leaders) <= 1,
     seed: int = 0,
@@ -59,6 +60,7 @@ def race(
         risk: probability that any of equal arms leaves.
         prompts_per_block: number of prompts between two looks.
         min_prompts: are run even past the deadline, but no more than a block.
+        kept_prompts: run in any case, as far as the deadline allows: the defaults leave after the block from which on ``always`` need the time.
         passes: over the prompts.
         ends: whether the race is over, given the names of the arms and defaults that are not significantly slower than the
             fastest of them; by default, when one is left.
@@ -68,7 +70,7 @@ def race(
     blocks = [prompts[begin : begin + prompts_per_block] for begin in range(0, len(prompts), prompts_per_block)]
     names, default_names = [arm.name for arm in arms], [arm.name for arm in defaults]
     runs: dict[str, list[Run]] = {arm.name: [] for arm in (*always, *briefly, *arms, *defaults)}
-    num_done, num_looks = 0, passes * len(blocks)
+    num_done, num_looks, all_in_time = 0, passes * len(blocks), True
     runner.reserve(workload)
 
     def report_prompt(done: int, _: int) -> None:
@@ -77,7 +79,8 @@ def race(
 
     for look in range(num_looks):
         block = blocks[look % len(blocks)]
-        remaining = [*always, *briefly, *(arm for arm in (*arms, *defaults) if arm.name in {*names, *default_names})]
+        competing = [*arms, *defaults] if all_in_time else arms
+        remaining = [*always, *briefly, *(arm for arm in competing if arm.name in {*names, *default_names})]
         block_runs = runner.compare(
             remaining,
             Workload(workload.name, workload.split, block),
@@ -91,16 +94,20 @@ def race(
             runs[name] += more
         num_more = max(map(len, block_runs.values()))
         num_done += num_more
-        in_race = [*names, *default_names]
+        in_race = [*names, *default_names] if all_in_time else names
         pair_risk = risk * spent_share(look, num_looks) / max(1, len(in_race) * (len(in_race) - 1))
         leaders = _not_slower(runs, in_race, pair_risk)
         names = [name for name in leaders if name in names]
-        default_names = _not_slower(runs, default_names, pair_risk)
+        default_names = _not_slower(runs, default_names, pair_risk) if all_in_time else default_names
         if num_more < len(block) or ends(leaders):
             break
-        num_left = passes * len(prompts) - num_done
-        if deadline is not None and time.monotonic() + num_left * runner.prompt_s(remaining) > deadline:
-            briefly = ()
+        if deadline is not None:
+            left_s = deadline - time.monotonic()
+            if (passes * len(prompts) - num_done) * runner.prompt_s(remaining) > left_s:
+                briefly = ()
+            block_s = prompts_per_block * runner.prompt_s([arm for arm in remaining if arm not in briefly])
+            kept_s = (kept_prompts - num_done - prompts_per_block) * runner.prompt_s([*always, *briefly])
+            all_in_time = all_in_time and (num_done >= kept_prompts or block_s + max(0.0, kept_s) <= left_s)
     return Race(runs, names, default_names)
 
 

@@ -5,6 +5,8 @@ time.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -117,13 +119,21 @@ class Recorder:
             write_bytes(paths[prompt.sha256], json.dumps(asdict(Answer(tokens, 0, {}))).encode())
         return [found[prompt.sha256] for prompt in prompts]
 
-    def follow(self, workload: Workload) -> Workload:
-        """The workload with the target's answers that its later turns follow, which are recorded as all answers are."""
+    def follow(self, workload: Workload, deadline: float = math.inf) -> Workload:
+        """The workload with the target's answers that its later turns follow, which are recorded as all answers are: of the first
+        prompts alone, where the next ones are not expected before ``deadline``, of ``time.monotonic``.
+        """
 
         def decode(prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
             return [answer.tokens for answer in self.answers(replace(workload, prompts=tuple(prompts)))]
 
-        return Conversations(self.processor, decode).follow_workload(workload)
+        conversations, followed, longest_s = Conversations(self.processor, decode), list[WorkloadPrompt](), 0.0
+        for first in range(0, len(workload.prompts), ANSWERS_AT_ONCE):
+            if (began := time.monotonic()) + longest_s > deadline and followed:
+                break
+            followed += conversations.follow_all(workload.prompts[first : first + ANSWERS_AT_ONCE])
+            longest_s = max(longest_s, time.monotonic() - began)
+        return replace(workload, prompts=tuple(followed))
 
     def sampler(self, prompt: WorkloadPrompt) -> TokenSampler | None:
         return self._answers.sampler(prompt)

@@ -130,6 +130,7 @@ def measure_finalists(
     console: Console,
     *,
     all_candidates: Sequence[Candidate] = (),
+    least: tuple[int, int, int] = ROUNDS[-1],
     seed: int,
     deadline: float,
 ) -> MeasuredFinalists:
@@ -141,6 +142,7 @@ def measure_finalists(
     Args:
         candidates: the fastest first.
         all_candidates: every configuration that may lead with other prices.
+        least: prompts, finalists and published defaults for which the search has kept the time until the deadline.
         deadline: a value of ``time.monotonic``.
     """
     confirming = prompts.confirming
@@ -150,7 +152,9 @@ def measure_finalists(
     }
     first_share = 1.0 - SECOND_RACE_SHARE * bool(all_candidates)
     first_deadline = time.monotonic() + first_share * (deadline - time.monotonic())
-    prompts_per_block, fitting, fitting_defaults = _fitting(finalists, defaults, confirming, first_deadline)
+    prompts_per_block, fitting, fitting_defaults = _fitting(
+        finalists, defaults, confirming, {**dict.fromkeys(ROUNDS[:-1], first_deadline), least: deadline}
+    )
     if len(fitting) + len(fitting_defaults) < len(finalists) + len(defaults):
         console.say(
             f"in the time left, {len(fitting)} of {len(finalists)} finalists and {len(fitting_defaults)} of "
@@ -247,17 +251,23 @@ def _results(arms: Mapping[str, Candidate], measured: Race, confirming: Evaluato
 
 
 def _fitting(
-    finalists: Mapping[str, Candidate], defaults: Mapping[str, Configuration], confirming: Evaluator, deadline: float
+    finalists: Mapping[str, Candidate],
+    defaults: Mapping[str, Configuration],
+    confirming: Evaluator,
+    deadlines: Mapping[tuple[int, int, int | None], float],
 ) -> tuple[int, dict[str, Candidate], dict[str, Configuration]]:
-    """The largest of ``ROUNDS`` whose first block fits into the time: prompts of a block, finalists and defaults."""
+    """The first of the rounds, or else the last of ``ROUNDS``, whose first block fits into the time until its deadline: prompts of a
+    block, finalists and defaults.
+    """
     ranked = sorted(
         defaults, key=lambda name: (not confirming.can_replay(d := defaults[name]), -predicted_speedup(d, confirming))
     )
-    for prompts_per_block, num_finalists, num_defaults in ROUNDS:
+    for round_ in (*deadlines, ROUNDS[-1]):
+        prompts_per_block, num_finalists, num_defaults = round_
         fitting = dict(itertools.islice(finalists.items(), num_finalists))
         fitting_defaults = {name: c for name, c in defaults.items() if name in ranked[:num_defaults]}
         configurations = [*(candidate.configuration for candidate in fitting.values()), *fitting_defaults.values()]
-        if _block_s(configurations, confirming, prompts_per_block) <= deadline - time.monotonic():
+        if _block_s(configurations, confirming, prompts_per_block) <= deadlines.get(round_, 0.0) - time.monotonic():
             break
     return prompts_per_block, fitting, fitting_defaults
 

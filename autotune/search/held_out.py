@@ -4,6 +4,7 @@ and the evidence that the profile gets from it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,6 +89,7 @@ def evaluate_profile(
     folder: Path,
     console: Console,
     *,
+    kept_prompts: int,
     seed: int,
     deadline: float,
 ) -> Evaluation:
@@ -97,6 +99,7 @@ def evaluate_profile(
         defaults: published defaults that may be the best one, the most probable one first. Others are not run where replay
             says, in nine of ten draws, that the profile is faster; they leave when they are significantly slower than the fastest.
             One that is the profile's only point has the runs of the profile.
+        kept_prompts: run by the profile and plain decoding, if need be without the defaults, as far as the deadline allows.
         deadline: of ``time.monotonic``. No prompt but the first two is begun that is expected to end later.
     """
     decoder = decoder_for(
@@ -123,6 +126,9 @@ def evaluate_profile(
             if number == 0 or not evaluator.can_replay(default) or not _is_slower(default, last, evaluator)
         }
     tuned = DecoderArm(TUNED, decoder, key=last.key if last else TUNED)
+    others = [runner.arm(name, default) for name, default in defaults.items() if name not in tuned_to]
+    answer_s = float(evaluator.ar_ms.mean()) / 1e3
+    block_s = HELD_OUT_PROMPTS * (3 + len(others)) * answer_s
     with console.stage("evaluation, measured") as update:
         measured = race(
             runner,
@@ -130,10 +136,11 @@ def evaluate_profile(
             workload,
             always=[runner.plain, tuned],
             briefly=[HuggingFaceArm(HF, decoder.target.model, threads=decoder.threads)],
-            defaults=[runner.arm(name, default) for name, default in defaults.items() if name not in tuned_to],
+            defaults=others,
             risk=RISK,
-            prompts_per_block=HELD_OUT_PROMPTS,
+            prompts_per_block=HELD_OUT_PROMPTS if 3 * block_s <= deadline - time.monotonic() else MIN_PROMPTS,
             min_prompts=MIN_PROMPTS,
+            kept_prompts=kept_prompts,
             ends=lambda _: False,
             seed=seed,
             deadline=deadline,

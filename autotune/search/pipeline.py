@@ -30,7 +30,7 @@ from autotune.search.profile_selection import ProfileSelection
 from autotune.search.screening import print_screened, screen, survivors
 from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, largest_policies, load_space
-from autotune.search.thresholds import CONFIRMING, MIN_TREE_SEARCH_S, STAGES
+from autotune.search.thresholds import ANSWERS_SHARE, CONFIRMING, MIN_TREE_SEARCH_S, STAGES
 from autotune.search.traces import print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, print_calibrations, search_trees
 from autotune.search.tuning_prompts import TuningPrompts
@@ -166,8 +166,15 @@ class _SearchRun:
         self.clock.kept_s = self.plan.kept_s
         limit = self.plan.max_new_tokens
         self.evaluate = self.evaluate.cut(self.plan.num_evaluate_prompts, limit)
-        # Held-out turns follow their answers where they are run.
-        self.tune = pool.recorder(self.folder).follow(self.tune.cut(self.plan.num_tune_prompts, limit))
+        tune, recorder = self.tune.cut(self.plan.num_tune_prompts, limit), pool.recorder(self.folder)
+        if tune.first_turns() != tune:  # held-out turns follow their answers where they are run
+            now = time.monotonic()
+            deadline = now + ANSWERS_SHARE * (self.clock.deadline_of("traces") - now)
+            num_followed = self.shared_decision(
+                "num_followed", [*documents, tune.sha256], lambda: len(recorder.follow(tune, deadline).prompts)
+            )
+            tune = tune.cut(num_followed)
+        self.tune = recorder.follow(tune)
 
     def cost_table(self) -> CostTable:
         """The device's cost table, and the study document."""
@@ -285,7 +292,15 @@ class _SearchRun:
         settings, table = self.settings, prompts.full.table
         assert self.study is not None
         selection = ProfileSelection(
-            trees, self.model_pool, prompts, self.folder, self.evaluate, settings.seed, self.clock, self.console
+            trees,
+            self.model_pool,
+            prompts,
+            self.folder,
+            self.evaluate,
+            settings.seed,
+            self.plan.kept_prompts,
+            self.clock,
+            self.console,
         )
         if self.device is None:
             profile = selection.predicted_profile()

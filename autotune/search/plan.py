@@ -30,6 +30,7 @@ from autotune.search.thresholds import (
     KEPT_TOKENS,
     LEAST_TOKENS,
     MAX_SCREENING_SHARE,
+    MIN_PROMPTS,
     MIN_TRACED_PROMPTS,
     MIN_TREE_SEARCH_S,
     MIN_TUNE_PROMPTS,
@@ -46,10 +47,11 @@ FULL_TABLE = 8  # times the smallest
 TRACE_STEPS = 1.0  # of a draft's proposals at one position of an answer
 SCREENED_TOKENS = 8 * 64
 SCREENING_STEPS = 0.18  # of a chain at one position of an answer
-DECODING_STEPS = 0.7  # per token, mean over the arms that are compared
 FULL_FINALIST_RUNS = 13 * 32  # arms times prompts
-LEAST_FINALIST_ARMS = 5  # plain decoding, two finalists and two published defaults
-EVALUATED_ARMS = 4  # plain decoding, the profile, the best default, and for the first block Hugging Face
+EVALUATED_ARMS = 4  # plain decoding, the profile, the best default and Hugging Face
+
+KeptPrompts = tuple[int, int, int, int]
+"""One of ``KEPT_PROMPTS``."""
 
 
 class Rates(Document):
@@ -61,10 +63,6 @@ class Rates(Document):
     def answer_s(self, num_tokens: float) -> float:
         """Duration of a plain answer of ``num_tokens``."""
         return self.prefill_s + num_tokens * self.step_s
-
-    def run_s(self, num_tokens: float) -> float:
-        """Mean duration of an answer over the arms that are compared."""
-        return self.prefill_s + num_tokens * DECODING_STEPS * self.step_s
 
     def table_s(self, num_priced: int) -> float:
         """Duration of the smallest cost table."""
@@ -112,7 +110,7 @@ class SearchSize:
         )
         counted += self.screening_s(rates) * self.num_processes
         num_runs = FULL_FINALIST_RUNS + EVALUATED_ARMS * self.num_evaluate_prompts
-        timed = FULL_TABLE * rates.table_s(self.num_priced) + num_runs * rates.run_s(num_tokens)
+        timed = FULL_TABLE * rates.table_s(self.num_priced) + num_runs * rates.answer_s(num_tokens)
         return (self.is_measured * timed + counted / self.num_processes) / (1 - STAGES["tree search"])
 
     def screening_s(self, rates: Rates) -> float:
@@ -120,19 +118,18 @@ class SearchSize:
         num_screened = self.num_variants if self.num_variants > self.num_survivors else 0
         return num_screened * SCREENED_TOKENS * SCREENING_STEPS * rates.step_s / self.num_processes
 
-    def kept_s(self, rates: Rates, num_tokens: float, num_judged: int, num_raced: int) -> dict[str, float]:
-        """Estimated duration of the least of each stage, in seconds: answers of ``num_tokens``, ``num_judged`` held-out prompts and
-        ``num_raced`` prompts of finalists.
-        """
-        traced_s = rates.answer_s(num_tokens) + self.num_survivors * num_tokens * TRACE_STEPS * rates.step_s
+    def kept_s(self, rates: Rates, num_tokens: float, kept_prompts: KeptPrompts) -> dict[str, float]:
+        """Estimated duration of the least of each stage, in seconds, with answers of ``num_tokens`` and drafts that gain nothing."""
+        num_judged, num_raced, num_finalists, num_defaults = kept_prompts
+        answer_s = rates.answer_s(num_tokens)
+        traced_s = answer_s + self.num_survivors * num_tokens * TRACE_STEPS * rates.step_s
         kept = {"traces": MIN_TRACED_PROMPTS * traced_s}
         if self.is_measured:
             kept["cost table"] = rates.table_s(self.num_priced)
-            run_s = rates.run_s(num_tokens)
-            warm_up_s = min(WARM_UP_S, run_s)
-            kept["finalists"] = LEAST_FINALIST_ARMS * (num_raced * run_s + warm_up_s)
-            num_runs = (EVALUATED_ARMS - 1) * num_judged + HELD_OUT_PROMPTS
-            kept["evaluation"] = num_runs * run_s + EVALUATED_ARMS * warm_up_s
+            warm_up_s = min(WARM_UP_S, traced_s)
+            kept["finalists"] = (1 + num_finalists + num_defaults) * (num_raced * answer_s + warm_up_s)
+            num_runs = 2 * num_judged + HELD_OUT_PROMPTS + MIN_PROMPTS  # the best default and Hugging Face run fewer
+            kept["evaluation"] = num_runs * answer_s + EVALUATED_ARMS * warm_up_s
         return kept
 
 
@@ -150,8 +147,8 @@ class Plan(Document):
     """Estimated duration of a search that cuts nothing, in seconds."""
     kept_s: dict[str, float] = Field(default_factory=dict)
     """Time that earlier stages leave to each stage, in seconds."""
-    num_kept_prompts: tuple[int, int] = KEPT_PROMPTS[-1]
-    """Held-out prompts and prompts of finalists in that time."""
+    kept_prompts: KeptPrompts = KEPT_PROMPTS[-1]
+    """Held-out prompts, prompts of finalists, finalists and published defaults in that time."""
     screening_share: float = STAGES["screening"]
     """Share of the time that is not kept, in which subnets are screened."""
 
@@ -170,7 +167,7 @@ class Plan(Document):
             cuts.append(f"at most {self.num_tune_prompts} of {num_prompts} tuning prompts")
         if self.max_new_tokens is not None:
             cuts.append(f"answers of at most {self.max_new_tokens} tokens instead of {longest}")
-        num_judged, num_raced = self.num_kept_prompts
+        num_judged, num_raced, *_ = self.kept_prompts
         kept = f"; time is kept for {num_raced} prompts of finalists and {num_judged} held-out ones"
         speed = f"prefill {1e3 * self.rates.prefill_s:.0f} ms, plain step {1e3 * self.rates.step_s:.1f} ms"
         fits = ", ".join(cuts) or f"all {num_prompts} tuning prompts and their full answers"
@@ -189,7 +186,7 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
         UserError: not even the smallest sound search fits; the message has its duration.
     """
     left_s = seconds - spent_s
-    least = replace(size, num_survivors=1).kept_s(rates, LEAST_TOKENS, *KEPT_PROMPTS[-1])
+    least = replace(size, num_survivors=1).kept_s(rates, LEAST_TOKENS, KEPT_PROMPTS[-1])
     if (least_s := sum(least.values()) / (1 - STAGES["tree search"])) > left_s:
         raise UserError(
             f"--budget {seconds:.0f}s: on this machine (prefill {1e3 * rates.prefill_s:.0f} ms, plain step "
@@ -205,7 +202,7 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
     choices = [*itertools.product(KEPT_PROMPTS, whole), *((KEPT_PROMPTS[-1], limit) for limit in limits[len(whole) :])]
     for kept_prompts, limit in choices:
         num_tokens = fmean(min(limit, num_tokens) for num_tokens in size.answer_tokens)
-        kept_s = size.kept_s(rates, num_tokens, *kept_prompts) | {"tree search": trees_s}
+        kept_s = size.kept_s(rates, num_tokens, kept_prompts) | {"tree search": trees_s}
         free_s = left_s - sum(kept_s.values())
         answers_s = ANSWERS_SHARE * size.num_processes * (kept_s["traces"] + STAGES["traces"] * max(0.0, free_s))
         is_answered = min(num_prompts, MIN_TUNE_PROMPTS) * rates.answer_s(num_tokens) <= answers_s
@@ -221,7 +218,7 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
         max_new_tokens=None if limit == longest else limit,
         full_s=spent_s + size.full_s(rates),
         kept_s=kept_s,
-        num_kept_prompts=kept_prompts,
+        kept_prompts=kept_prompts,
         screening_share=min(MAX_SCREENING_SHARE, max(STAGES["screening"], size.screening_s(rates) / seconds)),
     )
 

@@ -40,7 +40,7 @@ from autotune.search.finalists import (
 from autotune.search.held_out import evaluate_profile, print_evaluation, print_shrinkage, shrinkage_of, with_evidence
 from autotune.search.model_pool import ModelPool
 from autotune.search.operating_points import propose_points
-from autotune.search.plan import StageClock
+from autotune.search.plan import KeptPrompts, StageClock
 from autotune.search.thresholds import MAX_HELD_OUT_DEFAULTS, MIN_GAIN, MIN_PROMPTS, NUM_POINT_CANDIDATES, RISK, ROUNDS
 from autotune.search.tree_search import TreeSearchResult
 from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
@@ -62,6 +62,8 @@ class ProfileSelection:
     """The study's folder, which keeps the runs."""
     evaluate: Workload
     seed: int
+    kept_prompts: KeptPrompts
+    """Prompts, finalists and defaults for which the plan has kept time."""
     clock: StageClock
     console: Console
 
@@ -110,6 +112,7 @@ class ProfileSelection:
             self.prompts,
             self.console,
             all_candidates=[*self.trees.fastest, *itertools.chain(*self.trees.fastest_by_task.values())],
+            least=self.kept_prompts[1:],
             seed=self.seed,
             deadline=self.clock.deadline_of("finalists"),
         )
@@ -187,6 +190,7 @@ class ProfileSelection:
             self.evaluate,
             self.folder,
             self.console,
+            kept_prompts=self.kept_prompts[0],
             seed=self.seed + 1,
             deadline=self.clock.deadline_of("evaluation"),
         )

@@ -16,10 +16,11 @@ ANSWERS_SHARE = 0.7  # share of the time for traces in which the target's answer
 MIN_TUNE_PROMPTS = 12  # answers are shortened until this number of tuning prompts fits into the budget
 LEAST_TOKENS = 16  # answers are not shortened below this number of tokens
 KEPT_PROMPTS = (
-    (16, 8),
-    (8, 8),
-    (8, 4),
-)  # held-out prompts and finalists' prompts whose time is kept: the first that fit
+    (16, 8, 2, 2),
+    (16, 8, 2, 1),
+    (16, 8, 1, 1),
+    (8, 4, 2, 2),
+)  # held-out prompts, finalists' prompts, finalists and published defaults whose time is kept: the first that fit
 KEPT_TOKENS = 100  # tokens below which answers are shortened only where no `KEPT_PROMPTS` fit otherwise
 KEPT_SHARE = 0.9  # largest share of the budget that is kept for the least of all stages
 MIN_TRACED_PROMPTS = 6  # prompts that are recorded past the deadline too, as long as later stages keep their least
@@ -40,7 +41,7 @@ ROUNDS: tuple[tuple[int, int, int | None], ...] = (
     (8, 4, 2),
     (8, 2, 2),
     (4, 2, 2),
-)  # prompts between two looks, finalists and published defaults (None: all) of the race: the first that fits into the time
+)  # prompts between two looks, finalists and published defaults (None: all) of the race: the first that fits, or those of `KEPT_PROMPTS`
 RISK = 0.05  # probability that a race of equally fast arms drops any of them, spent over its looks
 MIN_PROMPTS = 4  # prompts of a race that may end past its deadline, and between two looks at an operating point
 MAX_PASSES = 4  # passes over the confirming prompts in the race of finalists
@@ -56,4 +57,4 @@ LENGTH_QUANTILES = (0.25, 0.5, 0.75)  # quantiles of prompt lengths that may sep
 WORKLOAD_ADVANTAGE = 1.5  # times the savings of other groupings, from which a grouping by workload is worth its tags
 NUM_POINT_CANDIDATES = 200  # fastest configurations for operating points, besides the fastest of each task
 MAX_HELD_OUT_DEFAULTS = 3  # published defaults, the fastest on tuning prompts, that run on held-out prompts
-HELD_OUT_PROMPTS = 8  # held-out prompts between two looks
+HELD_OUT_PROMPTS = 8  # held-out prompts between two looks; `MIN_PROMPTS` where so many take a third of the time

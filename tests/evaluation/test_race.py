@@ -57,12 +57,12 @@ class TimedRunner(ArmRunner):
 
 def race(runner: ArmRunner, names: str, defaults: str = "", *, num_prompts: int = 16, **options: Any) -> Race:
     prompt = WorkloadPrompt("p", Prompt(prompt="p"), ())
-    settings = {"risk": RISK, "prompts_per_block": BLOCK, "min_prompts": 4, "passes": PASSES, **options}
+    defaults_of_race: dict[str, Any] = {"always": [runner.plain], "prompts_per_block": BLOCK, "min_prompts": 4}
+    settings = {"risk": RISK, "passes": PASSES, **defaults_of_race, **options}
     return module.race(
         runner,
         [StubArm(name) for name in names.split()],
         Workload("by hand", "tune", (prompt,) * num_prompts),
-        always=[runner.plain],
         defaults=[StubArm(name) for name in defaults.split()],
         **settings,
     )
@@ -88,6 +88,26 @@ def test_arms_that_run_briefly_leave_where_the_time_is_short(seconds: float) -> 
     options = {"passes": 1, "briefly": [StubArm("hf")], "ends": lambda _: False}
     done = race(runner, "", deadline=time.monotonic() + seconds, **options)
     assert len(done.runs[AR]) == 16 and len(done.runs["hf"]) == (16 if seconds > 16.0 else 8)
+
+
+@pytest.mark.parametrize(("seconds", "num_default"), [(37.0, 4), (41.0, 8), (45.0, 12), (100.0, 16)])
+def test_defaults_leave_before_kept_prompts_need_the_time(
+    seconds: float, num_default: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every arm takes a second for a prompt. After the first block of 12 s, plain decoding and the tuned arm need 24 s more."""
+    now = [0.0]
+
+    class Running(TimedRunner):
+        def compare(self, arms: Sequence[Arm], workload: Workload, **options: Any) -> dict[str, list[Run]]:  # type: ignore[override]
+            now[0] += len(arms) * len(workload.prompts)
+            return super().compare(arms, workload, **options)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    runner = Running({AR: 3.0, "tuned": 2.0, "chain": 2.5})
+    options = {"always": [runner.plain, StubArm("tuned")], "prompts_per_block": 4, "kept_prompts": 16, "passes": 1}
+    done = race(runner, "", "chain", deadline=seconds, ends=lambda _: False, **options)
+    assert len(done.runs[AR]) == len(done.runs["tuned"]) == 16 and now[0] <= seconds
+    assert len(done.runs["chain"]) == num_default and done.remaining_defaults == ["chain"]
 
 
 def test_slower_arms_leave_and_the_others_continue() -> None:

@@ -95,7 +95,7 @@ def test_searches_capture_nothing_in_timed_runs_and_leave_no_memory(
 
     monkeypatch.setattr(DecoderArm, "decode", checked)
     monkeypatch.setattr(ProfileSelection, "candidates", lambda self, count: self.trees.fastest[:count])
-    monkeypatch.setattr(finalists, "ROUNDS", ((4, 6, None),))
+    monkeypatch.setattr(finalists, "ROUNDS", ((4, 6, None), (4, 2, 2)))
     monkeypatch.setattr(finalists, "MAX_PASSES", 1)
     monkeypatch.setattr(CostSettings, "time_limit_s", 10.0)
     models = {"target": str(pair.target_folder), "drafts": (str(pair.draft_folder),)}

@@ -29,7 +29,7 @@ from autotune.search.pipeline import bounds_of
 from autotune.search.plan import StageClock
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.space import SearchSpace
-from autotune.search.thresholds import MIN_PROMPTS
+from autotune.search.thresholds import KEPT_PROMPTS, MIN_PROMPTS
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
 from autotune.search.tuning_prompts import TuningPrompts
@@ -82,7 +82,7 @@ def selection(
     prompts = TuningPrompts.of(tune, Evaluator(traces, table))
     found = search_trees(prompts.choosing, SPACE, Ledger(folder / "ledger.sqlite"), num_trials=0, documents="x")
     clock = StageClock(time.monotonic() + 3600)
-    return ProfileSelection(found, model_pool, prompts, folder, evaluate, 0, clock, Console())
+    return ProfileSelection(found, model_pool, prompts, folder, evaluate, 0, KEPT_PROMPTS[0], clock, Console())
 
 
 @pytest.fixture
@@ -272,6 +272,21 @@ def test_the_first_block_of_finalists_is_whole(
     assert blocks and blocks[0][0] == blocks[0][1]
 
 
+@pytest.mark.parametrize(("seconds", "fitting"), [(41.0, (8, 2, 2)), (39.0, (8, 1, 1)), (23.0, (4, 2, 2))])
+def test_finalists_run_as_the_plan_has_kept_time_for(
+    selection: ProfileSelection, monkeypatch: pytest.MonkeyPatch, seconds: float, fitting: tuple[int, int, int]
+) -> None:
+    """An arm takes a second for a prompt, and time is kept for eight prompts of plain decoding, a finalist and a default."""
+    monkeypatch.setattr(finalists, "_block_s", lambda configurations, _, prompts: prompts * (1.0 + len(configurations)))
+    candidates = {f"finalist {n}": candidate for n, candidate in enumerate(finalists_of(selection))}
+    deadline = time.monotonic() + seconds
+    deadlines = {(8, 4, 2): deadline, (8, 2, 2): deadline, KEPT_PROMPTS[2][1:]: deadline}
+    num_prompts, arms, defaults = finalists._fitting(
+        candidates, COMPARED_DEFAULTS, selection.prompts.confirming, deadlines
+    )
+    assert (num_prompts, len(arms), len(defaults)) == fitting
+
+
 def test_profile_has_the_measurements(selection: ProfileSelection, clock: Callable[..., None]) -> None:
     clock(lambda arm, prompt: {AR: 10.0, "hf": 12.0, "tuned": 4.0}.get(arm.name, 4.0 if "final" in arm.name else 5.0))
     document = selection.measured_profile()
@@ -333,6 +348,7 @@ def evaluated(
         selection.evaluate,
         folder,
         Console(),
+        kept_prompts=4,
         seed=0,
         deadline=time.monotonic() + 60,
     )

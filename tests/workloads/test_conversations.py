@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,18 @@ def test_recorded_turns_are_those_of_a_chat_by_hand(
     for number, (one, prompt) in enumerate(zip(inputs, followed.prompts, strict=True)):
         output = decoder.generate(**one, **prompt.settings.generation)
         assert output.stats.accepted_lengths == [len(one.path) for one in rounds(trace, number, tree)]
+
+
+def test_turns_are_followed_until_a_deadline(
+    pair: Pair, processor: Any, chats: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first prompts in any case; a later call with more time continues from the recorded answers."""
+    monkeypatch.setattr("autotune.recording.recorder.ANSWERS_AT_ONCE", 2)
+    recorder = Recorder(Target(pair.target), reference(str(pair.target_folder)), processor, tmp_path)
+    followed = recorder.follow(chats, deadline=time.monotonic())
+    assert len(followed.prompts) == 2 and all(prompt.is_answered for prompt in followed.prompts)
+    whole = recorder.follow(chats)
+    assert len(whole.prompts) == len(chats.prompts) and whole.prompts[:2] == followed.prompts
 
 
 def test_arms_follow_the_answers_of_plain_decoding(
