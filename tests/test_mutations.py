@@ -33,7 +33,7 @@ from autotune.workloads.workload import load_workload
 from tests.check.sample_documents import check_result
 from tests.mutations import damaged, json_bytes, mutated
 from tests.sample_documents import cost_table, decoding_profile, free_prices, random_trace, write_image
-from tests.serving.test_client import REPLIES, ask
+from tests.serving.test_client import LLAMA_REPLIES, REPLIES, ask, ask_llama
 from tests.study.test_document import study_document
 from tests.tiny_models import Pair
 from tests.workloads import test_formats as formats
@@ -232,10 +232,14 @@ def test_traces(is_nightly: bool, tmp_path: Path) -> None:
     mutate(FEW, damaged(data), check_bytes, is_nightly)
 
 
+ENGINES = {"vllm": (REPLIES, ask), "llama.cpp": (LLAMA_REPLIES, ask_llama)}
+
+
 @nightly
-@pytest.mark.parametrize("path", sorted(REPLIES))
-def test_replies_of_engines(path: str, is_nightly: bool) -> None:
-    whole = REPLIES[path]
+@pytest.mark.parametrize(("engine", "path"), [(name, path) for name in ENGINES for path in ENGINES[name][0]])
+def test_replies_of_engines(engine: str, path: str, is_nightly: bool) -> None:
+    replies, ask = ENGINES[engine]
+    whole = replies[path]
     texts = damaged(whole.encode()) if isinstance(whole, str) else json_bytes(whole)
     mutate(FEW, texts.map(lambda text: text.decode(errors="replace")), lambda text: ask({path: text}), is_nightly)
 
