@@ -16,6 +16,9 @@ def masked(text: str) -> str:
     return re.sub(r"([?&]\w*password=)[^\s&'\")]*", r"\1***", text, flags=re.IGNORECASE)
 
 
+MOST_CHARACTERS = 1500  # of a message, whatever value it shows
+
+
 class UserError(Exception):
     """A mistake that the user can fix. The message is one line: the rule, the value that broke it, and the next step. Passwords
     of URLs in it are masked.
@@ -24,7 +27,8 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        super().__init__(masked(message))
+        message = masked(message)
+        super().__init__(message if len(message) <= MOST_CHARACTERS else f"{message[:1000]} ... {message[-400:]}")
 
 
 class NotComparable(UserError):

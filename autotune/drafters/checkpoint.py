@@ -117,8 +117,10 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
         with load_errors(name):
             network: DraftNetwork = load_own_mtp(name, target, random_weights=random_weights)
     else:
-        folder, config = (None if name in TOKEN_DRAFTS else read_config(name)) or (Path(), {})
-        if not (str(config.get("schema", "")).startswith("autotune.draft/") or _is_published(config)):
+        with load_errors(name):
+            folder, config = (None if name in TOKEN_DRAFTS else read_config(name)) or (Path(), {})
+            is_own = str(config.get("schema", "")).startswith("autotune.draft/") or _is_published(config)
+        if not is_own:
             return _load_whole(name, target, subnet, config.get("model_type"), random_weights=random_weights)
         with load_errors(name):
             network = load_feature_network(folder, target, random_weights=random_weights)

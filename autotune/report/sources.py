@@ -205,6 +205,10 @@ def _trials(ledger: Ledger | None, study: StudyDocument | None) -> list[Any]:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         optuna_study = optuna.load_study(study_name=study.optuna_study, storage=optuna_storage(ledger.storage))
+        return optuna_study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])
     except KeyError:  # the search drew no trials
         return []
-    return optuna_study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])
+    except Exception as error:  # Optuna checks nothing that it reads
+        raise UserError(
+            f"{ledger.name}: its Optuna study is damaged ({type(error).__name__}); remove ledger.optuna"
+        ) from None
