@@ -7,11 +7,16 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from pydantic import ValidationError
+
 
 def masked(text: str) -> str:
     """A text in which passwords of URLs, ``scheme://user:password@host`` and ``?password=...``, are asterisks."""
     text = re.sub(r"(://[^\s:/?#@]*:)\S*@", r"\1***@", text)
     return re.sub(r"([?&]\w*password=)[^\s&'\")]*", r"\1***", text, flags=re.IGNORECASE)
+
+
+MOST_CHARACTERS = 1500  # of a message, whatever value it shows
 
 
 class UserError(Exception):
@@ -22,7 +27,8 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        super().__init__(masked(message))
+        message = masked(message)
+        super().__init__(message if len(message) <= MOST_CHARACTERS else f"{message[:1000]} ... {message[-400:]}")
 
 
 class NotComparable(UserError):
@@ -38,6 +44,20 @@ def errors_about(source: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise type(error)(f"{source}: {error}") from None
+
+
+@contextmanager
+def reading(rule: str, advice: str) -> Iterator[None]:
+    """Turn the errors of reading what another program may have written wrongly into one line, which names its source in ``rule``."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}; got {first['input']!r:.60}"
+        else:
+            reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{rule} ({' '.join(reason.split())[:200]}); {advice}") from None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

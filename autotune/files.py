@@ -211,7 +211,7 @@ def parse_kind(value: Any, kinds: Mapping[str, type[D]], *, key: str, what: str,
     """
     name = value.get(key) if isinstance(value, dict) else None
     if not isinstance(name, str) or name not in kinds:
-        raise UserError(f"{source}: unknown {what} {name!r}; {nearest(str(name), kinds)}")
+        raise UserError(f"{source}: unknown {what} {_shown(name)}; {nearest(str(name), kinds)}")
     try:
         return kinds[name].model_validate(value)
     except ValidationError as error:

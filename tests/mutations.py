@@ -1,12 +1,60 @@
-"""Damaged copies of what a user can give: of content, of text and of bytes, drawn by Hypothesis."""
+"""Damaged copies of what a user can give: of content, of text and of bytes, drawn by Hypothesis.
+
+A few examples of every kind in each run; nightly, with all modules that use ``mutate``, more than 20,000.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from autotune.errors import UserError
+
+MANY = 500
+MOST_BYTES, MOST_MS = 1 << 30, 5000  # of one mutation
+nightly = pytest.mark.parametrize("is_nightly", [False, pytest.param(True, marks=pytest.mark.nightly)])
+
+
+def mutate(few: int, strategy: Any, check: Callable[[Any], Any], is_nightly: bool, *, many: int = MANY) -> None:
+    """Check mutations: none may raise anything but a ``UserError`` of one line, take 5 s, or take another GiB of memory."""
+
+    @settings(
+        max_examples=many if is_nightly else few,
+        deadline=MOST_MS,
+        database=None,
+        derandomize=not is_nightly,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def run(mutation: Any) -> None:
+        with _bounded_memory():
+            try:
+                check(mutation)
+            except UserError as error:
+                assert "\n" not in str(error) and len(str(error)) < 2000, error
+
+    run()
+
+
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Inside the context this process can take another GiB of address space."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + MOST_BYTES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
 
 DEEP: list[Any] = []
 for _ in range(300):

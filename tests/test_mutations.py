@@ -1,19 +1,17 @@
 """Anything that a user can give is read, or refused with one line: no other error, whatever is damaged.
 
-A few examples of every kind in each run, 20,000 in the nightly tests.
+Of documents, workloads, images, traces, and what clients and engines send; models and studies have modules of their own.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -31,39 +29,15 @@ from autotune.workloads.formats import FORMATS
 from autotune.workloads.prompt import load_image
 from autotune.workloads.workload import load_workload
 from tests.check.sample_documents import check_result
-from tests.mutations import damaged, json_bytes, mutated
+from tests.mutations import damaged, json_bytes, mutate, mutated, nightly
 from tests.sample_documents import cost_table, decoding_profile, free_prices, random_trace, write_image
-from tests.serving.test_client import REPLIES, ask
+from tests.serving.test_client import LLAMA_REPLIES, REPLIES, ask, ask_llama
 from tests.study.test_document import study_document
-from tests.tiny_models import Pair
 from tests.workloads import test_formats as formats
 
-FEW, MANY = 25, 1000
+FEW = 25
 Read = Callable[[Path], Any]
 ROOT = data_root()
-
-
-def mutate(few: int, strategy: Any, check: Callable[[Any], Any], is_nightly: bool) -> None:
-    """Check mutations: none may raise anything but a ``UserError`` of one line, or take 5 s."""
-
-    @settings(
-        max_examples=MANY if is_nightly else few,
-        deadline=5000,
-        database=None,
-        derandomize=not is_nightly,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(strategy)
-    def run(mutation: Any) -> None:
-        try:
-            check(mutation)
-        except UserError as error:
-            assert "\n" not in str(error) and len(str(error)) < 2000, error
-
-    run()
-
-
-nightly = pytest.mark.parametrize("is_nightly", [False, pytest.param(True, marks=pytest.mark.nightly)])
 
 
 def skeleton(schema: dict[str, Any], definitions: dict[str, Any]) -> Any:
@@ -232,10 +206,14 @@ def test_traces(is_nightly: bool, tmp_path: Path) -> None:
     mutate(FEW, damaged(data), check_bytes, is_nightly)
 
 
+ENGINES = {"vllm": (REPLIES, ask), "llama.cpp": (LLAMA_REPLIES, ask_llama)}
+
+
 @nightly
-@pytest.mark.parametrize("path", sorted(REPLIES))
-def test_replies_of_engines(path: str, is_nightly: bool) -> None:
-    whole = REPLIES[path]
+@pytest.mark.parametrize(("engine", "path"), [(name, path) for name in ENGINES for path in ENGINES[name][0]])
+def test_replies_of_engines(engine: str, path: str, is_nightly: bool) -> None:
+    replies, ask = ENGINES[engine]
+    whole = replies[path]
     texts = damaged(whole.encode()) if isinstance(whole, str) else json_bytes(whole)
     mutate(FEW, texts.map(lambda text: text.decode(errors="replace")), lambda text: ask({path: text}), is_nightly)
 
@@ -267,39 +245,3 @@ def test_requests_of_clients(kind: type[CompletionRequest | ChatRequest], is_nig
             raise UserError(str(error)) from None
 
     mutate(FEW, json_bytes(BODIES[kind]), check, is_nightly)
-
-
-@nightly
-@pytest.mark.parametrize("kind", ["target", "draft"])
-def test_checkpoints(kind: str, is_nightly: bool, text_pair: Pair, tmp_path: Path) -> None:
-    """Config and weights, within the address space that they take, so that a damaged size does not fill the memory."""
-    import torch
-
-    from autotune.drafters.checkpoint import load_draft
-    from autotune.modeling.loading import load_model
-    from autotune.modeling.target import Target
-    from tests.drafters.test_feature_draft import agreeing_draft
-
-    folder, target = tmp_path / kind, Target(text_pair.target)
-    if kind == "target":
-        shutil.copytree(text_pair.target_folder, folder)
-    else:
-        with torch.inference_mode():
-            agreeing_draft("dream", target, injection_layer=4).network.save(folder)  # type: ignore[operator]
-    config, weights = folder / "config.json", folder / "model.safetensors"
-    content, data = read_json(config), weights.read_bytes()
-
-    def check(damage: tuple[bytes, bytes]) -> None:
-        text, changed = damage
-        config.write_bytes(text)
-        weights.write_bytes(changed)
-        if kind == "target":
-            Target(load_model(str(folder)))
-        else:
-            load_draft(str(folder), target)
-
-    sound = st.just(json.dumps(content).encode())
-    pairs = st.one_of(st.tuples(json_bytes(content), st.just(data)), st.tuples(sound, damaged(data)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autotune.device.free_memory", lambda device: 1 << 28)
-        mutate(FEW // 2, pairs, check, is_nightly)

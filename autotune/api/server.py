@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -46,6 +49,22 @@ class ApiServer(uvicorn.Server):
         if self.service.failure is not None and not self.signal:
             raise self.service.failure
         return 128 + self.signal if self._num_cut else 0
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGINT, SIGTERM and SIGHUP are handled alike; a caller that ignores SIGHUP, as nohup, is obeyed."""
+        hangup = getattr(signal, "SIGHUP", signal.SIGTERM)
+        before = signal.getsignal(hangup)
+        with super().capture_signals():
+            is_main = threading.current_thread() is threading.main_thread()
+            if not is_main or before is signal.SIG_IGN:
+                yield
+                return
+            signal.signal(hangup, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(hangup, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.service.drain(0.0 if self.signal else self.drain_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,9 @@ from autotune.files import Document
 
 NgramType = Literal["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"]
 Clock = Literal["wall", "cpu"]
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+"""A token's id, or a number of tokens."""
+Milliseconds = Annotated[float, Field(ge=0)]
 OPTIONS: dict[NgramType, dict[str, int]] = {
     "ngram-simple": {"size-n": 12, "size-m": 48},
     "ngram-map-k": {"size-n": 12, "size-m": 48},
@@ -54,25 +57,31 @@ def arguments_of(speculations: Sequence[Speculation]) -> list[str]:
 class SpeculationCounts(Document):
     """Verifications of drafts, their draft tokens, and the accepted ones."""
 
-    verifications: int = Field(ge=0)
-    drafted: int = Field(ge=0)
-    accepted: int = Field(ge=0)
+    verifications: Count
+    drafted: Count
+    accepted: Count
 
 
 class ServedAnswer(Document):
     """A greedy answer of the engine, with its own counts of draft tokens and its time from the first token to the last."""
 
-    prompt_tokens: list[int] = Field(min_length=1)
-    tokens: list[int] = Field(min_length=1)
+    prompt_tokens: list[Count] = Field(min_length=1)
+    tokens: list[Count] = Field(min_length=1)
     limit: int = Field(ge=1)
     """``n_predict`` of the request."""
     is_ended: bool = False
     """Whether the last token ends the generation."""
-    drafted: int = 0
-    accepted: int = 0
-    wall_ms: float = 0.0
-    cpu_ms: float = 0.0
+    drafted: Count = 0
+    accepted: Count = 0
+    wall_ms: Milliseconds = 0.0
+    cpu_ms: Milliseconds = 0.0
     """CPU time of the server's threads; 0 if they are not on this machine."""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> ServedAnswer:
+        if len(self.tokens) > self.limit or self.accepted > self.drafted:
+            raise ValueError("an answer is no longer than its limit, and accepts no more tokens than are drafted")
+        return self
 
 
 class PricedStep(Document):
@@ -80,8 +89,8 @@ class PricedStep(Document):
 
     tokens: int = Field(ge=1)
     context: int = Field(ge=0)
-    wall_ms: list[float] = Field(min_length=1)
-    cpu_ms: list[float] = Field(min_length=1)
+    wall_ms: list[Milliseconds] = Field(min_length=1)
+    cpu_ms: list[Milliseconds] = Field(min_length=1)
 
 
 class ConfirmedArm(Document):

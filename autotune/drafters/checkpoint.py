@@ -30,7 +30,7 @@ from autotune.drafters.trainable import CONFIG, FREQUENCIES, PICKLED, WEIGHTS, T
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
 from autotune.modeling.gguf import find_gguf
-from autotune.modeling.loading import MTP_SUFFIX, load_errors, load_model, load_tokenizer, resolve
+from autotune.modeling.loading import MTP_SUFFIX, check_finite, load_errors, load_model, load_tokenizer, resolve
 from autotune.modeling.target import Target
 
 NETWORKS: dict[str, type[TrainableNetwork]] = {
@@ -117,17 +117,27 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
         with load_errors(name):
             network: DraftNetwork = load_own_mtp(name, target, random_weights=random_weights)
     else:
-        folder, config = (None if name in TOKEN_DRAFTS else read_config(name)) or (Path(), {})
-        if not (str(config.get("schema", "")).startswith("autotune.draft/") or _is_published(config)):
+        with load_errors(name):
+            folder, config = (None if name in TOKEN_DRAFTS else read_config(name)) or (Path(), {})
+            is_own = str(config.get("schema", "")).startswith("autotune.draft/") or _is_published(config)
+        if not is_own:
             return _load_whole(name, target, subnet, config.get("model_type"), random_weights=random_weights)
         with load_errors(name):
             network = load_feature_network(folder, target, random_weights=random_weights)
+    if (frequencies := network.token_frequencies) is not None:
+        check_finite({FREQUENCIES: frequencies}, source=name)
+        if len(frequencies) != target.vocab_size:
+            raise UserError(
+                f"{name}: {FREQUENCIES} are of {len(frequencies)} tokens, and the target has {target.vocab_size}; restore its weights"
+            )
     if subnet.head_shares != (1.0, 1.0, 1.0):
         if not isinstance(network, StarNetwork):
             raise UserError(f"{name}: only a star draft has heads to choose; leave heads out")
         network = network.sliced(subnet.head_shares)
     draft = (BlockDraft if isinstance(network, DFlashNetwork) else FeatureDraft)(network, subnet)
-    draft.attach(target)
+    with load_errors(name):
+        draft.attach(target)
+        network.factors(torch.zeros(1, dtype=torch.long, device=target.device))  # of a damaged config, no numbers
     return draft
 
 

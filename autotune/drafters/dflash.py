@@ -27,7 +27,7 @@ class DFlashConfig(JoinedLayersConfig):
     """Sizes of a block-diffusion draft, besides those of its layers."""
 
     kind: str = "dflash"
-    block_size: int = Field(ge=2)
+    block_size: int = Field(ge=2, le=1024)
     """Tokens of a block, the committed one included."""
     mask_token: int = Field(ge=0)
     """The token whose embedding stands for a token to be drafted."""

@@ -312,8 +312,8 @@ def load_eagle3(
         has_embedding="embed_tokens.weight" in tensors,
         fc_bias="fc.bias" in tensors,
     )
-    whole = torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.long)  # the target's vocabulary
-    tensors.setdefault("d2t", whole)
+    if (size := len(tensors["lm_head.weight"])) >= target.vocab_size:
+        tensors.setdefault("d2t", torch.zeros(size, dtype=torch.long))  # the target's vocabulary
     what = "the EAGLE-3 head that config.json describes"
     set_weights(network, tensors, source=folder / WEIGHTS, what=what, advice="give both files of one head")
     if network.embed_tokens is None and layer.hidden_size != hidden_size:

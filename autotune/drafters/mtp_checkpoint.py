@@ -19,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from autotune.drafters.mtp import MtpConfig, MtpNetwork, set_head
 from autotune.errors import UserError
-from autotune.modeling.loading import MTP_SUFFIX, resolve
+from autotune.modeling.loading import MTP_SUFFIX, check_whole, resolve
 from autotune.modeling.target import Target
 
 PROMISES = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -84,6 +84,7 @@ def _read(source: str, num_layers: int) -> dict[str, Tensor]:
     """The head's tensors, by their names in ``MtpNetwork``."""
     tensors: dict[str, Tensor] = {}
     for path in _files(source, num_layers):
+        check_whole(path)
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is no dict)
                 if (own := own_name(name, num_layers)) is not None:

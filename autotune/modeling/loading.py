@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -157,7 +158,10 @@ def load_model(
             check_room(device, {"weights": _weight_bytes(factory, config, options)}, what=name, advice=advice)
             model = factory.from_config(config, dtype=options.get("dtype", config.dtype)).to(device)
         else:
-            weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
+            files = [*Path(source).glob("*.safetensors")]  # none of an id
+            weights = sum(path.stat().st_size for path in files)
+            for path in files:
+                check_whole(path)
             is_dense = is_quantized and is_dense_once_loaded(usable_quantizer(config, name=name, device=device))
             if is_dense or (options and not is_quantized):
                 weights = _weight_bytes(factory, config, options)
@@ -181,8 +185,7 @@ def load_model(
             decompress(model)
     choose_attention(device)
     model.eval().requires_grad_(False)
-    if dtype is not None:
-        _check_runs(model, dtype, name)
+    _check_runs(model, dtype, name)
     return model
 
 
@@ -211,24 +214,31 @@ def _gguf_dtype(name: str, file: str, device: str, dtype: Dtype | None, console:
     return chosen
 
 
-def _check_runs(model: Any, dtype: Dtype, name: str) -> None:
-    """Check that a model runs in the data type that was asked for: quantized weights may allow one only."""
+def _check_runs(model: Any, dtype: Dtype | None, name: str) -> None:
+    """Check that a model reads a token, in the data type that was asked for: quantized weights may allow one only, and a damaged
+    config may show nowhere else.
+    """
     import torch
 
-    found, reason = str(model.dtype).removeprefix("torch."), ""
-    if found != dtype:
-        reason = f"it runs in {found}"
-    else:
+    reason = f"it runs in {found}" if (found := str(model.dtype).removeprefix("torch.")) != (dtype or found) else ""
+    if not reason:
         try:
             with torch.inference_mode():
-                model.get_decoder()(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
-        except (NotImplementedError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0][:200]
+                tokens = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+                states = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+            reason = "" if bool(states.isfinite().all()) else "its states are not finite"
+        except Exception as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
     if reason:
         quantization = quantization_of(model.config)
         what = "" if quantization is None else f", quantized with {quantization},"
+        advice = (
+            "restore its config.json, or load another checkpoint"
+            if dtype is None
+            else "leave --dtype out, or give another"
+        )
         raise UserError(
-            f"{name}{what} cannot run in {dtype} on {model.device} ({reason}); leave --dtype out, or give another"
+            f"{name}{what} cannot run in {found if dtype is None else dtype} on {model.device} ({reason}); {advice}"
         )
 
 
@@ -245,6 +255,16 @@ def load_errors(name: str, advice: str = "check the name or path, and its files"
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
         line = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
         raise UserError(f"{name:.200}: transformers cannot load it ({line[:300]}); {advice}") from None
+
+
+def check_whole(path: Path) -> None:
+    """Refuse a safetensors file that ends before a tensor does, by the tensor's name. Other damage is left to safetensors."""
+    end = path.stat().st_size
+    with suppress(ValueError, LookupError, TypeError, AttributeError), path.open("rb") as file:
+        begin = 8 + int.from_bytes(file.read(8), "little")
+        for name, entry in json.loads(file.read(min(begin, end) - 8)).items():
+            if name != "__metadata__" and begin + entry["data_offsets"][1] > end:
+                raise UserError(f"{path}: truncated in the weights {name}; restore the file, or download it again")
 
 
 def check_finite(tensors: Mapping[str, Any], *, source: object) -> None:
@@ -297,7 +317,7 @@ def _check_weights(model: Any, info: Mapping[str, Any], *, name: str) -> None:
     for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of")):
         if found := sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info[key]):
             raise UserError(
-                f"{name}: its checkpoint {what} {len(found)} weights of the model, {found[0]} the first, which would be random; "
+                f"{name}: its checkpoint {what} {len(found)} weights of the model, {', '.join(found[:3])}, which would be random; "
                 "restore the file, or load another checkpoint"
             )
     check_finite(dict(model.named_parameters()), source=name)

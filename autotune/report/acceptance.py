@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.acceptance.reference_replay import count_acceptance
 from autotune.documents.configuration import configuration_of
+from autotune.errors import reading
 from autotune.report.points import condition_label
 from autotune.report.sources import Sources
+from autotune.study.document import RUNS
 from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.trees.tree import Ints
 
@@ -50,12 +52,13 @@ def acceptance(sources: Sources) -> list[PointAcceptance]:
     for number, point in enumerate(sources.points):
         if point.tree is None:
             continue
-        prompts, runs = sources.prompts_of(number), evidence_runs(sources, number)
+        prompts, measured = sources.prompts_of(number), AcceptanceCounts()
+        with reading(f"{sources.folder}: a run is damaged", f"remove its line of {RUNS}"):
+            runs = evidence_runs(sources, number)
+            for run in runs:
+                measured.add(AcceptanceCounts.from_json(run["acceptance_counts"]))
         decoded = (sources.rounds_of(number, prompt) for prompt in prompts)
         replayed = count_acceptance(itertools.chain.from_iterable(decoded))
-        measured = AcceptanceCounts()
-        for run in runs:
-            measured.add(AcceptanceCounts.from_json(run["acceptance_counts"]))
         if prompts or runs:
             tables = {k: acceptance_table(k, replayed=replayed, measured=measured) for k in ("depth", "rank")}
             condition = condition_label(sources.points, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,12 +121,13 @@ def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path
     study, notes = _study_document(profile, folder)
     has_ledger = storage is not None or (folder / LEDGER).exists()
     ledger = Ledger(folder / LEDGER if storage is None else storage, must_exist=True) if has_ledger else None
-    subnets = [subnet for record in _records(ledger, study, "subnets") for subnet in screened_in(record)]
-    candidates = [
-        Candidate.model_validate(content, strict=False)
-        for record in _records(ledger, study, "trees")
-        for content in record.get("fastest", ())
-    ]
+    with ledger.reading() if ledger is not None else nullcontext():
+        subnets = [subnet for record in _records(ledger, study, "subnets") for subnet in screened_in(record)]
+        candidates = [
+            Candidate.model_validate(content, strict=False)
+            for record in _records(ledger, study, "trees")
+            for content in record.get("fastest", ())
+        ]
     if study is not None and study.records.get("trees") and not candidates:
         notes.append(
             "The study's records are not in its folder: if workers shared a database, give its URL with --storage."

@@ -286,7 +286,7 @@ class _TreeStage:
 
         study = optuna.create_study(
             study_name=self.optuna_study,
-            storage=optuna_storage(self.ledger.storage),
+            storage=optuna_storage(self.ledger.storage, to_append=True),
             direction="minimize",
             load_if_exists=True,
         )

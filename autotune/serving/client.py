@@ -9,13 +9,16 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
-from autotune.errors import UserError
+from pydantic import TypeAdapter
+
+from autotune.documents.engine_profile import Count, Milliseconds
+from autotune.errors import UserError, reading
 from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import WorkloadPrompt, chat_messages
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 ANSWER_TIMEOUT_S = 600.0  # of one request
 ASK_TIMEOUT_S = 20.0  # of a question about the engine
+MOST_BYTES = 1 << 26  # of a reply
+TEXT, TOKENS, TIMES = TypeAdapter(str), TypeAdapter(list[Count]), TypeAdapter(list[Milliseconds])
 SETTLING_S = 10.0  # longest time after an answer until the engine has counted it
 ADVICE = "give the address of a serving engine, such as http://localhost:8000"
 
@@ -72,15 +77,12 @@ class EngineHttp:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
+        if not self.url.startswith(("http://", "https://")):
+            raise UserError(f"{url}: an address begins with http:// or https://; {ADVICE}")
 
-    @contextmanager
-    def reply_of(self, path: str) -> Iterator[None]:
-        """Turn errors of reading a reply, whose form no server has to keep, into one line."""
-        try:
-            yield
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            reason = f"{type(error).__name__}: {error}"[:200]
-            raise UserError(f"{self.url}{path}: not the reply of a serving engine ({reason}); {ADVICE}") from None
+    def reply_of(self, path: str) -> AbstractContextManager[None]:
+        """Inside the context, a reply is read, whose form no server has to keep."""
+        return reading(f"{self.url}{path}: not the reply of a serving engine", ADVICE)
 
     def read_json(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> dict[str, Any]:
         content = self.read(path, body, advice)
@@ -97,12 +99,14 @@ class EngineHttp:
         try:
             request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                answer: bytes = response.read()
+                answer: bytes = response.read(MOST_BYTES)
+                if response.length or response.read(1):
+                    raise HTTPException(f"its reply is cut short, or longer than {MOST_BYTES} bytes")
                 return answer
         except urllib.error.HTTPError as error:
             message = ""
             with suppress(OSError, HTTPException):
-                message = _message(error.read())
+                message = _message(error.read(MOST_BYTES))
             raise UserError(
                 f"{self.url}{path}: the engine answers {error.code}{message and f', {message}'}; {advice}"
             ) from None
@@ -122,10 +126,11 @@ class EngineClient(EngineHttp):
         super().__init__(url)
         if "vllm:" not in self.read("/metrics", advice="it exposes no metrics").decode(errors="replace"):
             raise UserError(f"--engine {url}: its metrics are not vLLM's; give the address of a vLLM")
-        self.version = str(self.read_json("/version").get("version", "unknown"))
+        version, models = self.read_json("/version"), self.read_json("/v1/models")
+        with self.reply_of("/version"):
+            self.version = TEXT.validate_python(version["version"], strict=True)
         with self.reply_of("/v1/models"):
-            models = self.read_json("/v1/models").get("data") or [{}]
-            self.model = str(models[0].get("id", ""))
+            self.model = TEXT.validate_python(models["data"][0]["id"], strict=True)
 
     def counters(self) -> Counters:
         """The counters now, summed over the engine's replicas."""
@@ -143,6 +148,7 @@ class EngineClient(EngineHttp):
                         accepted[int(sample.labels["position"])] += int(sample.value)
                     elif sample.name in COUNTERS.values():
                         sums[sample.name] += int(sample.value)
+            TOKENS.validate_python([*accepted, *accepted.values(), *sums.values()])
         return Counters(
             **{name: sums[counter] for name, counter in COUNTERS.items()},
             accepted=tuple(accepted[position] for position in sorted(accepted)),
@@ -186,19 +192,13 @@ class EngineClient(EngineHttp):
         seconds = time.perf_counter() - started
         with self.reply_of(path):
             choice = body["choices"][0]
-            tokens = choice.get("token_ids")
+            if choice.get("token_ids") is None:
+                raise UserError(
+                    f"{self.url}: the engine returns no token_ids, so that answers cannot be compared; update it to a checked version"
+                )
+            tokens = TOKENS.validate_python(choice["token_ids"], strict=True)
             found = choice.get("prompt_token_ids") or body.get("prompt_token_ids")
-            if not (_are_tokens(tokens or []) and _are_tokens(found or [])):
-                raise ValueError("tokens are integers")
-        if tokens is None:
-            raise UserError(
-                f"{self.url}: the engine returns no token_ids, so that answers cannot be compared; update it to a checked version"
-            )
-        return EngineAnswer(list(tokens), found, seconds)
-
-
-def _are_tokens(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
+            return EngineAnswer(tokens, found if found is None else TOKENS.validate_python(found, strict=True), seconds)
 
 
 def _message(body: bytes) -> str:

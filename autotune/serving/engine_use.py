@@ -11,6 +11,7 @@ from autotune.documents.engine_profile import EngineProfile
 from autotune.errors import NotComparable, UserError
 from autotune.files import known_sha256_of
 from autotune.modeling.gguf import find_gguf
+from autotune.serving.client import TEXT
 from autotune.serving.engine_runs import DEFAULT, DEFAULT_SETTINGS, OFF, confirm, is_exact, with_replays
 from autotune.serving.llama_server import EngineCommand, find_engine, started_llama
 from autotune.serving.ngram_replay import total
@@ -82,7 +83,9 @@ def answer_in_engine(
     with started_llama(engine_of(profile, given), [profile.speculation] if profile.speculation else ()) as server:
         for prompt in prompts:
             answer = server.ask(prompt)
-            text = str(server.read_json("/detokenize", {"tokens": answer.tokens}).get("content", ""))
+            with server.reply_of("/detokenize"):
+                reply = server.read_json("/detokenize", {"tokens": answer.tokens})
+                text = TEXT.validate_python(reply["content"], strict=True)
             rate = 1e3 * (len(answer.tokens) - 1) / max(answer.wall_ms, 1e-9)
             summary = f"{len(answer.tokens)} tokens, {rate:.1f} tokens/s, {answer.accepted} of {answer.drafted} draft tokens accepted"
             yield {"prompt": prompt.name, "text": text, "summary": summary, **answer.model_dump(mode="json")}

@@ -22,7 +22,7 @@ from autotune.documents.engine_profile import (
 )
 from autotune.errors import UserError
 from autotune.files import known_sha256_of, user_cache
-from autotune.serving.client import EngineHttp
+from autotune.serving.client import TEXT, TIMES, TOKENS, EngineHttp
 from autotune.serving.server import running
 from autotune.workloads.prompt import Message, WorkloadPrompt
 
@@ -112,18 +112,21 @@ class LlamaServer(EngineHttp):
         self.process = process
         props = self.read_json("/props")
         with self.reply_of("/props"):
-            self.context = int(props["default_generation_settings"]["n_ctx"])
-        self.build = str(props.get("build_info"))
+            (self.context,) = TOKENS.validate_python([props["default_generation_settings"]["n_ctx"]], strict=True)
+            self.build = TEXT.validate_python(props["build_info"], strict=True)
 
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
         """The tokens of a prompt after the model's chat template."""
         content = prompt.content
         chat = [Message(role="user", content=content)] if isinstance(content, str) else content
         messages = [{"role": message.role, "content": message.text} for message in chat]
-        text = self.read_json("/apply-template", {"messages": messages}, "check its chat template").get("prompt")
+        with self.reply_of("/apply-template"):
+            reply = self.read_json("/apply-template", {"messages": messages}, "check its chat template")
+            text = TEXT.validate_python(reply["prompt"], strict=True)
         request = {"content": text, "add_special": True, "parse_special": True}
         with self.reply_of("/tokenize"):
-            return [int(token) for token in self.read_json("/tokenize", request, "check its version")["tokens"]]
+            tokens = self.read_json("/tokenize", request, "check its version")["tokens"]
+            return TOKENS.validate_python(tokens, strict=True)
 
     def ask(self, prompt: WorkloadPrompt) -> ServedAnswer:
         return self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens)
@@ -144,14 +147,15 @@ class LlamaServer(EngineHttp):
         spent = self._cpu_ms() - before
         with self.reply_of("/completion"):
             timings = reply["timings"]
-            wall_ms, prompt_ms = float(timings["predicted_ms"]), float(timings["prompt_ms"])
+            times = [timings["predicted_ms"], timings["prompt_ms"]]
+            wall_ms, prompt_ms = TIMES.validate_python(times, strict=True)
             return ServedAnswer(
                 prompt_tokens=tokens,
-                tokens=[int(token) for token in reply["tokens"]],
+                tokens=reply["tokens"],
                 limit=limit,
                 is_ended=reply["stop_type"] == "eos",
-                drafted=int(timings.get("draft_n", 0)),
-                accepted=int(timings.get("draft_n_accepted", 0)),
+                drafted=timings.get("draft_n", 0),
+                accepted=timings.get("draft_n_accepted", 0),
                 wall_ms=wall_ms,
                 cpu_ms=spent * wall_ms / max(wall_ms + prompt_ms, 1e-9),
             )
@@ -167,7 +171,8 @@ class LlamaServer(EngineHttp):
             name: re.search(rf"^llamacpp:spec_decode_num_{counter}_total (\S+)$", text, re.MULTILINE)
             for name, counter in COUNTERS.items()
         }
-        return SpeculationCounts(**{name: int(float(found[1])) if found else 0 for name, found in values.items()})
+        with self.reply_of("/metrics"):
+            return SpeculationCounts(**{name: int(float(found[1])) if found else 0 for name, found in values.items()})
 
     def _cpu_ms(self) -> float:
         nanoseconds = 0

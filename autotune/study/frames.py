@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autotune.documents.configuration import Configuration
 from autotune.documents.run import runs_dataframe
-from autotune.errors import UserError
+from autotune.errors import UserError, reading
 from autotune.files import read_lines
 from autotune.study.document import LEDGER, RUNS, STUDY, load_study
 from autotune.study.ledger import Ledger
@@ -43,21 +43,22 @@ class Study:
         import pandas as pd
 
         rows = {}
-        for record in self.ledger.records(self.document.records.get("trees", [])).values():
-            for trial in record.get("fastest", ()):
-                configuration = Configuration.model_validate(trial["configuration"], strict=False)
-                tree = {
-                    name: json.dumps(value) if isinstance(value, list) else value
-                    for name, value in configuration.tree.items()
-                    if not isinstance(value, dict)  # prices and calibration
-                }
-                rows[configuration.key] = {
-                    "key": configuration.key,
-                    "draft": configuration.draft,
-                    "subnet": configuration.subnet.label,
-                    **{name: value for name, value in trial.items() if name != "configuration"},
-                    **tree,
-                }
+        with self.ledger.reading():
+            for record in self.ledger.records(self.document.records.get("trees", [])).values():
+                for trial in record.get("fastest", ()):
+                    configuration = Configuration.model_validate(trial["configuration"], strict=False)
+                    tree = {
+                        name: json.dumps(value) if isinstance(value, list) else value
+                        for name, value in configuration.tree.items()
+                        if not isinstance(value, dict)  # prices and calibration
+                    }
+                    rows[configuration.key] = {
+                        "key": configuration.key,
+                        "draft": configuration.draft,
+                        "subnet": configuration.subnet.label,
+                        **{name: value for name, value in trial.items() if name != "configuration"},
+                        **tree,
+                    }
         frame = pd.DataFrame(list(rows.values()))
         return frame if frame.empty else frame.sort_values(["ms_per_token", "key"], ignore_index=True)
 
@@ -68,6 +69,7 @@ class Study:
         ``comparison`` are interleaved; only these may be compared.
         """
         runs: dict[str, list[dict[str, object]]] = {}
-        for line in read_lines(self.folder / RUNS):
-            runs.setdefault(str(line["arm"]), []).append(line)
-        return runs_dataframe(runs)
+        with reading(f"{self.folder / RUNS}: a run is damaged", "remove its line"):
+            for line in read_lines(self.folder / RUNS):
+                runs.setdefault(str(line["arm"]), []).append(line)
+            return runs_dataframe(runs)

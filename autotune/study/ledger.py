@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import socket
+import sqlite3
 import threading
 import time
 import uuid
@@ -22,7 +23,8 @@ from typing import Any
 import psutil
 import sqlalchemy as sql
 
-from autotune.errors import UserError
+from autotune.errors import UserError, reading
+from autotune.files import content_key
 from autotune.study.storage import NOW, storage_url
 
 Record = dict[str, Any]
@@ -32,6 +34,10 @@ Report = Callable[[int, int], None]
 LEASE_S = 60.0  # a claim that is not renewed lapses after this time
 POLL_S = 0.2
 RECENT = 4  # units of a stage whose longest duration is expected of the next one
+HOST = content_key([socket.gethostname()])  # a ledger names no machine
+DISK_CODES = ("53100", sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # of PostgreSQL and SQLite
+DAMAGE_CODES = ("XX001", sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+REPAIR = "restore the storage, or move it away, and run the same command again, which computes its records anew"
 
 
 class Ledger:
@@ -42,10 +48,12 @@ class Ledger:
             UserError: the storage does not answer, or its driver is not installed.
         """
         self.storage = storage
+        self.name = str(storage) if isinstance(storage, Path) else f"--storage {storage}"
+        """In messages."""
         self.lease_s = lease_s
         self._used: dict[str, dict[str, None]] = {}
         self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
-        self.owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self.owner = f"{HOST}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._table = sql.Table(
             "autotune_ledger",
             sql.MetaData(),
@@ -62,21 +70,40 @@ class Ledger:
             self._now: sql.ColumnElement[float] = sql.literal_column(NOW[self._engine.dialect.name])
             database = self._engine.url.database
             if must_exist and url.startswith("sqlite") and database and not Path(database).exists():
-                raise UserError(f"--storage {storage}: no such file; check the path")
-            # Of two workers that start at the same time and find no table, one fails to create it.
-            with contextlib.suppress(sql.exc.SQLAlchemyError), self._engine.begin() as connection:
-                if not must_exist:
-                    self._table.create(connection, checkfirst=True)
+                raise UserError(f"{self.name}: no such file; check the path")
+            if not must_exist:
+                # Of two workers that start at the same time and find no table, one fails to create it.
+                with contextlib.suppress(sql.exc.SQLAlchemyError):
+                    self._table.create(self._engine, checkfirst=True)
+                self._table.create(self._engine, checkfirst=True)
         except (sql.exc.SQLAlchemyError, ImportError, ValueError) as error:  # ValueError: the port is no number
-            raise self._no_answer(error) from None
+            raise self._error(error) from None
         self.missing([""])
 
-    def _no_answer(self, error: Exception) -> UserError:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        return UserError(
-            f"--storage {self.storage}: the storage does not answer ({first_line}); check the URL and its driver, and run the "
-            "same command to continue"
-        )
+    def _error(self, error: Exception) -> UserError:
+        """An error of the storage in one line."""
+        reason, cause = next(iter(str(error).splitlines()), type(error).__name__), getattr(error, "orig", None)
+        code = getattr(cause, "sqlite_errorcode", 0) & 0xFF or getattr(cause, "sqlstate", None)
+        if code in DISK_CODES:
+            rule, advice = (
+                "the disk of the storage is full or fails",
+                "free some space, and run the same command to continue",
+            )
+        elif code in DAMAGE_CODES:
+            rule, advice = "the storage is damaged", REPAIR
+        elif isinstance(code, int):
+            rule = "the storage cannot be used"
+            advice = "check its path, permissions and free space, and run the same command to continue"
+        else:
+            rule, advice = (
+                "the storage does not answer",
+                "check the URL and its driver, and run the same command to continue",
+            )
+        return UserError(f"{self.name}: {rule} ({reason}); {advice}")
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the context, records are read whose content another program may have changed."""
+        return reading(f"{self.name}: a record is damaged", REPAIR)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sql.Connection]:
@@ -85,7 +112,7 @@ class Ledger:
             with self._engine.begin() as connection:
                 yield connection
         except sql.exc.SQLAlchemyError as error:
-            raise self._no_answer(error) from None
+            raise self._error(error) from None
 
     @property
     def used_keys(self) -> dict[str, list[str]]:
@@ -95,7 +122,8 @@ class Ledger:
     def records(self, keys: list[str]) -> dict[str, Record]:
         """The finished records of these keys, in their order."""
         finished = dict(self._finished(keys, self._table.c.key, self._table.c.record))
-        return {key: json.loads(finished[key]) for key in keys if key in finished}
+        with self.reading():
+            return {key: dict(json.loads(finished[key])) for key in keys if key in finished}
 
     def missing(self, keys: list[str]) -> list[str]:
         """The keys without a finished record."""
@@ -198,5 +226,5 @@ class Ledger:
 
 def _is_dead(owner: str) -> bool:
     """Whether a worker of this host has ended, so that its claims are free before they lapse."""
-    host, pid, _ = owner.rsplit(":", 2)
-    return host == socket.gethostname() and not psutil.pid_exists(int(pid))
+    host, pid, _ = (*owner.split(":"), "", "")[:3]
+    return host == HOST and len(pid) < 10 and pid.isdecimal() and not psutil.pid_exists(int(pid))

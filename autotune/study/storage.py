@@ -29,11 +29,23 @@ def storage_url(storage: str | Path) -> str:
     return url
 
 
-def optuna_storage(ledger: str | Path) -> Any:
+def optuna_storage(ledger: str | Path, *, to_append: bool = False) -> Any:
     """Optuna's storage for a ledger: a journal file next to the ledger's file, or the same database."""
     from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
-    if isinstance(ledger, Path):
-        return JournalStorage(JournalFileBackend(str(ledger.with_suffix(".optuna"))))
-    return storage_url(ledger)
+    if not isinstance(ledger, Path):
+        return storage_url(ledger)
+    path = ledger.with_suffix(
+        ".optuna"
+    ).absolute()  # next to a relative path, the lock of a killed process would never lapse
+    lock = JournalFileSymlinkLock(str(path))
+    if to_append:  # a full disk may have left an incomplete last line
+        lock.acquire()
+        try:
+            with path.open("ab+") as file:
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+        finally:
+            lock.release()
+    return JournalStorage(JournalFileBackend(str(path), lock))

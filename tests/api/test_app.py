@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -330,13 +331,15 @@ def test_a_client_that_goes_away_frees_the_decoder(decoder: Decoder, gate: Gate,
         assert 'autotune_requests_total{outcome="stopped",point="0"} 1.0' in get(url, "/metrics")[1]
 
 
-@pytest.mark.parametrize("drain_s", [60.0, 0.2])
-def test_a_signal_lets_accepted_requests_end(decoder: Decoder, gate: Gate, drain_s: float) -> None:
+@pytest.mark.parametrize(("drain_s", "number"), [(60.0, signal.SIGTERM), (0.2, signal.SIGTERM), (0.2, signal.SIGHUP)])
+def test_a_signal_lets_accepted_requests_end(
+    decoder: Decoder, gate: Gate, drain_s: float, number: signal.Signals
+) -> None:
     with running(lambda: decoder, drain_s=drain_s) as (server, url):
         wait_until_ready(url)
         connection = begin(url, COMPLETIONS, ASKED)
         wait_for(lambda: server.service.open)
-        server.handle_exit(signal.SIGTERM, None)
+        server.handle_exit(number, None)
         if drain_s > 1:
             assert get(url, "/health") == (503, {"status": "draining", "open_requests": 1})
             assert send(url, COMPLETIONS, ASKED)[0] == 503
@@ -344,7 +347,7 @@ def test_a_signal_lets_accepted_requests_end(decoder: Decoder, gate: Gate, drain
         response = connection.getresponse()
         error = json.loads(response.read())
         gate.set()
-    assert (response.status, server.exit_code) == ((200, 0) if drain_s > 1 else (503, 128 + signal.SIGTERM)), error  # type: ignore[attr-defined]
+    assert (response.status, server.exit_code) == ((200, 0) if drain_s > 1 else (503, 128 + number)), error  # type: ignore[attr-defined]
 
 
 def test_health_tells_the_truth(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,13 +411,21 @@ def test_without_the_extra_packages_the_command_says_so(tmp_path: Path, monkeypa
     )
 
 
-def test_the_command_ends_with_0_when_all_requests_are_answered(pair: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_command_answers_what_it_accepted_before_a_signal_and_ends_with_0(
+    number: signal.Signals, pair: Pair, tmp_path: Path
+) -> None:
     process, log = start_serving(pair, tmp_path)
     try:
         url = url_of(process, log)
-        assert get(url, "/v1/models")[1]["data"][0]["id"] == "target" and send(url, COMPLETIONS, ASKED)[0] == 200
-        process.terminate()
+        assert get(url, "/v1/models")[1]["data"][0]["id"] == "target"
+        connection = begin(url, COMPLETIONS, {**ASKED, "max_tokens": 200})
+        wait_for(lambda: get(url, "/health")[1]["open_requests"])
+        assert process.pid is not None
+        os.kill(process.pid, number)
+        response = connection.getresponse()
+        assert response.status == 200 and json.loads(response.read())["usage"]["completion_tokens"] > 0
         process.join(60)
-        assert process.exitcode == 0
+        assert process.exitcode == 0, log.with_suffix(".err").read_text()
     finally:
         process.kill()

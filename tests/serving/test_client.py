@@ -13,6 +13,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.serving.client import ACCEPTED, EngineClient
+from autotune.serving.llama_server import COUNTERS, LlamaServer
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 
 METRICS = "vllm:generation_tokens_total 5.0\n"
@@ -61,6 +62,26 @@ def ask(replies: dict[str, Any]) -> list[int]:
         return client.answer(WorkloadPrompt("x", Prompt(prompt="x"), ()), [3]).tokens
 
 
+LLAMA_REPLIES: dict[str, Any] = {
+    "/props": {"default_generation_settings": {"n_ctx": 64}, "build_info": "b1"},
+    "/apply-template": {"prompt": "x"},
+    "/tokenize": {"tokens": [3]},
+    "/completion": {
+        "tokens": [1, 2],
+        "stop_type": "limit",
+        "timings": {"predicted_ms": 2.0, "prompt_ms": 1, "draft_n": 2, "draft_n_accepted": 1},
+    },
+    "/metrics": "".join(f"llamacpp:spec_decode_num_{name}_total 5\n" for name in COUNTERS.values()),
+}
+
+
+def ask_llama(replies: dict[str, Any]) -> list[int]:
+    with serving(LLAMA_REPLIES | replies) as url:
+        server = LlamaServer(url)
+        server.counts()
+        return server.ask(WorkloadPrompt("x", Prompt(prompt="x"), ())).tokens
+
+
 CUT = b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\n{}"
 NO_JSON = (
     "[1]",
@@ -71,7 +92,18 @@ NO_JSON = (
     b"no HTTP at all",
     b"",
     b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\n\xff\xfe",
+    b"HTTP/1.0 200 OK\r\n\r\n" + '{"version": "1"}'.encode("utf-16"),
+    b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"HTTP/1.0 500 No\r\nContent-Length: 99999999999\r\n\r\n{",
+    b"HTTP/1.0 302 No\r\nLocation: file:///etc/hostname\r\n\r\n",
+    "<!DOCTYPE html><html><body>502 Bad Gateway</body></html>",
+    '{"version": NaN}',
+    '{"version": 1e999}',
+    '{"version": ' + "9" * 5000 + "}",
+    "",
+    "null",
 )
+WRONG_TOKENS = ("abc", "12", {"a": 1}, [1.5], [-1], ["1"], [True], 5, [2**31], [10**30], [None], [[1]])
 BROKEN: dict[str, tuple[Any, ...]] = {
     "/metrics": (
         *NO_JSON,
@@ -80,9 +112,12 @@ BROKEN: dict[str, tuple[Any, ...]] = {
         f"{METRICS}a{{b 5\n",
         f'{METRICS}{ACCEPTED}{{position="x"}} 5\n',
         f"{METRICS}{ACCEPTED} 5\n",
+        f"{METRICS}vllm:generation_tokens_total -7\n",
+        f"{METRICS}vllm:generation_tokens_total 1e300\n",
+        f'{METRICS}{ACCEPTED}{{position="-1"}} 5\n',
     ),
-    "/version": NO_JSON,
-    "/v1/models": (*NO_JSON, {"data": [5]}, {"data": 5}, {"data": {"a": 1}}),
+    "/version": (*NO_JSON, {}, {"version": 1}, {"version": None}, {"version": ["0.32.0"]}),
+    "/v1/models": (*NO_JSON, *({"data": data} for data in ([5], 5, {"a": 1}, [], [{}], [{"id": 5}], None))),
     "/v1/completions": (
         *NO_JSON,
         {},
@@ -90,19 +125,58 @@ BROKEN: dict[str, tuple[Any, ...]] = {
         {"choices": [5]},
         {"choices": {}},
         {"choices": [{}]},
-        *({"choices": [{"token_ids": tokens}]} for tokens in ("abc", {"a": 1}, [1.5], [-1], ["1"], [True], 5)),
-        {"choices": [{"token_ids": [1], "prompt_token_ids": "abc"}]},
+        *({"choices": [{"token_ids": tokens}]} for tokens in WRONG_TOKENS),
+        *({"choices": [{"token_ids": [1], "prompt_token_ids": tokens}]} for tokens in WRONG_TOKENS),
     ),
 }
+LLAMA_ANSWER = LLAMA_REPLIES["/completion"]
+LLAMA_BROKEN: dict[str, tuple[Any, ...]] = {
+    "/props": (
+        *NO_JSON,
+        {},
+        {"default_generation_settings": 5},
+        *({"default_generation_settings": {"n_ctx": size}} for size in (None, "64", 1.5, True, -1, 2**40)),
+    ),
+    "/apply-template": (*NO_JSON, {}, {"prompt": None}, {"prompt": 5}, {"prompt": ["x"]}),
+    "/tokenize": (*NO_JSON, {}, *({"tokens": tokens} for tokens in WRONG_TOKENS)),
+    "/completion": (
+        *NO_JSON,
+        *({key: value for key, value in LLAMA_ANSWER.items() if key != name} for name in LLAMA_ANSWER),
+        *(LLAMA_ANSWER | {"tokens": tokens} for tokens in (*WRONG_TOKENS, [], [1] * 1000)),
+        *(LLAMA_ANSWER | {"timings": timings} for timings in (None, 5, [], {}, {"predicted_ms": 2.0})),
+        *(
+            LLAMA_ANSWER | {"timings": LLAMA_ANSWER["timings"] | {name: value}}
+            for name in LLAMA_ANSWER["timings"]
+            for value in ("2", "nan", None, True, -1, [1])
+        ),
+        LLAMA_ANSWER | {"timings": LLAMA_ANSWER["timings"] | {"draft_n_accepted": 3}},
+    ),
+    "/metrics": tuple(
+        f"llamacpp:spec_decode_num_drafts_total {value}\n" for value in ("x", "NaN", "+Inf", "-1", "1e300", "1_0x")
+    ),
+}
+CASES = [(ask, path, reply) for path, replies in BROKEN.items() for reply in replies]
+CASES += [(ask_llama, path, reply) for path, replies in LLAMA_BROKEN.items() for reply in replies]
 
 
-def test_what_no_engine_replies_is_one_line() -> None:
-    assert ask({}) == [1, 2]
-    for path, replies in BROKEN.items():
-        for reply in replies:
-            with pytest.raises(UserError) as caught:
-                ask({path: reply})
-            assert "\n" not in str(caught.value) and len(str(caught.value)) < 600, (path, reply)
+def test_what_no_engine_replies_is_one_line_with_the_address_and_the_rule() -> None:
+    assert ask({}) == ask_llama({}) == [1, 2]
+    for send, path, reply in CASES:
+        with pytest.raises(UserError, match=r"http://127.0.0.1:\d+.*; .+") as caught:
+            send({path: reply})
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 600, (path, reply)
+
+
+def test_an_endless_reply_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.serving.client.MOST_BYTES", 100)
+    with pytest.raises(UserError, match=r"no engine answers .its reply is cut short, or longer than 100 bytes"):
+        ask({"/metrics": b"HTTP/1.0 200 OK\r\n\r\n" + b"x" * 101})
+
+
+@pytest.mark.parametrize("address", ["file:///etc", "localhost:8000", "data:,x", "ftp://x", "", "http://", "http://["])
+def test_other_addresses_are_refused(address: str) -> None:
+    with pytest.raises(UserError, match=r"begins with http:// or https://|no engine answers"):
+        EngineClient(address)
 
 
 def test_the_password_of_an_address_is_masked() -> None:

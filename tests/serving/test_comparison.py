@@ -201,8 +201,10 @@ def test_engines_that_cannot_be_compared(world: Path, pair: Pair) -> None:
 
 
 def test_addresses_where_no_engine_answers(world: Path) -> None:
-    for url in ("http://127.0.0.1:9", "localhost", "nowhere"):
-        assert_refused(bench(world, url), f"{url}: no engine answers (", "start it, or check the address")
+    url = "http://127.0.0.1:9"
+    assert_refused(bench(world, url), f"{url}: no engine answers (", "start it, or check the address")
+    for url in ("localhost", "nowhere"):
+        assert_refused(bench(world, url), f"{url}: an address begins with http:// or https://; give the address")
 
 
 def test_tokens_of_other_clients_are_noticed(world: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

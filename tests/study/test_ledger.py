@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import pytest
 from autotune.errors import UserError
 from autotune.study import ledger as module
 from autotune.study.ledger import Ledger
+from autotune.study.storage import optuna_storage
 
 # A worker process: appends the number of each unit that it starts to a file.
 WORKER = """
@@ -217,10 +219,85 @@ def test_a_claim_of_a_clock_that_is_ahead_is_free(storage: str | Path) -> None:
     assert not Ledger(storage).claim("unit-0", "squares")
 
 
-def test_a_ledger_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    """As on a full disk: SQLite reports it as an error of the database."""
+def test_a_damaged_ledger_and_a_full_disk_are_told_apart(tmp_path: Path) -> None:
+    """Neither is blamed on the URL."""
     ledger = Ledger(path := tmp_path / "ledger.sqlite")
+    with ledger._engine.begin() as connection:
+        connection.exec_driver_sql("pragma max_page_count = 3")  # of the connection, which the ledger keeps
+    assert ledger.claim("a", "squares")
+    with pytest.raises(
+        UserError, match=r"sqlite: the disk of the storage is full or fails .*is full.*; free some space"
+    ) as caught:
+        ledger.put("a", {"text": "x" * 100_000})
+    assert "URL" not in str(caught.value) and "is damaged" not in str(caught.value)
+    Ledger(path).put("a", {"text": "x" * 100_000})
     path.write_bytes(b"not a database" * 100)
     for use in (lambda: ledger.claim("a", "squares"), lambda: ledger.records(["a"]), lambda: Ledger(path)):
-        with pytest.raises(UserError, match=r"ledger.sqlite: the storage does not answer .*; check the URL"):
+        with pytest.raises(
+            UserError, match=r"^\S+ledger.sqlite: the storage is damaged .*; restore the storage, or move it"
+        ):
             use()
+
+
+def test_a_ledger_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    (path := tmp_path / "ledger.sqlite").mkdir()
+    with pytest.raises(
+        UserError, match=r"ledger.sqlite: the storage cannot be used .*; check its path, permissions and"
+    ):
+        Ledger(path)
+
+
+@pytest.mark.parametrize("text", ["{", "5", "[1]", "null", '"x"', None, b"\xff"])
+def test_a_damaged_record_is_one_line(text: object, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.work("squares", {"a": lambda: {"square": 1}})
+    with ledger._engine.begin() as connection:
+        connection.exec_driver_sql("update autotune_ledger set record = ?", (text,))
+    if text is None:
+        assert ledger.records(["a"]) == {}
+        return
+    with pytest.raises(UserError, match=r"ledger.sqlite: a record is damaged .*; restore the storage, or move it away"):
+        ledger.records(["a"])
+
+
+@pytest.mark.parametrize("owner", ["", "x", "HOST:x:y", f"HOST:{10**30}:y", "HOST:-1", ":::"])
+def test_a_damaged_owner_is_one_that_lives(owner: str, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    assert ledger.claim("a", "squares")
+    with ledger._engine.begin() as connection:
+        connection.exec_driver_sql("update autotune_ledger set owner = ?", (owner.replace("HOST", module.HOST),))
+    assert not Ledger(tmp_path / "ledger.sqlite").claim("a", "squares")
+
+
+def test_a_ledger_names_no_machine(tmp_path: Path) -> None:
+    assert Ledger(path := tmp_path / "ledger.sqlite").claim("a", "squares")
+    assert socket.gethostname().encode() not in path.read_bytes()
+
+
+def test_an_incomplete_line_of_the_journal_is_cut_before_another_is_added(tmp_path: Path) -> None:
+    """As a full disk leaves it; and the lock of a killed process lapses."""
+    optuna = pytest.importorskip("optuna")
+    path = tmp_path / "ledger.sqlite"
+
+    def add() -> None:
+        study = optuna.create_study(study_name="s", storage=optuna_storage(path, to_append=True), load_if_exists=True)
+        study.add_trial(optuna.trial.create_trial(value=1.0))
+
+    add()
+    with path.with_suffix(".optuna").open("ab") as file:
+        file.write(b'{"op_code": 4, "stu')
+    assert len(optuna.load_study(study_name="s", storage=optuna_storage(path)).trials) == 1
+    add()
+    assert len(optuna.load_study(study_name="s", storage=optuna_storage(path)).trials) == 2
+
+
+def test_the_lock_of_the_journal_names_its_file_from_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Optuna waits for ever for a lock whose file it does not find."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "study").mkdir()
+    lock = optuna_storage(Path("study/ledger.sqlite"), to_append=True)._backend._lock
+    lock.acquire()
+    assert Path(lock._lock_file).resolve() == tmp_path / "study" / "ledger.optuna"
+    lock.release()
