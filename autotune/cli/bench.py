@@ -42,9 +42,16 @@ from autotune.search.settings import SearchSettings
 @options.settings_options(SearchSettings, "wait_until_idle_s")
 @options.table("a row for every run")
 @options.engine_command
+@options.requests_at_once
 @options.as_json
 def command(
-    profile: Path, against: str | None, table: Path | None, engine_command: str | None, as_json: bool, **choices: Any
+    profile: Path,
+    against: str | None,
+    table: Path | None,
+    engine_command: str | None,
+    requests_at_once: tuple[int, ...],
+    as_json: bool,
+    **choices: Any,
 ) -> None:
     """Measure a profile side by side with plain decoding and other configurations, interleaved in one run."""
     from autotune.cli.preflight import evaluation_prompts, is_engine_profile
@@ -54,7 +61,8 @@ def command(
         from autotune.console import Console
         from autotune.serving.engine_use import bench_engine
 
-        measured = bench_engine(profile, prompts.load().first_turns(), engine_command, Console())
+        what = (profile, prompts.load().first_turns(), engine_command, Console())
+        measured = bench_engine(*what, requests_at_once=requests_at_once)
         if as_json:
             options.print_json(measured)
         return

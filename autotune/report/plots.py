@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import median
 from typing import TYPE_CHECKING
 
+from autotune.documents.engine_profile import EngineProfile
 from autotune.report import figures
 from autotune.report.content import Content
 from autotune.report.figures import Bar, Series
@@ -18,12 +20,30 @@ Plots = Iterator[tuple[str, str, "Figure"]]
 
 
 def all_plots(content: Content) -> dict[str, str]:
+    sections = (_evaluation, _predictions, _fronts, _ablation, _importance, _acceptance, _costs)
+    return drawn(plot for section in sections for plot in section(content))
+
+
+def drawn(plots: Plots) -> dict[str, str]:
     import matplotlib as mpl
 
-    sections = (_evaluation, _predictions, _fronts, _ablation, _importance, _acceptance, _costs)
-    plots = (plot for section in sections for plot in section(content))
     with mpl.rc_context(STYLE):  # colours are taken when an element is created
         return {name: to_svg(figure, name, description) for name, description, figure in plots}
+
+
+def engine_plots(profile: EngineProfile) -> Plots:
+    if profile.arms:
+        chosen = profile.speculation.label if profile.speculation else profile.arms[0].label
+        bars = [Bar(arm.label, arm.measured, arm.ci95, arm.label == chosen) for arm in profile.arms]
+        values = "; ".join(f"{bar.label} {bar.value:.2f}" for bar in bars)
+        figure = figures.intervals(bars, "speedup over no speculation, 95 % CI")
+        yield "confirmed", f"Measured speedups with confidence intervals: {values}.", figure
+    longest = max(step.context for step in profile.prices)
+    steps = sorted((step for step in profile.prices if step.context == longest), key=lambda step: step.tokens)
+    tokens, clocks = [step.tokens for step in steps], {"wall": "wall_ms", "CPU": "cpu_ms"}
+    series = [Series(name, tokens, [median(getattr(s, clock)) for s in steps]) for name, clock in clocks.items()]
+    figure = figures.lines(series, x="tokens verified", y="ms", is_log=True)
+    yield "prices", f"Time of a forward pass after {longest} tokens; the table has the numbers.", figure
 
 
 def _evaluation(content: Content) -> Plots:

@@ -93,12 +93,15 @@ class EngineHttp:
         return value
 
     def read(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> bytes:
+        return b"".join(self.lines(path, body, advice))
+
+    def lines(self, path: str, body: dict[str, Any] | None, advice: str) -> Iterator[bytes]:
+        """Lines of a reply as they come."""
         content, timeout_s = (None, ASK_TIMEOUT_S) if body is None else (json.dumps(body).encode(), ANSWER_TIMEOUT_S)
         try:
             request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                answer: bytes = response.read()
-                return answer
+                yield from response
         except urllib.error.HTTPError as error:
             message = ""
             with suppress(OSError, HTTPException):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,6 +22,7 @@ from autotune.documents.engine_profile import (
     ServedAnswer,
     Speculation,
     SpeculationCounts,
+    arguments_of,
 )
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio
@@ -28,6 +31,7 @@ from autotune.serving.llama_server import EngineCommand, LlamaServer, started_ll
 from autotune.serving.ngram_drafters import KnownRequest
 from autotune.serving.ngram_replay import RequestReplay, replay_speculation, total
 from autotune.serving.verification_prices import VerificationPrices, measure_verifications, time_of
+from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
 SELF_TEST = 4  # prompts
@@ -40,9 +44,14 @@ Replayed = tuple[ServedAnswer, RequestReplay]
 
 @dataclass(frozen=True)
 class EngineRecord:
-    """Answers and prices of one model, build and command, in a folder: an interrupted search repeats at most one request."""
+    """Runs of one model, build and command, in a folder: an interrupted search repeats at most one prompt, or the prices."""
 
     folder: Path
+
+    @property
+    def served(self) -> Path:
+        """Self-test and confirmation of the search that runs; see ``serve_in_turns``."""
+        return self.folder / "served.jsonl"
 
     def answers(self, server: LlamaServer, workload: Workload, console: Console) -> list[ServedAnswer]:
         """The plain answers, recorded once; the first are asked for again, to see whether they repeat."""
@@ -79,6 +88,15 @@ class EngineRecord:
         return [PricedStep.model_validate(step) for step in known[-1]]
 
 
+def require_served(prompts: Sequence[WorkloadPrompt]) -> None:
+    """Refuse prompts that a server of text at temperature 0 does not decode."""
+    for prompt in prompts:
+        if prompt.pixels:
+            raise UserError(f"{prompt.name}: has an image, and n-grams are tuned on text; leave such prompts out")
+        if prompt.settings.temperature > 0:
+            raise UserError(f"{prompt.name}: engines are tuned at temperature 0; set the prompt's temperature to 0")
+
+
 def with_replays(answers: Sequence[ServedAnswer], speculations: Sequence[Speculation], context: int) -> list[Replayed]:
     """Answers of a new server, beside their replay."""
     return list(zip(answers, replay_speculation(speculations, list(map(KnownRequest, answers)), context), strict=True))
@@ -86,6 +104,62 @@ def with_replays(answers: Sequence[ServedAnswer], speculations: Sequence[Specula
 
 def is_exact(answer: ServedAnswer, replayed: RequestReplay) -> bool:
     return (answer.drafted, answer.accepted) == (replayed.counts.drafted, replayed.counts.accepted)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Answers of one arm in the order of the prompts, and what its servers counted: a search that goes on starts a new one."""
+
+    by_server: list[list[ServedAnswer]]
+    counts: SpeculationCounts
+    context: int
+
+    @property
+    def answers(self) -> list[ServedAnswer]:
+        return list(itertools.chain(*self.by_server))
+
+    def with_replays(self, speculations: Sequence[Speculation]) -> list[Replayed]:
+        return [row for answers in self.by_server for row in with_replays(answers, speculations, self.context)]
+
+
+def serve_in_turns(
+    start: Callable[[], Mapping[str, LlamaServer]],
+    arms: Arms,
+    workload: Workload,
+    stage: tuple[str, Console],
+    *,
+    seed: int = 0,
+    record: Path | None = None,
+) -> dict[str, Served]:
+    """Answers of every arm's server to the prompts, in turns and in random order.
+
+    Args:
+        start: starts the servers, in a new state. It is called unless the record holds all prompts.
+        stage: its name, and the console that shows it.
+        record: keeps a prompt once every arm has answered it; those that it holds are not served again.
+    """
+    prompts, order = workload.prompts, random.Random(seed)
+    key = content_key([{name: arguments_of(one) for name, one in arms.items()}, [prompt.sha256 for prompt in prompts]])
+    rows = [row for row in read_lines(record) if row.get("key") == key] if record else []
+    servers, process = start() if len(rows) < len(prompts) else {}, os.urandom(8).hex()
+    with stage[1].stage(stage[0]) as update:
+        for prompt in prompts[len(rows) :]:
+            answers = {name: servers[name].ask(prompt).model_dump() for name in order.sample(list(arms), len(arms))}
+            counts = {name: server.counts().model_dump() for name, server in servers.items()}
+            contexts = {name: server.context for name, server in servers.items()}
+            rows.append({"key": key, "process": process, "answers": answers, "counts": counts, "contexts": contexts})
+            if record:
+                append_line(record, rows[-1])
+            update(len(rows), len(prompts), "")
+    lives = [list(life) for _, life in itertools.groupby(rows, key=lambda row: row["process"])]
+    return {
+        name: Served(
+            [[ServedAnswer.model_validate(row["answers"][name]) for row in life] for life in lives],
+            total(SpeculationCounts.model_validate(life[-1]["counts"][name]) for life in lives),
+            rows[0]["contexts"][name],
+        )
+        for name in arms
+    }
 
 
 def self_test(
@@ -124,23 +198,29 @@ TESTED: dict[NgramType, dict[str, int]] = {
 
 
 def confirm(
-    command: EngineCommand, arms: Arms, workload: Workload, prices: VerificationPrices, console: Console, *, seed: int
-) -> tuple[list[ConfirmedArm], dict[str, list[ServedAnswer]]]:
+    command: EngineCommand,
+    arms: Arms,
+    workload: Workload,
+    prices: VerificationPrices,
+    console: Console,
+    *,
+    seed: int,
+    record: Path | None = None,
+) -> tuple[list[ConfirmedArm], dict[str, Served]]:
     """Serve prompts with every arm, in turns and in random order, each in a new server of its own; prints a table.
 
     Returns the arms in their order, and their answers by name.
     """
-    runs: dict[str, list[ServedAnswer]] = {name: [] for name in arms}
-    order = random.Random(seed)
-    with ExitStack() as stack, console.stage("confirmation in turns") as update:
-        servers = {name: stack.enter_context(started_llama(command, one)) for name, one in arms.items()}
-        for number, prompt in enumerate(workload.prompts, start=1):
-            for name in order.sample(list(arms), len(arms)):
-                runs[name].append(servers[name].ask(prompt))
-            update(number, len(workload.prompts), "")
-        counts = {name: server.counts() for name, server in servers.items()}
-        context = servers[OFF].context
-    confirmed = compared(arms, runs, counts, prices, context)
+    with ExitStack() as stack:
+        runs = serve_in_turns(
+            lambda: {name: stack.enter_context(started_llama(command, one)) for name, one in arms.items()},
+            arms,
+            workload,
+            ("confirmation in turns", console),
+            seed=seed,
+            record=record,
+        )
+    confirmed = compared(arms, runs, prices)
     if confirmed[0].clock != "wall":
         console.say(
             f"speedups of wall and of CPU time differ by more than {DISAGREEMENT:.0%}, because other processes used the machine: those of CPU "
@@ -163,19 +243,14 @@ def confirm(
     return confirmed, runs
 
 
-def compared(
-    arms: Arms,
-    runs: Mapping[str, Sequence[ServedAnswer]],
-    counts: Mapping[str, SpeculationCounts],
-    prices: VerificationPrices,
-    context: int,
-) -> list[ConfirmedArm]:
+def compared(arms: Arms, runs: Mapping[str, Served], prices: VerificationPrices) -> list[ConfirmedArm]:
     """Speedups of runs over those without speculation, in time per token, beside their predictions.
 
     The clock is the wall's, unless a speedup in CPU time is another one; then other processes used the machine, and it is the CPU's.
     """
-    rows = {name: with_replays(found, arms[name], context) for name, found in runs.items()}
-    price = prices.pricer(max(len(one.prompt_tokens) + len(one.tokens) for found in runs.values() for one in found))
+    rows = {name: served.with_replays(arms[name]) for name, served in runs.items()}
+    answers = {name: served.answers for name, served in runs.items()}
+    price = prices.pricer(max(len(one.prompt_tokens) + len(one.tokens) for found in answers.values() for one in found))
 
     def per_token(name: str, ms: Callable[[ServedAnswer, RequestReplay], float]) -> float:
         return sum(ms(*row) for row in rows[name]) / max(1, sum(replayed.num_tokens for _, replayed in rows[name]))
@@ -189,9 +264,9 @@ def compared(
     predicted = {name: per_token(name, lambda _, replayed: sum(price(replayed))) for name in arms}
     confirmed = []
     for name, speculations in arms.items():
-        times = [np.array([time_of(clock)(answer) for answer in runs[one]]) for one in (OFF, name)]
-        units = [np.array([max(1.0, len(answer.tokens) - 1) for answer in runs[one]]) for one in (OFF, name)]
-        is_total = total(replayed.counts for _, replayed in rows[name]) == counts[name]
+        times = [np.array([time_of(clock)(answer) for answer in answers[one]]) for one in (OFF, name)]
+        units = [np.array([max(1.0, len(answer.tokens) - 1) for answer in answers[one]]) for one in (OFF, name)]
+        replayed_counts = total(replayed.counts for _, replayed in rows[name])
         arm = ConfirmedArm(
             label=speculations[0].label if speculations else OFF,
             speculation=speculations[0] if speculations else None,
@@ -200,11 +275,12 @@ def compared(
             ci95=bootstrap_ratio(*times, above_units=units[0], below_units=units[1]),
             clock=clock,
             tokens_per_step=1 / per_token(name, lambda _, replayed: sum(replayed.steps.values())),
-            counts=counts[name],
+            replayed=replayed_counts,
+            counts=runs[name].counts,
             # Verifications are counted for all requests together.
-            exact=sum(is_exact(*row) for row in rows[name]) if is_total else 0,
-            identical=sum(a.tokens == b.tokens for a, b in zip(runs[name], runs[OFF], strict=True)),
-            prompts=len(runs[name]),
+            exact=sum(is_exact(*row) for row in rows[name]) if replayed_counts == runs[name].counts else 0,
+            identical=sum(a.tokens == b.tokens for a, b in zip(answers[name], answers[OFF], strict=True)),
+            prompts=len(answers[name]),
         )
         confirmed.append(arm)
     return confirmed

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.console import Console
 from autotune.device import cpu_fingerprint
@@ -22,9 +23,13 @@ from autotune.documents.engine_profile import (
     ConfirmedArm,
     EngineProfile,
     NgramType,
+    PredictedSettings,
     PricedStep,
     ServedAnswer,
+    ServedLoad,
     Speculation,
+    SpeculationCounts,
+    SweptType,
 )
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.errors import UserError
@@ -40,17 +45,22 @@ from autotune.serving.engine_runs import (
     Replayed,
     confirm,
     is_exact,
+    require_served,
     self_test,
+    serve_in_turns,
     with_replays,
 )
 from autotune.serving.llama_server import EXECUTABLE, LlamaServer, find_engine, require_chat_template, started_llama
 from autotune.serving.ngram_drafters import KnownRequest
 from autotune.serving.ngram_replay import replay_speculation, total
+from autotune.serving.served_loads import measure_loads
 from autotune.serving.verification_prices import PRICED_TOKENS, PRICING, VerificationPrices, clock_of, served_factor
+from autotune.study.document import PROFILE
 from autotune.workloads.formats import Format
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 
 NUM_PROMPTS: dict[WorkloadSplit, int] = {"tune": 24, "evaluate": 18}
+SHOWN = 3  # fastest settings of a type, and of all
 LEAST_GAIN = 0.99  # a setting below it is never recommended
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
@@ -66,6 +76,8 @@ class EngineSearchSettings:
     engine_command: str | None = None
     url: str | None = None
     max_new_tokens: int | None = None
+    requests_at_once: Sequence[int] = ()
+    """Numbers of requests at a time that no speculation and the chosen settings serve in the end."""
     output: Path = Path("profile.json")
     seed: int = 0
 
@@ -103,6 +115,12 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         if "--chat-template" not in " ".join(command.arguments):
             require_chat_template(model)
         types = command.types()
+        if DEFAULT_SETTINGS.type not in types:
+            raise UserError(
+                f"{command.executable}: has no {DEFAULT_SETTINGS.type}, by which passes are priced; run make engines"
+            )
+    elif settings.requests_at_once:
+        raise UserError("--requests-at-once: a server at --url keeps its settings; leave one of the two out")
     left_out = {name: "the build does not have it" for name in OPTIONS if name not in types}
     tested = [one for one in PRICING if one.type in types]
     with ExitStack() as stack:
@@ -114,32 +132,38 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
     with ExitStack() as stack:
         served: list[Replayed] = []
         if command:
-            server = stack.enter_context(started_llama(command, tested))
-            asked: list[ServedAnswer] = []
-            with console.stage("self-test") as update:
-                for prompt in tune.prompts:
-                    asked.append(server.ask(prompt))
-                    update(len(asked), len(tune.prompts), "")
-            served = with_replays(asked, tested, context)
-            if not _all_exact(served, server, console):
+            server, stage, name = (
+                stack.enter_context(started_llama(command, tested)),
+                ("self-test", console),
+                "all types",
+            )
+            asked = serve_in_turns(lambda: {name: server}, {name: tested}, tune, stage, record=record.served)[name]
+            served = asked.with_replays(tested)
+            if not _all_exact(served, asked.counts, console):
                 left_out |= self_test(command, types, plain, console)
             served = [row for row in served if is_exact(*row)]
         steps = record.prices(server, plain, console, settings.seed)
     prices = _prices(steps, with_replays(plain, (), context), served, console)
-    ranked = _ranked([name for name in types if name not in left_out], plain, prices, context, console)
-    (gain, best), arms, answers = ranked[0], list[ConfirmedArm](), list[ServedAnswer]()
+    swept = _swept([name for name in types if name not in left_out], plain, prices, context, console)
+    ranked, arms, answers, loads = _fastest(swept), list[ConfirmedArm](), list[ServedAnswer](), list[ServedLoad]()
+    best = ranked[0].speculation
     if command:
-        others = [one for _, one in ranked if one != DEFAULT_SETTINGS]
+        others = [one.speculation for one in ranked if one.speculation != DEFAULT_SETTINGS]
         finalists = [*others[:1], *[one for one in others if one.type != others[0].type][:1]]
         by_name = {OFF: [], DEFAULT: [DEFAULT_SETTINGS]} | {one.label: [one] for one in finalists}
-        arms, runs = confirm(command, by_name, held_out, prices, console, seed=settings.seed)
+        arms, runs = confirm(command, by_name, held_out, prices, console, seed=settings.seed, record=record.served)
         chosen, verdict = recommend(arms)
         busiest = max(arms[1:], key=lambda arm: arm.counts.drafted)
         best = chosen or busiest.speculation or DEFAULT_SETTINGS
-        answers = runs[DEFAULT if best == DEFAULT_SETTINGS else best.label][:SELF_TEST]
+        answers = max(runs[DEFAULT if best == DEFAULT_SETTINGS else best.label].by_server, key=len)[:SELF_TEST]
+        if settings.requests_at_once:
+            shown = {OFF: [], best.label: [best]}
+            loads = measure_loads(command, shown, runs[OFF].answers, settings.requests_at_once, console)
     else:
-        chosen = best if gain > 1 else None
-        verdict = f"{best.label} is predicted at {gain:.2f}x of no speculation, which --url does not confirm: a running server keeps its settings"
+        chosen, gain = best if ranked[0].speedup > 1 else None, f"{ranked[0].speedup:.2f}x of no speculation"
+        verdict = (
+            f"{best.label} is predicted at {gain}, which --url does not confirm: a running server keeps its settings"
+        )
     profile = EngineProfile(
         provenance=stamp(),
         engine="llama.cpp",
@@ -154,14 +178,18 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         hardware=cpu_fingerprint(os.cpu_count() or 1),
         context=context,
         left_out=left_out,
+        swept=swept,
         prices=steps,
         price_factor=prices.factor,
         arms=arms,
+        loads=loads,
         checked=best,
         answers=answers,
         counts=total(replayed.counts for _, replayed in with_replays(answers, [best], context)),
     )
     profile.save(settings.output)
+    profile.save(record.folder / PROFILE)
+    record.served.unlink(missing_ok=True)  # the next search measures anew
     console.say(f"=> {verdict}")
     console.say(f"start it with: {shlex.join(profile.command)}")
     console.say(f"written to {settings.output}")
@@ -170,16 +198,12 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
 
 def _prompts(settings: EngineSearchSettings, split: WorkloadSplit) -> Workload:
     loaded = load_workload(settings.workload, split, format=settings.workload_format).first_turns()
-    for prompt in loaded.prompts:
-        if prompt.pixels:
-            raise UserError(f"{prompt.name}: has an image, and n-grams are tuned on text; leave such prompts out")
-        if prompt.settings.temperature > 0:
-            raise UserError(f"{prompt.name}: engines are tuned at temperature 0; set the prompt's temperature to 0")
+    require_served(loaded.prompts)
     return loaded.cut(NUM_PROMPTS[split], settings.max_new_tokens)
 
 
-def _all_exact(served: Sequence[Replayed], server: LlamaServer, console: Console) -> bool:
-    counted, predicted = server.counts(), total(replayed.counts for _, replayed in served)
+def _all_exact(served: Sequence[Replayed], counted: SpeculationCounts, console: Console) -> bool:
+    predicted = total(replayed.counts for _, replayed in served)
     exact = sum(is_exact(*row) for row in served)
     console.say(
         f"self-test  all types in one server: draft tokens and accepted ones are the predicted in {exact} of {len(served)} requests; "
@@ -205,31 +229,45 @@ def _prices(
     return prices
 
 
-def _ranked(
+def _swept(
     types: Sequence[NgramType],
     plain: Sequence[ServedAnswer],
     prices: VerificationPrices,
     context: int,
     console: Console,
-) -> list[tuple[float, Speculation]]:
-    """Predicted speedups over no speculation, fastest first, for the prompts in their order in one server; prints the best."""
+) -> list[SweptType]:
+    """Predicted speedups over no speculation, for the prompts in their order in one server; prints the best."""
     requests = [KnownRequest(answer) for answer in plain]
     price = prices.pricer(max(len(request.tokens) for request in requests))
     plain_ms = np.array([sum(price(one)) for one in replay_speculation((), requests, context)])
-    times, settings = [], speculation_space(types)
+    times, settings = dict[str, NDArray[np.float64]](), speculation_space(types)
     with console.stage(f"replay of {len(settings)} settings") as update:
         for number, one in enumerate(settings, start=1):
-            times.append(np.array([sum(price(replayed)) for replayed in replay_speculation([one], requests, context)]))
+            replays = replay_speculation([one], requests, context)
+            times[one.label] = np.array([sum(price(replayed)) for replayed in replays])
             update(number, len(settings), "")
-    order = sorted(range(len(settings)), key=lambda index: times[index].sum())
-    shown = [*order[:3], *(index for index in order[3:] if settings[index] == DEFAULT_SETTINGS)]
-    rows = []
-    for index in shown:
-        low, high = bootstrap_ratio(plain_ms, times[index])
-        speedup = plain_ms.sum() / times[index].sum()
-        rows.append([settings[index].label, f"{speedup:.2f}x", f"{low:.2f} to {high:.2f}"])
+    swept = []
+    for name in types:
+        own = sorted((one for one in settings if one.type == name), key=lambda one: times[one.label].sum())
+        kept = [one for place, one in enumerate(own) if place < SHOWN or one.options == OPTIONS[name]]
+        fastest = [
+            PredictedSettings(
+                speculation=one,
+                speedup=float(plain_ms.sum() / times[one.label].sum()),
+                ci95=bootstrap_ratio(plain_ms, times[one.label]),
+            )
+            for one in kept
+        ]
+        swept.append(SweptType(type=name, num_settings=len(own), fastest=fastest))
+    best = _fastest(swept)
+    shown = [one for place, one in enumerate(best) if place < SHOWN or one.speculation == DEFAULT_SETTINGS]
+    rows = [[one.speculation.label, f"{one.speedup:.2f}x", "{:.2f} to {:.2f}".format(*one.ci95)] for one in shown]
     console.table("Predicted on the tuning prompts", ["settings", "speedup", "95 %"], rows)
-    return [(float(plain_ms.sum() / times[index].sum()), settings[index]) for index in order]
+    return swept
+
+
+def _fastest(swept: Sequence[SweptType]) -> list[PredictedSettings]:
+    return sorted((one for row in swept for one in row.fastest), key=lambda one: -one.speedup)
 
 
 def recommend(arms: Sequence[ConfirmedArm]) -> tuple[Speculation | None, str]:

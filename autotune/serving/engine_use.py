@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from autotune.console import Console
-from autotune.documents.engine_profile import EngineProfile
+from autotune.documents.engine_profile import EngineProfile, ServedLoad
 from autotune.errors import NotComparable, UserError
 from autotune.files import known_sha256_of
 from autotune.modeling.gguf import find_gguf
-from autotune.serving.engine_runs import DEFAULT, DEFAULT_SETTINGS, OFF, confirm, is_exact, with_replays
+from autotune.serving.engine_runs import DEFAULT, DEFAULT_SETTINGS, OFF, confirm, is_exact, require_served, with_replays
 from autotune.serving.llama_server import EngineCommand, find_engine, started_llama
 from autotune.serving.ngram_replay import total
+from autotune.serving.served_loads import measure_loads
 from autotune.serving.verification_prices import VerificationPrices, clock_of
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
@@ -79,6 +80,7 @@ def answer_in_engine(
 ) -> Iterator[dict[str, Any]]:
     """Start the engine as its profile recommends, and answer prompts; yields texts with their counts."""
     profile = EngineProfile.load(source)
+    require_served(prompts)
     with started_llama(engine_of(profile, given), [profile.speculation] if profile.speculation else ()) as server:
         for prompt in prompts:
             answer = server.ask(prompt)
@@ -88,11 +90,21 @@ def answer_in_engine(
             yield {"prompt": prompt.name, "text": text, "summary": summary, **answer.model_dump(mode="json")}
 
 
-def bench_engine(source: Path, workload: Workload, given: str | None, console: Console) -> list[dict[str, Any]]:
-    """Measure a profile's settings, the engine's default and no speculation in turns; returns the arms as JSON."""
+def bench_engine(
+    source: Path, workload: Workload, given: str | None, console: Console, *, requests_at_once: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Measure a profile's settings, the engine's default and no speculation in turns, and the first and the last of them with
+    several requests at once; returns the figures as JSON.
+    """
     profile = EngineProfile.load(source)
+    require_served(workload.prompts)
     one = profile.speculation or profile.checked
     prices = VerificationPrices(profile.prices, clock_of(profile.prices), profile.price_factor)
     arms = {OFF: [], DEFAULT: [DEFAULT_SETTINGS], one.label: [one]}
-    measured, _ = confirm(engine_of(profile, given), arms, workload, prices, console, seed=0)
-    return [arm.model_dump(mode="json") for arm in measured]
+    command, loads = engine_of(profile, given), list[ServedLoad]()
+    measured, runs = confirm(command, arms, workload, prices, console, seed=0)
+    if requests_at_once:
+        loads = measure_loads(command, {OFF: [], one.label: [one]}, runs[OFF].answers, requests_at_once, console)
+    return {
+        name: [row.model_dump(mode="json") for row in rows] for name, rows in (("arms", measured), ("loads", loads))
+    }

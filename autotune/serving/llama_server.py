@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,13 +26,16 @@ from autotune.errors import UserError
 from autotune.files import known_sha256_of, user_cache
 from autotune.serving.client import EngineHttp
 from autotune.serving.server import running
+from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import Message, WorkloadPrompt
 
 EXECUTABLE = "llama-server"
 BUILT = Path("autotune-engines") / "llama.cpp" / "bin" / EXECUTABLE  # in the user's cache: made by ``make engines``
-FIXED = ("--parallel", "1", "--metrics", "--cache-ram", "0")
-"""Arguments of every server: one slot, whose state the replay follows; counters; no prompts of former requests."""
-OWN_ARGUMENTS = ("-m", "--model", "-np", "--parallel", "--host", "--port")
+FIXED = ("--metrics", "--cache-ram", "0")
+"""Arguments of every server: counters; no prompts of former requests."""
+ONE_SLOT = ("--parallel", "1")
+"""The replay follows its state."""
+OWN_ARGUMENTS = ("-m", "--model", "-a", "--alias", "-np", "--parallel", "--host", "--port")
 METADATA_BYTES = 1 << 28  # of a GGUF file, in which its metadata lie
 COUNTERS = {"verifications": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
 
@@ -113,7 +118,7 @@ class LlamaServer(EngineHttp):
         props = self.read_json("/props")
         with self.reply_of("/props"):
             self.context = int(props["default_generation_settings"]["n_ctx"])
-        self.build = str(props.get("build_info"))
+        self.build, self.alias = str(props.get("build_info")), props.get("model_alias")
 
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
         """The tokens of a prompt after the model's chat template."""
@@ -156,6 +161,17 @@ class LlamaServer(EngineHttp):
                 cpu_ms=spent * wall_ms / max(wall_ms + prompt_ms, 1e-9),
             )
 
+    def stream(self, answer: ServedAnswer) -> tuple[list[int], list[float]]:
+        """Decode the prompt of an answer as one of several requests: tokens, and seconds from the request to each of them."""
+        request = {"prompt": answer.prompt_tokens, "n_predict": answer.limit, "temperature": 0.0, "return_tokens": True}
+        tokens, seconds, started = list[int](), list[float](), time.perf_counter()
+        for line in self.lines("/completion", request | {"cache_prompt": False, "stream": True}, "look into its log"):
+            if line.startswith(b"data: "):
+                with self.reply_of("/completion"):
+                    tokens += [int(token) for token in parse_json(line[6:].decode())["tokens"]]
+                seconds += [time.perf_counter() - started] * (len(tokens) - len(seconds))
+        return tokens, seconds
+
     def counts(self) -> SpeculationCounts:
         """Counts of all requests since the server's start.
 
@@ -178,7 +194,13 @@ class LlamaServer(EngineHttp):
 
 
 @contextmanager
-def started_llama(command: EngineCommand, speculations: Sequence[Speculation] = ()) -> Iterator[LlamaServer]:
+def started_llama(
+    command: EngineCommand, speculations: Sequence[Speculation] = (), slots: Sequence[str] = ONE_SLOT
+) -> Iterator[LlamaServer]:
     """Start a llama-server in a new state; see ``server.running``."""
-    with running([*command.words(speculations), *FIXED], EXECUTABLE) as (url, process):
-        yield LlamaServer(url, process)
+    alias = f"autotune-{os.urandom(8).hex()}"
+    with running([*command.words(speculations), *FIXED, *slots, "--alias", alias], EXECUTABLE) as (url, process):
+        server = LlamaServer(url, process)
+        if server.alias != alias:
+            raise UserError(f"{url}: another program took this port while {EXECUTABLE} started; give the command again")
+        yield server

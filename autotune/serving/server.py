@@ -83,6 +83,12 @@ def started(command: str, options: ServerOptions) -> Iterator[EngineClient]:
         yield EngineClient(url)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 @contextmanager
 def running(
     words: Sequence[str], name: str, arguments: Sequence[str] = ()
@@ -97,9 +103,7 @@ def running(
     Raises:
         UserError: the server cannot be started, does not answer in time, or ends while it is used.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="autotune-engine-") as folder:
         log = Path(folder) / "log"
         try:
@@ -121,9 +125,10 @@ def running(
         except UserError:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(ENDING_S)
-            if process.poll() is None:
+            if (code := process.poll()) is None:
                 raise
-            raise UserError(f"{name} ended {when}: {refusal(log.read_text(errors='replace'))}") from None
+            cause = f"signal {-code}" if code < 0 else refusal(log.read_text(errors="replace"))
+            raise UserError(f"{name} ended {when}: {cause}") from None
         finally:
             _stop(process)
 
