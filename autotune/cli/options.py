@@ -122,7 +122,7 @@ requests_at_once = click.option(
     "--requests-at-once",
     type=click.IntRange(min=1),
     multiple=True,
-    help="For engines: also serve this many requests at a time, without speculation and as tuned; may be repeated.",
+    help="For serving engines: also serve this many requests at a time; may be repeated.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 

@@ -30,7 +30,6 @@ def command(source: Path, output: Path, study: Path | None, storage: str | None,
     profile = source / PROFILE if source.is_dir() else source
     if profile.is_file() and profile.suffix == ".json" and is_engine_profile(profile):
         write_engine_report(profile, output, Console())
-        click.echo(output)
-        return
-    write_report(source, output, Console(), study=study, storage=storage, workload=workload)
+    else:
+        write_report(source, output, Console(), study=study, storage=storage, workload=workload)
     click.echo(output)

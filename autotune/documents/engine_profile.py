@@ -113,14 +113,6 @@ class PredictedSettings(Document):
     ci95: tuple[float, float]
 
 
-class SweptType(Document):
-    """All settings of one type that were replayed, of which the fastest three and the engine's default are kept."""
-
-    type: NgramType
-    num_settings: int = Field(ge=1)
-    fastest: list[PredictedSettings] = Field(min_length=1)
-
-
 class ServedLoad(Document):
     """Settings that served a number of requests at a time in a new server; times are the client's, prompts are read in them."""
 
@@ -160,7 +152,10 @@ class EngineProfile(Document, kind="engine-profile", version=2, made_by="autotun
     """Tokens of a slot."""
     left_out: dict[NgramType, str]
     """Types that the build does not have, or whose counts are not the replay's, with the reason."""
-    swept: list[SweptType] = Field(min_length=1)
+    num_replayed: dict[NgramType, int]
+    """Settings of each type that were replayed."""
+    fastest: list[PredictedSettings] = Field(min_length=1)
+    """The fastest three of each type, and its default."""
     prices: list[PricedStep] = Field(min_length=1)
     price_factor: float
     """Time of verifications in served requests over the prices' own."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,8 +29,6 @@ from autotune.documents.engine_profile import (
     ServedAnswer,
     ServedLoad,
     Speculation,
-    SpeculationCounts,
-    SweptType,
 )
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.errors import UserError
@@ -41,10 +40,12 @@ from autotune.serving.engine_runs import (
     DEFAULT_SETTINGS,
     OFF,
     SELF_TEST,
-    EngineRecord,
     Replayed,
+    Served,
     confirm,
     is_exact,
+    measure_loads,
+    recorded_prices,
     require_served,
     self_test,
     serve_in_turns,
@@ -53,10 +54,10 @@ from autotune.serving.engine_runs import (
 from autotune.serving.llama_server import EXECUTABLE, LlamaServer, find_engine, require_chat_template, started_llama
 from autotune.serving.ngram_drafters import KnownRequest
 from autotune.serving.ngram_replay import replay_speculation, total
-from autotune.serving.served_loads import measure_loads
 from autotune.serving.verification_prices import PRICED_TOKENS, PRICING, VerificationPrices, clock_of, served_factor
 from autotune.study.document import PROFILE
 from autotune.workloads.formats import Format
+from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 
 NUM_PROMPTS: dict[WorkloadSplit, int] = {"tune": 24, "evaluate": 18}
@@ -125,33 +126,36 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
     tested = [one for one in PRICING if one.type in types]
     with ExitStack() as stack:
         server = stack.enter_context(started_llama(command)) if command else LlamaServer(settings.url or "")
-        build, context = command.build if command else server.build, server.context
-        where = list(command.arguments) if command else [settings.url]
-        record = EngineRecord(WORKSPACE / "engines" / content_key([target.sha256, build, where]))
-        plain = record.answers(server, tune, console)
+        build, where = (command.build, command.arguments) if command else (server.build, (settings.url,))
+        folder = WORKSPACE / "engines" / content_key([target.sha256, build, list(where)])
+        plain = _plain(server, tune.prompts, folder, console)
+    unfinished = folder / "served.jsonl"
     with ExitStack() as stack:
         served: list[Replayed] = []
         if command:
-            server, stage, name = (
-                stack.enter_context(started_llama(command, tested)),
-                ("self-test", console),
-                "all types",
+            server = stack.enter_context(started_llama(command, tested))
+            name, stage = "all types", "self-test"
+            asked = serve_in_turns({name: server}, {name: tested}, tune.prompts, stage, console, record=unfinished)[
+                name
+            ]
+            counted, predicted = asked.counts.verifications, asked.replayed.verifications
+            served = [row for row in asked.rows if is_exact(*row)]
+            console.say(
+                f"self-test  all types in one server: draft tokens and accepted ones are the predicted in {len(served)} of "
+                f"{len(asked.rows)} requests; {counted} verifications, {predicted} predicted"
             )
-            asked = serve_in_turns(lambda: {name: server}, {name: tested}, tune, stage, record=record.served)[name]
-            served = asked.with_replays(tested)
-            if not _all_exact(served, asked.counts, console):
-                left_out |= self_test(command, types, plain, console)
-            served = [row for row in served if is_exact(*row)]
-        steps = record.prices(server, plain, console, settings.seed)
-    prices = _prices(steps, with_replays(plain, (), context), served, console)
-    swept = _swept([name for name in types if name not in left_out], plain, prices, context, console)
-    ranked, arms, answers, loads = _fastest(swept), list[ConfirmedArm](), list[ServedAnswer](), list[ServedLoad]()
-    best = ranked[0].speculation
+            if asked.exact < len(asked.rows):
+                left_out |= self_test(command, types, tune.prompts, console)
+        asked_prompts = [answer.prompt_tokens for answer in plain.answers]
+        steps = recorded_prices(server, asked_prompts, folder / "prices.jsonl", console, settings.seed)
+    prices, types = _prices(steps, plain.rows, served, console), [name for name in types if name not in left_out]
+    fastest, arms, loads = _fastest(types, plain, prices, console), list[ConfirmedArm](), list[ServedLoad]()
+    best, answers = fastest[0].speculation, list[ServedAnswer]()
     if command:
-        others = [one.speculation for one in ranked if one.speculation != DEFAULT_SETTINGS]
+        others = [one.speculation for one in fastest if one.speculation != DEFAULT_SETTINGS]
         finalists = [*others[:1], *[one for one in others if one.type != others[0].type][:1]]
         by_name = {OFF: [], DEFAULT: [DEFAULT_SETTINGS]} | {one.label: [one] for one in finalists}
-        arms, runs = confirm(command, by_name, held_out, prices, console, seed=settings.seed, record=record.served)
+        arms, runs = confirm(command, by_name, held_out.prompts, prices, console, seed=settings.seed, record=unfinished)
         chosen, verdict = recommend(arms)
         busiest = max(arms[1:], key=lambda arm: arm.counts.drafted)
         best = chosen or busiest.speculation or DEFAULT_SETTINGS
@@ -160,7 +164,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
             shown = {OFF: [], best.label: [best]}
             loads = measure_loads(command, shown, runs[OFF].answers, settings.requests_at_once, console)
     else:
-        chosen, gain = best if ranked[0].speedup > 1 else None, f"{ranked[0].speedup:.2f}x of no speculation"
+        chosen, gain = best if fastest[0].speedup > 1 else None, f"{fastest[0].speedup:.2f}x of no speculation"
         verdict = (
             f"{best.label} is predicted at {gain}, which --url does not confirm: a running server keeps its settings"
         )
@@ -176,20 +180,21 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         workload=tune.name,
         workload_sha256=tune.sha256,
         hardware=cpu_fingerprint(os.cpu_count() or 1),
-        context=context,
+        context=plain.context,
         left_out=left_out,
-        swept=swept,
+        num_replayed=dict(Counter(one.type for one in speculation_space(types))),
+        fastest=fastest,
         prices=steps,
         price_factor=prices.factor,
         arms=arms,
         loads=loads,
         checked=best,
         answers=answers,
-        counts=total(replayed.counts for _, replayed in with_replays(answers, [best], context)),
+        counts=total(replayed.counts for _, replayed in with_replays(answers, [best], plain.context)),
     )
-    profile.save(settings.output)
-    profile.save(record.folder / PROFILE)
-    record.served.unlink(missing_ok=True)  # the next search measures anew
+    for path in (settings.output, folder / PROFILE):
+        profile.save(path)
+    unfinished.unlink(missing_ok=True)  # the next search measures anew
     console.say(f"=> {verdict}")
     console.say(f"start it with: {shlex.join(profile.command)}")
     console.say(f"written to {settings.output}")
@@ -202,14 +207,17 @@ def _prompts(settings: EngineSearchSettings, split: WorkloadSplit) -> Workload:
     return loaded.cut(NUM_PROMPTS[split], settings.max_new_tokens)
 
 
-def _all_exact(served: Sequence[Replayed], counted: SpeculationCounts, console: Console) -> bool:
-    predicted = total(replayed.counts for _, replayed in served)
-    exact = sum(is_exact(*row) for row in served)
+def _plain(server: LlamaServer, prompts: Sequence[WorkloadPrompt], folder: Path, console: Console) -> Served:
+    """The plain answers, recorded once; the first are asked for again, to see whether they repeat."""
+    stage, record = "plain answers of the engine", folder / "answers.jsonl"
+    plain = serve_in_turns({OFF: server}, {OFF: []}, prompts, stage, console, record=record)[OFF]
+    again = [server.ask(prompt).tokens for prompt in prompts[:SELF_TEST]]
+    differing = sum(tokens != answer.tokens for tokens, answer in zip(again, plain.answers, strict=False))
     console.say(
-        f"self-test  all types in one server: draft tokens and accepted ones are the predicted in {exact} of {len(served)} requests; "
-        f"{counted.verifications} verifications, {predicted.verifications} predicted"
+        f"plain      {sum(len(answer.tokens) for answer in plain.answers)} tokens of {len(prompts)} prompts, in {folder}; asked again, "
+        f"{differing} of {len(again)} answers differ"
     )
-    return exact == len(served) and counted == predicted
+    return plain
 
 
 def _prices(
@@ -229,45 +237,34 @@ def _prices(
     return prices
 
 
-def _swept(
-    types: Sequence[NgramType],
-    plain: Sequence[ServedAnswer],
-    prices: VerificationPrices,
-    context: int,
-    console: Console,
-) -> list[SweptType]:
-    """Predicted speedups over no speculation, for the prompts in their order in one server; prints the best."""
-    requests = [KnownRequest(answer) for answer in plain]
+def _fastest(
+    types: Sequence[NgramType], plain: Served, prices: VerificationPrices, console: Console
+) -> list[PredictedSettings]:
+    """The fastest settings of each type and its default, for the prompts in their order in one server; prints the best."""
+    requests = [KnownRequest(answer) for answer in plain.answers]
     price = prices.pricer(max(len(request.tokens) for request in requests))
-    plain_ms = np.array([sum(price(one)) for one in replay_speculation((), requests, context)])
+    plain_ms = np.array([sum(price(replayed)) for _, replayed in plain.rows])
     times, settings = dict[str, NDArray[np.float64]](), speculation_space(types)
     with console.stage(f"replay of {len(settings)} settings") as update:
         for number, one in enumerate(settings, start=1):
-            replays = replay_speculation([one], requests, context)
+            replays = replay_speculation([one], requests, plain.context)
             times[one.label] = np.array([sum(price(replayed)) for replayed in replays])
             update(number, len(settings), "")
-    swept = []
-    for name in types:
-        own = sorted((one for one in settings if one.type == name), key=lambda one: times[one.label].sum())
-        kept = [one for place, one in enumerate(own) if place < SHOWN or one.options == OPTIONS[name]]
-        fastest = [
-            PredictedSettings(
-                speculation=one,
-                speedup=float(plain_ms.sum() / times[one.label].sum()),
-                ci95=bootstrap_ratio(plain_ms, times[one.label]),
-            )
-            for one in kept
-        ]
-        swept.append(SweptType(type=name, num_settings=len(own), fastest=fastest))
-    best = _fastest(swept)
-    shown = [one for place, one in enumerate(best) if place < SHOWN or one.speculation == DEFAULT_SETTINGS]
+    best = sorted(settings, key=lambda one: times[one.label].sum())
+    by_type = {name: [one for one in best if one.type == name] for name in types}
+    fastest = [
+        PredictedSettings(
+            speculation=one,
+            speedup=float(plain_ms.sum() / times[one.label].sum()),
+            ci95=bootstrap_ratio(plain_ms, times[one.label]),
+        )
+        for one in best
+        if one in by_type[one.type][:SHOWN] or one.options == OPTIONS[one.type]
+    ]
+    shown = [one for place, one in enumerate(fastest) if place < SHOWN or one.speculation == DEFAULT_SETTINGS]
     rows = [[one.speculation.label, f"{one.speedup:.2f}x", "{:.2f} to {:.2f}".format(*one.ci95)] for one in shown]
     console.table("Predicted on the tuning prompts", ["settings", "speedup", "95 %"], rows)
-    return swept
-
-
-def _fastest(swept: Sequence[SweptType]) -> list[PredictedSettings]:
-    return sorted((one for row in swept for one in row.fastest), key=lambda one: -one.speedup)
+    return fastest
 
 
 def recommend(arms: Sequence[ConfirmedArm]) -> tuple[Speculation | None, str]:

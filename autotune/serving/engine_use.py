@@ -11,10 +11,8 @@ from autotune.documents.engine_profile import EngineProfile, ServedLoad
 from autotune.errors import NotComparable, UserError
 from autotune.files import known_sha256_of
 from autotune.modeling.gguf import find_gguf
-from autotune.serving.engine_runs import DEFAULT, DEFAULT_SETTINGS, OFF, confirm, is_exact, require_served, with_replays
+from autotune.serving.engine_runs import DEFAULT, DEFAULT_SETTINGS, OFF, Served, confirm, measure_loads, require_served
 from autotune.serving.llama_server import EngineCommand, find_engine, started_llama
-from autotune.serving.ngram_replay import total
-from autotune.serving.served_loads import measure_loads
 from autotune.serving.verification_prices import VerificationPrices, clock_of
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
@@ -44,10 +42,8 @@ def check_engine(source: Path, given: str | None, console: Console) -> int:
     profile = EngineProfile.load(source)
     if not profile.answers:
         raise UserError(f"{source}: holds no counts, because it was made with --url; search again without --url")
-    rows = with_replays(profile.answers, [profile.checked], profile.context)
-    is_replayed = total(replayed.counts for _, replayed in rows) == profile.counts and all(
-        is_exact(*row) for row in rows
-    )
+    known = Served([profile.checked], [profile.answers], profile.counts, profile.context)
+    is_replayed = known.exact == len(profile.answers)
     with started_llama(engine_of(profile, given), [profile.checked]) as server:
         served = [server.answer(answer.prompt_tokens, answer.limit) for answer in profile.answers]
         counted = server.counts()
@@ -91,18 +87,16 @@ def answer_in_engine(
 
 
 def bench_engine(
-    source: Path, workload: Workload, given: str | None, console: Console, *, requests_at_once: Sequence[int] = ()
+    source: Path, workload: Workload, console: Console, *, engine_command: str | None, requests_at_once: Sequence[int]
 ) -> dict[str, Any]:
-    """Measure a profile's settings, the engine's default and no speculation in turns, and the first and the last of them with
-    several requests at once; returns the figures as JSON.
-    """
+    """Measure a profile's settings, the engine's default and no speculation in turns; returns the figures as JSON."""
     profile = EngineProfile.load(source)
     require_served(workload.prompts)
     one = profile.speculation or profile.checked
     prices = VerificationPrices(profile.prices, clock_of(profile.prices), profile.price_factor)
     arms = {OFF: [], DEFAULT: [DEFAULT_SETTINGS], one.label: [one]}
-    command, loads = engine_of(profile, given), list[ServedLoad]()
-    measured, runs = confirm(command, arms, workload, prices, console, seed=0)
+    command, loads = engine_of(profile, engine_command), list[ServedLoad]()
+    measured, runs = confirm(command, arms, workload.prompts, prices, console, seed=0)
     if requests_at_once:
         loads = measure_loads(command, {OFF: [], one.label: [one]}, runs[OFF].answers, requests_at_once, console)
     return {

@@ -83,12 +83,6 @@ def started(command: str, options: ServerOptions) -> Iterator[EngineClient]:
         yield EngineClient(url)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @contextmanager
 def running(
     words: Sequence[str], name: str, arguments: Sequence[str] = ()
@@ -103,7 +97,9 @@ def running(
     Raises:
         UserError: the server cannot be started, does not answer in time, or ends while it is used.
     """
-    port = free_port()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="autotune-engine-") as folder:
         log = Path(folder) / "log"
         try:

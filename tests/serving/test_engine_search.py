@@ -366,7 +366,7 @@ def test_files_that_cannot_be_used_are_told_in_one_line(folder: Path, file: str,
 
 def test_another_program_at_the_port_is_told_before_it_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running([str(folder / "llama-server"), *ONE_SLOT], "llama-server") as (url, _):
-        monkeypatch.setattr("autotune.serving.server.free_port", lambda: int(url.rpartition(":")[2]))
+        monkeypatch.setattr("socket.socket.getsockname", lambda _: ("127.0.0.1", int(url.rpartition(":")[2])))
         done = searched(folder)
     assert done.exit_code == 2 and "Address already in use" in said(done)
     assert not list(folder.glob(".autotune/engines/*/*.jsonl"))
