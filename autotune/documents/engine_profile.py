@@ -58,6 +58,10 @@ class SpeculationCounts(Document):
     drafted: int = Field(ge=0)
     accepted: int = Field(ge=0)
 
+    @property
+    def text(self) -> str:
+        return f"{self.verifications} verifications, {self.drafted} drafted, {self.accepted} accepted"
+
 
 class ServedAnswer(Document):
     """A greedy answer of the engine, with its own counts of draft tokens and its time from the first token to the last."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import median
 from typing import TYPE_CHECKING
 
 from autotune.documents.engine_profile import EngineProfile
@@ -35,15 +34,7 @@ def engine_plots(profile: EngineProfile) -> Plots:
     if profile.arms:
         chosen = profile.speculation.label if profile.speculation else profile.arms[0].label
         bars = [Bar(arm.label, arm.measured, arm.ci95, arm.label == chosen) for arm in profile.arms]
-        values = "; ".join(f"{bar.label} {bar.value:.2f}" for bar in bars)
-        figure = figures.intervals(bars, "speedup over no speculation, 95 % CI")
-        yield "confirmed", f"Measured speedups with confidence intervals: {values}.", figure
-    longest = max(step.context for step in profile.prices)
-    steps = sorted((step for step in profile.prices if step.context == longest), key=lambda step: step.tokens)
-    tokens, clocks = [step.tokens for step in steps], {"wall": "wall_ms", "CPU": "cpu_ms"}
-    series = [Series(name, tokens, [median(getattr(s, clock)) for s in steps]) for name, clock in clocks.items()]
-    figure = figures.lines(series, x="tokens verified", y="ms", is_log=True)
-    yield "prices", f"Time of a forward pass after {longest} tokens; the table has the numbers.", figure
+        yield _intervals("confirmed", bars, "no speculation")
 
 
 def _evaluation(content: Content) -> Plots:
@@ -51,9 +42,13 @@ def _evaluation(content: Content) -> Plots:
         return
     shown = [arm for arm in (arms.plain, *arms.defaults, arms.tuned) if arm is not None]
     bars = [Bar(arm.name, arm.speedup, arm.ci95, arm is arms.profile) for arm in shown]
+    yield _intervals("evaluation", bars, "plain decoding")
+
+
+def _intervals(name: str, bars: list[Bar], baseline: str) -> tuple[str, str, Figure]:
     values = "; ".join(f"{bar.label} {bar.value:.2f}" for bar in bars)
-    figure = figures.intervals(bars, "speedup over plain decoding, 95 % CI")
-    yield "evaluation", f"Measured speedups with confidence intervals: {values}.", figure
+    figure = figures.intervals(bars, f"speedup over {baseline}, 95 % CI")
+    return name, f"Measured speedups with confidence intervals: {values}.", figure
 
 
 def _predictions(content: Content) -> Plots:

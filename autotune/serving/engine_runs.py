@@ -157,34 +157,19 @@ def recorded_prices(
 
 
 def self_test(
-    command: EngineCommand, types: Sequence[NgramType], prompts: Sequence[WorkloadPrompt], console: Console
+    command: EngineCommand, tested: Sequence[Speculation], prompts: Sequence[WorkloadPrompt], console: Console
 ) -> dict[NgramType, str]:
     """Types whose counts differ from the replay's, with the reason, by a server for each."""
     left_out: dict[NgramType, str] = {}
-    arms: dict[NgramType, list[Speculation]] = {name: [Speculation(type=name, options=TESTED[name])] for name in types}
-    runs = serve_in_turns(command, arms, prompts[:SELF_TEST], "self-test of each type", console)
-    for name in types:
-        counted, predicted = runs[name].counts, runs[name].replayed
-        if runs[name].exact < len(runs[name].answers):
-            left_out[name] = (
-                f"{counted.drafted} tokens drafted and {counted.accepted} accepted in {counted.verifications} verifications, predicted "
-                f"{predicted.drafted}, {predicted.accepted} and {predicted.verifications}"
-            )
-            label = arms[name][0].label
-            console.say(f"self-test  {label}: {left_out[name]}: the build has another rule, and the type is left out")
-    if len(left_out) == len(types):
+    arms = {one.label: [one] for one in tested}
+    for label, served in serve_in_turns(command, arms, prompts, "self-test of each type", console).items():
+        if served.exact < len(served.answers):
+            reason = f"{served.counts.text}; predicted are {served.replayed.text}"
+            left_out[served.speculations[0].type] = reason
+            console.say(f"self-test  {label}: {reason}: the build has another rule, and the type is left out")
+    if len(left_out) == len(tested):
         raise UserError("the counts differ from the replay's in every type; use the build that docs/engines.md names")
     return left_out
-
-
-TESTED: dict[NgramType, dict[str, int]] = {
-    "ngram-simple": {"size-n": 3, "size-m": 8},
-    "ngram-map-k": {"size-n": 3, "size-m": 8},
-    "ngram-map-k4v": {"size-n": 3, "size-m": 8, "min-hits": 1},
-    "ngram-mod": {"n-match": 4, "n-min": 1, "n-max": 8},
-    "ngram-cache": {},
-}
-"""Settings that draft often."""
 
 
 def confirm(

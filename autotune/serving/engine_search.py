@@ -34,7 +34,7 @@ from autotune.documents.provenance import ModelReference, stamp
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import WORKSPACE, content_key, known_sha256_of, require_writable
-from autotune.modeling.gguf import find_gguf
+from autotune.modeling.gguf import find_gguf, require_chat_template
 from autotune.serving.engine_runs import (
     DEFAULT,
     DEFAULT_SETTINGS,
@@ -51,7 +51,7 @@ from autotune.serving.engine_runs import (
     serve_in_turns,
     with_replays,
 )
-from autotune.serving.llama_server import EXECUTABLE, LlamaServer, find_engine, require_chat_template, started_llama
+from autotune.serving.llama_server import EXECUTABLE, LlamaServer, find_engine, started_llama
 from autotune.serving.ngram_drafters import KnownRequest
 from autotune.serving.ngram_replay import replay_speculation, total
 from autotune.serving.verification_prices import PRICED_TOKENS, PRICING, VerificationPrices, clock_of, served_factor
@@ -116,10 +116,6 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         if "--chat-template" not in " ".join(command.arguments):
             require_chat_template(model)
         types = command.types()
-        if DEFAULT_SETTINGS.type not in types:
-            raise UserError(
-                f"{command.executable}: has no {DEFAULT_SETTINGS.type}, by which passes are priced; run make engines"
-            )
     elif settings.requests_at_once:
         raise UserError("--requests-at-once: a server at --url keeps its settings; leave one of the two out")
     left_out = {name: "the build does not have it" for name in OPTIONS if name not in types}
@@ -145,7 +141,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
                 f"{len(asked.rows)} requests; {counted} verifications, {predicted} predicted"
             )
             if asked.exact < len(asked.rows):
-                left_out |= self_test(command, types, tune.prompts, console)
+                left_out |= self_test(command, tested, tune.prompts, console)
         asked_prompts = [answer.prompt_tokens for answer in plain.answers]
         steps = recorded_prices(server, asked_prompts, folder / "prices.jsonl", console, settings.seed)
     prices, types = _prices(steps, plain.rows, served, console), [name for name in types if name not in left_out]

@@ -53,10 +53,6 @@ def check_engine(source: Path, given: str | None, console: Console) -> int:
             f"{source}: {differing} of {len(served)} answers are not those of the search, and counts follow from answers; use its build, "
             "arguments and machine, or search again"
         )
-    texts = [
-        f"{one.verifications} verifications, {one.drafted} drafted, {one.accepted} accepted"
-        for one in (profile.counts, counted)
-    ]
     is_counted = counted == profile.counts and all(
         (a.drafted, a.accepted) == (b.drafted, b.accepted) for a, b in zip(served, profile.answers, strict=True)
     )
@@ -64,9 +60,9 @@ def check_engine(source: Path, given: str | None, console: Console) -> int:
         f"replay of {profile.checked.label}: {'passed' if is_replayed else 'failed: its rules differ from those of the search'}"
     )
     console.say(
-        f"counts of the server: passed: {texts[1]}"
+        f"counts of the server: passed: {counted.text}"
         if is_counted
-        else f"counts of the server: failed: {texts[1]}; at the search {texts[0]}: the build has another rule; search again"
+        else f"counts of the server: failed: {counted.text}; at the search {profile.counts.text}: the build has another rule; search again"
     )
     return int(not (is_replayed and is_counted))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import shlex
@@ -36,7 +35,7 @@ FIXED = ("--metrics", "--cache-ram", "0")
 ONE_SLOT = ("--parallel", "1")
 """The replay follows its state."""
 OWN_ARGUMENTS = ("-m", "--model", "-a", "--alias", "-np", "--parallel", "--host", "--port")
-METADATA_BYTES = 1 << 28  # of a GGUF file, in which its metadata lie
+PRICED_BY: NgramType = "ngram-mod"
 COUNTERS = {"verifications": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
 
 
@@ -61,18 +60,17 @@ class EngineCommand:
         """The n-gram types that the build has, by its help.
 
         Raises:
-            UserError: another program, or a build without n-gram speculation.
+            UserError: another program, or a build without the type by which passes are priced.
         """
         try:
             done = subprocess.run([self.executable, "--help"], capture_output=True, text=True, timeout=60, check=False)
         except (OSError, subprocess.SubprocessError) as error:
             raise UserError(f"{self.executable}: cannot be run ({error}); name a {EXECUTABLE}") from None
-        _, found, listed = done.stdout.partition("--spec-type")
-        if not found:
+        names = set(re.findall(r"[\w-]+", done.stdout.partition("--spec-type")[2].partition("\n--")[0]))
+        if PRICED_BY not in names:
             raise UserError(
-                f"{self.executable}: is no {EXECUTABLE}, or one without --spec-type; build b11434 or newer: make engines"
+                f"{self.executable}: is no {EXECUTABLE}, or one without --spec-type {PRICED_BY}; build b11434 or newer: make engines"
             )
-        names = set(re.findall(r"[\w-]+", listed.partition("\n--")[0]))
         return [name for name in OPTIONS if name in names]
 
 
@@ -92,17 +90,6 @@ def find_engine(command: str | None, model: Path) -> EngineCommand:
     if own := [word for word in words[1:] if word in OWN_ARGUMENTS or word.startswith("--spec")]:
         raise UserError(f"--engine-command: {own[0]} is set by the search; leave it out")
     return EngineCommand(Path(found).resolve(), model.resolve(), tuple(words[1:]))
-
-
-def require_chat_template(model: Path) -> None:
-    """Refuse a GGUF file without a chat template, for which llama-server takes another model's."""
-    with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if content[:4] != b"GGUF":
-            raise UserError(f"{model}: truncated, damaged or no GGUF file; download it again")
-        if content.find(b"tokenizer.chat_template", 0, METADATA_BYTES) < 0:
-            raise UserError(
-                f"{model}: the GGUF file has no chat template; name one: --engine-command 'llama-server --chat-template NAME'"
-            )
 
 
 class LlamaServer(EngineHttp):

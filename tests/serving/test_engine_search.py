@@ -351,7 +351,7 @@ def test_mistakes_are_told_in_one_line(folder: Path, words: tuple[str, ...], ser
         ("model.gguf", b"GGUF without", "has no chat template"),
         ("model.gguf", b"something else", "no GGUF file"),
         ("llama-server", b"#!/bin/sh\necho a shell\n", "is no llama-server"),
-        ("llama-server", b"#!/bin/sh\necho --spec-type none,draft-simple\n", "has no ngram-mod"),
+        ("llama-server", b"#!/bin/sh\necho --spec-type none,draft-simple\n", "one without --spec-type ngram-mod"),
         ("llama-server", b"no program", "cannot be run"),
         ("prompts.jsonl", b'{"prompt": "a", "images": ["red.png"]}\n{"prompt": "b"}\n', "has an image"),
         ("prompts.jsonl", b'{"prompt": "a", "temperature": 1.0}\n{"prompt": "b"}\n', "at temperature 0"),
