@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from autotune.cli import options
+from autotune.errors import UserError
 from autotune.search.settings import SearchSettings
 
 
@@ -58,6 +59,8 @@ def command(profile: Path, against: str | None, table: Path | None, as_json: boo
         if as_json:
             options.print_json(measured)
         return
+    if any(of_engines.values()):
+        raise UserError("--engine-command and --requests-at-once are of engine profiles; leave them out")
 
     from autotune.evaluation.bench_settings import BenchSettings
 

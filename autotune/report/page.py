@@ -15,7 +15,7 @@ from autotune.documents.engine_profile import EngineProfile
 from autotune.documents.provenance import stamp
 from autotune.files import require_writable, write_bytes
 from autotune.report.content import Content
-from autotune.report.plots import all_plots, drawn, engine_plots
+from autotune.report.plots import all_plots
 from autotune.report.points import heads_label
 from autotune.report.sources import find_sources
 
@@ -66,9 +66,8 @@ def write_report(
 def write_engine_report(given: Path, output: Path, console: Console) -> None:
     """Write the page of an engine profile."""
     require_writable(output)
-    profile = EngineProfile.load(given)
-    content = {"profile": profile, "given": given, "provenance": stamp()}
-    _write(output, _filled("engine.html", content, drawn(engine_plots(profile))), console)
+    content = {"profile": EngineProfile.load(given), "given": given, "provenance": stamp()}
+    _write(output, _filled("engine.html", content), console)
 
 
 def _write(output: Path, text: str, console: Console) -> None:
@@ -79,17 +78,18 @@ def _write(output: Path, text: str, console: Console) -> None:
 
 def render(content: Content) -> str:
     """The page as HTML."""
-    trees = {f"tree-{example.number}": example.svg for example in content.examples if example.svg}
-    return _filled("page.html", vars(content) | CONSTANTS, all_plots(content) | trees)
+    from markupsafe import Markup
+
+    drawn = all_plots(content) | {f"tree-{example.number}": example.svg for example in content.examples if example.svg}
+    plots = {name: Markup(svg) for name, svg in drawn.items()}  # our own SVG, whose texts are escaped
+    return _filled("page.html", vars(content) | CONSTANTS | {"plots": plots})
 
 
-def _filled(template: str, content: dict[str, Any], plots: dict[str, str]) -> str:
+def _filled(template: str, content: dict[str, Any]) -> str:
     """A page as HTML. Names and texts of models, prompts and devices are untrusted: all of them are escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
 
     templates = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined)
     templates.trim_blocks = templates.lstrip_blocks = True
     templates.filters |= FILTERS
-    marked = {name: Markup(svg) for name, svg in plots.items()}  # our own SVG, whose texts are escaped
-    return templates.get_template(template).render(content | {"plots": marked})
+    return templates.get_template(template).render(content)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from autotune.documents.engine_profile import EngineProfile
 from autotune.report import figures
 from autotune.report.content import Content
 from autotune.report.figures import Bar, Series
@@ -19,22 +18,12 @@ Plots = Iterator[tuple[str, str, "Figure"]]
 
 
 def all_plots(content: Content) -> dict[str, str]:
-    sections = (_evaluation, _predictions, _fronts, _ablation, _importance, _acceptance, _costs)
-    return drawn(plot for section in sections for plot in section(content))
-
-
-def drawn(plots: Plots) -> dict[str, str]:
     import matplotlib as mpl
 
+    sections = (_evaluation, _predictions, _fronts, _ablation, _importance, _acceptance, _costs)
+    plots = (plot for section in sections for plot in section(content))
     with mpl.rc_context(STYLE):  # colours are taken when an element is created
         return {name: to_svg(figure, name, description) for name, description, figure in plots}
-
-
-def engine_plots(profile: EngineProfile) -> Plots:
-    if profile.arms:
-        chosen = profile.speculation.label if profile.speculation else profile.arms[0].label
-        bars = [Bar(arm.label, arm.measured, arm.ci95, arm.label == chosen) for arm in profile.arms]
-        yield _intervals("confirmed", bars, "no speculation")
 
 
 def _evaluation(content: Content) -> Plots:
@@ -42,13 +31,9 @@ def _evaluation(content: Content) -> Plots:
         return
     shown = [arm for arm in (arms.plain, *arms.defaults, arms.tuned) if arm is not None]
     bars = [Bar(arm.name, arm.speedup, arm.ci95, arm is arms.profile) for arm in shown]
-    yield _intervals("evaluation", bars, "plain decoding")
-
-
-def _intervals(name: str, bars: list[Bar], baseline: str) -> tuple[str, str, Figure]:
     values = "; ".join(f"{bar.label} {bar.value:.2f}" for bar in bars)
-    figure = figures.intervals(bars, f"speedup over {baseline}, 95 % CI")
-    return name, f"Measured speedups with confidence intervals: {values}.", figure
+    figure = figures.intervals(bars, "speedup over plain decoding, 95 % CI")
+    yield "evaluation", f"Measured speedups with confidence intervals: {values}.", figure
 
 
 def _predictions(content: Content) -> Plots:

@@ -120,11 +120,9 @@ def serve_in_turns(
             servers = {name: stack.enter_context(started_llama(servers, one)) for name, one in asked.items()}
         for prompt in rest:
             answers = {name: servers[name].ask(prompt).model_dump() for name in order.sample(list(arms), len(arms))}
-            counts = {
-                name: (server.counts() if arms[name] else total([])).model_dump() for name, server in servers.items()
-            }
-            contexts = {name: server.context for name, server in servers.items()}
-            rows.append({"key": key, "process": process, "answers": answers, "counts": counts, "contexts": contexts})
+            counts = {name: server.counts().model_dump() for name, server in servers.items()}
+            context = {name: server.context for name, server in servers.items()}
+            rows.append({"key": key, "process": process, "answers": answers, "counts": counts, "context": context})
             if record:
                 append_line(record, rows[-1])
             update(len(rows), len(prompts), "")
@@ -134,7 +132,7 @@ def serve_in_turns(
             speculations,
             [[ServedAnswer.model_validate(row["answers"][name]) for row in life] for life in lives],
             total(SpeculationCounts.model_validate(life[-1]["counts"][name]) for life in lives),
-            rows[0]["contexts"][name],
+            rows[0]["context"][name],
         )
         for name, speculations in arms.items()
     }
@@ -147,13 +145,13 @@ def recorded_prices(
     prompts = sorted(prompts, key=len)
     ends = prompts[:: max(1, len(prompts) - 1)]
     key = content_key(ends)
-    known = [line["steps"] for line in read_lines(path) if line.get("prompts") == key]
-    if not known:
+    known = {line["prompts"]: line["steps"] for line in read_lines(path)}
+    if key not in known:
         with console.stage("prices of forward passes") as update:
             steps = measure_verifications(server, ends, prompts[0][-1], update, seed=seed)
-        known = [[step.model_dump() for step in steps]]
-        append_line(path, {"prompts": key, "steps": known[0]})
-    return [PricedStep.model_validate(step) for step in known[-1]]
+        known[key] = [step.model_dump() for step in steps]
+        append_line(path, {"prompts": key, "steps": known[key]})
+    return [PricedStep.model_validate(step) for step in known[key]]
 
 
 def self_test(
@@ -259,24 +257,23 @@ def measure_loads(
     loads, starts = list[ServedLoad](), [(size, name) for size in sizes for name in arms]
     with console.stage("requests at once") as update:
         for number, (size, name) in enumerate(starts, start=1):
-            with started_llama(
-                command, arms[name], ("--parallel", f"{size}", "--ctx-size", f"{size * slot}")
-            ) as server:
+            slots = ("--parallel", f"{size}", "--ctx-size", f"{size * slot}")
+            with started_llama(command, arms[name], slots) as server:
                 server.stream(answers[0].model_copy(update={"limit": WARM_UP}))
                 started = time.perf_counter()
                 with ThreadPoolExecutor(size) as pool:
                     found = list(pool.map(server.stream, answers))
                 spent = time.perf_counter() - started
-            firsts = [1e3 * times[0] for _, times in found]
-            rest = [1e3 * (times[-1] - times[0]) / max(1, len(times) - 1) for _, times in found]
+            first = [1e3 * times[0] for _, times in found]
+            rest = [1e3 * (times[-1] - times[0]) / max(1, len(tokens) - 1) for tokens, times in found]
             load = ServedLoad(
                 label=name,
                 requests_at_once=size,
                 requests=len(found),
                 tokens=sum(len(tokens) for tokens, _ in found),
                 seconds=spent,
-                first_token_ms=_middle_and_high(firsts),
-                token_ms=_middle_and_high(rest),
+                first_token_ms=tuple(np.percentile(first, [50, 95]).tolist()),
+                token_ms=tuple(np.percentile(rest, [50, 95]).tolist()),
                 identical=sum(tokens == one.tokens for (tokens, _), one in zip(found, answers, strict=True)),
             )
             loads.append(load)
@@ -296,7 +293,3 @@ def measure_loads(
         ],
     )
     return loads
-
-
-def _middle_and_high(values: Sequence[float]) -> tuple[float, float]:
-    return float(np.median(values)), float(np.percentile(values, 95))

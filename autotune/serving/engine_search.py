@@ -62,7 +62,6 @@ from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 
 NUM_PROMPTS: dict[WorkloadSplit, int] = {"tune": 24, "evaluate": 18}
 SHOWN = 3  # fastest settings of a type, and of all
-LEAST_GAIN = 0.99  # a setting below it is never recommended
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
@@ -267,6 +266,6 @@ def recommend(arms: Sequence[ConfirmedArm]) -> tuple[Speculation | None, str]:
     """The recommended settings and the verdict: off unless the interval of the fastest arm lies above 1."""
     best, worst = (pick(arms[1:], key=lambda arm: arm.measured) for pick in (max, min))
     shown = f"{best.label} {best.measured:.2f}x ({best.ci95[0]:.2f} to {best.ci95[1]:.2f})"
-    if best.ci95[0] > 1.0 and best.measured >= LEAST_GAIN:
+    if best.ci95[0] > 1.0:
         return best.speculation, f"{shown} of no speculation"
     return None, f"leave speculation off: the fastest that was measured is {shown}; {worst.label} {worst.measured:.2f}x"

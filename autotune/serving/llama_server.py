@@ -149,22 +149,24 @@ class LlamaServer(EngineHttp):
             )
 
     def stream(self, answer: ServedAnswer) -> tuple[list[int], list[float]]:
-        """Decode the prompt of an answer as one of several requests: tokens, and seconds from the request to each of them."""
+        """Decode the prompt of an answer as one of several requests: tokens, and seconds from the request to each part of the reply."""
         request = {"prompt": answer.prompt_tokens, "n_predict": answer.limit, "temperature": 0.0, "return_tokens": True}
         tokens, seconds, started = list[int](), list[float](), time.perf_counter()
         for line in self.lines("/completion", request | {"cache_prompt": False, "stream": True}, "look into its log"):
             if line.startswith(b"data: "):
                 with self.reply_of("/completion"):
                     tokens += [int(token) for token in parse_json(line[6:].decode())["tokens"]]
-                seconds += [time.perf_counter() - started] * (len(tokens) - len(seconds))
+                seconds.append(time.perf_counter() - started)
         return tokens, seconds
 
     def counts(self) -> SpeculationCounts:
-        """Counts of all requests since the server's start.
+        """Counts of all requests since the start of a server that was started here; zeros of another one.
 
         Raises:
             UserError: the server exposes no metrics.
         """
+        if self.process is None:
+            return SpeculationCounts(**dict.fromkeys(COUNTERS, 0))
         text = self.read("/metrics", advice="start it with --metrics").decode(errors="replace")
         values = {
             name: re.search(rf"^llamacpp:spec_decode_num_{counter}_total (\S+)$", text, re.MULTILINE)
