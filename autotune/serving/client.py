@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -95,14 +95,21 @@ class EngineHttp:
         return value
 
     def read(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> bytes:
+        return b"".join(self.lines(path, body, advice))
+
+    def lines(self, path: str, body: dict[str, Any] | None, advice: str) -> Iterator[bytes]:
+        """Lines of a reply as they come."""
         content, timeout_s = (None, ASK_TIMEOUT_S) if body is None else (json.dumps(body).encode(), ANSWER_TIMEOUT_S)
         try:
             request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                answer: bytes = response.read(MOST_BYTES)
-                if response.length or response.read(1):
-                    raise HTTPException(f"its reply is cut short, or longer than {MOST_BYTES} bytes")
-                return answer
+                left = MOST_BYTES
+                while line := response.readline(left + 1):
+                    if (left := left - len(line)) < 0:
+                        raise HTTPException(f"its reply is longer than {MOST_BYTES} bytes")
+                    yield line
+                if response.length:
+                    raise HTTPException("its reply is cut short")
         except urllib.error.HTTPError as error:
             message = ""
             with suppress(OSError, HTTPException):

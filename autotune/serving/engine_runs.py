@@ -1,9 +1,14 @@
-"""Runs in llama-server for a search: answers and prices recorded once, the self-test, and the confirmation. Loads no torch."""
+"""Runs in llama-server for a search: servers in turns, prices, the self-test, the confirmation, requests at once. Loads no torch."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import os
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +23,10 @@ from autotune.documents.engine_profile import (
     NgramType,
     PricedStep,
     ServedAnswer,
+    ServedLoad,
     Speculation,
     SpeculationCounts,
+    arguments_of,
 )
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio
@@ -27,10 +34,11 @@ from autotune.files import append_line, content_key, read_lines
 from autotune.serving.llama_server import EngineCommand, LlamaServer, started_llama
 from autotune.serving.ngram_drafters import KnownRequest
 from autotune.serving.ngram_replay import RequestReplay, replay_speculation, total
-from autotune.serving.verification_prices import VerificationPrices, measure_verifications, time_of
-from autotune.workloads.workload import Workload
+from autotune.serving.verification_prices import PRICED_TOKENS, VerificationPrices, measure_verifications, time_of
+from autotune.workloads.prompt import WorkloadPrompt
 
 SELF_TEST = 4  # prompts
+WARM_UP = 2  # tokens of a request that builds a server's graphs
 DISAGREEMENT = 0.05  # between speedups of wall and of CPU time, above which other processes used the machine
 OFF, DEFAULT = "off", "--spec-default"
 DEFAULT_SETTINGS = Speculation(type="ngram-mod", options=OPTIONS["ngram-mod"])
@@ -38,45 +46,13 @@ Arms = Mapping[str, Sequence[Speculation]]
 Replayed = tuple[ServedAnswer, RequestReplay]
 
 
-@dataclass(frozen=True)
-class EngineRecord:
-    """Answers and prices of one model, build and command, in a folder: an interrupted search repeats at most one request."""
-
-    folder: Path
-
-    def answers(self, server: LlamaServer, workload: Workload, console: Console) -> list[ServedAnswer]:
-        """The plain answers, recorded once; the first are asked for again, to see whether they repeat."""
-        path, prompts = self.folder / "answers.jsonl", workload.prompts
-        known = {line["prompt"]: line["answer"] for line in read_lines(path) if "answer" in line}
-        with console.stage("plain answers of the engine") as update:
-            for number, prompt in enumerate(prompts, start=1):
-                if prompt.sha256 not in known:
-                    known[prompt.sha256] = server.ask(prompt).model_dump()
-                    append_line(path, {"prompt": prompt.sha256, "answer": known[prompt.sha256]})
-                update(number, len(prompts), "")
-        found = [ServedAnswer.model_validate(known[prompt.sha256]) for prompt in prompts]
-        again = [server.ask(prompt).tokens for prompt in prompts[:SELF_TEST]]
-        differing = sum(tokens != answer.tokens for tokens, answer in zip(again, found, strict=False))
-        console.say(
-            f"plain      {sum(len(answer.tokens) for answer in found)} tokens of {len(found)} prompts, in {self.folder}; asked again, "
-            f"{differing} of {len(again)} answers differ"
-        )
-        return found
-
-    def prices(
-        self, server: LlamaServer, answers: Sequence[ServedAnswer], console: Console, seed: int
-    ) -> list[PricedStep]:
-        """Prices after the shortest and the longest prompt, measured once."""
-        path, prompts = self.folder / "prices.jsonl", sorted((answer.prompt_tokens for answer in answers), key=len)
-        ends = prompts[:: max(1, len(prompts) - 1)]
-        key = content_key(ends)
-        known = [line["steps"] for line in read_lines(path) if line.get("prompts") == key]
-        if not known:
-            with console.stage("prices of forward passes") as update:
-                steps = measure_verifications(server, ends, prompts[0][-1], update, seed=seed)
-            known = [[step.model_dump() for step in steps]]
-            append_line(path, {"prompts": key, "steps": known[0]})
-        return [PricedStep.model_validate(step) for step in known[-1]]
+def require_served(prompts: Sequence[WorkloadPrompt]) -> None:
+    """Refuse prompts that a server of text at temperature 0 does not decode."""
+    for prompt in prompts:
+        if prompt.pixels:
+            raise UserError(f"{prompt.name}: has an image, and n-grams are tuned on text; leave such prompts out")
+        if prompt.settings.temperature > 0:
+            raise UserError(f"{prompt.name}: engines are tuned at temperature 0; set the prompt's temperature to 0")
 
 
 def with_replays(answers: Sequence[ServedAnswer], speculations: Sequence[Speculation], context: int) -> list[Replayed]:
@@ -88,66 +64,135 @@ def is_exact(answer: ServedAnswer, replayed: RequestReplay) -> bool:
     return (answer.drafted, answer.accepted) == (replayed.counts.drafted, replayed.counts.accepted)
 
 
+@dataclass(frozen=True)
+class Served:
+    """Answers of settings in the order of the prompts, by the servers that gave them: a search that goes on starts a new one."""
+
+    speculations: Sequence[Speculation]
+    by_server: list[list[ServedAnswer]]
+    counts: SpeculationCounts
+    context: int
+
+    @property
+    def answers(self) -> list[ServedAnswer]:
+        return list(itertools.chain(*self.by_server))
+
+    @functools.cached_property
+    def rows(self) -> list[Replayed]:
+        return [row for found in self.by_server for row in with_replays(found, self.speculations, self.context)]
+
+    @property
+    def replayed(self) -> SpeculationCounts:
+        return total(replayed.counts for _, replayed in self.rows)
+
+    @property
+    def exact(self) -> int:
+        """Requests with the replay's counts; none where the totals differ, because verifications are counted for all together."""
+        return sum(is_exact(*row) for row in self.rows) if self.replayed == self.counts else 0
+
+    def per_token(self, ms: Callable[[ServedAnswer, RequestReplay], float]) -> float:
+        return sum(ms(*row) for row in self.rows) / max(1, sum(replayed.num_tokens for _, replayed in self.rows))
+
+
+def serve_in_turns(
+    servers: EngineCommand | Mapping[str, LlamaServer],
+    arms: Arms,
+    prompts: Sequence[WorkloadPrompt],
+    stage: str,
+    console: Console,
+    *,
+    seed: int = 0,
+    record: Path | None = None,
+) -> dict[str, Served]:
+    """Answers of every arm's server to the prompts, in turns and in random order.
+
+    Args:
+        servers: by arm, in a new state; or the command that starts them, unless the record holds all prompts.
+        record: keeps a prompt once every arm has answered it; those that it holds are not served again.
+    """
+    order, process = random.Random(seed), os.urandom(8).hex()
+    key = content_key([{name: arguments_of(one) for name, one in arms.items()}, [prompt.sha256 for prompt in prompts]])
+    rows = [row for row in read_lines(record) if row.get("key") == key] if record else []
+    rest = prompts[len(rows) :]
+    with ExitStack() as stack, console.stage(stage) as update:
+        if isinstance(servers, EngineCommand):
+            asked = arms if rest else {}
+            servers = {name: stack.enter_context(started_llama(servers, one)) for name, one in asked.items()}
+        for prompt in rest:
+            answers = {name: servers[name].ask(prompt).model_dump() for name in order.sample(list(arms), len(arms))}
+            counts = {name: server.counts().model_dump() for name, server in servers.items()}
+            context = {name: server.context for name, server in servers.items()}
+            rows.append({"key": key, "process": process, "answers": answers, "counts": counts, "context": context})
+            if record:
+                append_line(record, rows[-1])
+            update(len(rows), len(prompts), "")
+    lives = [list(life) for _, life in itertools.groupby(rows, key=lambda row: row["process"])]
+    return {
+        name: Served(
+            speculations,
+            [[ServedAnswer.model_validate(row["answers"][name]) for row in life] for life in lives],
+            total(SpeculationCounts.model_validate(life[-1]["counts"][name]) for life in lives),
+            rows[0]["context"][name],
+        )
+        for name, speculations in arms.items()
+    }
+
+
+def recorded_prices(
+    server: LlamaServer, prompts: Sequence[list[int]], path: Path, console: Console, seed: int
+) -> list[PricedStep]:
+    """Prices after the shortest and the longest prompt, measured once."""
+    prompts = sorted(prompts, key=len)
+    ends = prompts[:: max(1, len(prompts) - 1)]
+    key = content_key(ends)
+    known = {line["prompts"]: line["steps"] for line in read_lines(path)}
+    if key not in known:
+        with console.stage("prices of forward passes") as update:
+            steps = measure_verifications(server, ends, prompts[0][-1], update, seed=seed)
+        known[key] = [step.model_dump() for step in steps]
+        append_line(path, {"prompts": key, "steps": known[key]})
+    return [PricedStep.model_validate(step) for step in known[key]]
+
+
 def self_test(
-    command: EngineCommand, types: Sequence[NgramType], answers: Sequence[ServedAnswer], console: Console
+    command: EngineCommand, tested: Sequence[Speculation], prompts: Sequence[WorkloadPrompt], console: Console
 ) -> dict[NgramType, str]:
     """Types whose counts differ from the replay's, with the reason, by a server for each."""
     left_out: dict[NgramType, str] = {}
-    for one in (Speculation(type=name, options=TESTED[name]) for name in types):
-        with started_llama(command, [one]) as server:
-            found = [server.answer(answer.prompt_tokens, answer.limit) for answer in answers[:SELF_TEST]]
-            rows, counted = with_replays(found, [one], server.context), server.counts()
-        predicted = total(replayed.counts for _, replayed in rows)
-        if counted != predicted or not all(is_exact(*row) for row in rows):
-            left_out[one.type] = (
-                f"{counted.drafted} tokens drafted and {counted.accepted} accepted in {counted.verifications} verifications, predicted "
-                f"{predicted.drafted}, {predicted.accepted} and {predicted.verifications}"
-            )
-            console.say(
-                f"self-test  {one.label}: {left_out[one.type]}: the build has another rule, and the type is left out"
-            )
-    if len(left_out) == len(types):
-        raise UserError(
-            "the engine's counts differ from the replay's in every type; use the build that docs/engines.md names"
-        )
+    arms = {one.label: [one] for one in tested}
+    for label, served in serve_in_turns(command, arms, prompts, "self-test of each type", console).items():
+        if served.exact < len(served.answers):
+            reason = f"{served.counts.text}; predicted are {served.replayed.text}"
+            left_out[served.speculations[0].type] = reason
+            console.say(f"self-test  {label}: {reason}: the build has another rule, and the type is left out")
+    if len(left_out) == len(tested):
+        raise UserError("the counts differ from the replay's in every type; use the build that docs/engines.md names")
     return left_out
 
 
-TESTED: dict[NgramType, dict[str, int]] = {
-    "ngram-simple": {"size-n": 3, "size-m": 8},
-    "ngram-map-k": {"size-n": 3, "size-m": 8},
-    "ngram-map-k4v": {"size-n": 3, "size-m": 8, "min-hits": 1},
-    "ngram-mod": {"n-match": 4, "n-min": 1, "n-max": 8},
-    "ngram-cache": {},
-}
-"""Settings that draft often."""
-
-
 def confirm(
-    command: EngineCommand, arms: Arms, workload: Workload, prices: VerificationPrices, console: Console, *, seed: int
-) -> tuple[list[ConfirmedArm], dict[str, list[ServedAnswer]]]:
+    command: EngineCommand,
+    arms: Arms,
+    prompts: Sequence[WorkloadPrompt],
+    prices: VerificationPrices,
+    console: Console,
+    *,
+    seed: int,
+    record: Path | None = None,
+) -> tuple[list[ConfirmedArm], dict[str, Served]]:
     """Serve prompts with every arm, in turns and in random order, each in a new server of its own; prints a table.
 
     Returns the arms in their order, and their answers by name.
     """
-    runs: dict[str, list[ServedAnswer]] = {name: [] for name in arms}
-    order = random.Random(seed)
-    with ExitStack() as stack, console.stage("confirmation in turns") as update:
-        servers = {name: stack.enter_context(started_llama(command, one)) for name, one in arms.items()}
-        for number, prompt in enumerate(workload.prompts, start=1):
-            for name in order.sample(list(arms), len(arms)):
-                runs[name].append(servers[name].ask(prompt))
-            update(number, len(workload.prompts), "")
-        counts = {name: server.counts() for name, server in servers.items()}
-        context = servers[OFF].context
-    confirmed = compared(arms, runs, counts, prices, context)
+    runs = serve_in_turns(command, arms, prompts, "confirmation in turns", console, seed=seed, record=record)
+    confirmed = compared(runs, prices)
     if confirmed[0].clock != "wall":
         console.say(
             f"speedups of wall and of CPU time differ by more than {DISAGREEMENT:.0%}, because other processes used the machine: those of CPU "
             "time are given"
         )
     console.table(
-        f"Confirmed on {len(workload.prompts)} held-out prompts, {confirmed[0].clock} time",
+        f"Confirmed on {len(prompts)} held-out prompts, {confirmed[0].clock} time",
         ["settings", "predicted", "measured", "95 %", "tokens per step", "counts = predicted", "plain's answer"],
         [
             [
@@ -163,48 +208,88 @@ def confirm(
     return confirmed, runs
 
 
-def compared(
-    arms: Arms,
-    runs: Mapping[str, Sequence[ServedAnswer]],
-    counts: Mapping[str, SpeculationCounts],
-    prices: VerificationPrices,
-    context: int,
-) -> list[ConfirmedArm]:
+def compared(runs: Mapping[str, Served], prices: VerificationPrices) -> list[ConfirmedArm]:
     """Speedups of runs over those without speculation, in time per token, beside their predictions.
 
     The clock is the wall's, unless a speedup in CPU time is another one; then other processes used the machine, and it is the CPU's.
     """
-    rows = {name: with_replays(found, arms[name], context) for name, found in runs.items()}
-    price = prices.pricer(max(len(one.prompt_tokens) + len(one.tokens) for found in runs.values() for one in found))
+    longest = max(len(one.prompt_tokens) + len(one.tokens) for served in runs.values() for one in served.answers)
+    price, off = prices.pricer(longest), runs[OFF]
 
-    def per_token(name: str, ms: Callable[[ServedAnswer, RequestReplay], float]) -> float:
-        return sum(ms(*row) for row in rows[name]) / max(1, sum(replayed.num_tokens for _, replayed in rows[name]))
-
-    def speedup(name: str, clock: Clock) -> float:
-        both = [per_token(one, lambda answer, _: time_of(clock)(answer)) for one in (OFF, name)]
+    def speedup(served: Served, clock: Clock) -> float:
+        both = [one.per_token(lambda answer, _: time_of(clock)(answer)) for one in (off, served)]
         return both[0] / max(both[1], 1e-9)
 
-    disagreements = [abs(speedup(name, "wall") / max(speedup(name, "cpu"), 1e-9) - 1) for name in arms]
+    disagreements = [abs(speedup(one, "wall") / max(speedup(one, "cpu"), 1e-9) - 1) for one in runs.values()]
     clock: Clock = "cpu" if prices.clock == "cpu" and max(disagreements) > DISAGREEMENT else "wall"
-    predicted = {name: per_token(name, lambda _, replayed: sum(price(replayed))) for name in arms}
     confirmed = []
-    for name, speculations in arms.items():
-        times = [np.array([time_of(clock)(answer) for answer in runs[one]]) for one in (OFF, name)]
-        units = [np.array([max(1.0, len(answer.tokens) - 1) for answer in runs[one]]) for one in (OFF, name)]
-        is_total = total(replayed.counts for _, replayed in rows[name]) == counts[name]
+    for served in runs.values():
+        both = (off, served)
+        times = [np.array([time_of(clock)(answer) for answer in one.answers]) for one in both]
+        units = [np.array([max(1.0, len(answer.tokens) - 1) for answer in one.answers]) for one in both]
+        predicted = [one.per_token(lambda _, replayed: sum(price(replayed))) for one in both]
         arm = ConfirmedArm(
-            label=speculations[0].label if speculations else OFF,
-            speculation=speculations[0] if speculations else None,
-            predicted=predicted[OFF] / predicted[name],
-            measured=speedup(name, clock),
+            label=served.speculations[0].label if served.speculations else OFF,
+            speculation=served.speculations[0] if served.speculations else None,
+            predicted=predicted[0] / predicted[1],
+            measured=speedup(served, clock),
             ci95=bootstrap_ratio(*times, above_units=units[0], below_units=units[1]),
             clock=clock,
-            tokens_per_step=1 / per_token(name, lambda _, replayed: sum(replayed.steps.values())),
-            counts=counts[name],
-            # Verifications are counted for all requests together.
-            exact=sum(is_exact(*row) for row in rows[name]) if is_total else 0,
-            identical=sum(a.tokens == b.tokens for a, b in zip(runs[name], runs[OFF], strict=True)),
-            prompts=len(runs[name]),
+            tokens_per_step=1 / served.per_token(lambda _, replayed: sum(replayed.steps.values())),
+            replayed=served.replayed,
+            counts=served.counts,
+            exact=served.exact,
+            identical=sum(a.tokens == b.tokens for a, b in zip(served.answers, off.answers, strict=True)),
+            prompts=len(served.answers),
         )
         confirmed.append(arm)
     return confirmed
+
+
+def measure_loads(
+    command: EngineCommand, arms: Arms, answers: Sequence[ServedAnswer], sizes: Sequence[int], console: Console
+) -> list[ServedLoad]:
+    """Serve the prompts of plain answers with each number of requests at a time, each time in a new server for every arm, one
+    server after the other; prints a table.
+    """
+    # A slot holds the longest request with a draft.
+    slot = max(len(one.prompt_tokens) + one.limit for one in answers) + PRICED_TOKENS[-1]
+    loads, starts = list[ServedLoad](), [(size, name) for size in sizes for name in arms]
+    with console.stage("requests at once") as update:
+        for number, (size, name) in enumerate(starts, start=1):
+            slots = ("--parallel", f"{size}", "--ctx-size", f"{size * slot}")
+            with started_llama(command, arms[name], slots) as server:
+                server.stream(answers[0].model_copy(update={"limit": WARM_UP}))
+                started = time.perf_counter()
+                with ThreadPoolExecutor(size) as pool:
+                    found = list(pool.map(server.stream, answers))
+                spent = time.perf_counter() - started
+            first = [1e3 * times[0] for _, times in found]
+            rest = [1e3 * (times[-1] - times[0]) / max(1, len(tokens) - 1) for tokens, times in found]
+            load = ServedLoad(
+                label=name,
+                requests_at_once=size,
+                requests=len(found),
+                tokens=sum(len(tokens) for tokens, _ in found),
+                seconds=spent,
+                first_token_ms=tuple(np.percentile(first, [50, 95]).tolist()),
+                token_ms=tuple(np.percentile(rest, [50, 95]).tolist()),
+                identical=sum(tokens == one.tokens for (tokens, _), one in zip(found, answers, strict=True)),
+            )
+            loads.append(load)
+            update(number, len(starts), "")
+    console.table(
+        f"{len(answers)} requests, prompts read in their time; median and 95th percentile of requests",
+        ["settings", "at once", "tokens/s", "first token, ms", "output token, ms", "plain's answer"],
+        [
+            [
+                load.label,
+                f"{load.requests_at_once}",
+                f"{load.tokens / load.seconds:.1f}",
+                *("{:.0f}, {:.0f}".format(*ms) for ms in (load.first_token_ms, load.token_ms)),
+                f"{load.identical}/{load.requests}",
+            ]
+            for load in loads
+        ],
+    )
+    return loads

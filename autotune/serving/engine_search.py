@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.console import Console
 from autotune.device import cpu_fingerprint
@@ -22,36 +24,44 @@ from autotune.documents.engine_profile import (
     ConfirmedArm,
     EngineProfile,
     NgramType,
+    PredictedSettings,
     PricedStep,
     ServedAnswer,
+    ServedLoad,
     Speculation,
 )
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import WORKSPACE, content_key, known_sha256_of, require_writable
-from autotune.modeling.gguf import find_gguf
+from autotune.modeling.gguf import find_gguf, require_chat_template
 from autotune.serving.engine_runs import (
     DEFAULT,
     DEFAULT_SETTINGS,
     OFF,
     SELF_TEST,
-    EngineRecord,
     Replayed,
+    Served,
     confirm,
     is_exact,
+    measure_loads,
+    recorded_prices,
+    require_served,
     self_test,
+    serve_in_turns,
     with_replays,
 )
-from autotune.serving.llama_server import EXECUTABLE, LlamaServer, find_engine, require_chat_template, started_llama
+from autotune.serving.llama_server import EXECUTABLE, LlamaServer, find_engine, started_llama
 from autotune.serving.ngram_drafters import KnownRequest
 from autotune.serving.ngram_replay import replay_speculation, total
 from autotune.serving.verification_prices import PRICED_TOKENS, PRICING, VerificationPrices, clock_of, served_factor
+from autotune.study.document import PROFILE
 from autotune.workloads.formats import Format
+from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 
 NUM_PROMPTS: dict[WorkloadSplit, int] = {"tune": 24, "evaluate": 18}
-LEAST_GAIN = 0.99  # a setting below it is never recommended
+SHOWN = 3  # fastest settings of a type, and of all
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
@@ -66,6 +76,8 @@ class EngineSearchSettings:
     engine_command: str | None = None
     url: str | None = None
     max_new_tokens: int | None = None
+    requests_at_once: Sequence[int] = ()
+    """Numbers of requests at a time that no speculation and the chosen settings serve in the end."""
     output: Path = Path("profile.json")
     seed: int = 0
 
@@ -103,43 +115,54 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         if "--chat-template" not in " ".join(command.arguments):
             require_chat_template(model)
         types = command.types()
+    elif settings.requests_at_once:
+        raise UserError("--requests-at-once: a server at --url keeps its settings; leave one of the two out")
     left_out = {name: "the build does not have it" for name in OPTIONS if name not in types}
     tested = [one for one in PRICING if one.type in types]
     with ExitStack() as stack:
         server = stack.enter_context(started_llama(command)) if command else LlamaServer(settings.url or "")
-        build, context = command.build if command else server.build, server.context
-        where = list(command.arguments) if command else [settings.url]
-        record = EngineRecord(WORKSPACE / "engines" / content_key([target.sha256, build, where]))
-        plain = record.answers(server, tune, console)
+        build, where = (command.build, command.arguments) if command else (server.build, (settings.url,))
+        folder = WORKSPACE / "engines" / content_key([target.sha256, build, list(where)])
+        plain = _plain(server, tune.prompts, folder, console)
+    unfinished = folder / "served.jsonl"
     with ExitStack() as stack:
         served: list[Replayed] = []
         if command:
             server = stack.enter_context(started_llama(command, tested))
-            asked: list[ServedAnswer] = []
-            with console.stage("self-test") as update:
-                for prompt in tune.prompts:
-                    asked.append(server.ask(prompt))
-                    update(len(asked), len(tune.prompts), "")
-            served = with_replays(asked, tested, context)
-            if not _all_exact(served, server, console):
-                left_out |= self_test(command, types, plain, console)
-            served = [row for row in served if is_exact(*row)]
-        steps = record.prices(server, plain, console, settings.seed)
-    prices = _prices(steps, with_replays(plain, (), context), served, console)
-    ranked = _ranked([name for name in types if name not in left_out], plain, prices, context, console)
-    (gain, best), arms, answers = ranked[0], list[ConfirmedArm](), list[ServedAnswer]()
+            name, stage = "all types", "self-test"
+            asked = serve_in_turns({name: server}, {name: tested}, tune.prompts, stage, console, record=unfinished)[
+                name
+            ]
+            counted, predicted = asked.counts.verifications, asked.replayed.verifications
+            served = [row for row in asked.rows if is_exact(*row)]
+            console.say(
+                f"self-test  all types in one server: draft tokens and accepted ones are the predicted in {len(served)} of "
+                f"{len(asked.rows)} requests; {counted} verifications, {predicted} predicted"
+            )
+            if asked.exact < len(asked.rows):
+                left_out |= self_test(command, tested, tune.prompts, console)
+        asked_prompts = [answer.prompt_tokens for answer in plain.answers]
+        steps = recorded_prices(server, asked_prompts, folder / "prices.jsonl", console, settings.seed)
+    prices, types = _prices(steps, plain.rows, served, console), [name for name in types if name not in left_out]
+    fastest, arms, loads = _fastest(types, plain, prices, console), list[ConfirmedArm](), list[ServedLoad]()
+    best, answers = fastest[0].speculation, list[ServedAnswer]()
     if command:
-        others = [one for _, one in ranked if one != DEFAULT_SETTINGS]
+        others = [one.speculation for one in fastest if one.speculation != DEFAULT_SETTINGS]
         finalists = [*others[:1], *[one for one in others if one.type != others[0].type][:1]]
         by_name = {OFF: [], DEFAULT: [DEFAULT_SETTINGS]} | {one.label: [one] for one in finalists}
-        arms, runs = confirm(command, by_name, held_out, prices, console, seed=settings.seed)
+        arms, runs = confirm(command, by_name, held_out.prompts, prices, console, seed=settings.seed, record=unfinished)
         chosen, verdict = recommend(arms)
         busiest = max(arms[1:], key=lambda arm: arm.counts.drafted)
         best = chosen or busiest.speculation or DEFAULT_SETTINGS
-        answers = runs[DEFAULT if best == DEFAULT_SETTINGS else best.label][:SELF_TEST]
+        answers = max(runs[DEFAULT if best == DEFAULT_SETTINGS else best.label].by_server, key=len)[:SELF_TEST]
+        if settings.requests_at_once:
+            shown = {OFF: [], best.label: [best]}
+            loads = measure_loads(command, shown, runs[OFF].answers, settings.requests_at_once, console)
     else:
-        chosen = best if gain > 1 else None
-        verdict = f"{best.label} is predicted at {gain:.2f}x of no speculation, which --url does not confirm: a running server keeps its settings"
+        chosen, gain = best if fastest[0].speedup > 1 else None, f"{fastest[0].speedup:.2f}x of no speculation"
+        verdict = (
+            f"{best.label} is predicted at {gain}, which --url does not confirm: a running server keeps its settings"
+        )
     profile = EngineProfile(
         provenance=stamp(),
         engine="llama.cpp",
@@ -152,16 +175,21 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         workload=tune.name,
         workload_sha256=tune.sha256,
         hardware=cpu_fingerprint(os.cpu_count() or 1),
-        context=context,
+        context=plain.context,
         left_out=left_out,
+        num_replayed=dict(Counter(one.type for one in speculation_space(types))),
+        fastest=fastest,
         prices=steps,
         price_factor=prices.factor,
         arms=arms,
+        loads=loads,
         checked=best,
         answers=answers,
-        counts=total(replayed.counts for _, replayed in with_replays(answers, [best], context)),
+        counts=total(replayed.counts for _, replayed in with_replays(answers, [best], plain.context)),
     )
-    profile.save(settings.output)
+    for path in (settings.output, folder / PROFILE):
+        profile.save(path)
+    unfinished.unlink(missing_ok=True)  # the next search measures anew
     console.say(f"=> {verdict}")
     console.say(f"start it with: {shlex.join(profile.command)}")
     console.say(f"written to {settings.output}")
@@ -170,22 +198,21 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
 
 def _prompts(settings: EngineSearchSettings, split: WorkloadSplit) -> Workload:
     loaded = load_workload(settings.workload, split, format=settings.workload_format).first_turns()
-    for prompt in loaded.prompts:
-        if prompt.pixels:
-            raise UserError(f"{prompt.name}: has an image, and n-grams are tuned on text; leave such prompts out")
-        if prompt.settings.temperature > 0:
-            raise UserError(f"{prompt.name}: engines are tuned at temperature 0; set the prompt's temperature to 0")
+    require_served(loaded.prompts)
     return loaded.cut(NUM_PROMPTS[split], settings.max_new_tokens)
 
 
-def _all_exact(served: Sequence[Replayed], server: LlamaServer, console: Console) -> bool:
-    counted, predicted = server.counts(), total(replayed.counts for _, replayed in served)
-    exact = sum(is_exact(*row) for row in served)
+def _plain(server: LlamaServer, prompts: Sequence[WorkloadPrompt], folder: Path, console: Console) -> Served:
+    """The plain answers, recorded once; the first are asked for again, to see whether they repeat."""
+    stage, record = "plain answers of the engine", folder / "answers.jsonl"
+    plain = serve_in_turns({OFF: server}, {OFF: []}, prompts, stage, console, record=record)[OFF]
+    again = [server.ask(prompt).tokens for prompt in prompts[:SELF_TEST]]
+    differing = sum(tokens != answer.tokens for tokens, answer in zip(again, plain.answers, strict=False))
     console.say(
-        f"self-test  all types in one server: draft tokens and accepted ones are the predicted in {exact} of {len(served)} requests; "
-        f"{counted.verifications} verifications, {predicted.verifications} predicted"
+        f"plain      {sum(len(answer.tokens) for answer in plain.answers)} tokens of {len(prompts)} prompts, in {folder}; asked again, "
+        f"{differing} of {len(again)} answers differ"
     )
-    return exact == len(served) and counted == predicted
+    return plain
 
 
 def _prices(
@@ -205,37 +232,40 @@ def _prices(
     return prices
 
 
-def _ranked(
-    types: Sequence[NgramType],
-    plain: Sequence[ServedAnswer],
-    prices: VerificationPrices,
-    context: int,
-    console: Console,
-) -> list[tuple[float, Speculation]]:
-    """Predicted speedups over no speculation, fastest first, for the prompts in their order in one server; prints the best."""
-    requests = [KnownRequest(answer) for answer in plain]
+def _fastest(
+    types: Sequence[NgramType], plain: Served, prices: VerificationPrices, console: Console
+) -> list[PredictedSettings]:
+    """The fastest settings of each type and its default, for the prompts in their order in one server; prints the best."""
+    requests = [KnownRequest(answer) for answer in plain.answers]
     price = prices.pricer(max(len(request.tokens) for request in requests))
-    plain_ms = np.array([sum(price(one)) for one in replay_speculation((), requests, context)])
-    times, settings = [], speculation_space(types)
+    plain_ms = np.array([sum(price(replayed)) for _, replayed in plain.rows])
+    times, settings = dict[str, NDArray[np.float64]](), speculation_space(types)
     with console.stage(f"replay of {len(settings)} settings") as update:
         for number, one in enumerate(settings, start=1):
-            times.append(np.array([sum(price(replayed)) for replayed in replay_speculation([one], requests, context)]))
+            replays = replay_speculation([one], requests, plain.context)
+            times[one.label] = np.array([sum(price(replayed)) for replayed in replays])
             update(number, len(settings), "")
-    order = sorted(range(len(settings)), key=lambda index: times[index].sum())
-    shown = [*order[:3], *(index for index in order[3:] if settings[index] == DEFAULT_SETTINGS)]
-    rows = []
-    for index in shown:
-        low, high = bootstrap_ratio(plain_ms, times[index])
-        speedup = plain_ms.sum() / times[index].sum()
-        rows.append([settings[index].label, f"{speedup:.2f}x", f"{low:.2f} to {high:.2f}"])
+    best = sorted(settings, key=lambda one: times[one.label].sum())
+    by_type = {name: [one for one in best if one.type == name] for name in types}
+    fastest = [
+        PredictedSettings(
+            speculation=one,
+            speedup=float(plain_ms.sum() / times[one.label].sum()),
+            ci95=bootstrap_ratio(plain_ms, times[one.label]),
+        )
+        for one in best
+        if one in by_type[one.type][:SHOWN] or one.options == OPTIONS[one.type]
+    ]
+    shown = [one for place, one in enumerate(fastest) if place < SHOWN or one.speculation == DEFAULT_SETTINGS]
+    rows = [[one.speculation.label, f"{one.speedup:.2f}x", "{:.2f} to {:.2f}".format(*one.ci95)] for one in shown]
     console.table("Predicted on the tuning prompts", ["settings", "speedup", "95 %"], rows)
-    return [(float(plain_ms.sum() / times[index].sum()), settings[index]) for index in order]
+    return fastest
 
 
 def recommend(arms: Sequence[ConfirmedArm]) -> tuple[Speculation | None, str]:
     """The recommended settings and the verdict: off unless the interval of the fastest arm lies above 1."""
     best, worst = (pick(arms[1:], key=lambda arm: arm.measured) for pick in (max, min))
     shown = f"{best.label} {best.measured:.2f}x ({best.ci95[0]:.2f} to {best.ci95[1]:.2f})"
-    if best.ci95[0] > 1.0 and best.measured >= LEAST_GAIN:
+    if best.ci95[0] > 1.0:
         return best.speculation, f"{shown} of no speculation"
     return None, f"leave speculation off: the fastest that was measured is {shown}; {worst.label} {worst.measured:.2f}x"

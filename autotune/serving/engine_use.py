@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from autotune.console import Console
-from autotune.documents.engine_profile import EngineProfile
+from autotune.documents.engine_profile import EngineProfile, ServedLoad
 from autotune.errors import NotComparable, UserError
 from autotune.files import known_sha256_of
 from autotune.modeling.gguf import find_gguf
 from autotune.serving.client import TEXT
-from autotune.serving.engine_runs import DEFAULT, DEFAULT_SETTINGS, OFF, confirm, is_exact, with_replays
+from autotune.serving.engine_runs import DEFAULT, DEFAULT_SETTINGS, OFF, Served, confirm, measure_loads, require_served
 from autotune.serving.llama_server import EngineCommand, find_engine, started_llama
-from autotune.serving.ngram_replay import total
 from autotune.serving.verification_prices import VerificationPrices, clock_of
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
@@ -44,10 +43,8 @@ def check_engine(source: Path, given: str | None, console: Console) -> int:
     profile = EngineProfile.load(source)
     if not profile.answers:
         raise UserError(f"{source}: holds no counts, because it was made with --url; search again without --url")
-    rows = with_replays(profile.answers, [profile.checked], profile.context)
-    is_replayed = total(replayed.counts for _, replayed in rows) == profile.counts and all(
-        is_exact(*row) for row in rows
-    )
+    known = Served([profile.checked], [profile.answers], profile.counts, profile.context)
+    is_replayed = known.exact == len(profile.answers)
     with started_llama(engine_of(profile, given), [profile.checked]) as server:
         served = [server.answer(answer.prompt_tokens, answer.limit) for answer in profile.answers]
         counted = server.counts()
@@ -57,10 +54,6 @@ def check_engine(source: Path, given: str | None, console: Console) -> int:
             f"{source}: {differing} of {len(served)} answers are not those of the search, and counts follow from answers; use its build, "
             "arguments and machine, or search again"
         )
-    texts = [
-        f"{one.verifications} verifications, {one.drafted} drafted, {one.accepted} accepted"
-        for one in (profile.counts, counted)
-    ]
     is_counted = counted == profile.counts and all(
         (a.drafted, a.accepted) == (b.drafted, b.accepted) for a, b in zip(served, profile.answers, strict=True)
     )
@@ -68,9 +61,9 @@ def check_engine(source: Path, given: str | None, console: Console) -> int:
         f"replay of {profile.checked.label}: {'passed' if is_replayed else 'failed: its rules differ from those of the search'}"
     )
     console.say(
-        f"counts of the server: passed: {texts[1]}"
+        f"counts of the server: passed: {counted.text}"
         if is_counted
-        else f"counts of the server: failed: {texts[1]}; at the search {texts[0]}: the build has another rule; search again"
+        else f"counts of the server: failed: {counted.text}; at the search {profile.counts.text}: the build has another rule; search again"
     )
     return int(not (is_replayed and is_counted))
 
@@ -80,6 +73,7 @@ def answer_in_engine(
 ) -> Iterator[dict[str, Any]]:
     """Start the engine as its profile recommends, and answer prompts; yields texts with their counts."""
     profile = EngineProfile.load(source)
+    require_served(prompts)
     with started_llama(engine_of(profile, given), [profile.speculation] if profile.speculation else ()) as server:
         for prompt in prompts:
             answer = server.ask(prompt)
@@ -91,11 +85,19 @@ def answer_in_engine(
             yield {"prompt": prompt.name, "text": text, "summary": summary, **answer.model_dump(mode="json")}
 
 
-def bench_engine(source: Path, workload: Workload, given: str | None, console: Console) -> list[dict[str, Any]]:
-    """Measure a profile's settings, the engine's default and no speculation in turns; returns the arms as JSON."""
+def bench_engine(
+    source: Path, workload: Workload, console: Console, *, engine_command: str | None, requests_at_once: Sequence[int]
+) -> dict[str, Any]:
+    """Measure a profile's settings, the engine's default and no speculation in turns; returns the figures as JSON."""
     profile = EngineProfile.load(source)
+    require_served(workload.prompts)
     one = profile.speculation or profile.checked
     prices = VerificationPrices(profile.prices, clock_of(profile.prices), profile.price_factor)
     arms = {OFF: [], DEFAULT: [DEFAULT_SETTINGS], one.label: [one]}
-    measured, _ = confirm(engine_of(profile, given), arms, workload, prices, console, seed=0)
-    return [arm.model_dump(mode="json") for arm in measured]
+    command, loads = engine_of(profile, engine_command), list[ServedLoad]()
+    measured, runs = confirm(command, arms, workload.prompts, prices, console, seed=0)
+    if requests_at_once:
+        loads = measure_loads(command, {OFF: [], one.label: [one]}, runs[OFF].answers, requests_at_once, console)
+    return {
+        name: [row.model_dump(mode="json") for row in rows] for name, rows in (("arms", measured), ("loads", loads))
+    }

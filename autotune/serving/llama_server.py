@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,14 +25,17 @@ from autotune.errors import UserError
 from autotune.files import known_sha256_of, user_cache
 from autotune.serving.client import TEXT, TIMES, TOKENS, EngineHttp
 from autotune.serving.server import running
+from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import Message, WorkloadPrompt
 
 EXECUTABLE = "llama-server"
 BUILT = Path("autotune-engines") / "llama.cpp" / "bin" / EXECUTABLE  # in the user's cache: made by ``make engines``
-FIXED = ("--parallel", "1", "--metrics", "--cache-ram", "0")
-"""Arguments of every server: one slot, whose state the replay follows; counters; no prompts of former requests."""
-OWN_ARGUMENTS = ("-m", "--model", "-np", "--parallel", "--host", "--port")
-METADATA_BYTES = 1 << 28  # of a GGUF file, in which its metadata lie
+FIXED = ("--metrics", "--cache-ram", "0")
+"""Arguments of every server: counters; no prompts of former requests."""
+ONE_SLOT = ("--parallel", "1")
+"""The replay follows its state."""
+OWN_ARGUMENTS = ("-m", "--model", "-a", "--alias", "-np", "--parallel", "--host", "--port")
+PRICED_BY: NgramType = "ngram-mod"
 COUNTERS = {"verifications": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
 
 
@@ -56,18 +60,17 @@ class EngineCommand:
         """The n-gram types that the build has, by its help.
 
         Raises:
-            UserError: another program, or a build without n-gram speculation.
+            UserError: another program, or a build without the type by which passes are priced.
         """
         try:
             done = subprocess.run([self.executable, "--help"], capture_output=True, text=True, timeout=60, check=False)
         except (OSError, subprocess.SubprocessError) as error:
             raise UserError(f"{self.executable}: cannot be run ({error}); name a {EXECUTABLE}") from None
-        _, found, listed = done.stdout.partition("--spec-type")
-        if not found:
+        names = set(re.findall(r"[\w-]+", done.stdout.partition("--spec-type")[2].partition("\n--")[0]))
+        if PRICED_BY not in names:
             raise UserError(
-                f"{self.executable}: is no {EXECUTABLE}, or one without --spec-type; build b11434 or newer: make engines"
+                f"{self.executable}: is no {EXECUTABLE}, or one without --spec-type {PRICED_BY}; build b11434 or newer: make engines"
             )
-        names = set(re.findall(r"[\w-]+", listed.partition("\n--")[0]))
         return [name for name in OPTIONS if name in names]
 
 
@@ -89,17 +92,6 @@ def find_engine(command: str | None, model: Path) -> EngineCommand:
     return EngineCommand(Path(found).resolve(), model.resolve(), tuple(words[1:]))
 
 
-def require_chat_template(model: Path) -> None:
-    """Refuse a GGUF file without a chat template, for which llama-server takes another model's."""
-    with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if content[:4] != b"GGUF":
-            raise UserError(f"{model}: truncated, damaged or no GGUF file; download it again")
-        if content.find(b"tokenizer.chat_template", 0, METADATA_BYTES) < 0:
-            raise UserError(
-                f"{model}: the GGUF file has no chat template; name one: --engine-command 'llama-server --chat-template NAME'"
-            )
-
-
 class LlamaServer(EngineHttp):
     """A client of one llama-server, whose first slot it uses.
 
@@ -114,6 +106,7 @@ class LlamaServer(EngineHttp):
         with self.reply_of("/props"):
             (self.context,) = TOKENS.validate_python([props["default_generation_settings"]["n_ctx"]], strict=True)
             self.build = TEXT.validate_python(props["build_info"], strict=True)
+        self.alias = props.get("model_alias")
 
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
         """The tokens of a prompt after the model's chat template."""
@@ -160,12 +153,25 @@ class LlamaServer(EngineHttp):
                 cpu_ms=spent * wall_ms / max(wall_ms + prompt_ms, 1e-9),
             )
 
+    def stream(self, answer: ServedAnswer) -> tuple[list[int], list[float]]:
+        """Decode the prompt of an answer as one of several requests: tokens, and seconds from the request to each part of the reply."""
+        request = {"prompt": answer.prompt_tokens, "n_predict": answer.limit, "temperature": 0.0, "return_tokens": True}
+        tokens, seconds, started = list[int](), list[float](), time.perf_counter()
+        for line in self.lines("/completion", request | {"cache_prompt": False, "stream": True}, "look into its log"):
+            if line.startswith(b"data: "):
+                with self.reply_of("/completion"):
+                    tokens += [int(token) for token in parse_json(line[6:].decode())["tokens"]]
+                seconds.append(time.perf_counter() - started)
+        return tokens, seconds
+
     def counts(self) -> SpeculationCounts:
-        """Counts of all requests since the server's start.
+        """Counts of all requests since the start of a server that was started here; zeros of another one.
 
         Raises:
             UserError: the server exposes no metrics.
         """
+        if self.process is None:
+            return SpeculationCounts(**dict.fromkeys(COUNTERS, 0))
         text = self.read("/metrics", advice="start it with --metrics").decode(errors="replace")
         values = {
             name: re.search(rf"^llamacpp:spec_decode_num_{counter}_total (\S+)$", text, re.MULTILINE)
@@ -183,7 +189,13 @@ class LlamaServer(EngineHttp):
 
 
 @contextmanager
-def started_llama(command: EngineCommand, speculations: Sequence[Speculation] = ()) -> Iterator[LlamaServer]:
+def started_llama(
+    command: EngineCommand, speculations: Sequence[Speculation] = (), slots: Sequence[str] = ONE_SLOT
+) -> Iterator[LlamaServer]:
     """Start a llama-server in a new state; see ``server.running``."""
-    with running([*command.words(speculations), *FIXED], EXECUTABLE) as (url, process):
-        yield LlamaServer(url, process)
+    alias = f"autotune-{os.urandom(8).hex()}"
+    with running([*command.words(speculations), *FIXED, *slots, "--alias", alias], EXECUTABLE) as (url, process):
+        server = LlamaServer(url, process)
+        if server.alias != alias:
+            raise UserError(f"{url}: another program took this port while {EXECUTABLE} started; give the command again")
+        yield server

@@ -121,9 +121,10 @@ def running(
         except UserError:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(ENDING_S)
-            if process.poll() is None:
+            if (code := process.poll()) is None:
                 raise
-            raise UserError(f"{name} ended {when}: {refusal(log.read_text(errors='replace'))}") from None
+            cause = f"signal {-code}" if code < 0 else refusal(log.read_text(errors="replace"))
+            raise UserError(f"{name} ended {when}: {cause}") from None
         finally:
             _stop(process)
 

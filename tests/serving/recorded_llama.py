@@ -10,8 +10,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ PROMPTS = (
     "Write an HTML table with three rows and three columns.",
     "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape. Then sort it.",
 )
+SWITCHES = ("--other-rule", "--dies", "--dies-drafting", "--killed", "--unsteady", "--slow")
 HELP = "--spec-type none,ngram-simple,ngram-map-k,ngram-map-k4v,ngram-mod,ngram-cache   types\n--metrics\n"
 
 
@@ -39,8 +43,10 @@ class RecordedServer:
 
     def __init__(self, arguments: list[str]) -> None:
         self.recorded = json.loads(TRANSCRIPT.read_text())["prompts"]
-        self.switches = {word for word in arguments if word in ("--other-rule", "--dies", "--unsteady")}
+        self.switches = {word for word in arguments if word in SWITCHES}
         given = dict(itertools.pairwise(arguments))
+        self.alias, self.slots = given.get("--alias"), int(given["--parallel"])
+        self.lock = threading.Lock()
         types = given["--spec-type"].split(",") if "--spec-type" in given else []
         options = ({key: int(given[f"--spec-{name}-{key}"]) for key in OPTIONS[name]} for name in types)
         self.drafter = FirstDrafter(
@@ -52,15 +58,19 @@ class RecordedServer:
     def reply(self, path: str, body: dict[str, Any]) -> Any:
         match path:
             case "/props":
-                return {"default_generation_settings": {"n_ctx": CONTEXT}, "build_info": "b0-unknown"}
+                settings = {"default_generation_settings": {"n_ctx": CONTEXT}, "build_info": "b0-unknown"}
+                return settings | {"model_alias": self.alias}
             case "/apply-template":
                 return {"prompt": body["messages"][-1]["content"]}
             case "/tokenize":
                 return {"tokens": next(o["prompt_tokens"] for o in self.recorded if o["text"] == body["content"])}
             case "/detokenize":
                 return {"content": " ".join(map(str, body["tokens"]))}
-        assert path == "/completion" and body["temperature"] == 0.0 and body["id_slot"] == 0
+        assert path == "/completion" and body["temperature"] == 0.0
+        assert ("id_slot" in body) == (self.slots == 1 and "stream" not in body)
         limit = body["n_predict"]
+        if "--slow" in self.switches:
+            time.sleep(0.03)
         if "logit_bias" in body:
             token = body["logit_bias"][0][0]
             drafted = limit - 2 if self.drafter.drafters else 0
@@ -70,8 +80,12 @@ class RecordedServer:
         if limit == 1:
             return _reply(tokens, 0, 0, False)
         self.asked += 1
-        if "--dies" in self.switches and self.asked == 3:
+        if self.asked == 3 and (
+            "--dies" in self.switches or (self.drafter.drafters and "--dies-drafting" in self.switches)
+        ):
             os._exit(3)
+        if self.asked == 3 and "--killed" in self.switches:
+            os.kill(os.getpid(), signal.SIGKILL)
         if "--unsteady" in self.switches and self.asked % 3 == 0:
             tokens = [*tokens[:-1], tokens[-1] + 1]
         answer = ServedAnswer(prompt_tokens=body["prompt"], tokens=tokens, limit=limit, is_ended=is_ended)
@@ -96,6 +110,9 @@ def serve(arguments: list[str]) -> None:
         return
     if "--bogus" in arguments:
         sys.exit("error: invalid argument: --bogus")
+    if "--slow" in arguments:
+        with Path("servers.txt").open("a") as file:
+            file.write(f"{os.getpid()}\n")
     server = RecordedServer(arguments)
 
     class Handler(BaseHTTPRequestHandler):
@@ -115,10 +132,20 @@ def serve(arguments: list[str]) -> None:
             self._send(shown[self.path] if self.path in shown else server.reply(self.path, {}))
 
         def do_POST(self) -> None:
-            self._send(server.reply(self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with server.lock:
+                reply = server.reply(self.path, body)
+            if not body.get("stream"):
+                self._send(reply)
+                return
+            parts = [
+                *({"tokens": [token], "stop": False} for token in reply["tokens"]),
+                reply | {"tokens": [], "stop": True},
+            ]
+            self._send("".join(f"data: {json.dumps(part)}\n\n" for part in parts))
 
     port = arguments[len(arguments) - arguments[::-1].index("--port")]
-    HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+    ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
 
 
 def record(model: Path) -> None:

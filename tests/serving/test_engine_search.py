@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import sys
+import threading
+import time
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from PIL import Image
 
 from autotune.cli.main import main
 from autotune.documents.engine_profile import (
@@ -25,11 +30,12 @@ from autotune.files import user_cache
 from autotune.modeling.gguf import find_gguf
 from autotune.serving import engine_search
 from autotune.serving.engine_search import recommend, speculation_space
-from autotune.serving.llama_server import BUILT
+from autotune.serving.llama_server import BUILT, ONE_SLOT
 from autotune.serving.ngram_drafters import POOL_FACTOR, POOL_SLOTS, FirstDrafter, KnownRequest, iterated
 from autotune.serving.ngram_replay import replay_speculation, total
 from autotune.serving.server import running
 from autotune.serving.verification_prices import PRICING
+from tests.report.test_page import Page
 from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS, TRANSCRIPT
 
 TRANSCRIBED = json.loads(TRANSCRIPT.read_text())
@@ -144,6 +150,7 @@ def test_speculation_is_recommended_only_where_its_interval_lies_above_1(low: fl
             ci95=(low, measured + 0.1),
             clock="wall",
             tokens_per_step=1.0,
+            replayed=SpeculationCounts(verifications=0, drafted=0, accepted=0),
             counts=SpeculationCounts(verifications=0, drafted=0, accepted=0),
             exact=1,
             identical=1,
@@ -203,10 +210,21 @@ def test_a_search_recommends_what_it_confirms_and_check_run_and_bench_take_its_p
     assert other.exit_code == 1 and "the build has another rule" in said(other)
     unsteady = autotune("check", "profile.json", "--engine-command", f"{folder / 'llama-server'} --unsteady")
     assert unsteady.exit_code == 4 and "answers are not those of the search" in said(unsteady)
+    for source in ("profile.json", str(next(folder.glob(".autotune/engines/*")))):
+        assert autotune("report", source).exit_code == 0
+        page = Page((folder / "report.html").read_text())
+        counted = {
+            arm.label: ["{verifications} / {drafted} / {accepted}".format(**arm.counts.model_dump())] * 2
+            for arm in profile.arms
+        }
+        assert {row[0]: row[5:7] for row in page.table("counts predicted")[1:]} == counted
+        replayed = sum(int(row[1]) for row in page.table("shown")[1:] if row[1])
+        assert replayed == len(speculation_space(list(OPTIONS))) and profile.verdict in page.text
+        assert [row[0] for row in page.table("wall, ms")[1:3]] == ["1", "2"] and "Not measured" in page.text
     answered = autotune("run", "profile.json", "--prompt", PROMPTS[0], "--max-new-tokens", str(LIMIT))
     assert answered.exit_code == 0 and "draft tokens accepted" in said(answered)
     benched = autotune("bench", "profile.json", "--workload", "prompts.jsonl", "--json")
-    assert benched.exit_code == 0 and len(json.loads(benched.stdout)) == 3
+    assert benched.exit_code == 0 and len(json.loads(benched.stdout)["arms"]) == 3
 
 
 def test_a_search_goes_on_where_it_was_ended(folder: Path) -> None:
@@ -218,6 +236,67 @@ def test_a_search_goes_on_where_it_was_ended(folder: Path) -> None:
     assert again.exit_code == 2 and len(answers.read_text().splitlines()) == 4
 
 
+def test_a_search_whose_servers_die_serves_no_prompt_twice(folder: Path) -> None:
+    served: list[int] = []
+    while (done := searched(folder, server="--dies-drafting")).exit_code:
+        assert "llama-server ended while it was used" in said(done)
+        (record,) = folder.glob(".autotune/engines/*/served.jsonl")
+        served.append(len(record.read_text().splitlines()))
+    assert served == [2, 6]  # of four in the self-test, and of four in the confirmation
+    profile = EngineProfile.load("profile.json")
+    assert all(arm.exact == arm.prompts == 4 and arm.replayed == arm.counts for arm in profile.arms)
+    assert not record.exists()
+    assert autotune("check", "profile.json").exit_code == 0
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.nightly
+def test_a_search_that_was_killed_goes_on_and_leaves_no_server(folder: Path) -> None:
+    words = ("--target", "model.gguf", "--workload", "prompts.jsonl", "--engine-command", "./llama-server --slow")
+    command = [sys.executable, "-m", "autotune", "search", "--engine", "llama.cpp", *words]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    kept: dict[str, str] = {}
+    for file, lines in (("answers", 2), ("served", 2), ("prices", 1), ("served", 5), ("served", 7)):
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as search:
+            deadline = time.monotonic() + 60
+            while (
+                sum(len(one.read_text().splitlines()) for one in folder.glob(f".autotune/engines/*/{file}.jsonl"))
+                < lines
+            ):
+                assert search.poll() is None and time.monotonic() < deadline
+                time.sleep(0.005)
+            search.kill()
+        records = {one.stem: one.read_text() for one in folder.glob(".autotune/engines/*/*.jsonl")}
+        assert all(records[name].startswith(text) for name, text in kept.items())
+        kept = records
+    assert searched(folder, server="--slow").exit_code == 0
+    servers = [int(pid) for pid in (folder / "servers.txt").read_text().split()]
+    assert len(servers) >= 10 and not any(map(is_running, servers))
+    profile = EngineProfile.load("profile.json")
+    assert all(arm.exact == arm.prompts == 4 for arm in profile.arms)
+
+
+def test_requests_at_once_are_served_by_new_servers_without_speculation_and_as_tuned(folder: Path) -> None:
+    assert searched(folder, "--requests-at-once", "1", "--requests-at-once", "4").exit_code == 0
+    profile = EngineProfile.load("profile.json")
+    assert [(one.label, one.requests_at_once) for one in profile.loads] == [
+        (label, size) for size in (1, 4) for label in ("off", profile.checked.label)
+    ]
+    for load in profile.loads:
+        assert load.identical == load.requests == 4 and load.tokens == sum(
+            len(o["tokens"]) for o in TRANSCRIBED["prompts"][1::2]
+        )
+        assert 0 < load.first_token_ms[0] <= load.first_token_ms[1] < 1e3 * load.seconds
+    benched = autotune("bench", "profile.json", "--workload", "prompts.jsonl", "--requests-at-once", "2", "--json")
+    assert [one["requests_at_once"] for one in json.loads(benched.stdout)["loads"]] == [2, 2]
+
+
 @pytest.mark.nightly
 def test_a_type_with_another_rule_is_left_out_and_said(folder: Path) -> None:
     done = searched(folder, server="--other-rule")
@@ -225,17 +304,22 @@ def test_a_type_with_another_rule_is_left_out_and_said(folder: Path) -> None:
     assert said(done).count("the build has another rule, and the type is left out") == 5
 
 
+def searched_at(url: str) -> Result:
+    return autotune(
+        "search", "--engine", "llama.cpp", "--target", "model.gguf", "--workload", "prompts.jsonl", "--url", url
+    )
+
+
 @pytest.mark.nightly
 def test_a_server_that_runs_is_priced_and_not_confirmed(folder: Path) -> None:
-    where = ("--target", "model.gguf", "--workload", "prompts.jsonl")
-    with running([str(folder / "llama-server"), *arguments_of(PRICING[3:4])], "llama-server") as (url, _):
-        assert autotune("search", "--engine", "llama.cpp", *where, "--url", url).exit_code == 0
+    with running([str(folder / "llama-server"), *ONE_SLOT, *arguments_of(PRICING[3:4])], "llama-server") as (url, _):
+        assert searched_at(url).exit_code == 0
     profile = EngineProfile.load("profile.json")
     assert profile.speculation and not profile.arms and "which --url does not confirm" in profile.verdict
     refused = autotune("check", "profile.json")
     assert refused.exit_code == 2 and "holds no counts" in said(refused)
-    with running([str(folder / "llama-server")], "llama-server") as (url, _):
-        unpriced = autotune("search", "--engine", "llama.cpp", *where, "--url", url)
+    with running([str(folder / "llama-server"), *ONE_SLOT], "llama-server") as (url, _):
+        unpriced = searched_at(url)
     assert unpriced.exit_code == 2 and "start the server with --spec-type ngram-mod" in said(unpriced)
 
 
@@ -252,6 +336,8 @@ def test_answers_that_do_not_repeat_are_said(folder: Path) -> None:
         ((), "--spec-type ngram-mod", "--engine-command: --spec-type is set by the search"),
         (("--draft", "retrieval"), "", "--draft"),
         (("--url", "http://127.0.0.1:9"), "", "no engine answers"),
+        (("--url", "http://127.0.0.1:9", "--requests-at-once", "4"), "", "leave one of the two out"),
+        ((), "--killed", "llama-server ended while it was used: signal 9"),
     ],
 )
 def test_mistakes_are_told_in_one_line(folder: Path, words: tuple[str, ...], server: str, message: str) -> None:
@@ -265,14 +351,47 @@ def test_mistakes_are_told_in_one_line(folder: Path, words: tuple[str, ...], ser
         ("model.gguf", b"GGUF without", "has no chat template"),
         ("model.gguf", b"something else", "no GGUF file"),
         ("llama-server", b"#!/bin/sh\necho a shell\n", "is no llama-server"),
-        ("llama-server", b"#!/bin/sh\necho --spec-type none,draft-simple\n", "ended when it started"),
+        ("llama-server", b"#!/bin/sh\necho --spec-type none,draft-simple\n", "one without --spec-type ngram-mod"),
+        ("llama-server", b"no program", "cannot be run"),
+        ("prompts.jsonl", b'{"prompt": "a", "images": ["red.png"]}\n{"prompt": "b"}\n', "has an image"),
         ("prompts.jsonl", b'{"prompt": "a", "temperature": 1.0}\n{"prompt": "b"}\n', "at temperature 0"),
     ],
 )
 def test_files_that_cannot_be_used_are_told_in_one_line(folder: Path, file: str, content: bytes, message: str) -> None:
+    Image.new("RGB", (8, 8)).save(folder / "red.png")
     (folder / file).write_bytes(content)
     done = searched(folder)
     assert done.exit_code == 2 and message in said(done), done.output
+
+
+def test_another_program_at_the_port_is_told_before_it_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running([str(folder / "llama-server"), *ONE_SLOT], "llama-server") as (url, _):
+        monkeypatch.setattr("socket.socket.getsockname", lambda _: ("127.0.0.1", int(url.rpartition(":")[2])))
+        done = searched(folder)
+    assert done.exit_code == 2 and "Address already in use" in said(done)
+    assert not list(folder.glob(".autotune/engines/*/*.jsonl"))
+
+
+def test_a_page_of_another_program_is_no_engine(folder: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        done = searched_at(f"http://127.0.0.1:{other.server_address[1]}")
+        other.shutdown()
+    assert done.exit_code == 2 and "/props: the engine answers 404" in said(done)
+
+
+def test_a_profile_refuses_images_and_sampling(folder: Path) -> None:
+    assert searched(folder).exit_code == 0
+    Image.new("RGB", (8, 8)).save("red.png")
+    (folder / "other.jsonl").write_text('{"prompt": "a", "images": ["red.png"]}\n')
+    for words, message in (
+        (("bench", "profile.json", "--workload", "other.jsonl", "--whole"), "has an image"),
+        (("bench", "profile.json", "--workload", "prompts.jsonl", "--temperature", "1"), "at temperature 0"),
+        (("run", "profile.json", "--prompt", PROMPTS[0], "--temperature", "1"), "at temperature 0"),
+        (("run", "profile.json", "--prompt", PROMPTS[0], "--image", "red.png"), "has an image"),
+    ):
+        done = autotune(*words)
+        assert done.exit_code == 2 and message in said(done), done.output
 
 
 @pytest.mark.parametrize(
