@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -64,13 +67,22 @@ def first_divergence(
 
 
 def divergences_from_plain(
-    arm: DecoderArm, plain: DecoderArm, workload: Workload, processor: Any, runs: Mapping[str, Sequence[Run]]
+    arm: DecoderArm,
+    plain: DecoderArm,
+    workload: Workload,
+    processor: Any,
+    runs: Mapping[str, Sequence[Run]],
+    *,
+    answers: Mapping[tuple[str, str], list[int]] = MappingProxyType({}),
+    deadline: float = math.inf,
 ) -> dict[str, Divergence]:
     """First divergences of an arm from plain decoding by prompt, of lossless points. Runs keep no tokens, so that answers
     with other hashes are decoded again.
 
     Args:
         runs: of both arms on the first prompts of the workload, by the arms' names.
+        answers: known tokens of these runs, by arm key and prompt hash (``ArmRunner.answers``).
+        deadline: of ``time.monotonic``, after which no further prompt is begun.
     """
     divergences = {}
     target = arm.decoder.target
@@ -78,8 +90,12 @@ def divergences_from_plain(
         is_lossless = arm.decoder.points[run.point].verification.is_lossless
         if run.tokens_sha256 == plain_run.tokens_sha256 or not is_lossless:
             continue
+        if time.monotonic() > deadline:
+            break
         settings, inputs = prompt.settings, prompt.inputs(processor, target.device)
-        expected, tokens = (each.decode(inputs, settings)[0] for each in (plain, arm))
+        expected, tokens = (
+            answers.get((each.key, run.prompt_sha256)) or each.decode(inputs, settings)[0] for each in (plain, arm)
+        )
         sampler = arm.decoder.sampler(**inputs, **settings.generation)
         divergence = first_divergence(target, inputs, expected, tokens, sampler, mode=arm.decoder.mode)
         if divergence is not None:

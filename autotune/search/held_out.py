@@ -4,8 +4,9 @@ and the evidence that the profile gets from it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from autotune.documents.decoding_profile import (
     TUNED,
     ComparedArm,
     DecodingProfile,
+    Differences,
     Gain,
     Measured,
     OperatingPoint,
@@ -25,6 +27,7 @@ from autotune.documents.decoding_profile import (
 )
 from autotune.documents.run import Run, prompt_evidence
 from autotune.evaluation.arms import DecoderArm, HuggingFaceArm
+from autotune.evaluation.divergence import divergences_from_plain
 from autotune.evaluation.race import race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import Summary, ms_per_token, summarize
@@ -33,7 +36,7 @@ from autotune.prediction.evaluator import Evaluator
 from autotune.runtime.load import decoder_for
 from autotune.search.finalists import print_labels
 from autotune.search.model_pool import ModelPool
-from autotune.search.thresholds import CONFIDENCE, HELD_OUT_PROMPTS, MIN_PROMPTS, RISK
+from autotune.search.thresholds import CONFIDENCE, EXAMINATION_SHARE, HELD_OUT_PROMPTS, MIN_PROMPTS, RISK
 from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import RUNS
 from autotune.workloads.workload import Workload
@@ -56,6 +59,7 @@ class Evaluation:
     """Speedups of the arms that can be replayed. A profile of several operating points has none."""
     best_default: str | None
     """The default that was fastest."""
+    differences: Differences = field(default_factory=Differences)
 
     @cached_property
     def summaries(self) -> dict[str, Summary]:
@@ -123,6 +127,8 @@ def evaluate_profile(
             if number == 0 or not evaluator.can_replay(default) or not _is_slower(default, last, evaluator)
         }
     tuned = DecoderArm(TUNED, decoder, key=last.key if last else TUNED)
+    may_differ = not model_pool.target.text.is_exact
+    examination_s = may_differ * EXAMINATION_SHARE * max(0.0, deadline - time.monotonic())
     with console.stage("evaluation, measured") as update:
         measured = race(
             runner,
@@ -136,9 +142,10 @@ def evaluate_profile(
             min_prompts=MIN_PROMPTS,
             ends=lambda _: False,
             seed=seed,
-            deadline=deadline,
+            deadline=deadline - examination_s,
             report=lambda done, of: update(done, of, ""),
         )
+    differences = differences_of(tuned, runner, workload, measured.runs, deadline)
     runs = measured.runs | {name: measured.runs[TUNED] for name in tuned_to}
     remaining = [*measured.remaining_defaults, *tuned_to]
     configurations = {AR: None, HF: None, **defaults, TUNED: last}
@@ -150,7 +157,25 @@ def evaluate_profile(
         configurations=configurations,
         predicted={name: evaluator.evaluate(configuration).speedup for name, configuration in replayable.items()},
         best_default=min(remaining, key=lambda name: ms_per_token(runs[name]), default=None),
+        differences=differences,
     )
+
+
+def differences_of(
+    tuned: DecoderArm, runner: ArmRunner, workload: Workload, runs: Mapping[str, Sequence[Run]], deadline: float
+) -> Differences:
+    """Examine the answers of the profile that differ from plain decoding, until the deadline of ``time.monotonic``."""
+    num = sum(a.tokens_sha256 != b.tokens_sha256 for a, b in zip(runs[tuned.name], runs[AR], strict=True))
+    if num == 0:
+        return Differences()
+    decoded = runner.conversations.follow_workload(workload.cut(len(runs[tuned.name])))
+    last = deadline - runner.prompt_s([runner.plain])
+    found = divergences_from_plain(
+        tuned, runner.plain, decoded, runner.processor, runs, answers=runner.answers, deadline=last
+    )
+    is_exact = runner.decoder.target.text.is_exact
+    other = [f"{prompt}: {one}" for prompt, one in found.items() if is_exact or not one.is_near_tie]
+    return Differences(rounding=len(found) - len(other), other=other, unexamined=num - len(found))
 
 
 def _is_slower(configuration: Configuration, than: Configuration, evaluator: Evaluator) -> bool:
@@ -181,9 +206,24 @@ def print_evaluation(evaluation: Evaluation, num_points: int, console: Console) 
         rows,
         emphasised=len(rows) - 1,
     )
+    _print_differences(evaluation.differences, console)
     labels = {name: configuration.label for name, configuration in evaluation.configurations.items() if configuration}
     print_labels(labels | ({TUNED: f"{num_points} operating points"} if num_points > 1 else {}), console)
     _print_gains(evaluation.gains, evaluation.best_default, console)
+
+
+def _print_differences(differences: Differences, console: Console) -> None:
+    """Say how many outputs of the profile differ from plain decoding, and why."""
+    reasons = {
+        "by rounding alone (near ties)": differences.rounding,
+        "for another reason": len(differences.other),
+        "not examined within the budget": differences.unexamined,
+    }
+    if num := sum(reasons.values()):
+        parts = ", ".join(f"{number} {reason}" for reason, number in reasons.items() if number)
+        console.say(f"{num} outputs of the tuned profile differ from plain decoding: {parts}")
+    for difference in differences.other:
+        console.say(f"  {difference}")
 
 
 def _print_gains(gains: Sequence[Gain], best_default: str | None, console: Console) -> None:
@@ -236,6 +276,7 @@ def with_evidence(
             "best_default": evaluation.best_default,
             "gains": evaluation.gains,
             "shrinkage": shrinkage,
+            "differences": evaluation.differences if is_faster else None,
         }
     )
     return profile.model_copy(update={"points": points, "evidence": evidence})
