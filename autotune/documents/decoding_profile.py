@@ -167,12 +167,9 @@ class Shrinkage(Document):
 class Differences(Document):
     """Answers of the profile to held-out prompts that differ from plain decoding, told apart by the rule of ``autotune check``."""
 
-    rounding: int = 0
-    """Number of those that first differ at a near tie in reduced precision or with quantized weights."""
-    other: list[str] = Field(default_factory=list)
-    """The others: prompt, tokens, margin and noise of each."""
-    unexamined: int = 0
-    """Number of those for which the budget had no time."""
+    rounding: int = 0  # first at a near tie, in reduced precision or with quantized weights
+    other: list[str] = Field(default_factory=list)  # prompt, tokens, margin and noise of each
+    unexamined: int = 0  # the budget had no time for them
 
 
 class Evidence(Document):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from autotune.documents.run import Run
 from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.perplexity import answer_logits
+from autotune.evaluation.runner import ArmRunner
 from autotune.execution import EAGER
 from autotune.modeling.near_ties import Divergence, largest_difference
 from autotune.modeling.target import Target
@@ -70,18 +70,15 @@ def divergences_from_plain(
     arm: DecoderArm,
     plain: DecoderArm,
     workload: Workload,
-    processor: Any,
+    runner: ArmRunner,
     runs: Mapping[str, Sequence[Run]],
-    *,
-    answers: Mapping[tuple[str, str], list[int]] = MappingProxyType({}),
     deadline: float = math.inf,
 ) -> dict[str, Divergence]:
-    """First divergences of an arm from plain decoding by prompt, of lossless points. Runs keep no tokens, so that answers
-    with other hashes are decoded again.
+    """First divergences of an arm from plain decoding by prompt, of lossless points. Answers with other hashes whose tokens the
+    runner does not know, of an interrupted comparison, are decoded again.
 
     Args:
         runs: of both arms on the first prompts of the workload, by the arms' names.
-        answers: known tokens of these runs, by arm key and prompt hash (``ArmRunner.answers``).
         deadline: of ``time.monotonic``, after which no further prompt is begun.
     """
     divergences = {}
@@ -92,9 +89,10 @@ def divergences_from_plain(
             continue
         if time.monotonic() > deadline:
             break
-        settings, inputs = prompt.settings, prompt.inputs(processor, target.device)
+        settings, inputs = prompt.settings, prompt.inputs(runner.processor, target.device)
         expected, tokens = (
-            answers.get((each.key, run.prompt_sha256)) or each.decode(inputs, settings)[0] for each in (plain, arm)
+            runner.answers.get((each.key, run.prompt_sha256)) or each.decode(inputs, settings)[0]
+            for each in (plain, arm)
         )
         sampler = arm.decoder.sampler(**inputs, **settings.generation)
         divergence = first_divergence(target, inputs, expected, tokens, sampler, mode=arm.decoder.mode)

@@ -166,13 +166,9 @@ def differences_of(
 ) -> Differences:
     """Examine the answers of the profile that differ from plain decoding, until the deadline of ``time.monotonic``."""
     num = sum(a.tokens_sha256 != b.tokens_sha256 for a, b in zip(runs[tuned.name], runs[AR], strict=True))
-    if num == 0:
-        return Differences()
-    decoded = runner.conversations.follow_workload(workload.cut(len(runs[tuned.name])))
+    decoded = runner.conversations.follow_workload(workload.cut(len(runs[tuned.name]) if num else 0))
     last = deadline - runner.prompt_s([runner.plain])
-    found = divergences_from_plain(
-        tuned, runner.plain, decoded, runner.processor, runs, answers=runner.answers, deadline=last
-    )
+    found = divergences_from_plain(tuned, runner.plain, decoded, runner, runs, last)
     is_exact = runner.decoder.target.text.is_exact
     other = [f"{prompt}: {one}" for prompt, one in found.items() if is_exact or not one.is_near_tie]
     return Differences(rounding=len(found) - len(other), other=other, unexamined=num - len(found))
@@ -206,24 +202,16 @@ def print_evaluation(evaluation: Evaluation, num_points: int, console: Console) 
         rows,
         emphasised=len(rows) - 1,
     )
-    _print_differences(evaluation.differences, console)
+    found = evaluation.differences
+    if num := found.rounding + len(found.other) + found.unexamined:
+        parts = f"{found.rounding} by rounding alone, after near ties; {len(found.other)} for another reason"
+        late = f"; {found.unexamined} not examined within the budget" if found.unexamined else ""
+        console.say(f"{num} outputs of {TUNED} differ from plain decoding: {parts}{late}")
+    for difference in found.other:
+        console.say(f"  {difference}")
     labels = {name: configuration.label for name, configuration in evaluation.configurations.items() if configuration}
     print_labels(labels | ({TUNED: f"{num_points} operating points"} if num_points > 1 else {}), console)
     _print_gains(evaluation.gains, evaluation.best_default, console)
-
-
-def _print_differences(differences: Differences, console: Console) -> None:
-    """Say how many outputs of the profile differ from plain decoding, and why."""
-    reasons = {
-        "by rounding alone (near ties)": differences.rounding,
-        "for another reason": len(differences.other),
-        "not examined within the budget": differences.unexamined,
-    }
-    if num := sum(reasons.values()):
-        parts = ", ".join(f"{number} {reason}" for reason, number in reasons.items() if number)
-        console.say(f"{num} outputs of the tuned profile differ from plain decoding: {parts}")
-    for difference in differences.other:
-        console.say(f"  {difference}")
 
 
 def _print_gains(gains: Sequence[Gain], best_default: str | None, console: Console) -> None:
