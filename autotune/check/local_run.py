@@ -152,7 +152,7 @@ def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: C
         runs=runs[tuned.name],
         prompts=prompts,
         summary=summarize(tuned.name, runs[tuned.name], runs[AR], seed=seed),
-        divergences=divergences_from_plain(tuned, runner.plain, workload, runner.processor, runs),
+        divergences=divergences_from_plain(tuned, runner.plain, workload, runner, runs),
         not_repeated=[a.prompt for a, b in zip(first, second, strict=True) if a != b],
         precision=decoder.target.text.precision,
         hardware=fingerprint(str(decoder.target.device)),

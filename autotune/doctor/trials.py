@@ -45,14 +45,15 @@ def try_drafts(
     context = max(lengths) + max(prompt.settings.max_new_tokens for prompt in workload.prompts)
     captures = {key: _capture(arms[key].decoder, context) for key in reversed(arms)}  # the largest trees first
     plain = arms[None, EAGER]
-    runs = ArmRunner(plain.decoder, processor).compare([*arms.values()], workload)
+    runner = ArmRunner(plain.decoder, processor)
+    runs = runner.compare([*arms.values()], workload)
     trials = []
     for (name, mode), arm in arms.items():
         own, eager = runs[arm.name], runs[arms[name, EAGER].name]
         summary = summarize(arm.name, own, runs[arms[None, mode].name])
         same = [(a.rounds, b.rounds) for a, b in zip(own, eager, strict=True) if a.tokens_sha256 == b.tokens_sha256]
         rounds, eager_rounds = np.sum(same, axis=0) if same else (0, 0)
-        differing = divergences_from_plain(arm, plain, workload, processor, runs)
+        differing = divergences_from_plain(arm, plain, workload, runner, runs)
         unexplained = tuple(f"{prompt}, {found}" for prompt, found in differing.items() if not found.is_near_tie)
         trial = DecodingTrial(
             draft=name,

@@ -164,6 +164,14 @@ class Shrinkage(Document):
     measured_on_held_out: float
 
 
+class Differences(Document):
+    """Answers of the profile to held-out prompts that differ from plain decoding, told apart by the rule of ``autotune check``."""
+
+    rounding: int = 0  # first at a near tie, in reduced precision or with quantized weights
+    other: list[str] = Field(default_factory=list)  # prompt, tokens, margin and noise of each
+    unexamined: int = 0  # the budget had no time for them
+
+
 class Evidence(Document):
     """The measurements behind the operating points."""
 
@@ -174,6 +182,8 @@ class Evidence(Document):
     """The published default that was fastest on held-out prompts; null where none was measured, as the shrinkage below."""
     gains: list[Gain] = Field(default_factory=list)
     shrinkage: Shrinkage | None = None
+    differences: Differences | None = None
+    """Null where the profile decodes plainly, or was not measured."""
 
 
 class WorkloadReference(Document):

@@ -176,8 +176,10 @@ class FeatureDraft(CachedDraft):
                     "use a draft made for this target"
                 )
         embedding = self.network.embedding
-        highest = -1 if self.token_ids is None else int(self.token_ids.max())
-        if highest >= target.vocab_size or (embedding is not None and embedding.num_embeddings < target.vocab_size):
+        lowest, highest = (0, -1) if self.token_ids is None else map(int, self.token_ids.aminmax())
+        if min(lowest, target.vocab_size - 1 - highest) < 0 or (
+            embedding is not None and embedding.num_embeddings < target.vocab_size
+        ):
             own = highest + 1 if embedding is None else max(highest + 1, embedding.num_embeddings)
             raise UserError(
                 f"target and draft must share one vocabulary; the target has {target.vocab_size} tokens, this {self.kind} "

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from autotune.documents.run import Run
 from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.perplexity import answer_logits
+from autotune.evaluation.runner import ArmRunner
 from autotune.execution import EAGER
 from autotune.modeling.near_ties import Divergence, largest_difference
 from autotune.modeling.target import Target
@@ -64,13 +67,19 @@ def first_divergence(
 
 
 def divergences_from_plain(
-    arm: DecoderArm, plain: DecoderArm, workload: Workload, processor: Any, runs: Mapping[str, Sequence[Run]]
+    arm: DecoderArm,
+    plain: DecoderArm,
+    workload: Workload,
+    runner: ArmRunner,
+    runs: Mapping[str, Sequence[Run]],
+    deadline: float = math.inf,
 ) -> dict[str, Divergence]:
-    """First divergences of an arm from plain decoding by prompt, of lossless points. Runs keep no tokens, so that answers
-    with other hashes are decoded again.
+    """First divergences of an arm from plain decoding by prompt, of lossless points. Answers with other hashes whose tokens the
+    runner does not know, of an interrupted comparison, are decoded again.
 
     Args:
         runs: of both arms on the first prompts of the workload, by the arms' names.
+        deadline: of ``time.monotonic``, after which no further prompt is begun.
     """
     divergences = {}
     target = arm.decoder.target
@@ -78,8 +87,13 @@ def divergences_from_plain(
         is_lossless = arm.decoder.points[run.point].verification.is_lossless
         if run.tokens_sha256 == plain_run.tokens_sha256 or not is_lossless:
             continue
-        settings, inputs = prompt.settings, prompt.inputs(processor, target.device)
-        expected, tokens = (each.decode(inputs, settings)[0] for each in (plain, arm))
+        if time.monotonic() > deadline:
+            break
+        settings, inputs = prompt.settings, prompt.inputs(runner.processor, target.device)
+        expected, tokens = (
+            runner.answers.get((each.key, run.prompt_sha256)) or each.decode(inputs, settings)[0]
+            for each in (plain, arm)
+        )
         sampler = arm.decoder.sampler(**inputs, **settings.generation)
         divergence = first_divergence(target, inputs, expected, tokens, sampler, mode=arm.decoder.mode)
         if divergence is not None:

@@ -91,6 +91,8 @@ class ArmRunner:
         """Plain decoding."""
         self.conversations = Conversations(processor, self._plain_answers)
         self._decoders: dict[str, Decoder] = {}
+        self.answers: dict[tuple[str, str], list[int]] = {}
+        """Tokens of the last run of an arm on a prompt, by arm key and prompt hash; those of runs in the ledger are not known."""
         self._warm: set[tuple[Any, ...]] = set()
         self._run_s: defaultdict[str, list[float]] = defaultdict(list)  # durations with warm-ups, by arm key
         self._reserved: dict[str, int] = {}  # tokens of a prompt and its answer, by the prompt's hash
@@ -230,6 +232,7 @@ class ArmRunner:
             num_before = memory.num_kept
             tokens, stats = arm.decode(inputs, prompt.settings)
             num_captures = memory.num_kept - num_before
+            self.answers[arm.key, prompt.sha256] = tokens
             if arm is self.plain:
                 self.conversations.add(prompt, tokens)
             scores = {}

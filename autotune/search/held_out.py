@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from autotune.documents.decoding_profile import (
     TUNED,
     ComparedArm,
     DecodingProfile,
+    Differences,
     Gain,
     Measured,
     OperatingPoint,
@@ -26,6 +27,7 @@ from autotune.documents.decoding_profile import (
 )
 from autotune.documents.run import Run, prompt_evidence
 from autotune.evaluation.arms import DecoderArm, HuggingFaceArm
+from autotune.evaluation.divergence import divergences_from_plain
 from autotune.evaluation.race import race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import Summary, ms_per_token, summarize
@@ -34,7 +36,7 @@ from autotune.prediction.evaluator import Evaluator
 from autotune.runtime.load import decoder_for
 from autotune.search.finalists import print_labels
 from autotune.search.model_pool import ModelPool
-from autotune.search.thresholds import CONFIDENCE, HELD_OUT_PROMPTS, MIN_PROMPTS, RISK
+from autotune.search.thresholds import CONFIDENCE, EXAMINATION_SHARE, HELD_OUT_PROMPTS, MIN_PROMPTS, RISK
 from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import RUNS
 from autotune.workloads.workload import Workload
@@ -57,6 +59,7 @@ class Evaluation:
     """Speedups of the arms that can be replayed. A profile of several operating points has none."""
     best_default: str | None
     """The default that was fastest."""
+    differences: Differences = field(default_factory=Differences)
 
     @cached_property
     def summaries(self) -> dict[str, Summary]:
@@ -129,6 +132,8 @@ def evaluate_profile(
     others = [runner.arm(name, default) for name, default in defaults.items() if name not in tuned_to]
     answer_s = float(evaluator.ar_ms.mean()) / 1e3
     block_s = HELD_OUT_PROMPTS * (3 + len(others)) * answer_s
+    may_differ = not model_pool.target.text.is_exact
+    examination_s = may_differ * EXAMINATION_SHARE * max(0.0, deadline - time.monotonic())
     with console.stage("evaluation, measured") as update:
         measured = race(
             runner,
@@ -143,9 +148,10 @@ def evaluate_profile(
             kept_prompts=kept_prompts,
             ends=lambda _: False,
             seed=seed,
-            deadline=deadline,
+            deadline=deadline - examination_s,
             report=lambda done, of: update(done, of, ""),
         )
+    differences = differences_of(tuned, runner, workload, measured.runs, deadline)
     runs = measured.runs | {name: measured.runs[TUNED] for name in tuned_to}
     remaining = [*measured.remaining_defaults, *tuned_to]
     configurations = {AR: None, HF: None, **defaults, TUNED: last}
@@ -157,7 +163,21 @@ def evaluate_profile(
         configurations=configurations,
         predicted={name: evaluator.evaluate(configuration).speedup for name, configuration in replayable.items()},
         best_default=min(remaining, key=lambda name: ms_per_token(runs[name]), default=None),
+        differences=differences,
     )
+
+
+def differences_of(
+    tuned: DecoderArm, runner: ArmRunner, workload: Workload, runs: Mapping[str, Sequence[Run]], deadline: float
+) -> Differences:
+    """Examine the answers of the profile that differ from plain decoding, until the deadline of ``time.monotonic``."""
+    num = sum(a.tokens_sha256 != b.tokens_sha256 for a, b in zip(runs[tuned.name], runs[AR], strict=True))
+    decoded = runner.conversations.follow_workload(workload.cut(len(runs[tuned.name]) if num else 0))
+    last = deadline - runner.prompt_s([runner.plain])
+    found = divergences_from_plain(tuned, runner.plain, decoded, runner, runs, last)
+    is_exact = runner.decoder.target.text.is_exact
+    other = [f"{prompt}: {one}" for prompt, one in found.items() if is_exact or not one.is_near_tie]
+    return Differences(rounding=len(found) - len(other), other=other, unexamined=num - len(found))
 
 
 def _is_slower(configuration: Configuration, than: Configuration, evaluator: Evaluator) -> bool:
@@ -188,6 +208,13 @@ def print_evaluation(evaluation: Evaluation, num_points: int, console: Console) 
         rows,
         emphasised=len(rows) - 1,
     )
+    found = evaluation.differences
+    if num := found.rounding + len(found.other) + found.unexamined:
+        parts = f"{found.rounding} by rounding alone, after near ties; {len(found.other)} for another reason"
+        late = f"; {found.unexamined} not examined within the budget" if found.unexamined else ""
+        console.say(f"{num} outputs of {TUNED} differ from plain decoding: {parts}{late}")
+    for difference in found.other:
+        console.say(f"  {difference}")
     labels = {name: configuration.label for name, configuration in evaluation.configurations.items() if configuration}
     print_labels(labels | ({TUNED: f"{num_points} operating points"} if num_points > 1 else {}), console)
     _print_gains(evaluation.gains, evaluation.best_default, console)
@@ -243,6 +270,7 @@ def with_evidence(
             "best_default": evaluation.best_default,
             "gains": evaluation.gains,
             "shrinkage": shrinkage,
+            "differences": evaluation.differences if is_faster else None,
         }
     )
     return profile.model_copy(update={"points": points, "evidence": evidence})

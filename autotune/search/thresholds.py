@@ -58,3 +58,4 @@ WORKLOAD_ADVANTAGE = 1.5  # times the savings of other groupings, from which a g
 NUM_POINT_CANDIDATES = 200  # fastest configurations for operating points, besides the fastest of each task
 MAX_HELD_OUT_DEFAULTS = 3  # published defaults, the fastest on tuning prompts, that run on held-out prompts
 HELD_OUT_PROMPTS = 8  # held-out prompts between two looks; `MIN_PROMPTS` where so many take a third of the time
+EXAMINATION_SHARE = 0.12  # share of the time for evaluation in which answers that differ are examined

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from autotune.files import read_lines, write_bytes
 
-AGREEMENT = "agreement with the target"
+AGREEMENT, AGREEMENT_METRIC = "agreement with the target", "held_out_agreement"
 # Panels, with the label and style of each logged metric; the few held-out points have markers.
 PANELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "loss": {
@@ -18,7 +20,7 @@ PANELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     },
     AGREEMENT: {
         "agreement": ("training, true features", {"color": "tab:blue", "alpha": 0.35}),
-        "held_out_agreement": ("held out, true features", {"color": "tab:blue", "marker": "o", "markersize": 4}),
+        AGREEMENT_METRIC: ("held out, true features", {"color": "tab:blue", "marker": "o", "markersize": 4}),
         "held_out_own_agreement": ("held out, own features", {"color": "tab:orange", "marker": "s", "markersize": 4}),
     },
 }
@@ -32,6 +34,24 @@ def logged(log: Path) -> list[dict[str, Any]]:
             steps.pop()
         steps.append(record)
     return steps
+
+
+EXPECTATION_ERRORS = ((0.5, 0.04), (0.25, 0.08))
+"""Largest error of ``expected_agreement`` on the logs of the bundled drafts, by the least share of the steps that were done."""
+
+
+def expected_agreement(log: Path, stage_steps: Sequence[int]) -> tuple[float, float] | None:
+    """The held-out agreement to expect after the last step of a run, by a line through its own so far over the logarithm of the
+    steps, and the error of such lines; None before a quarter of the steps.
+    """
+    total = sum(stage_steps)
+    held_out = [record for record in logged(log) if AGREEMENT_METRIC in record]
+    steps = [sum(stage_steps[: record["stage"]]) + record["step"] for record in held_out]
+    errors = [error for share, error in EXPECTATION_ERRORS if len(steps) > 1 and steps[-1] >= share * total]
+    if not errors:
+        return None
+    slope, start = np.polyfit(np.log(steps), [record[AGREEMENT_METRIC] for record in held_out], 1)
+    return float(start + slope * np.log(total)), errors[0]
 
 
 def distilled_layers(steps: Iterable[dict[str, Any]]) -> dict[int, int]:

@@ -23,7 +23,7 @@ from autotune.drafters.divergence import divergence
 from autotune.drafters.network import NOT_TRAINED
 from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
 from autotune.drafters.trainable import LossSettings, Metrics, TrainableNetwork
-from autotune.errors import UserError
+from autotune.errors import UserError, errors_about
 from autotune.files import WORKSPACE, content_key
 from autotune.modeling.clock import now_ms
 from autotune.modeling.loading import load_model, load_processor, reference
@@ -31,7 +31,7 @@ from autotune.modeling.target import Target
 from autotune.recording.answers import AnswerRecorder
 from autotune.recording.recorder import Recorder, Report
 from autotune.training.examples import JsonlExamples, Line, at_temperatures, judged_questions, read_examples, split_file
-from autotune.training.magpie import write_questions
+from autotune.training.magpie import user_turn, write_questions
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.teacher import Teacher, TeacherBatches
@@ -86,6 +86,9 @@ class DraftTask:
             split()  # an invalid file is refused before the target is loaded
         name = teacher_name(recipe, recipe_path)
         self.processor = load_processor(name)
+        if data.magpie is not None:
+            with errors_about(str(recipe_path)):
+                user_turn(self.processor)
         self.target = Target(load_model(name, device=str(accelerator.device), dtype=recipe.dtype, console=console))
         self.target_reference = reference(name)
         self.teacher = Teacher(self.target)
@@ -98,6 +101,7 @@ class DraftTask:
         torch.manual_seed(recipe.seed)
         module = NETWORKS[recipe.model].new(recipe.draft, self.target, source=str(recipe_path))
         self.module = module.to(accelerator.device)
+        self._choose_vocabulary(())  # refused before anything is written
         if data.magpie is not None and accelerator.is_main_process:
             write_questions(path, data.magpie, AnswerRecorder(self.target, self.processor), report)
         accelerator.wait_for_everyone()
@@ -272,7 +276,10 @@ class DraftTask:
         return self.module.loss(self._compared(self._teacher_batches[step]), self._stage, generator, self._compare)
 
     def _compared(self, batch: TeacherBatch) -> TeacherBatch:
-        """The batch with the target's logits of the tokens over which the draft is compared."""
+        """The batch with the target's logits of the tokens over which the draft is compared. Autocast to bfloat16 takes no float16."""
+        if batch.embeddings.dtype == torch.float16:
+            hidden = {layer: states.float() for layer, states in batch.hidden.items()}
+            batch = replace(batch, embeddings=batch.embeddings.float(), hidden=hidden)
         return replace(batch, head=self._head)
 
     @torch.no_grad()

@@ -40,7 +40,7 @@ def user_turn(processor: Any) -> tuple[str, str]:
     """
     if not getattr(processor, "chat_template", None):
         raise UserError(
-            "magpie: the target writes its own questions by its chat template, and has none; give data.file instead"
+            "magpie has the target write questions by its chat template; it has none; remove magpie from data"
         )
     before, _, after = chat_text(processor, _MARK, num_images=0).partition(_MARK)
     return before, after

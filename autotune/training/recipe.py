@@ -97,6 +97,12 @@ def load_recipe(path: Path) -> Recipe:
     recipe = Recipe.load(path)
     for contradiction in NETWORKS[recipe.model].contradictions(recipe.draft, recipe.stages):
         raise UserError(f"{path}: {contradiction}")
+    data = recipe.data
+    if data.magpie is not None and (data.num_examples or 0) >= data.magpie.num_prompts:
+        raise UserError(
+            f"{path}: some of the magpie.num_prompts questions are held out, so num_examples must be lower; got "
+            f"{data.num_examples} of {data.magpie.num_prompts}; raise num_prompts"
+        )
     return recipe
 
 

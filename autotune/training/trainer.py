@@ -23,7 +23,7 @@ from autotune.console import Console
 from autotune.errors import UserError
 from autotune.files import append_line, content_key, sha256_of
 from autotune.modeling.loading import Dtype, save_tensors
-from autotune.training.curve import draw_curve
+from autotune.training.curve import draw_curve, expected_agreement
 from autotune.training.draft_task import DraftTask, autocast_dtype
 from autotune.training.recipe import Recipe, Stage, load_recipe
 
@@ -34,7 +34,7 @@ MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Muon: ("momentum_buffer",),
 }
 """State of a parameter in each optimizer."""
-SHOWN_METRICS = ("loss", "agreement", "held_out_agreement")  # in the progress bar
+SHOWN_METRICS = ("loss", "agreement", "held_out_agreement", "expected_agreement")  # in the progress bar
 Progress = Callable[[str, int, int, dict[str, float]], None]
 """Called as progress(stage name, step, steps, metrics)."""
 
@@ -171,6 +171,8 @@ class Trainer:
                     record["distilled_layers"] = {str(layer): layers[layer] for layer in sorted(layers)}
                     layers.clear()
                 append_line(self.log, {**record, **metrics, "seconds": time.perf_counter() - started})
+                if expected := expected_agreement(self.log, [stage.steps for stage in self.recipe.stages]):
+                    held_out["expected_agreement"] = expected[0]
             if num_done % CHECKPOINT_EVERY == 0 and not is_last:
                 self.checkpoint.save(module, optimizers, number, num_done)
         if self.accelerator.is_main_process:
@@ -231,6 +233,12 @@ def train(
     estimate = task.check_memory(half_precision=autocast is not None)
     if notify is not None:
         notify(estimate)
+        expected = expected_agreement(log, [stage.steps for stage in recipe.stages])
+        if expected is not None and checkpoint.position() != (0, 0):
+            notify(
+                f"held-out agreement to expect at the end: {expected[0]:.0%}, within {expected[1]:.0%} on the bundled drafts' logs (a line "
+                "through that of this run over the logarithm of the steps)"
+            )
     trainer.run()
     if accelerator.is_main_process:
         task.save(output)

@@ -34,7 +34,7 @@ def answers(target: Target, processor: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_user_turn_is_the_template_up_to_the_message(processor: Any) -> None:
     assert user_turn(processor) == ("USER: ", " ASSISTANT:")
-    with refused("magpie: the target writes its own questions by its chat template, and has none; give data.file"):
+    with refused("magpie has the target write questions by its chat template; it has none; remove magpie from data"):
         user_turn(object())
 
 

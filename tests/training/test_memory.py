@@ -19,12 +19,14 @@ from autotune.drafters.star import StarNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.trainable import LossSettings
 from autotune.errors import UserError
+from autotune.files import data_root
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.training import memory
-from autotune.training.curve import distilled_layers, draw_curve, logged
+from autotune.training.curve import EXPECTATION_ERRORS, distilled_layers, draw_curve, expected_agreement, logged
 from autotune.training.examples import Example
 from autotune.training.memory import BatchShape, MemoryEstimate, check_memory, estimate_memory, free_disk
+from autotune.training.recipe import load_recipe
 from autotune.training.teacher import Teacher
 from autotune.training.trainer import train, train_with_progress
 from tests.obvious import refused
@@ -198,6 +200,29 @@ def test_repeated_steps_of_a_killed_run_count_once(tmp_path: Path) -> None:
     log = write_log(tmp_path / "a.jsonl", [(0, 1), (0, 2), (0, 3), (0, 2), (0, 3), (0, 4), (1, 1), (1, 2), (1, 1)])
     assert [(r["stage"], r["step"]) for r in logged(log)] == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 1)]
     assert [r["loss"] for r in logged(log)] == [2.0 / (1 + number) for number in (0, 3, 4, 5, 8)]
+
+
+def test_the_expected_agreement_errs_as_is_said(tmp_path: Path) -> None:
+    """On every bundled log, at the first evaluation after a quarter and after half of the steps: by at most the error that is told,
+    which one of them comes close to.
+    """
+    errors: dict[float, list[float]] = {}
+    for log in data_root().glob("drafts/*/*/training.jsonl"):
+        if not (log.parent / "recipe.yaml").exists():
+            continue
+        stages = [stage.steps for stage in load_recipe(log.parent / "recipe.yaml").stages]
+        records = [record for record in logged(log) if "held_out_agreement" in record]
+        first = set()
+        for number in range(1, len(records)):
+            (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[:number]))
+            found = expected_agreement(tmp_path / "log.jsonl", stages)
+            if found is not None and found[1] not in first:
+                first.add(found[1])
+                errors.setdefault(found[1], []).append(abs(found[0] - records[-1]["held_out_agreement"]))
+    assert {told: len(made) >= 4 for told, made in errors.items()} == {error: True for _, error in EXPECTATION_ERRORS}
+    for told, made in errors.items():
+        assert told / 3 < max(made) <= told, (told, made)
+    assert expected_agreement(tmp_path / "none.jsonl", [100]) is None
 
 
 def test_training_log_is_plotted(tmp_path: Path) -> None:

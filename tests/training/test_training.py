@@ -26,7 +26,7 @@ from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.two_readings import own_feature_mask, rows_of
-from autotune.files import read_lines
+from autotune.files import data_root, read_lines
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -463,8 +463,39 @@ def test_more_processes_than_examples_in_a_batch(recipe: Callable[..., Path]) ->
             f"distillation names a layer of the target, 1 to {LAST}; got {LAST + 1}; name one of them",
         ),
         ({"initial_weights": "stored"}, "unknown key 'initial_weights'"),
+        (
+            {"data": {"file": "w.jsonl", "magpie": {"num_prompts": 8}, "num_examples": 8}},
+            "num_examples must be lower; got 8 of 8; raise num_prompts",
+        ),
+        (
+            {"data": {"file": "w.jsonl", "magpie": {"num_prompts": 8}}, "vocabulary": 9999},
+            "the target has 300 tokens; got vocabulary 9999; lower it",
+        ),
     ],
 )
 def test_recipe_that_cannot_be_trained(recipe: Callable[..., Path], changes: dict[str, Any], message: str) -> None:
     with refused(message):
         train(recipe(**changes))
+    assert not Path("w.jsonl").exists(), "nothing was written before"
+
+
+@pytest.mark.parametrize("kind", ["star", "eagle3", "mtp"])
+def test_a_draft_is_trained_for_a_target_in_float16(kind: str, recipe: Callable[..., Path], text_pair: Pair) -> None:
+    lines = [json.dumps({"prompt": f"Row {number}", "answer": "reads 3, 1, 4."}) for number in range(8)]
+    Path("examples.jsonl").write_text("\n".join(lines))
+    sizes = {} if kind == "mtp" else SIZES
+    teacher = str(text_pair.target_folder)
+    folder = train(recipe(model=kind, draft=sizes, dtype="float16", stages=[STAGE], teacher=teacher))
+    (line,) = read_lines(folder / "training.jsonl")
+    assert 0 < line["held_out_loss"] < float("inf")
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_recipes_of_smollm2_train(kind: str, recipe: Callable[..., Path]) -> None:
+    """Two steps of each on a tiny target, with its examples and vocabulary."""
+    shipped = load_recipe(data_root() / "drafts" / "smollm2" / kind / "recipe.yaml")
+    assert shipped.vocabulary == 8192 and shipped.data.judged == ["smollm2"]
+    stages = [shipped.stages[0].model_copy(update={"steps": 2, "batch_size": 2}).model_dump(exclude_defaults=True)]
+    folder = train(recipe(model=kind, draft=shipped.draft, vocabulary=100, stages=stages))
+    (line,) = read_lines(folder / "training.jsonl")
+    assert line["step"] == 2 and line["held_out_loss"] > 0
