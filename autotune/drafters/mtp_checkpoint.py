@@ -19,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from autotune.drafters.mtp import MtpConfig, MtpNetwork, set_head
 from autotune.errors import UserError
-from autotune.modeling.loading import MTP_SUFFIX, check_whole, resolve
+from autotune.modeling.loading import MTP_SUFFIX, check_whole, load_errors, resolve
 from autotune.modeling.target import Target
 
 PROMISES = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -44,7 +44,9 @@ def load_own_mtp(name: str, target: Target, *, random_weights: bool = False) -> 
         tensors = _read(source, config.num_target_layers)
         if not tensors:
             raise UserError(f"{name}: {_why_missing(target, config.num_target_layers)}")
-        set_head(network, _stack_experts(tensors, network), source=name)
+        with load_errors(f"{name}: its experts"):
+            tensors = _stack_experts(tensors, network)
+        set_head(network, tensors, source=name)
     return network.eval().requires_grad_(False)
 
 
