@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import UserError
@@ -102,6 +102,8 @@ class EngineHttp:
             request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 yield from response
+                if response.length:  # a reply without a length has None
+                    raise IncompleteRead(b"", response.length)
         except urllib.error.HTTPError as error:
             message = ""
             with suppress(OSError, HTTPException):
