@@ -110,7 +110,7 @@ class ConfirmedArm(Document):
     tokens_per_step: float
     replayed: SpeculationCounts
     counts: SpeculationCounts
-    """Those of the engine, which ``replayed`` predicts."""
+    """Counted by the engine; ``replayed`` are the predicted ones."""
     exact: int
     """Prompts whose counts are the replay's."""
     identical: int
@@ -134,7 +134,7 @@ class ServedLoad(Document):
     requests: int = Field(ge=1)
     tokens: int
     seconds: float
-    """Of all requests."""
+    """From the first request to the last reply."""
     first_token_ms: tuple[float, float]
     """Median and 95th percentile over requests."""
     token_ms: tuple[float, float]

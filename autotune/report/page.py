@@ -31,7 +31,7 @@ def _or_dash(format: Callable[..., str]) -> Callable[..., str]:
     return lambda value, *options: "-" if value is None else format(value, *options)
 
 
-FILTERS = {
+FILTERS: dict[str, Callable[..., Any]] = {
     "times": _or_dash("{:.2f}x".format),
     "interval": _or_dash(lambda ends: f"{ends[0]:.2f} to {ends[1]:.2f}"),
     "number": _or_dash(lambda value, digits=2: f"{value:,.{digits}f}"),

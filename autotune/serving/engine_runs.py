@@ -65,7 +65,7 @@ def is_exact(answer: ServedAnswer, replayed: RequestReplay) -> bool:
 
 
 @dataclass(frozen=True)
-class Served:
+class ArmRuns:
     """Answers of settings in the order of the prompts, by the servers that gave them: a search that goes on starts a new one."""
 
     speculations: Sequence[Speculation]
@@ -103,7 +103,7 @@ def serve_in_turns(
     *,
     seed: int = 0,
     record: Path | None = None,
-) -> dict[str, Served]:
+) -> dict[str, ArmRuns]:
     """Answers of every arm's server to the prompts, in turns and in random order.
 
     Args:
@@ -128,7 +128,7 @@ def serve_in_turns(
             update(len(rows), len(prompts), "")
     lives = [list(life) for _, life in itertools.groupby(rows, key=lambda row: row["process"])]
     return {
-        name: Served(
+        name: ArmRuns(
             speculations,
             [[ServedAnswer.model_validate(row["answers"][name]) for row in life] for life in lives],
             total(SpeculationCounts.model_validate(life[-1]["counts"][name]) for life in lives),
@@ -179,7 +179,7 @@ def confirm(
     *,
     seed: int,
     record: Path | None = None,
-) -> tuple[list[ConfirmedArm], dict[str, Served]]:
+) -> tuple[list[ConfirmedArm], dict[str, ArmRuns]]:
     """Serve prompts with every arm, in turns and in random order, each in a new server of its own; prints a table.
 
     Returns the arms in their order, and their answers by name.
@@ -208,7 +208,7 @@ def confirm(
     return confirmed, runs
 
 
-def compared(runs: Mapping[str, Served], prices: VerificationPrices) -> list[ConfirmedArm]:
+def compared(runs: Mapping[str, ArmRuns], prices: VerificationPrices) -> list[ConfirmedArm]:
     """Speedups of runs over those without speculation, in time per token, beside their predictions.
 
     The clock is the wall's, unless a speedup in CPU time is another one; then other processes used the machine, and it is the CPU's.
@@ -216,7 +216,7 @@ def compared(runs: Mapping[str, Served], prices: VerificationPrices) -> list[Con
     longest = max(len(one.prompt_tokens) + len(one.tokens) for served in runs.values() for one in served.answers)
     price, off = prices.pricer(longest), runs[OFF]
 
-    def speedup(served: Served, clock: Clock) -> float:
+    def speedup(served: ArmRuns, clock: Clock) -> float:
         both = [one.per_token(lambda answer, _: time_of(clock)(answer)) for one in (off, served)]
         return both[0] / max(both[1], 1e-9)
 

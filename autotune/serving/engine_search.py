@@ -40,8 +40,8 @@ from autotune.serving.engine_runs import (
     DEFAULT_SETTINGS,
     OFF,
     SELF_TEST,
+    ArmRuns,
     Replayed,
-    Served,
     confirm,
     is_exact,
     measure_loads,
@@ -202,7 +202,7 @@ def _prompts(settings: EngineSearchSettings, split: WorkloadSplit) -> Workload:
     return loaded.cut(NUM_PROMPTS[split], settings.max_new_tokens)
 
 
-def _plain(server: LlamaServer, prompts: Sequence[WorkloadPrompt], folder: Path, console: Console) -> Served:
+def _plain(server: LlamaServer, prompts: Sequence[WorkloadPrompt], folder: Path, console: Console) -> ArmRuns:
     """The plain answers, recorded once; the first are asked for again, to see whether they repeat."""
     stage, record = "plain answers of the engine", folder / "answers.jsonl"
     plain = serve_in_turns({OFF: server}, {OFF: []}, prompts, stage, console, record=record)[OFF]
@@ -233,7 +233,7 @@ def _prices(
 
 
 def _fastest(
-    types: Sequence[NgramType], plain: Served, prices: VerificationPrices, console: Console
+    types: Sequence[NgramType], plain: ArmRuns, prices: VerificationPrices, console: Console
 ) -> list[PredictedSettings]:
     """The fastest settings of each type and its default, for the prompts in their order in one server; prints the best."""
     requests = [KnownRequest(answer) for answer in plain.answers]

@@ -12,7 +12,7 @@ from autotune.errors import NotComparable, UserError
 from autotune.files import known_sha256_of
 from autotune.modeling.gguf import find_gguf
 from autotune.serving.client import TEXT
-from autotune.serving.engine_runs import DEFAULT, DEFAULT_SETTINGS, OFF, Served, confirm, measure_loads, require_served
+from autotune.serving.engine_runs import DEFAULT, DEFAULT_SETTINGS, OFF, ArmRuns, confirm, measure_loads, require_served
 from autotune.serving.llama_server import EngineCommand, find_engine, started_llama
 from autotune.serving.verification_prices import VerificationPrices, clock_of
 from autotune.workloads.prompt import WorkloadPrompt
@@ -43,7 +43,7 @@ def check_engine(source: Path, given: str | None, console: Console) -> int:
     profile = EngineProfile.load(source)
     if not profile.answers:
         raise UserError(f"{source}: holds no counts, because it was made with --url; search again without --url")
-    known = Served([profile.checked], [profile.answers], profile.counts, profile.context)
+    known = ArmRuns([profile.checked], [profile.answers], profile.counts, profile.context)
     is_replayed = known.exact == len(profile.answers)
     with started_llama(engine_of(profile, given), [profile.checked]) as server:
         served = [server.answer(answer.prompt_tokens, answer.limit) for answer in profile.answers]
