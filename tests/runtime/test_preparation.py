@@ -63,7 +63,7 @@ def test_prepared_requests_capture_nothing(
 
 @pytest.mark.parametrize("kind", ["independent", "dream"])
 def test_plain_stretches_of_prepared_requests_capture_nothing(rehearsal: Rehearsal, pair: Pair, kind: str) -> None:
-    """After them the draft reads its pending tokens in pieces of one size. Later requests decode without the draft."""
+    """After them the draft reads its pending tokens in pieces of one size."""
     pair = on_device(pair, DEVICE)
     target = Target(pair.target)
     draft = as_draft(pair.draft) if kind == "independent" else agreeing_draft(kind, target, injection_layer=4)
@@ -73,8 +73,8 @@ def test_plain_stretches_of_prepared_requests_capture_nothing(rehearsal: Rehears
     sizes = {key.num_tokens for key in decoder.draft._graph_runners["cuda-graph"]._captured}  # type: ignore[union-attr]
     assert sizes == ({1, 2, 32} if kind == "independent" else {1, 2, 4, 8, 32})
     before = rehearsal.counts.captures
-    stats = [decoder.generate(**text_of(10), max_new_tokens=num_tokens).stats for num_tokens in (100, 5, 5, 5)]
-    assert stats[0].plain_steps > 50 and stats[0].draft_forwards > 0 == stats[-1].draft_forwards
+    stats = [decoder.generate(**text_of(10), max_new_tokens=num_tokens).stats for num_tokens in (100, 5)]
+    assert stats[0].plain_steps > 50 and all(one.draft_forwards > 0 for one in stats)
     assert rehearsal.counts.captures == before
 
 
