@@ -167,11 +167,12 @@ def test_the_entropy_bonus_falls_to_zero_over_the_stage(
     task.begin(0)
     weights: list[float] = []
     loss = task.module.loss
-    monkeypatch.setattr(
-        task.module,
-        "loss",
-        lambda batch, settings, *further: weights.append(settings.gate_entropy) or loss(batch, settings, *further),
-    )
+
+    def watched(batch: TeacherBatch, settings: LossSettings, *further: Any) -> Any:
+        weights.append(settings.gate_entropy)
+        return loss(batch, settings, *further)
+
+    monkeypatch.setattr(task.module, "loss", watched)
     for step in range(4):
         task.loss(step)
     assert weights == pytest.approx([0.2, 0.15, 0.1, 0.05])
@@ -183,7 +184,7 @@ def test_the_gate_is_surer_without_the_entropy_bonus(target: Target, batch: Teac
     for weight in (0.02, 0.0):
         network = new_specvlm(target)
         settings = LossSettings(gate_entropy=weight)
-        choices_after(network, batch, 60, lambda generator, n=network, s=settings: n.gate_loss(batch, s, generator))
+        choices_after(network, batch, 60, lambda generator: network.gate_loss(batch, settings, generator))  # noqa: B023
         questions = network.target_features({LAST: batch.hidden[LAST][torch.arange(2), batch.loss_start]})
         best = network.compressor.scores(questions).softmax(-1).topk(2).values
         margins.append(float((best[:, 0] - best[:, 1]).min().detach()))
