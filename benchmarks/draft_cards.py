@@ -10,7 +10,7 @@
 
 ``measure`` adds rows to the card's ``acceptance.jsonl``, one for each value of each option (``--visual-ranking``: for each
 pair with a value of ``--visual-keep``), and skips rows that exist for the same weights; a row takes about a minute. ``operators`` writes ``operators.jsonl``: the loss of every operator of a
-compressor by task, and the choice of its gate. ``write`` writes ``README.md`` in a second. Rows whose label is the name of a
+compressor by task, the choice of its gate, and by how much: the mean gap between its two largest shares. ``write`` writes ``README.md`` in a second. Rows whose label is the name of a
 recipe in the draft's ``ablations`` are compared with its ``baseline``, and with the paper's ablation.
 """
 
@@ -190,12 +190,15 @@ def operators(draft: Path) -> None:
     for task, prompts in by_task.items():
         lines = read_examples(path, prompts, recorder, Accelerator())
         batches = JsonlExamples(lines, target, processor, batch_size=8)
-        losses, agreement, chosen = [], [], []
+        losses, agreement, chosen, margins = [], [], [], []
         for number in range(batches.num_batches):
             batch = teacher.read(batches[number], layers=())
             found = network.operator_losses(batch, LossSettings(), torch.Generator().manual_seed(number))
             questions = batch.hidden[layer][torch.arange(8), batch.loss_start]
-            chosen.append(network.compressor.scores(network.target_features({layer: questions})).argmax(-1))
+            scores = network.compressor.scores(network.target_features({layer: questions}))
+            best = (scores / network.config.compression.temperature).softmax(-1).topk(2)
+            chosen.append(best.indices[:, 0])
+            margins.append(best.values[:, 0] - best.values[:, 1])
             losses.append(found.losses)
             agreement.append(found.agreement)
         choice, loss = torch.cat(chosen), torch.cat(losses)
@@ -207,6 +210,7 @@ def operators(draft: Path) -> None:
                 "losses": dict(zip(names, loss.mean(0).tolist(), strict=True)),
                 "agreement": dict(zip(names, torch.cat(agreement).mean(0).tolist(), strict=True)),
                 "gate_loss": loss.gather(1, choice[:, None]).mean().item(),
+                "margin": torch.cat(margins).mean().item(),
                 "chosen": {name: int((choice == number).sum()) for number, name in enumerate(names)},
             }
         )
@@ -224,16 +228,18 @@ def operator_section(rows: list[dict[str, Any]]) -> list[str]:
         "## What the gate chooses",
         "",
         f"The losses of the recipe on {rows[0]['examples']} held-out examples of each task with images, with each operator forced; in brackets "
-        "the agreement with the target. The last column is the loss with the gate's choice, relative to the best operator of the task.",
+        "the agreement with the target. The last column but one is the loss with the gate's choice, relative to the best operator of the task; the margin is "
+        "the mean gap between the gate's two largest shares.",
         "",
-        f"| task | {' | '.join(names)} | the gate chooses | gate / best |",
-        "|---" * (3 + len(names)) + "|",
+        f"| task | {' | '.join(names)} | the gate chooses | gate / best | margin |",
+        "|---" * (4 + len(names)) + "|",
     ]
     for row in rows:
         cells = " | ".join(f"{row['losses'][name]:.4f} ({100 * row['agreement'][name]:.1f} %)" for name in names)
         chosen = {name: count for name, count in row["chosen"].items() if count}
         choice = ", ".join(f"{name} {100 * count / row['examples']:.0f} %" for name, count in chosen.items())
-        lines.append(f"| {row['task']} | {cells} | {choice} | {row['gate_loss'] / min(row['losses'].values()):.3f} |")
+        ratio = row["gate_loss"] / min(row["losses"].values())
+        lines.append(f"| {row['task']} | {cells} | {choice} | {ratio:.4f} | {row['margin']:.3f} |")
     return lines
 
 
@@ -413,8 +419,6 @@ def write(draft: Path) -> None:
     lines += operator_section([row for row in files.read_lines(draft / OPERATOR_ROWS) if row["sha256"] == sha256])
     if section := ablation_section(draft, kind, rows):
         lines += section
-    elif others := [row for row in rows if row["label"]]:
-        lines += ["", "## Ablations", "", *table(others, [row["label"] for row in others])]
     if notes:
         lines += ["", "## Notes", notes.rstrip()]
     path.write_text("\n".join(lines) + "\n")

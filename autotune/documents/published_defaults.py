@@ -1,6 +1,4 @@
-"""Settings that papers and engines publish as their defaults, and variants that papers compare with, each with its
-source, and the configurations of them.
-"""
+"""Settings that papers and engines publish as their defaults, variants that papers compare with, and their configurations."""
 
 from __future__ import annotations
 
@@ -24,17 +22,21 @@ class PublishedDefault(NamedTuple):
     threshold: float | None = None
     """Threshold of WETAP's lossy verification; None: lossless."""
     is_compared: bool = True
-    """Whether every search and ``autotune bench`` compare with it unasked. One of several near-identical trees is; the
-    others can be named.
-    """
+    """Whether every search and ``autotune bench`` compare with it unasked. Others can be named."""
 
 
+EAGLE_LEVELS = "0 1 2 3", "00 01 02 10 11 20 21 30", "000 001 002 010 011 020 021 100", "0000 0001 0002", "00000 00001"
 # EAGLE's released code counts otherwise than its papers: ``depth`` levels follow the first, ``total_token`` counts the root.
 DEFAULTS: dict[str, PublishedDefault] = {
     "chain": PublishedDefault(
         {"policy": "chain", "depth": 5},
         "vLLM 0.14, documentation of speculative decoding with a draft model: num_speculative_tokens 5; "
         "SGLang, documentation of EAGLE decoding: speculative_num_steps 5",
+    ),
+    "sd-tree": PublishedDefault(
+        {"policy": "static", "paths": [[*map(int, path)] for level in EAGLE_LEVELS for path in level.split()]},
+        "SD-Tree of SAGE, section 5.1; its tree follows Ji et al., whose code has EAGLE-1's, mc_sim_7b_63: 25 draft nodes",
+        is_compared=False,
     ),
     "star": PublishedDefault({"policy": "chain", "depth": 6}, "STAR, table 5: draft window 6 in the main experiments"),
     "eagle2": PublishedDefault(

@@ -26,7 +26,6 @@ WEIGHED: tuple[Operator, ...] = ("prune", "pool", "convolve")
 CONCATENATED: tuple[Operator, ...] = ("prune", "pool", "convolve", "resample")
 SELECTED: tuple[Operator, ...] = (*CONCATENATED, "text_only")
 EXPLORED = 0.5  # share of the training examples that are compressed by any operator with the same chance
-ENTROPY_WEIGHT = 0.02  # of the gate's shares in ``expected_cost``
 
 
 class CompressionConfig(Document):
@@ -148,16 +147,16 @@ class Compressor(nn.Module):
             noise = noise + self.scores(question).detach().cpu() / self.config.temperature
         return operators[int(noise.argmax())]
 
-    def expected_cost(self, questions: Tensor, costs: Tensor) -> Tensor:
-        """The gate's loss: the mean cost of the operators that ``draw`` draws by the gate's shares, minus a share of their
-        entropy, which keeps the shares of operators with similar costs similar.
+    def expected_cost(self, questions: Tensor, costs: Tensor, entropy_weight: float) -> Tensor:
+        """The gate's loss: the mean cost of the operators that ``draw`` draws by the gate's shares, minus ``entropy_weight`` of
+        their entropy, which keeps the shares of operators with similar costs similar.
 
         Args:
             questions: [examples, hidden].
             costs: cost of each operator, [examples, operators].
         """
         logprobs = (self.scores(questions) / self.config.temperature).log_softmax(-1)
-        return (logprobs.exp() * (costs + ENTROPY_WEIGHT * logprobs)).sum(-1).mean()
+        return (logprobs.exp() * (costs + entropy_weight * logprobs)).sum(-1).mean()
 
     def operate(
         self, name: Operator, rows: Tensor, positions: Tensor, generator: torch.Generator | None

@@ -115,7 +115,7 @@ class SpecVlmNetwork(TrainableBlocks):
         questions = self.target_features({layer: states}).detach()
         chosen = self.compressor.scores(questions).argmax(-1, keepdim=True)
         regret = (costs.gather(1, chosen)[:, 0] - costs.min(1).values).mean()
-        return self.compressor.expected_cost(questions, costs), {"gate_regret": regret.item()}
+        return self.compressor.expected_cost(questions, costs, settings.gate_entropy), {"gate_regret": regret.item()}
 
     @torch.no_grad()
     def operator_losses(

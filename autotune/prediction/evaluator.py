@@ -14,6 +14,7 @@ from autotune.acceptance.replay import Replay, check_reach, plain_decode_ms, rep
 from autotune.acceptance.trace import Trace
 from autotune.cost.table import CostTable, DensePrices
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
+from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.errors import UserError
 from autotune.files import Document
 from autotune.prediction.draws import PriceDraws
@@ -205,7 +206,9 @@ class Evaluator:
         return self.evaluate(candidate.configuration.model_copy(update={"fallback": price}))
 
     def template_trees(self, variant: DraftVariant, values: Mapping[str, Iterable[int]]) -> list[Tree]:
-        """Sequoia's trees for a draft variant, of the values of ``budget`` and ``depth``."""
+        """Sequoia's trees for a draft variant, and the published ones, of the values of ``budget`` and ``depth``."""
         acceptance = rank_acceptance(self.traces[variant])
         trees = sequoia_trees(acceptance, budgets=values["budget"], depths=values["depth"])
-        return [tree.model_dump(mode="json") for tree in trees]
+        published = (parse_policy(one.tree) for one in PUBLISHED_DEFAULTS.values() if one.tree["policy"] == "static")
+        fitting = [one for one in published if one.max_nodes in values["budget"] and one.max_depth in values["depth"]]
+        return [tree.model_dump(mode="json") for tree in [*trees, *fitting]]

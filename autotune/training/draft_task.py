@@ -273,7 +273,8 @@ class DraftTask:
         """The loss of one step of the stage that has begun, and metrics to display."""
         seed = (self.recipe.seed * 1000 + self._number) * 1_000_000 + step
         generator = torch.Generator().manual_seed(seed)
-        return self.module.loss(self._compared(self._teacher_batches[step]), self._stage, generator, self._compare)
+        settings = self._stage.at(step / self._stage.steps)
+        return self.module.loss(self._compared(self._teacher_batches[step]), settings, generator, self._compare)
 
     def _compared(self, batch: TeacherBatch) -> TeacherBatch:
         """The batch with the target's logits of the tokens over which the draft is compared. Autocast to bfloat16 takes no float16."""

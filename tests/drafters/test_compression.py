@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotune.drafters.compression import ENTROPY_WEIGHT, CompressionConfig, Compressor
+from autotune.drafters.compression import CompressionConfig, Compressor
 from tests.obvious import refused
 
 HIDDEN = 8
@@ -104,7 +104,7 @@ def test_the_expected_cost_is_that_of_the_drawn_operators() -> None:
     shares = (made.scores(questions) / 2.0).softmax(-1)
     entropy = -(shares * shares.log()).sum(-1)
     torch.testing.assert_close(
-        made.expected_cost(questions, costs), ((shares * costs).sum(-1) - ENTROPY_WEIGHT * entropy).mean()
+        made.expected_cost(questions, costs, 0.3), ((shares * costs).sum(-1) - 0.3 * entropy).mean()
     )
 
 

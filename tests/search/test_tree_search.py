@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from autotune.acceptance.replay import replay
 from autotune.documents.configuration import Configuration
+from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.prediction.draws import time_draws
@@ -27,6 +29,7 @@ from autotune.search.space import SearchSpace
 from autotune.search.thresholds import CONFIDENCE, NUM_CONFIRMED, NUM_CONFIRMED_OF_KIND
 from autotune.study.storage import optuna_storage
 from autotune.trees.policy import parse_policy
+from autotune.trees.static import StaticPolicy
 from tests.sample_documents import cost_table, observed_table, random_trace
 from tests.search.small_searches import KEEPS, LARGE, SMALL, evaluator, shared_search, space, stage, variant
 
@@ -108,6 +111,17 @@ def test_static_trees_come_from_the_dynamic_programme(tmp_path: Path) -> None:
     for candidate in candidates:
         policy = parse_policy(candidate.configuration.tree)
         assert policy.policy == "static" and policy.max_nodes <= 6 and policy.max_depth <= 3
+
+
+@pytest.mark.parametrize(("budget", "is_held"), [(25, True), (24, False)])
+def test_static_trees_have_the_published_one_of_their_sizes(budget: int, is_held: bool) -> None:
+    """EAGLE-1's tree has 25 nodes on 5 levels: 4, 8, 8, 3 and 2."""
+    found = evaluator()
+    published = parse_policy(PUBLISHED_DEFAULTS["sd-tree"].tree)
+    assert (published.max_nodes, published.max_depth) == (25, 5)
+    assert isinstance(published, StaticPolicy) and Counter(map(len, published.paths)) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}
+    trees = found.template_trees(next(iter(found.traces)), {"budget": [6, budget], "depth": [5]})
+    assert (published.model_dump(mode="json") in trees) == is_held and len(trees) > 1
 
 
 def test_small_space_is_searched_exhaustively(tmp_path: Path) -> None:

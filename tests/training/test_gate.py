@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from autotune.documents.subnet import Operator
 from autotune.drafters.specvlm import SpecVlmNetwork
@@ -17,7 +19,9 @@ from autotune.drafters.trainable import LossSettings
 from autotune.drafters.two_readings import TwoReadings, rows_of
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
+from autotune.training.draft_task import DraftTask
 from autotune.training.examples import Example
+from autotune.training.recipe import load_recipe
 from autotune.training.teacher import Teacher
 from tests.tiny_models import NUM_VISUAL_TOKENS
 from tests.training.conftest import SIZES
@@ -151,6 +155,40 @@ def test_a_cost_for_visual_rows_decides_between_equal_operators(target: Target, 
     settings = LossSettings(gate_cost=100.0)
     chosen = choices_after(network, batch, 30, lambda generator: network.gate_loss(batch, settings, generator))
     assert chosen == ["text_only", "text_only"]
+
+
+def test_the_entropy_bonus_falls_to_zero_over_the_stage(
+    recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linearly, from its value at the first step."""
+    stage = {"steps": 4, "batch_size": 2, "learning_rate": 1e-3, "gate_entropy": 0.2}
+    path = recipe(model="specvlm", stages=[stage])
+    task = DraftTask(load_recipe(path), path, Accelerator())
+    task.begin(0)
+    weights: list[float] = []
+    loss = task.module.loss
+
+    def watched(batch: TeacherBatch, settings: LossSettings, *further: Any) -> Any:
+        weights.append(settings.gate_entropy)
+        return loss(batch, settings, *further)
+
+    monkeypatch.setattr(task.module, "loss", watched)
+    for step in range(4):
+        task.loss(step)
+    assert weights == pytest.approx([0.2, 0.15, 0.1, 0.05])
+
+
+def test_the_gate_is_surer_without_the_entropy_bonus(target: Target, batch: TeacherBatch) -> None:
+    """The bonus is larger than the differences in cost between the operators of a draft whose visual rows hardly matter."""
+    margins = []
+    for weight in (0.02, 0.0):
+        network = new_specvlm(target)
+        settings = LossSettings(gate_entropy=weight)
+        choices_after(network, batch, 60, lambda generator: network.gate_loss(batch, settings, generator))  # noqa: B023
+        questions = network.target_features({LAST: batch.hidden[LAST][torch.arange(2), batch.loss_start]})
+        best = network.compressor.scores(questions).softmax(-1).topk(2).values
+        margins.append(float((best[:, 0] - best[:, 1]).min().detach()))
+    assert margins[1] > 2 * margins[0] > 0
 
 
 def test_texts_without_images_do_not_train_the_gate(target: Target, encoded: list[EncodedPrompt]) -> None:
