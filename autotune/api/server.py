@@ -68,7 +68,7 @@ class ApiServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.service.drain(0.0 if self.signal else self.drain_s)
-        self.signal = sig
+        self.signal = self.signal or sig
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; returns whether to end."""

@@ -99,21 +99,6 @@ def test_chains_of_all_subnets_equal_those_recorded_one_by_one(
     assert not is_whole or (len(seen) > 3 and accepted > 100), "equal or useless subnets would prove nothing"
 
 
-def test_chains_of_a_supernet_without_a_crossing_block(pair: Pair, workload: Workload, tmp_path: Path) -> None:
-    pool = pool_of_supernet(pair, tmp_path / "draft", blocks=["initial", "final"])
-    recorder = pool.recorder(tmp_path / "records")
-    (name,) = pool.references
-    draft: Any = pool.draft(name)
-    assert pool.supernet_layers(name) == (4,), "it reads no features, so its layers do not differ"
-    subnets = [Subnet(heads=shares, injection_layer=4) for shares in (None, (0.5, 1.0, 1.0), (1.0, 1.0, 0.5))]
-    together = chain_traces(recorder, draft, pool.references[name], workload, subnets, BOUNDS)
-    lengths = [figures(found, 6) for found in together]
-    assert lengths == [figures(record_trace(pool, recorder, (name, one), workload, BOUNDS), 6) for one in subnets]
-    assert sum(map(sum, lengths[0][0])) > 0, "a useless draft would prove nothing"
-    first = {tuple(found.forest.child_logprob[:5, 0].round(3).tolist()) for found in together}
-    assert len(first) == len(subnets), "equal subnets would prove nothing"
-
-
 def test_probabilities_equal_those_recorded_one_by_one(
     model_pool: ModelPool, recorder: Recorder, workload: Workload
 ) -> None:

@@ -98,7 +98,7 @@ class RecordedServer:
 
 def _reply(tokens: list[int], drafted: int, accepted: int, is_ended: bool) -> dict[str, Any]:
     """Each pass takes a step, and a fiftieth of one for each draft token."""
-    ms = STEP_MS * (len(tokens) - accepted - 1 + 0.02 * drafted)
+    ms = STEP_MS * (max(0, len(tokens) - accepted - 1) + 0.02 * drafted)
     counts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
     timings = {"predicted_ms": ms, "prompt_ms": STEP_MS, **counts}
     return {"tokens": tokens, "stop_type": "eos" if is_ended else "limit", "timings": timings}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -77,7 +79,7 @@ LLAMA_REPLIES: dict[str, Any] = {
 
 def ask_llama(replies: dict[str, Any]) -> list[int]:
     with serving(LLAMA_REPLIES | replies) as url:
-        server = LlamaServer(url)
+        server = LlamaServer(url, Mock(pid=os.getpid(), **{"poll.return_value": None}))
         server.counts()
         return server.ask(WorkloadPrompt("x", Prompt(prompt="x"), ())).tokens
 
