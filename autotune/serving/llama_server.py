@@ -137,7 +137,7 @@ class LlamaServer(EngineHttp):
             self.read_json("/completion", request | {"n_predict": 1, "cache_prompt": False}, "look into its log")
         before = self._cpu_ms()
         reply = self.read_json("/completion", request | bias | {"n_predict": limit}, "look into its log")
-        spent = self._cpu_ms() - before
+        spent = max(0.0, self._cpu_ms() - before)  # the time of a thread that ended is not in the sum
         with self.reply_of("/completion"):
             timings = reply["timings"]
             times = [timings["predicted_ms"], timings["prompt_ms"]]
