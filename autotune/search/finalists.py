@@ -130,7 +130,7 @@ def measure_finalists(
     console: Console,
     *,
     all_candidates: Sequence[Candidate] = (),
-    least: tuple[int, int, int] = ROUNDS[-1],
+    least: tuple[int, int, int | None] = ROUNDS[-1],
     seed: int,
     deadline: float,
 ) -> MeasuredFinalists:
