@@ -209,6 +209,7 @@ class Evaluator:
         """Sequoia's trees for a draft variant, and the published ones, of the values of ``budget`` and ``depth``."""
         acceptance = rank_acceptance(self.traces[variant])
         trees = sequoia_trees(acceptance, budgets=values["budget"], depths=values["depth"])
-        published = (parse_policy(one.tree) for one in PUBLISHED_DEFAULTS.values() if one.tree["policy"] == "static")
-        fitting = [one for one in published if one.max_nodes in values["budget"] and one.max_depth in values["depth"]]
+        published = [parse_policy(one.tree) for one in PUBLISHED_DEFAULTS.values()]
+        templates = [one for one in published if one.is_template()]
+        fitting = [one for one in templates if one.max_nodes in values["budget"] and one.max_depth in values["depth"]]
         return [tree.model_dump(mode="json") for tree in [*trees, *fitting]]
