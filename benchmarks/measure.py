@@ -12,7 +12,8 @@ Leave the machine alone meanwhile. A set that is there is skipped unless ``--aga
     python -m benchmarks.measure acceptance                 # a second: collects drafts/*/*/acceptance.jsonl
     python -m benchmarks.measure published                  # seconds: estimates from datasheets against papers
 
-``--pair digits`` or ``--pair smollm2`` measures one pair. Also as ``python benchmarks/measure.py``; a set takes minutes, as listed.
+``--pair digits`` or ``--pair smollm2`` measures one pair. ``default-searches --pair benchmarks`` and ``--pair sampled`` need the file
+``.autotune/results/benchmarks.jsonl``, which ``benchmarks/published_prompts.py`` writes. Also as ``python benchmarks/measure.py``; a set takes minutes, as listed.
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ PAIRS = {
 """Bundled pairs: target, budgets of a default search and of a cost table; random configurations of every policy and prompts that
 test predictions.
 """
+PUBLISHED = "benchmarks.jsonl"
+SEARCHES = {
+    **{name: ("--target", pair["target"], "--budget", pair["budget"]) for name, pair in PAIRS.items()},
+    "benchmarks": ("--target", "smollm2", "--workload", f"../../{PUBLISHED}", "--budget", "10m"),
+    "sampled": ("--target", "smollm2", "--workload", f"../../{PUBLISHED}", "--temperature", "1", "--budget", "10m"),
+}
+"""Searches that are measured: of the pairs, and of prompts that ``benchmarks/published_prompts.py`` writes, greedy and sampled."""
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -102,7 +110,7 @@ def main() -> None:
 
 
 @main.command("default-searches")
-@pair_option
+@click.option("--pair", type=click.Choice(list(SEARCHES)), help="One pair. Left out: all that are bundled.")
 @again_option
 @click.option("--repeats", default=1, show_default=True, help="Searches of each pair, each from nothing.")
 @click.option("--budget", help="Budget of each search. Left out: that of the pair.")
@@ -110,7 +118,8 @@ def main() -> None:
 def default_searches(pair: str | None, again: bool, repeats: int, budget: str | None, note: str) -> None:
     """Default searches: speedups by task, predictions, and what each stage left."""
     for name in pairs_of(pair):
-        result_name, chosen = f"default-search-{name}", budget or PAIRS[name]["budget"]
+        *search, usual = SEARCHES[name]
+        result_name, chosen = f"default-search-{name}", budget or usual
         known = load_result(result_name)
         num_known = len(known.samples.get("searches", ())) if known else 0
         if num_known >= repeats and not again:
@@ -118,7 +127,7 @@ def default_searches(pair: str | None, again: bool, repeats: int, budget: str | 
             continue
         click.echo(f"{result_name}: measuring {repeats} searches of {chosen}")
         work, tables = WORK / result_name, {}
-        arguments = ("search", "--target", PAIRS[name]["target"], "--budget", chosen, "-o", searches.PROFILE)
+        arguments = ("search", *search, chosen, "-o", searches.PROFILE)
         for number in range(1, repeats + 1):
             folder = work / f"{number}"
             if again and folder.exists() and (folder / searches.COMMAND).exists():

@@ -23,7 +23,12 @@ FIGURES = ROOT / "docs" / "figures"
 SCHEMES = ("light", "dark")
 WIDTH = 4.8  # inches: readable on a phone
 BAND = 0.1
-TITLES = {"digits": "digits: a small LLaVA reads images", "smollm2": "SmolLM2-135M-Instruct: text"}
+TITLES = {
+    "digits": "digits: a small LLaVA reads images",
+    "smollm2": "SmolLM2-135M-Instruct: text",
+    "benchmarks": "SmolLM2-135M-Instruct: MT-Bench, HumanEval, GSM8K",
+    "sampled": "the same at temperature 1",
+}
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 _STAMP = "<!-- values {} picture {} -->"
 

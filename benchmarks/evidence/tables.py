@@ -9,7 +9,12 @@ from benchmarks.evidence.drawing import PICTURES, Results, pairs_with, shown_spe
 from benchmarks.evidence.result import ROOT, Result, Rows
 from benchmarks.evidence.searches import ALL
 
-MODELS = {"digits": "LLaVA of 6.3 M parameters, `digits`", "smollm2": "SmolLM2-135M-Instruct, `smollm2`"}
+MODELS = {
+    "digits": "LLaVA of 6.3 M parameters, `digits`",
+    "smollm2": "SmolLM2-135M-Instruct, `smollm2`",
+    "benchmarks": "the same on MT-Bench, HumanEval and GSM8K",
+    "sampled": "the same at temperature 1",
+}
 PEERS = {
     "ar": "plain decoding, autotune",
     "tuned": "**tuned profile, autotune**",
