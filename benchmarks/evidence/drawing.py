@@ -26,8 +26,8 @@ BAND = 0.1
 TITLES = {
     "digits": "digits: a small LLaVA reads images",
     "smollm2": "SmolLM2-135M-Instruct: text",
-    "benchmarks": "SmolLM2-135M-Instruct: MT-Bench, HumanEval, GSM8K",
-    "sampled": "the same at temperature 1",
+    "benchmarks": "SmolLM2: MT-Bench, HumanEval, GSM8K",
+    "sampled": "SmolLM2: the same at temperature 1",
 }
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 _STAMP = "<!-- values {} picture {} -->"
