@@ -18,6 +18,10 @@ class ServeSettings(BaseModel):
         None, "Longest prompt and answer together, in tokens; default: the target's context.", ge=2
     )
     drain_s: float = setting(
-        30.0, "After SIGTERM or Ctrl-C: longest time to finish what was accepted.", option="drain", unit="s", ge=0
+        30.0,
+        "After SIGTERM, SIGHUP or Ctrl-C: longest time to finish what was accepted.",
+        option="drain",
+        unit="s",
+        ge=0,
     )
     api_key: str | None = None

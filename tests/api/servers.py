@@ -61,7 +61,9 @@ def start_serving(pair: Pair, folder: Path) -> tuple[BaseProcess, Path]:
     target, draft = (reference(str(one)) for one in (pair.target_folder, pair.draft_folder))
     decoding_profile(target, draft).save(folder / "profile.json")
     log = folder / "log"
-    return start_command("serve", "profile.json", "--port", "0", "--json", folder=folder, log=log), log
+    return start_command(
+        "serve", "profile.json", "--port", "0", "--json", "--drain", "300s", folder=folder, log=log
+    ), log
 
 
 def url_of(process: BaseProcess, log: Path) -> str:

@@ -411,7 +411,10 @@ def test_without_the_extra_packages_the_command_says_so(tmp_path: Path, monkeypa
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+HANGUP = pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="run by nohup, which is obeyed")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=HANGUP)])
 def test_the_command_answers_what_it_accepted_before_a_signal_and_ends_with_0(
     number: signal.Signals, pair: Pair, tmp_path: Path
 ) -> None:
