@@ -19,7 +19,7 @@ class ServeSettings(BaseModel):
     )
     drain_s: float = setting(
         30.0,
-        "After SIGTERM, SIGHUP or Ctrl-C: longest time to finish what was accepted.",
+        "After SIGTERM, SIGHUP or Ctrl-C: limit on the time to finish what was accepted.",
         option="drain",
         unit="s",
         ge=0,
