@@ -18,10 +18,6 @@ class ServeSettings(BaseModel):
         None, "Longest prompt and answer together, in tokens; default: the target's context.", ge=2
     )
     drain_s: float = setting(
-        30.0,
-        "After SIGTERM, SIGHUP or Ctrl-C: limit on the time to finish what was accepted.",
-        option="drain",
-        unit="s",
-        ge=0,
+        30.0, "After SIGTERM, SIGHUP or Ctrl-C: time to finish what was accepted.", option="drain", unit="s", ge=0
     )
     api_key: str | None = None
