@@ -56,7 +56,7 @@ class Study:
                         "key": configuration.key,
                         "draft": configuration.draft,
                         "subnet": configuration.subnet.label,
-                        **{name: value for name, value in trial.items() if name != "configuration"},
+                        **{name: float(value) for name, value in trial.items() if name != "configuration"},
                         **tree,
                     }
         frame = pd.DataFrame(list(rows.values()))

@@ -134,6 +134,14 @@ def test_a_data_frame_names_a_damaged_record(content: Any, folder: Path) -> None
         Study(folder).trials_dataframe()
 
 
+@pytest.mark.parametrize("value", [None, [1.0], "fast"])
+def test_a_data_frame_names_a_damaged_number(value: Any, folder: Path) -> None:
+    put = record_of(folder, "trees")
+    put(json.dumps({"fastest": [json.loads(put(None))["fastest"][0] | {"ms_per_token": value}]}))
+    with pytest.raises(UserError, match=r"ledger.sqlite: a record is damaged"):
+        Study(folder).trials_dataframe()
+
+
 RUN_KEYS = ("arm", "prompt", "point", "decode_ms", "acceptance_counts", "accepted_lengths", "new_tokens", "verify_ms")
 
 
