@@ -1,7 +1,7 @@
 """Writes a workload of the first turns of MT-Bench, HumanEval and GSM8K, of 40 prompts each, from the files as they are published.
 
 The prompts are drawn at random with a fixed seed, and the three benchmarks take turns; two of five tune, the others evaluate. Answers have at most 128 tokens. The
-files are not part of this repository. Takes a few seconds.
+files are not part of this repository. Takes about 10 seconds.
 
     python benchmarks/published_prompts.py mt_bench.jsonl HumanEval.jsonl.gz gsm8k_test.jsonl -o .autotune/results/benchmarks.jsonl
 """
@@ -32,6 +32,7 @@ def drawn(path: Path) -> list[str]:
 @click.argument("files", nargs=len(TASKS), type=click.Path(path_type=Path, exists=True))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
 def main(files: tuple[Path, ...], output: Path) -> None:
+    """Write the workload of the files of MT-Bench, HumanEval and GSM8K."""
     rounds = zip(*map(drawn, files), strict=True)
     rows = [
         {"prompt": text, "task": task, "split": "tune" if number % 5 < 2 else "evaluate", "max_new_tokens": TOKENS}
