@@ -101,7 +101,7 @@ class DraftTask:
         torch.manual_seed(recipe.seed)
         module = NETWORKS[recipe.model].new(recipe.draft, self.target, source=str(recipe_path))
         self.module = module.to(accelerator.device)
-        self._choose_vocabulary(())  # refused before anything is written
+        self._check_vocabulary()
         if data.magpie is not None and accelerator.is_main_process:
             write_questions(path, data.magpie, AnswerRecorder(self.target, self.processor), report)
         accelerator.wait_for_everyone()
@@ -112,24 +112,27 @@ class DraftTask:
         self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
         self._choose_vocabulary(self._training_lines)
 
-    def _choose_vocabulary(self, lines: Sequence[Line]) -> None:
-        """Compare draft and target over the tokens that are most frequent in the answers, and of equally frequent ones over those of
-        low ids.
-
-        Raises:
-            UserError: the target has fewer tokens, or an output head whose rows cannot be copied.
-        """
-        size, text = self.target.vocab_size, self.target.text
-        kept = None
-        if (number := self.recipe.vocabulary or size) > size:
+    def _check_vocabulary(self) -> None:
+        """Refuse, before anything is written, more tokens than the target has, or some where its head's rows cannot be copied."""
+        size, number = self.target.vocab_size, self.recipe.vocabulary
+        if number is not None and number > size:
             raise UserError(
                 f"{self.recipe_path}: the target has {size} tokens; got vocabulary {number}; lower it, or leave it out"
             )
-        if number < size:
+        if number is not None and number < size:
+            self.target.text.with_vocabulary(torch.zeros(1, dtype=torch.long))
+
+    def _choose_vocabulary(self, lines: Sequence[Line]) -> None:
+        """Compare draft and target over the tokens that are most frequent in the answers, and of equally frequent ones over those of
+        low ids.
+        """
+        size, text = self.target.vocab_size, self.target.text
+        kept = None
+        if (number := self.recipe.vocabulary or size) < size:
             counts = np.bincount([token for line in lines for token in line.answer], minlength=size)[:size]
             kept = torch.from_numpy(np.sort((-counts).argsort(kind="stable")[:number])).to(text.head.weight.device)
-            self.module.keep_tokens(kept, text.with_vocabulary(kept).head.weight)
             text = text.with_vocabulary(kept)
+            self.module.keep_tokens(kept, text.head.weight)
         self._kept, self._head, self._num_tokens = kept, text.logits, size if kept is None else len(kept)
 
     def _announce(
