@@ -13,7 +13,7 @@ from autotune.files import Document
 
 NgramType = Literal["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"]
 Clock = Literal["wall", "cpu"]
-Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+Natural = Annotated[int, Field(ge=0, lt=1 << 31)]
 """A token's id, or a number of tokens."""
 Milliseconds = Annotated[float, Field(ge=0)]
 OPTIONS: dict[NgramType, dict[str, int]] = {
@@ -57,9 +57,9 @@ def arguments_of(speculations: Sequence[Speculation]) -> list[str]:
 class SpeculationCounts(Document):
     """Verifications of drafts, their draft tokens, and the accepted ones."""
 
-    verifications: Count
-    drafted: Count
-    accepted: Count
+    verifications: Natural
+    drafted: Natural
+    accepted: Natural
 
     @property
     def text(self) -> str:
@@ -69,14 +69,14 @@ class SpeculationCounts(Document):
 class ServedAnswer(Document):
     """A greedy answer of the engine, with its own counts of draft tokens and its time from the first token to the last."""
 
-    prompt_tokens: list[Count] = Field(min_length=1)
-    tokens: list[Count] = Field(min_length=1)
+    prompt_tokens: list[Natural] = Field(min_length=1)
+    tokens: list[Natural] = Field(min_length=1)
     limit: int = Field(ge=1)
     """``n_predict`` of the request."""
     is_ended: bool = False
     """Whether the last token ends the generation."""
-    drafted: Count = 0
-    accepted: Count = 0
+    drafted: Natural = 0
+    accepted: Natural = 0
     wall_ms: Milliseconds = 0.0
     cpu_ms: Milliseconds = 0.0
     """CPU time of the server's threads; 0 if they are not on this machine."""

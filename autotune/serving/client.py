@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from autotune.documents.engine_profile import Count, Milliseconds
+from autotune.documents.engine_profile import Milliseconds, Natural
 from autotune.errors import UserError, reading
 from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import WorkloadPrompt, chat_messages
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT_S = 600.0  # of one request
 ASK_TIMEOUT_S = 20.0  # of a question about the engine
 MOST_BYTES = 1 << 26  # of a reply
-TEXT, TOKENS, TIMES = TypeAdapter(str), TypeAdapter(list[Count]), TypeAdapter(list[Milliseconds])
+TEXT, TOKENS, TIMES = TypeAdapter(str), TypeAdapter(list[Natural]), TypeAdapter(list[Milliseconds])
 SETTLING_S = 10.0  # longest time after an answer until the engine has counted it
 ADVICE = "give the address of a serving engine, such as http://localhost:8000"
 

@@ -160,7 +160,7 @@ class LlamaServer(EngineHttp):
         for line in self.lines("/completion", request | {"cache_prompt": False, "stream": True}, "look into its log"):
             if line.startswith(b"data: "):
                 with self.reply_of("/completion"):
-                    tokens += [int(token) for token in parse_json(line[6:].decode())["tokens"]]
+                    tokens += TOKENS.validate_python(parse_json(line[6:].decode())["tokens"], strict=True)
                 seconds.append(time.perf_counter() - started)
         return tokens, seconds
 
