@@ -137,7 +137,7 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     draft = (BlockDraft if isinstance(network, DFlashNetwork) else FeatureDraft)(network, subnet)
     with load_errors(name):
         draft.attach(target)
-        network.factors(torch.zeros(1, dtype=torch.long, device=target.device))  # of a damaged config, no numbers
+        network.factors(torch.zeros(1, dtype=torch.long, device=target.device))  # a damaged rotary embedding fails here
     return draft
 
 

@@ -60,7 +60,7 @@ def race(
         risk: probability that any of equal arms leaves.
         prompts_per_block: number of prompts between two looks.
         min_prompts: are run even past the deadline, but no more than a block.
-        kept_prompts: run in any case, as far as the deadline allows: the defaults leave after the block from which on ``always`` need the time.
+        kept_prompts: that ``always`` are to run before the deadline; defaults leave when another block with them leaves too little time.
         passes: over the prompts.
         ends: whether the race is over, given the names of the arms and defaults that are not significantly slower than the
             fastest of them; by default, when one is left.

@@ -202,7 +202,7 @@ def measure_finalists(
             name: fitting[name],
             **{f"finalist {len(finalists) + number}": one for number, one in enumerate(leading, start=1)},
         }
-        if _block_s([c.configuration for c in arms.values()], confirming, MIN_PROMPTS) <= deadline - time.monotonic():
+        if block_s([c.configuration for c in arms.values()], confirming, MIN_PROMPTS) <= deadline - time.monotonic():
             console.say(
                 f"with the prices of these rounds, {len(leading)} other configurations may be faster: they run beside the winner"
             )
@@ -267,12 +267,12 @@ def _fitting(
         fitting = dict(itertools.islice(finalists.items(), num_finalists))
         fitting_defaults = {name: c for name, c in defaults.items() if name in ranked[:num_defaults]}
         configurations = [*(candidate.configuration for candidate in fitting.values()), *fitting_defaults.values()]
-        if _block_s(configurations, confirming, prompts_per_block) <= deadlines.get(round_, 0.0) - time.monotonic():
+        if block_s(configurations, confirming, prompts_per_block) <= deadlines.get(round_, 0.0) - time.monotonic():
             break
     return prompts_per_block, fitting, fitting_defaults
 
 
-def _block_s(configurations: Sequence[Configuration], confirming: Evaluator, num_prompts: int) -> float:
+def block_s(configurations: Sequence[Configuration], confirming: Evaluator, num_prompts: int) -> float:
     """Predicted duration of runs of plain decoding and of these configurations, with their warm-ups, in seconds."""
     trace = next(iter(confirming.traces.values()))
     prefill_ms = confirming.table.prefill.ms(trace.prompt_length, trace.num_visual_tokens > 0)

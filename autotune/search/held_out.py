@@ -34,7 +34,7 @@ from autotune.evaluation.summary import Summary, ms_per_token, summarize
 from autotune.prediction.draws import time_draws
 from autotune.prediction.evaluator import Evaluator
 from autotune.runtime.load import decoder_for
-from autotune.search.finalists import print_labels
+from autotune.search.finalists import block_s, print_labels
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import CONFIDENCE, EXAMINATION_SHARE, HELD_OUT_PROMPTS, MIN_PROMPTS, RISK
 from autotune.search.tuning_prompts import TuningPrompts
@@ -130,8 +130,7 @@ def evaluate_profile(
         }
     tuned = DecoderArm(TUNED, decoder, key=last.key if last else TUNED)
     others = [runner.arm(name, default) for name, default in defaults.items() if name not in tuned_to]
-    answer_s = float(evaluator.ar_ms.mean()) / 1e3
-    block_s = HELD_OUT_PROMPTS * (3 + len(others)) * answer_s
+    whole_s = block_s([*([last] if last else []), *defaults.values()], evaluator, HELD_OUT_PROMPTS)
     may_differ = not model_pool.target.text.is_exact
     examination_s = may_differ * EXAMINATION_SHARE * max(0.0, deadline - time.monotonic())
     with console.stage("evaluation, measured") as update:
@@ -143,7 +142,7 @@ def evaluate_profile(
             briefly=[HuggingFaceArm(HF, decoder.target.model, threads=decoder.threads)],
             defaults=others,
             risk=RISK,
-            prompts_per_block=HELD_OUT_PROMPTS if 3 * block_s <= deadline - time.monotonic() else MIN_PROMPTS,
+            prompts_per_block=HELD_OUT_PROMPTS if 3 * whole_s <= deadline - time.monotonic() else MIN_PROMPTS,
             min_prompts=MIN_PROMPTS,
             kept_prompts=kept_prompts,
             ends=lambda _: False,

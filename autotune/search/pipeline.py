@@ -167,7 +167,7 @@ class _SearchRun:
         limit = self.plan.max_new_tokens
         self.evaluate = self.evaluate.cut(self.plan.num_evaluate_prompts, limit)
         tune, recorder = self.tune.cut(self.plan.num_tune_prompts, limit), pool.recorder(self.folder)
-        if tune.first_turns() != tune:  # held-out turns follow their answers where they are run
+        if any(prompt.earlier for prompt in tune.prompts):  # held-out turns follow their answers where they are run
             now = time.monotonic()
             deadline = now + ANSWERS_SHARE * (self.clock.deadline_of("traces") - now)
             num_followed = self.shared_decision(

@@ -277,7 +277,7 @@ def test_finalists_run_as_the_plan_has_kept_time_for(
     selection: ProfileSelection, monkeypatch: pytest.MonkeyPatch, seconds: float, fitting: tuple[int, int, int]
 ) -> None:
     """An arm takes a second for a prompt, and time is kept for eight prompts of plain decoding, a finalist and a default."""
-    monkeypatch.setattr(finalists, "_block_s", lambda configurations, _, prompts: prompts * (1.0 + len(configurations)))
+    monkeypatch.setattr(finalists, "block_s", lambda configurations, _, prompts: prompts * (1.0 + len(configurations)))
     candidates = {f"finalist {n}": candidate for n, candidate in enumerate(finalists_of(selection))}
     deadline = time.monotonic() + seconds
     deadlines = {(8, 4, 2): deadline, (8, 2, 2): deadline, KEPT_PROMPTS[2][1:]: deadline}
