@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from pydantic import ValidationError
-
 
 def masked(text: str) -> str:
     """A text in which passwords of URLs, ``scheme://user:password@host`` and ``?password=...``, are asterisks."""
@@ -52,6 +50,8 @@ def reading(rule: str, advice: str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        from pydantic import ValidationError
+
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}; got {first['input']!r:.60}"
