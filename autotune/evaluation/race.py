@@ -105,9 +105,10 @@ def race(
             left_s = deadline - time.monotonic()
             if (passes * len(prompts) - num_done) * runner.prompt_s(remaining) > left_s:
                 briefly = ()
-            block_s = prompts_per_block * runner.prompt_s([arm for arm in remaining if arm not in briefly])
-            kept_s = (kept_prompts - num_done - prompts_per_block) * runner.prompt_s([*always, *briefly])
-            all_in_time = all_in_time and (num_done >= kept_prompts or block_s + max(0.0, kept_s) <= left_s)
+            decode_s = {arm.name: sum(run.decode_ms for run in runs[arm.name]) / 1e3 / num_done for arm in remaining}
+            kept_s = sum(decode_s[arm.name] for arm in always) * max(0, kept_prompts - num_done - prompts_per_block)
+            kept_s += sum(decode_s[arm.name] for arm in remaining if arm not in briefly) * prompts_per_block
+            all_in_time = all_in_time and (num_done >= kept_prompts or kept_s <= left_s)
     return Race(runs, names, default_names)
 
 

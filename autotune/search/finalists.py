@@ -256,9 +256,7 @@ def _fitting(
     confirming: Evaluator,
     deadlines: Mapping[tuple[int, int, int | None], float],
 ) -> tuple[int, dict[str, Candidate], dict[str, Configuration]]:
-    """The first of the rounds, or else the last of ``ROUNDS``, whose first block fits into the time until its deadline: prompts of a
-    block, finalists and defaults.
-    """
+    """The first of the rounds whose block ends before its deadline, or the last of ``ROUNDS``: prompts, finalists, defaults."""
     ranked = sorted(
         defaults, key=lambda name: (not confirming.can_replay(d := defaults[name]), -predicted_speedup(d, confirming))
     )

@@ -94,16 +94,21 @@ def test_arms_that_run_briefly_leave_where_the_time_is_short(seconds: float) -> 
 def test_defaults_leave_before_kept_prompts_need_the_time(
     seconds: float, num_default: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every arm takes a second for a prompt. After the first block of 12 s, plain decoding and the tuned arm need 24 s more."""
+    """Every arm takes a second for a prompt. After the first block of 12 s, plain decoding and the tuned arm need 24 s more. What
+    the runner expects of prompts has the warm-ups of the first ones in it, and says nothing.
+    """
     now = [0.0]
 
     class Running(TimedRunner):
+        def prompt_s(self, arms: Sequence[Arm]) -> float:
+            return 10.0 * len(arms)
+
         def compare(self, arms: Sequence[Arm], workload: Workload, **options: Any) -> dict[str, list[Run]]:  # type: ignore[override]
             now[0] += len(arms) * len(workload.prompts)
             return super().compare(arms, workload, **options)
 
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    runner = Running({AR: 3.0, "tuned": 2.0, "chain": 2.5})
+    runner = Running(dict.fromkeys((AR, "tuned", "chain"), 400.0))  # four prompts take a second on average
     options = {"always": [runner.plain, StubArm("tuned")], "prompts_per_block": 4, "kept_prompts": 16, "passes": 1}
     done = race(runner, "", "chain", deadline=seconds, ends=lambda _: False, **options)
     assert len(done.runs[AR]) == len(done.runs["tuned"]) == 16 and now[0] <= seconds
