@@ -180,7 +180,7 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
     """The plan for a budget of ``seconds``, of which ``spent_s`` are over.
 
     Answers are shortened, by halves, until ``MIN_TUNE_PROMPTS`` answers and the first of ``KEPT_PROMPTS`` fit; below
-    ``KEPT_TOKENS`` tokens only where the last of them does not fit otherwise.
+    ``KEPT_TOKENS`` tokens only where the last of them does not fit otherwise. Subnets that are screened need as many arms as it has.
 
     Raises:
         UserError: not even the smallest sound search fits; the message has its duration.
@@ -199,7 +199,9 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
         limits.append(max(limits[-1] // 2, KEPT_TOKENS) if limits[-1] > KEPT_TOKENS else limits[-1] // 2)
     trees_s = min(MIN_TREE_SEARCH_S, STAGES["tree search"] * left_s)
     whole = [limit for limit in limits if limit >= min(KEPT_TOKENS, longest)]
-    choices = [*itertools.product(KEPT_PROMPTS, whole), *((KEPT_PROMPTS[-1], limit) for limit in limits[len(whole) :])]
+    least_arms = min(KEPT_PROMPTS[-1][2:]) if size.num_variants > size.num_survivors else 1
+    counted = [kept for kept in KEPT_PROMPTS if min(kept[2:]) >= least_arms]
+    choices = [*itertools.product(counted, whole), *((counted[-1], limit) for limit in limits[len(whole) :])]
     for kept_prompts, limit in choices:
         num_tokens = fmean(min(limit, num_tokens) for num_tokens in size.answer_tokens)
         kept_s = size.kept_s(rates, num_tokens, kept_prompts) | {"tree search": trees_s}

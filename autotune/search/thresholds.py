@@ -20,7 +20,7 @@ KEPT_PROMPTS = (
     (16, 8, 2, 1),
     (16, 8, 1, 1),
     (8, 4, 2, 2),
-)  # held-out prompts, finalists' prompts, finalists and published defaults whose time is kept: the first that fit
+)  # held-out prompts, finalists' prompts, finalists and published defaults whose time is kept: the first that fit; where subnets are screened, of those with as many finalists and defaults as the last
 KEPT_TOKENS = 100  # tokens below which answers are shortened only where no `KEPT_PROMPTS` fit otherwise
 KEPT_SHARE = 0.9  # largest share of the budget that is kept for the least of all stages
 MIN_TRACED_PROMPTS = 6  # prompts that are recorded past the deadline too, as long as later stages keep their least

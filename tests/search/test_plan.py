@@ -78,6 +78,10 @@ def test_the_last_stages_keep_their_least() -> None:
     for step_s in (0.004, 0.008):  # alone, and beside a busy core
         plan = make_plan(DIGITS, Rates(prefill_s=5 * step_s, step_s=step_s), seconds=120, spent_s=5)
         assert plan.kept_prompts == KEPT_PROMPTS[0]
+    many = replace(DIGITS, num_priced=9, num_survivors=6, answer_tokens=[250] * 48)
+    for step_s in (0.006, 0.007, 0.008, 0.01):
+        plan = make_plan(many, Rates(prefill_s=0.045, step_s=step_s), seconds=120, spent_s=2)
+        assert plan.kept_prompts[2:] == (2, 2), "where subnets are screened, many configurations compete"
     assert make_plan(TEXTS, SLOW, seconds=240, spent_s=15).kept_prompts == KEPT_PROMPTS[-1]
 
 
