@@ -180,7 +180,7 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
     """The plan for a budget of ``seconds``, of which ``spent_s`` are over.
 
     Answers are shortened, by halves, until ``MIN_TUNE_PROMPTS`` answers and the first of ``KEPT_PROMPTS`` fit; below
-    ``KEPT_TOKENS`` tokens only where the last of them does not fit otherwise. Subnets that are screened need as many arms as it has.
+    ``KEPT_TOKENS`` tokens only where the last of them does not fit otherwise. A search that screens has as many arms as that one.
 
     Raises:
         UserError: not even the smallest sound search fits; the message has its duration.
