@@ -300,7 +300,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no probability": (["run", "profile.json", "--prompt", "x", "--top-p", "0"], "top.p"),
     "negative seed": (["run", "profile.json", "--prompt", "x", "--seed", "-3"], "seed"),
     "server for other machines": (["serve", "profile.json", "--host", "0.0.0.0"], "other machines can reach this address, which needs a key"),
-    "server at no address": (["serve", "profile.json", "--host", "x..y"], "no server can listen there .*choose another --port or --host"),
+    "server at no address": (["serve", "profile.json", "--host", "x..y"], "no server can listen .*choose another --port or --host"),
     "empty key": (["serve", "profile.json", "--api-key", ""], "--api-key: a key has one character at least"),
     "image token without an image": (["run", "profile.json", "--prompt", "x <image> y"], "<image>"),
 }  # fmt: skip
