@@ -235,7 +235,7 @@ class Decoder:
             raise UserError("custom_generate must be called on the decoder's own target; load it with target=model")
         inputs["input_ids"], hooks = input_ids, (logits_processor or (), stopping_criteria or ())
         call = prepared_call(generation_config, inputs, *hooks, seed=seed, workload=workload)
-        check_tokens(model, input_ids)
+        check_tokens(model, inputs)
         if prepare_only:
             return call
         out = self._generate(call, streamer)

@@ -214,25 +214,25 @@ def check_values(values: Mapping[str, Any]) -> None:
         raise UserError(f"attention_mask is as large as input_ids, {list(tokens.shape)}; got {found}; give another")
     if mask is not None and not bool(mask.bool().any(1).all()):
         raise UserError("every prompt has a token to attend to; attention_mask has a row of zeros; drop that prompt")
-    positions = values.get("position_ids")
-    if positions is not None and mask is not None and getattr(positions, "ndim", 0) < 3:
-        counted = mask.long().cumsum(1) - 1  # as generate counts
-        is_row = isinstance(positions, Tensor) and positions.shape in (mask.shape, mask[:1].shape)
-        if not is_row or bool(((positions != counted) & (mask != 0)).any()):
-            raise UserError("positions count the tokens of attention_mask; got other position_ids; leave them out")
     for name, (kind, rule) in _TYPES.items():
         value = values.get(name)
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             raise UserError(f"{name} must be {rule}; got {' '.join(repr(value).split()):.60}; convert it")
 
 
-def check_tokens(model: Any, input_ids: Tensor) -> None:
-    """Refuse tokens that the model does not have, on which an accelerator ends the process."""
-    size = len(model.get_input_embeddings().weight)
-    unknown = ((input_ids < 0) | (input_ids >= size)) & ~visual_tokens(model.config, input_ids)
+def check_tokens(model: Any, inputs: Mapping[str, Any]) -> None:
+    """Refuse tokens that the model does not have, on which an accelerator ends the process, and positions that do not count them."""
+    tokens, size = inputs["input_ids"], len(model.get_input_embeddings().weight)
+    unknown = ((tokens < 0) | (tokens >= size)) & ~visual_tokens(model.config, tokens)
     if bool(unknown.any()):
-        found = int(input_ids[unknown][0])
+        found = int(tokens[unknown][0])
         raise UserError(f"tokens of a prompt are from 0 to {size - 1}; got {found}; use the target's own tokenizer")
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if positions is not None and getattr(positions, "ndim", 0) < 3:
+        mask = torch.ones_like(tokens) if mask is None else mask  # generate leaves one out that shows all
+        is_row = isinstance(positions, Tensor) and positions.shape in (tokens.shape, tokens[:1].shape)
+        if not is_row or bool(((positions != mask.long().cumsum(1) - 1) & (mask != 0)).any()):
+            raise UserError("positions count the tokens of attention_mask; got other position_ids; leave them out")
 
 
 def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
