@@ -35,7 +35,7 @@ nightly = pytest.mark.parametrize("is_nightly", [False, pytest.param(True, marks
 
 @dataclass
 class Count:
-    """What became of the mutations of a kind."""
+    """How many mutations of a kind were read and refused, and the longest time of one."""
 
     accepted: int = 0
     refused: int = 0

@@ -56,7 +56,7 @@ def remove(folder: Path, *names: str) -> None:
 
 
 def kept(folder: Path) -> dict[str, str]:
-    """What no later run may lose or change: finished records of ledgers, which are whole, and hashes of recorded forests."""
+    """Finished records of ledgers, which are whole, and hashes of recorded forests: no later run may lose or change one."""
     found = {
         str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("forests/**/*.safetensors")
     }
