@@ -56,10 +56,11 @@ def remove(folder: Path, *names: str) -> None:
 
 
 def kept(folder: Path) -> dict[str, str]:
-    """Finished records of ledgers, which are whole, and hashes of recorded forests: no later run may lose or change one."""
-    found = {
-        str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("forests/**/*.safetensors")
-    }
+    """Finished records of ledgers, which are whole, and hashes of recorded forests and answers: no later run may lose or change one."""
+    files = (
+        path for pattern in ("forests/**/*.safetensors", "training-answers/*.json") for path in folder.rglob(pattern)
+    )
+    found = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     for path in folder.rglob(LEDGER):
         with closing(sqlite3.connect(path)) as database:
             assert database.execute("pragma integrity_check").fetchall() == [("ok",)]
@@ -139,7 +140,7 @@ def kill(verb: str, command: tuple[object, ...], folder: Path, times: int) -> st
     if verb != "search":  # whose winner is measured anew with each new study
         assert results[0] == expected
     assert_whole(folder)
-    return f"{verb}: {num_killed} kills, {num_begun} times begun anew; {len(before)} records and forests kept; the same result"
+    return f"{verb}: {num_killed} kills, {num_begun} times begun anew; {len(before)} records kept; the same result"
 
 
 def kill_servers(command: tuple[object, ...], folder: Path, times: int) -> str:
