@@ -22,11 +22,16 @@ def percent(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{100 * value:.{digits}f} %"
 
 
+class _StandardError(RichConsole):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would exit with 1, which is a regression
+
+
 class Console:
     """Prints to standard error: progress bars on a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
-        self._rich = RichConsole(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 150)
+        self._rich = _StandardError(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 150)
 
     def say(self, text: str) -> None:
         self._rich.print(text, markup=False)

@@ -43,9 +43,7 @@ def fingerprint(device: str = "cpu") -> Fingerprint:
         return cpu_fingerprint(torch.get_num_threads())
     index = device.partition(":")[2] or "0"
     if not torch.cuda.is_available() or not index.isdigit() or int(index) >= torch.cuda.device_count():
-        raise UserError(
-            f"device {device!r} is not on this machine; it has: {', '.join(local_devices())}; choose one of them"
-        )
+        raise UserError(f"device {device!r} is not on this machine; it has: {', '.join(local_devices())}; choose one")
     properties = torch.cuda.get_device_properties(int(index))
     model = properties.name
     if short_name(model) == UNNAMED:  # ROCm without its table of marketing names

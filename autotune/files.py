@@ -300,16 +300,25 @@ def write_bytes(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
         try:
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            try:
+                _write_new(temporary, content, path.parent, os.O_TMPFILE)
+            except (OSError, AttributeError):  # neither every system nor every file system has files without a name
+                _write_new(temporary, content, temporary, os.O_CREAT | os.O_EXCL)
             if path.exists():
                 os.chmod(temporary, path.stat().st_mode & 0o777)
             os.replace(temporary, path)
-        except BaseException:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
+
+
+def _write_new(path: Path, content: bytes, opened: Path, flags: int) -> None:
+    """Write and sync a new file. One that is opened as its folder gets its name in the end: a killed process leaves nothing."""
+    with open(os.open(opened, os.O_WRONLY | flags, 0o666), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        if opened != path:
+            os.link(f"/proc/self/fd/{file.fileno()}", path, src_dir_fd=file.fileno())
 
 
 def write_table(path: Path, frame: DataFrame) -> None:

@@ -8,6 +8,8 @@ import json
 import math
 import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -275,6 +277,19 @@ def test_permissions_are_the_umask_s_for_new_files_and_kept_for_old_ones(tmp_pat
             path.chmod(0o640)
     finally:
         os.umask(before)
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_nothing(tmp_path: Path) -> None:
+    """Not even a temporary file, where files can be without a name."""
+    program = "import os, signal; os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)"
+    program += f"; from autotune.files import write_bytes; from pathlib import Path; write_bytes(Path({str(tmp_path / 'a')!r}), b'x')"
+    try:
+        os.close(os.open(tmp_path, os.O_WRONLY | os.O_TMPFILE))
+    except (OSError, AttributeError):
+        pytest.skip("no files without a name")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not any(tmp_path.iterdir())
 
 
 def test_write_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

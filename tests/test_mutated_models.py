@@ -201,15 +201,20 @@ def _shown(name: str) -> str:
 @nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints(kind: str, is_nightly: bool, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Config and bytes, on a machine with little memory, which a damaged size may not fill."""
+    """Config and bytes, on a machine with little memory, which a damaged size may not fill. Weights that are used are whole."""
     one = checkpoint(made, kind, tmp_path)
     content, data = json.loads(one.config.read_text()), one.weights.read_bytes()
+    shapes = {name: tensor.shape for name, tensor in load_file(one.weights).items() if _is_used(kind, name)}
     monkeypatch.setattr("autotune.device.free_memory", lambda device: 1 << 28)
 
     def check(damage: tuple[bytes, bytes]) -> None:
         one.config.write_bytes(damage[0])
         one.weights.write_bytes(damage[1])
         one.use()
+        if damage[1] != data:
+            used = {name: tensor for name, tensor in load_file(one.weights).items() if name in shapes}
+            assert {name: tensor.shape for name, tensor in used.items()} == shapes
+            assert all(bool(tensor.isfinite().all()) for tensor in used.values())
 
     sound = st.just(json.dumps(content).encode())
     configs = st.tuples(json_bytes(content), st.just(data))

@@ -185,8 +185,9 @@ def test_traces(is_nightly: bool, tmp_path: Path) -> None:
             array.flat[at % array.size] = value
         save_file(whole | {name: array[: at % 50] if value == 3 else array}, path.with_suffix(".safetensors"))
         trace = load_trace(path)
-        replay(trace, policy, free_prices())
-        trace.agreement()
+        played = replay(trace, policy, free_prices())
+        assert [lengths.sum() for lengths in played.accepted_lengths] == played.tokens.tolist()
+        assert trace.agreement()["share"].between(0, 1).all()
 
     values = st.sampled_from([-(2**31), -2, -1, 0, 1, 3, 40, 10**6, 2**31 - 1])
     contents = st.one_of(st.just(header), mutated(header))
@@ -215,7 +216,12 @@ def test_replies_of_engines(engine: str, path: str, is_nightly: bool) -> None:
     replies, ask = ENGINES[engine]
     whole = replies[path]
     texts = damaged(whole.encode()) if isinstance(whole, str) else json_bytes(whole)
-    mutate(FEW, texts.map(lambda text: text.decode(errors="replace")), lambda text: ask({path: text}), is_nightly)
+
+    def check(text: bytes) -> None:
+        tokens = ask({path: text.decode(errors="replace")})
+        assert all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+
+    mutate(FEW, texts, check, is_nightly)
 
 
 REQUEST = {"model": "m", "max_tokens": 5, "temperature": 0.5, "stop": ["x"], "seed": 1, "n": 1, "stream": True}

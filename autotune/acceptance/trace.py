@@ -324,13 +324,8 @@ def _why_damaged(arrays: dict[str, NDArray[Any]], header: TraceHeader) -> str | 
     for name in ("draft_prompt_length", "num_visual_tokens"):
         if (arrays[name] < 0).any() or (arrays[name] > length).any():
             return f"{name} is not between 0 and prompt_length"
-    for name, least in (
-        ("answer", 0),
-        ("prompt_tokens", 0),
-        ("match_length", 0),
-        ("child_token", -1),
-        ("retrieved", -1),
-    ):
+    lowest = {"answer": 0, "prompt_tokens": 0, "match_length": 0, "child_token": -1, "retrieved": -1}
+    for name, least in lowest.items():
         if (arrays[name] < least).any():
             return f"{name} is below {least}"
     logprob, child, node = arrays["child_logprob"], arrays["child_node"], np.arange(num_nodes)

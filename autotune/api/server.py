@@ -97,7 +97,5 @@ def listen(settings: ServeSettings) -> tuple[socket.socket, str]:
         listener = socket.create_server(address[:2], family=family)
     except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
         reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"{host}:{port}: no server can listen there ({reason}); choose another --port or --host"
-        ) from None
+        raise UserError(f"{host}:{port}: no server can listen ({reason}); choose another --port or --host") from None
     return listener, f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

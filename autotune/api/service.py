@@ -217,8 +217,6 @@ class DecoderService(threading.Thread):
         decoder = self.decoder
         inputs = asked.inputs(decoder.processor, decoder.target.device)
         prompt: list[int] = inputs["input_ids"][0].tolist()
-        if max(prompt, default=0) >= (size := decoder.target.text.vocab_size):
-            raise ApiError(400, f"prompt: tokens are below {size}; got {max(prompt)}; send others", param="prompt")
         limit = asked.max_tokens or self.max_model_len - len(prompt)
         if limit < 1 or len(prompt) + limit > self.max_model_len:
             raise self._too_long(f"{len(prompt)} and {max(limit, 1)}")

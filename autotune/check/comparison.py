@@ -132,9 +132,7 @@ class Comparison:
         The base decodes every prompt once, and again if that shows a regression, which counts only if the base repeats.
         """
         if not self.sides.have_same_trees:
-            return run.skipped_gate(
-                BASE_COUNTS, "the profiles choose other drafts or trees, so counts differ: time decides"
-            )
+            return run.skipped_gate(BASE_COUNTS, "the profiles choose other drafts or trees: time decides")
         if run.not_repeated:
             return run.not_repeated_gate(BASE_COUNTS)
         base = self._base_counts(requests)

@@ -125,11 +125,10 @@ class LocalRun:
 
     def not_repeated_gate(self, name: str) -> Gate:
         shown = ", ".join(self.not_repeated[:3])
-        return self.skipped_gate(
-            name,
-            f"counts are not reproducible: {len(self.not_repeated)} of {len(self.prompts)} prompts have other counts when "
-            f"decoded again ({shown})",
+        which = (
+            f"{len(self.not_repeated)} of {len(self.prompts)} prompts have other counts when decoded again ({shown})"
         )
+        return self.skipped_gate(name, f"counts are not reproducible: {which}")
 
 
 def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: Callable[[int, int], None]) -> LocalRun:
@@ -137,11 +136,9 @@ def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: C
     runner = ArmRunner(decoder, decoder.processor)
     workload = runner.conversations.follow_workload(workload)
     tuned = runner.plain if decoder.draft is None else DecoderArm(TUNED, decoder)
-    num_steps = 2 * len(workload.prompts)
-    runs = runner.compare([runner.plain, tuned], workload, seed=seed, report=lambda done, _: report(done, num_steps))
-    again = runner.compare(
-        [tuned], workload, seed=seed, report=lambda done, _: report(num_steps // 2 + done, num_steps)
-    )
+    steps = 2 * len(workload.prompts)
+    runs = runner.compare([runner.plain, tuned], workload, seed=seed, report=lambda done, _: report(done, steps))
+    again = runner.compare([tuned], workload, seed=seed, report=lambda done, _: report(steps // 2 + done, steps))
     prompts = [prompt_evidence(run, plain) for run, plain in zip(runs[tuned.name], runs[AR], strict=True)]
     first = [Counts.of(evidence.name, evidence) for evidence in prompts]
     second = [Counts.of(run.prompt, prompt_evidence(run, run)) for run in again[tuned.name]]
@@ -169,12 +166,10 @@ def evidence_for(profile: DecodingProfile, workload: Workload, settings: CheckSe
     evidence = profile.evidence.prompts[: len(workload.prompts)]
     if not evidence:
         return (
-            f"{source} has no evidence to compare counts with: it was not measured; run autotune search on this device, or "
-            "give --against"
+            f"{source} was not measured: no evidence to compare counts with; search on this device, or give --against"
         )
-    changed = [
-        prompt.name for prompt, proof in zip(workload.prompts, evidence, strict=False) if prompt.sha256 != proof.sha256
-    ]
+    pairs = zip(workload.prompts, evidence, strict=False)
+    changed = [prompt.name for prompt, known in pairs if prompt.sha256 != known.sha256]
     if not changed:
         return evidence
     searched = profile.workload.name

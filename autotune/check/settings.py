@@ -31,9 +31,7 @@ class CheckSettings(BaseModel):
     min_speedup: float | None = setting(
         None, "Fail if the whole confidence interval of the speedup over plain decoding is below this.", gt=0
     )
-    against: str | None = setting(
-        None, "Git revision or profile to compare with: fail if this profile is significantly slower."
-    )
+    against: str | None = setting(None, "Git revision or profile to compare with: fail if significantly slower.")
     tests_machine: bool = setting(
         False, "A/A test: compare the profile with itself, to see what can be detected on this machine.", option="aa"
     )

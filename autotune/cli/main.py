@@ -60,22 +60,15 @@ class Commands(click.Group):
             message = str(error)
             if isinstance(error, click.UsageError):  # click may list choices line by line
                 message = " ".join(error.format_message().split())
-            click.echo(f"autotune: {message}", err=True)
+            _say(message)
             sys.exit(error.exit_code)
         except click.Abort as abort:
-            click.echo("autotune: interrupted; run the same command to continue", err=True)
+            _say("interrupted; run the same command to continue")
             sys.exit(128 + getattr(abort.__cause__, "number", signal.SIGINT))
-        except _ReaderGone:
-            for stream in (sys.stdout, sys.stderr):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # for what is still buffered
-            sys.exit(128 + signal.SIGPIPE)
         except OSError as error:
             if error.errno not in DISK_ERRORS:
                 raise
-            click.echo(
-                f"autotune: {error.filename or 'a file'}: cannot be written ({error.strerror}); free some space",
-                err=True,
-            )
+            _say(f"{error.filename or 'a file'}: cannot be written ({error.strerror}); free some space")
             sys.exit(UserError.exit_code)
         sys.exit(code or 0)
 
@@ -85,11 +78,22 @@ class Commands(click.Group):
             sys.stdout.flush()
             return result
         except BrokenPipeError:  # click would exit with 1, which is a regression
-            raise _ReaderGone from None
+            _drop_output()
+            raise click.exceptions.Exit(128 + signal.SIGPIPE) from None
 
 
-class _ReaderGone(Exception):
-    """The reader of standard output has closed its pipe."""
+def _say(message: str) -> None:
+    """Print a line on standard error, unless its reader has gone."""
+    try:
+        click.echo(f"autotune: {message}", err=True)
+    except BrokenPipeError:
+        _drop_output()
+
+
+def _drop_output() -> None:
+    """Write what is still buffered nowhere."""
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _Ended(KeyboardInterrupt):

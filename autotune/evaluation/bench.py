@@ -65,9 +65,8 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
         UserError: the profile or workload cannot be read, or a published configuration was asked for without a draft.
     """
     prompts = settings.prompts.load()
-    decoder = load(
-        profile, device=settings.device, dtype=settings.dtype, context_tokens=0, console=console
-    )  # warm-ups capture
+    # Warm-ups capture.
+    decoder = load(profile, device=settings.device, dtype=settings.dtype, context_tokens=0, console=console)
     runner = _runner(decoder, settings)
     chosen = choose_arms(settings.arms, runner, prompts)
     for name, reason in chosen.unavailable.items():

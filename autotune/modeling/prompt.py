@@ -252,9 +252,7 @@ def _check_modalities(model: Any, inputs: dict[str, Any]) -> None:
                 f"the prompt has {number} {modality} tokens but no {pixels}; pass the {modality} to the processor, or drop the tokens"
             )
         if has_pixels and number == 0:
-            raise UserError(
-                f"{pixels} came without {modality} tokens in the prompt; let the processor make both from one text"
-            )
+            raise UserError(f"{pixels} came without {modality} tokens in the prompt; let the processor make both")
         for name in _TOKEN_TYPES:
             if number > 0 and inputs.get(name) is None and name in inspect.signature(model.forward).parameters:
                 raise UserError(

@@ -156,7 +156,7 @@ def _study_document(profile: DecodingProfile | None, folder: Path) -> tuple[Stud
         ]
     if profile is not None and study.tune_sha256 != profile.workload.tune_sha256:
         return None, [
-            f"The study's {STUDY} belongs to another search with another workload, so its records are not shown."
+            f"The study's {STUDY} belongs to another search with another workload; its records are not shown."
         ]
     return study, []
 

@@ -48,9 +48,8 @@ class GreedyBatch:
         self.cache.length = self._longest
         device = target.device
         self._padding = torch.tensor([self._longest - len(request.prompt) for request in requests], device=device)
-        deltas = np.broadcast_arrays(
-            *(request.prompt.rope_delta for request in requests)
-        )  # a text may have one axis only
+        # A text may have one axis only.
+        deltas = np.broadcast_arrays(*(request.prompt.rope_delta for request in requests))
         self._rope_delta = torch.from_numpy(np.stack(deltas, 1)).to(device)  # [axes, rows]
 
     @torch.inference_mode()

@@ -22,6 +22,7 @@ from autotune.runtime.generate_args import (
     Call,
     Request,
     check_names,
+    check_tokens,
     check_values,
     generation_settings,
     new_request,
@@ -234,6 +235,7 @@ class Decoder:
             raise UserError("custom_generate must be called on the decoder's own target; load it with target=model")
         inputs["input_ids"], hooks = input_ids, (logits_processor or (), stopping_criteria or ())
         call = prepared_call(generation_config, inputs, *hooks, seed=seed, workload=workload)
+        check_tokens(model, inputs)
         if prepare_only:
             return call
         out = self._generate(call, streamer)
@@ -246,7 +248,7 @@ class Decoder:
         if inputs.get("input_ids") is None:
             names = ", ".join(name for name, value in inputs.items() if value is not None)
             raise UserError(f"generate needs input_ids, as the target's processor makes them; got {names or 'nothing'}")
-        check_values(inputs, seed)
+        check_values({**inputs, "seed": seed, "workload": workload})
         config = inputs.get("generation_config") or model.generation_config
         inputs = generation_settings(config, inputs)
         return prepare_call(model, self, self.processor, inputs, seed=seed, workload=workload)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
@@ -17,7 +17,7 @@ from transformers import GenerationConfig, StoppingCriteriaList, StopStringCrite
 from autotune.documents.condition import first_match
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError, nearest
-from autotune.modeling.prompt import EncodedPrompt
+from autotune.modeling.prompt import EncodedPrompt, visual_tokens
 from autotune.modeling.target import Target
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.stats import DecodingStats
@@ -34,10 +34,8 @@ _COUNTED_STOPS = ("MaxLengthCriteria", "EosTokenCriteria")
 _NO_TOKEN = torch.iinfo(torch.long).max  # before the text, for stopping criteria
 # Criteria and processors that treat each row independently, so that rows may be decoded one by one.
 _ROWWISE_STOPS = (*_COUNTED_STOPS, "StopStringCriteria", "MaxTimeCriteria")
-_ROWWISE_PROCESSORS = {
-    *AT_ONCE,
-    *("NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor"),
-}
+_OTHER_ROWWISE = ("NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor")
+_ROWWISE_PROCESSORS = {*AT_ONCE, *_OTHER_ROWWISE}
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _VISION_INPUTS = (
     *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_sizes", "image_grid_thw", "video_grid_thw"),
@@ -45,6 +43,14 @@ _VISION_INPUTS = (
     *("vision_feature_layer", "vision_feature_select_strategy"),
 )
 _TOKEN_TYPES = (torch.int64, torch.int32)
+_INTEGERS = ("max_new_tokens", "max_length", "min_new_tokens", "top_k", "no_repeat_ngram_size", "num_beams", "seed")
+_TYPES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(_INTEGERS, (Integral, "an integer")),
+    **dict.fromkeys(("temperature", "top_p", "max_time"), (Real, "a number")),
+    **dict.fromkeys(("logits_processor", "stopping_criteria"), ((list, tuple), "a list")),
+    **{"stop_strings": ((str, list, tuple), "text or a list"), "workload": (str, "text")},
+    "generation_config": (GenerationConfig, "a GenerationConfig"),
+}
 _ARGUMENTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 
 
@@ -146,9 +152,7 @@ def new_request(call: Call, prompt: EncodedPrompt, row: int, target: Target, poi
         UserError: no room for a token, or processors that a point's verification cannot honour.
     """
     if call.max_new_tokens < 1:
-        raise UserError(
-            f"max_length leaves no room for a token after the prompt's {len(prompt)}; raise it, or give max_new_tokens"
-        )
+        raise UserError(f"max_length leaves no room for a token after the prompt's {len(prompt)}; give max_new_tokens")
     if len(prompt) + call.max_new_tokens > target.max_context:
         raise UserError(
             f"prompt and answer must fit the target's context of {target.max_context} tokens; "
@@ -197,25 +201,38 @@ def _known_names(model_class: Any) -> tuple[str, ...]:
     return (*inputs, *settings, *_ARGUMENTS)
 
 
-def check_values(inputs: dict[str, Any], seed: Any) -> None:
-    """Refuse tokens and settings of wrong types, which fail far from here or mean something else to torch."""
-    tokens = inputs["input_ids"]
+def check_values(values: Mapping[str, Any]) -> None:
+    """Refuse tokens, masks and settings of wrong types, which fail far from here or mean something else to torch."""
+    tokens, mask = values["input_ids"], values.get("attention_mask")
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or 0 in tokens.shape or tokens.dtype not in _TOKEN_TYPES:
         found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise UserError(
             f"input_ids are integers [prompts, tokens], at least one of each; got {found}; pass return_tensors='pt' to the processor"
         )
-    mask = inputs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.bool().any(1).all()):
-        raise UserError(
-            "every prompt has a token to attend to; got an attention_mask with a row of zeros; drop that prompt"
-        )
-    integers, numbers = ("max_new_tokens", "top_k", "seed"), ("temperature", "top_p")
-    for names, kind, rule in ((integers, Integral, "an integer"), (numbers, Real, "a number")):
-        for name in names:
-            value = seed if name == "seed" else inputs.get(name)
-            if value is not None and not isinstance(value, kind):
-                raise UserError(f"{name} must be {rule}; got {value!r}; convert it")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape):
+        found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise UserError(f"attention_mask is as large as input_ids, {list(tokens.shape)}; got {found}; give another")
+    if mask is not None and not bool(mask.bool().any(1).all()):
+        raise UserError("every prompt has a token to attend to; attention_mask has a row of zeros; drop that prompt")
+    for name, (kind, rule) in _TYPES.items():
+        value = values.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise UserError(f"{name} must be {rule}; got {' '.join(repr(value).split()):.60}; convert it")
+
+
+def check_tokens(model: Any, inputs: Mapping[str, Any]) -> None:
+    """Refuse tokens that the model does not have, on which an accelerator ends the process, and positions that do not count them."""
+    tokens, size = inputs["input_ids"], len(model.get_input_embeddings().weight)
+    unknown = ((tokens < 0) | (tokens >= size)) & ~visual_tokens(model.config, tokens)
+    if bool(unknown.any()):
+        found = int(tokens[unknown][0])
+        raise UserError(f"tokens of a prompt are from 0 to {size - 1}; got {found}; use the target's own tokenizer")
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if positions is not None and getattr(positions, "ndim", 0) < 3:
+        mask = torch.ones_like(tokens) if mask is None else mask  # generate leaves one out that shows all
+        is_row = isinstance(positions, Tensor) and positions.shape in (tokens.shape, tokens[:1].shape)
+        if not is_row or bool(((positions != mask.long().cumsum(1) - 1) & (mask != 0)).any()):
+            raise UserError("positions count the tokens of attention_mask; got other position_ids; leave them out")
 
 
 def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -256,7 +273,7 @@ def prepare_call(
     prepare = functools.partial(method, prepare_only=True)
     try:
         return model.generate(**inputs, custom_generate=prepare, **options)
-    except (ValueError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"generate refuses the call: {' '.join(str(error).split())}") from None
 
 
@@ -271,6 +288,8 @@ def prepared_call(
 ) -> Call:
     """Make a ``Call`` from what generate passes to a custom method. Sampling without a seed draws one from torch."""
     _check_call(config, inputs, processors, stops)
+    values = {name: getattr(config, name, None) for name in _TYPES} | inputs
+    check_values(values | {"seed": seed, "workload": workload})
     if not inputs.get("mm_encoder_outputs"):  # generate adds an empty one
         inputs.pop("mm_encoder_outputs", None)
     eos = config.eos_token_id
@@ -295,7 +314,7 @@ def prepared_call(
 
 def _check_call(config: Any, inputs: dict[str, Any], processors: Iterable[Any], stops: Iterable[Any]) -> None:
     """Refuse what trees cannot honour."""
-    if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
+    if not {config.num_beams, config.num_return_sequences} <= {None, 1}:
         raise UserError("trees decode one sequence: num_beams and num_return_sequences must be 1; set them to 1")
     for name in _OUTPUTS:
         if getattr(config, name, False):

@@ -49,9 +49,7 @@ def load(
     document = profile if isinstance(profile, DecodingProfile) else DecodingProfile.load(Path(profile))
     choices = {point.draft.network: point.draft for point in document.points if point.draft is not None}
     if draft is not None and len(choices) > 1:
-        raise UserError(
-            f"{source}: its points name {len(choices)} drafts; leave draft= out, and they are loaded by name"
-        )
+        raise UserError(f"{source}: its points name {len(choices)} drafts, which are loaded by name; leave draft= out")
     device_name = choose_device(device) if target is None else str(target.device)
     hardware = fingerprint(device_name)
     is_tuned_here = hardware.key == document.hardware.key
@@ -65,9 +63,7 @@ def load(
     def checked_id(named: ModelReference) -> str:
         local = reference(named.id)
         if named.sha256 and local.sha256 and local.sha256 != named.sha256:
-            raise NotComparable(
-                f"{source}: {named.id} has other weights than when the profile was made; run autotune search again"
-            )
+            raise NotComparable(f"{source}: {named.id} has other weights than the profile's; run autotune search again")
         return named.id
 
     if (model := target) is None:
@@ -75,9 +71,8 @@ def load(
         model = load_model(checked_id(document.target), device=device_name, **options)
     loaded = Target(model)
     if (precision := loaded.text.precision) != document.precision:
-        warnings.warn(
-            f"{source}: tuned in {document.precision}, loaded in {precision}; the speedup may differ", stacklevel=2
-        )
+        message = f"{source}: tuned in {document.precision}, loaded in {precision}"
+        warnings.warn(f"{message}; the speedup may differ", stacklevel=2)
     drafts = {
         network: load_draft(checked_id(ModelReference(id=choice.id, sha256=choice.sha256)), loaded, choice.subnet)
         if draft is None

@@ -42,9 +42,7 @@ class PrometheusMetrics:
         try:
             from prometheus_client import REGISTRY, Counter, Gauge, Histogram
         except ImportError:
-            raise UserError(
-                'Prometheus metrics need prometheus-client; pip install "autotune-speculative[metrics]"'
-            ) from None
+            raise UserError('metrics need prometheus-client; pip install "autotune-speculative[metrics]"') from None
         registry = REGISTRY if registry is None else registry
 
         def counter(name: str, text: str, *labels: str) -> Any:

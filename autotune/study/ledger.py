@@ -84,22 +84,15 @@ class Ledger:
         """An error of the storage in one line."""
         reason, cause = next(iter(str(error).splitlines()), type(error).__name__), getattr(error, "orig", None)
         code = getattr(cause, "sqlite_errorcode", 0) & 0xFF or getattr(cause, "sqlstate", None)
+        if code in DAMAGE_CODES:
+            return UserError(f"{self.name}: the storage is damaged ({reason}); {REPAIR}")
         if code in DISK_CODES:
-            rule, advice = (
-                "the disk of the storage is full or fails",
-                "free some space, and run the same command to continue",
-            )
-        elif code in DAMAGE_CODES:
-            rule, advice = "the storage is damaged", REPAIR
+            rule, advice = "the disk of the storage is full or fails", "free some space"
         elif isinstance(code, int):
-            rule = "the storage cannot be used"
-            advice = "check its path, permissions and free space, and run the same command to continue"
+            rule, advice = "the storage cannot be used", "check its path, permissions and free space"
         else:
-            rule, advice = (
-                "the storage does not answer",
-                "check the URL and its driver, and run the same command to continue",
-            )
-        return UserError(f"{self.name}: {rule} ({reason}); {advice}")
+            rule, advice = "the storage does not answer", "check the URL and its driver"
+        return UserError(f"{self.name}: {rule} ({reason}); {advice}, and run the same command to continue")
 
     def reading(self) -> contextlib.AbstractContextManager[None]:
         """Inside the context, records are read whose content another program may have changed."""

@@ -36,9 +36,8 @@ def optuna_storage(ledger: str | Path, *, to_append: bool = False) -> Any:
 
     if not isinstance(ledger, Path):
         return storage_url(ledger)
-    path = ledger.with_suffix(
-        ".optuna"
-    ).absolute()  # next to a relative path, the lock of a killed process would never lapse
+    # Next to a relative path, the lock of a killed process would never lapse.
+    path = ledger.with_suffix(".optuna").absolute()
     lock = JournalFileSymlinkLock(str(path))
     if to_append:  # a full disk may have left an incomplete last line
         lock.acquire()

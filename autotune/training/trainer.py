@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -59,13 +59,16 @@ class Checkpoint:
         """The (stage, step) to continue from; (0, 0) without a checkpoint.
 
         Raises:
-            UserError: the checkpoint was made by another recipe.
+            UserError: the checkpoint is damaged, or was made by another recipe.
         """
         if not self.path.exists():
             return 0, 0
-        with safe_open(self.path, "pt") as file:
-            metadata = file.metadata()
-        if metadata["recipe"] != self.recipe_key:
+        try:
+            with safe_open(self.path, "pt") as file:
+                metadata = file.metadata() or {}
+        except SafetensorError as error:
+            raise UserError(f"{self.path}: the checkpoint is damaged ({error}); delete it to start over") from None
+        if metadata.get("recipe") != self.recipe_key:
             raise UserError(
                 f"{self.path}: the recipe or its file of examples has changed since this checkpoint; delete the checkpoint to "
                 "start over, or restore the files"

@@ -82,9 +82,7 @@ def read_prompts(path: Path, format: Format | None = None) -> Rows:
         except ValidationError as error:
             reason = describe(error, _READERS[chosen])
             if detected != chosen and number == rows[0][0]:
-                raise UserError(
-                    f"{path}:{number}: no row of {chosen} ({reason}); the file looks like {detected}"
-                ) from None
+                raise UserError(f"{path}:{number}: no row of {chosen} ({reason}); it looks like {detected}") from None
             raise UserError(f"{path}:{number}: {reason}") from None
         except ValueError as error:
             raise UserError(f"{path}:{number}: {error}") from None

@@ -113,9 +113,7 @@ def load_workload(
         UserError: missing file, invalid line or image, or a split without prompts.
     """
     if is_whole and name in BUNDLED:
-        raise UserError(
-            f"--whole: prompts of both splits can be read from a file only; {name!r} is bundled; leave --whole out"
-        )
+        raise UserError(f"--whole: both splits can be read from a file only; {name!r} is bundled; leave --whole out")
     if name in BUNDLED:
         return Workload(name, split, tuple(_bundled(name, split, num_prompts)))
     path = local_file(name)

@@ -251,7 +251,7 @@ def test_counts_that_are_not_reproducible_do_not_gate(world: Path, monkeypatch: 
 def test_counts_of_a_profile_without_evidence_are_skipped(world: Path) -> None:
     summary = gate(check("lossless.json"), "counts").summary
     assert summary == (
-        "lossless.json has no evidence to compare counts with: it was not measured; run autotune search on this device, or give --against"
+        "lossless.json was not measured: no evidence to compare counts with; search on this device, or give --against"
     )
 
 

@@ -1,10 +1,14 @@
-"""Commands that are killed, and disks that are full, at many moments: nothing partial, and the same command completes."""
+"""Commands that are killed, ended by a signal or left by their reader, and disks that are full, at many moments: exit codes as
+documented, nothing partial, and the same command completes.
+"""
 
 from __future__ import annotations
 
-import json
+import os
 import random
+import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,17 +17,14 @@ from typing import Any
 
 import pytest
 
-from autotune.documents.decoding_profile import DecodingProfile
-from autotune.modeling.loading import reference
-from tests.api.servers import begin, send, url_of
+from tests.api.servers import wait_for
+from tests.cli.kills import OUTPUTS, assert_whole, has_ended, kill, kill_servers, remove, small_commands, workers_of
 from tests.cli.processes import Done, run_command, start_command
-from tests.cli.test_end_to_end import write_small_job
-from tests.sample_documents import decoding_profile
 from tests.tiny_models import Pair
-from tests.training.conftest import write_examples, write_recipe
 
 pytestmark = [pytest.mark.nightly, pytest.mark.long]
-ASKED = {"prompt": "USER: Count to ten. ASSISTANT:", "max_tokens": 20, "temperature": 0.0}
+# Children inherit what tests under nohup, or in the background of a shell, ignore.
+SIGNALS = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
 
 
 def size_of(folder: Path) -> int:
@@ -35,90 +36,78 @@ def size_of(folder: Path) -> int:
     )
 
 
-def assert_whole(folder: Path) -> None:
-    """No temporary file is left, and every document can be read."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert not [path for path in files if path.suffix == ".tmp"]
-    for path in files:
-        if path.suffix == ".json":
-            json.loads(path.read_text())
-
-
-def remove(folder: Path, *names: str) -> None:
-    for path in (folder / name for name in names):
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-
-
 @pytest.fixture
 def commands(pair: Pair, tmp_path: Path) -> dict[str, tuple[object, ...]]:
-    """Search, check and train of the tiny pair, with small work."""
-    models = ["--target", pair.target_folder, "--draft", pair.draft_folder]
-    workload = write_small_job(tmp_path)
-    target, draft = (reference(str(folder)) for folder in (pair.target_folder, pair.draft_folder))
-    decoding_profile(target, draft).save(tmp_path / "tree.json")
-    write_examples(tmp_path / "examples.jsonl")
-    write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder))
-    small = ["--space", "small.yaml", "--trials", "8", "--budget", "40s"]  # a bound that busy machines keep too
-    return {
-        "search": ("search", *models, *workload, *small, "-o", "profile.json"),
-        "check": ("check", "tree.json", *workload, "--junit", "junit.xml", "--markdown", "check.md"),
-        "train": ("train", "recipe.yaml", "-o", "draft"),
-    }
+    return small_commands(pair, tmp_path)
 
 
-OUTPUTS = {
-    "search": ["profile.json"],
-    "check": ["junit.xml", "check.md"],
-    "train": ["draft/model.safetensors", "draft/config.json"],
-}
-
-
-@pytest.mark.parametrize(("verb", "times"), [("search", 14), ("check", 8), ("train", 8)])
+@pytest.mark.parametrize("verb", OUTPUTS)
 def test_killed_commands_leave_nothing_partial_and_complete(
-    commands: dict[str, tuple[object, ...]], verb: str, times: int, tmp_path: Path
+    commands: dict[str, tuple[object, ...]], verb: str, tmp_path: Path
 ) -> None:
-    command, order, was_killed = commands[verb], random.Random(verb), 0
-    begin_s = time.monotonic()
-    done = run_command(*command, folder=tmp_path)  # how long it takes
-    assert done.returncode == 0, done.stderr
-    whole_s = time.monotonic() - begin_s
-    while was_killed < times:
-        begun = (name for name in (".autotune", "draft") if order.random() < 0.3)
-        remove(tmp_path, *OUTPUTS[verb], *begun)  # it begins anew, or where the one before was killed
-        process = start_command(*command, folder=tmp_path)
-        process.join(order.uniform(0, whole_s))
-        process.kill()
-        process.join()
-        was_killed += process.exitcode == -9
-        whole_s *= 1.0 if process.exitcode == -9 else 0.9  # what the runs before have left makes it shorter
-    print(f"{verb}: killed {was_killed} times")
-    done = run_command(*command, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert all((tmp_path / name).stat().st_size for name in OUTPUTS[verb])
-    assert_whole(tmp_path)
-    if verb == "search":
-        DecodingProfile.load(tmp_path / "profile.json")
+    print(kill(verb, commands[verb], tmp_path, 10))
 
 
 def test_killed_servers_can_be_started_again(commands: dict[str, tuple[object, ...]], tmp_path: Path) -> None:
-    """While they load, and while they decode; at the same port."""
-    order, answers, port = random.Random(0), set(), "0"
-    for turn in range(10):
-        (tmp_path / "log.out").unlink(missing_ok=True)
-        process = start_command("serve", "tree.json", "--port", port, "--json", folder=tmp_path, log=tmp_path / "log")
-        if turn in (3, 7):
-            process.join(order.uniform(0, 2))
-        else:
-            url = url_of(process, tmp_path / "log")
-            port = url.rpartition(":")[2]
-            content = send(url, "/v1/completions", ASKED)[1]
-            answers.add(content["choices"][0]["text"])
-            client = begin(url, "/v1/completions", {**ASKED, "max_tokens": 1000, "stream": True})
-            time.sleep(order.uniform(0, 0.3))
-            client.close()
-        process.kill()
-        process.join()
-    assert len(answers) == 1
+    print(kill_servers(commands["serve"], tmp_path, 10))
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler of a signal (Linux)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(re.findall(r"^SigCgt:\s*(\w+)", status, re.M)[0], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("verb", ["search", "check", "train", "run"])
+def test_signals_end_every_command_with_a_line_and_its_workers(
+    commands: dict[str, tuple[object, ...]], verb: str, tmp_path: Path
+) -> None:
+    """At a random moment of its work, with the exit code of the signal; then the same command completes."""
+    order, ended = random.Random(verb), []
+    begin_s = time.monotonic()
+    assert run_command(*commands[verb], folder=tmp_path).returncode == 0
+    whole_s = time.monotonic() - begin_s
+    for number in SIGNALS:
+        while True:
+            remove(tmp_path, ".autotune", "draft", *OUTPUTS.get(verb, ()))
+            process = start_command(*commands[verb], folder=tmp_path, log=tmp_path / "log")
+            assert process.pid is not None
+            wait_for(lambda process=process: not process.is_alive() or catches(process.pid, signal.SIGTERM))
+            process.join(order.uniform(0, 0.7 * whole_s))
+            workers = workers_of(process)
+            os.kill(process.pid, number) if process.is_alive() else None
+            process.join(60)
+            if process.exitcode != 0:
+                break
+            whole_s *= 0.8
+        said = (tmp_path / "log.err").read_text()
+        assert process.exitcode == 128 + number, said
+        assert said.splitlines()[-1] == "autotune: interrupted; run the same command to continue"
+        assert "Traceback" not in said
+        wait_for(lambda workers=workers: all(map(has_ended, workers)), 60)
+        ended.append(process.exitcode)
+    assert run_command(*commands[verb], folder=tmp_path).returncode == 0
+    assert_whole(tmp_path)
+    print(f"{verb}: exit codes {ended}")
+
+
+@pytest.mark.parametrize(
+    ("stream", "verb"),
+    [*(("out", verb) for verb in ("search", "check", "run", "serve")), ("err", "search"), ("err", "train")],
+)
+def test_a_command_whose_reader_has_gone_ends_with_141(
+    commands: dict[str, tuple[object, ...]], stream: str, verb: str, tmp_path: Path
+) -> None:
+    """With the results that come before what it prints."""
+    os.mkfifo(pipe := tmp_path / f"log.{stream}")
+    json = ["--json"] if verb in ("search", "check") else []
+    process = start_command(*commands[verb], *json, folder=tmp_path, log=tmp_path / "log")
+    os.close(os.open(pipe, os.O_RDONLY))  # opened when the command does so
+    process.join(300)
+    said = "" if stream == "err" else (tmp_path / "log.err").read_text()
+    assert process.exitcode == 128 + signal.SIGPIPE and "Traceback" not in said, (process.exitcode, said)
+    assert stream == "err" or all((tmp_path / name).stat().st_size for name in OUTPUTS.get(verb, ()))
+    assert_whole(tmp_path)
 
 
 @pytest.fixture

@@ -125,6 +125,8 @@ SLOW = """
 import sys, time
 import click
 from autotune.cli.main import Commands, main
+from autotune.console import Console
+from autotune.errors import UserError
 
 @click.command()
 def slow() -> None:
@@ -138,7 +140,18 @@ def loud() -> None:
     for _ in range(100_000):
         print("a line of its result")
 
-Commands.get_command = lambda self, ctx, name: {"search": slow, "report": loud}[name]
+@click.command()
+def chatty() -> None:
+    for _ in range(100_000):
+        Console().say("a line of its progress")
+
+@click.command()
+def wrong() -> None:
+    time.sleep(1)
+    raise UserError("a mistake")
+
+known = {"search": slow, "report": loud, "check": chatty, "train": wrong}
+Commands.get_command = lambda self, ctx, name: known[name]
 main(sys.argv[1:])
 """
 
@@ -168,6 +181,8 @@ def test_signals_end_a_command_with_a_line_and_their_exit_code() -> None:
 REDIRECTED = {
     "report | true; exit ${PIPESTATUS[0]}": (141, ""),
     "report 2>&- | true; exit ${PIPESTATUS[0]}": (141, ""),
+    "check 2>&1 >/dev/null | true; exit ${PIPESTATUS[0]}": (141, ""),
+    "train 2>&1 >/dev/null | true; exit ${PIPESTATUS[0]}": (2, ""),
     "report 2>&- > /dev/null": (0, ""),
     "report >&-": (0, ""),
     "report > /dev/full": (2, "autotune: .*cannot be written .No space left on device.; free some space"),
@@ -221,7 +236,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "format of another benchmark": (
         ["bench", "profile.json", "--workload", "workload.jsonl", "--format", "sharegpt"],
-        r"workload\.jsonl:1: no row of sharegpt \(key 'conversations' is required and missing; add it\); the file looks like autotune",
+        r"workload\.jsonl:1: no row of sharegpt \(key 'conversations' is required and missing; add it\); it looks like autotune",
     ),
     "unknown format": (["run", "profile.json", "--format", "mtbench"], "'mtbench' is not one of 'autotune', 'mt-bench'"),
     "file on the Hub": ([*SEARCH, "--workload", "hf://datasets/o/n/x.jsonl"], r"x\.jsonl: cannot be downloaded"),
@@ -300,7 +315,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no probability": (["run", "profile.json", "--prompt", "x", "--top-p", "0"], "top.p"),
     "negative seed": (["run", "profile.json", "--prompt", "x", "--seed", "-3"], "seed"),
     "server for other machines": (["serve", "profile.json", "--host", "0.0.0.0"], "other machines can reach this address, which needs a key"),
-    "server at no address": (["serve", "profile.json", "--host", "x..y"], "no server can listen there .*choose another --port or --host"),
+    "server at no address": (["serve", "profile.json", "--host", "x..y"], "no server can listen .*choose another --port or --host"),
     "empty key": (["serve", "profile.json", "--api-key", ""], "--api-key: a key has one character at least"),
     "image token without an image": (["run", "profile.json", "--prompt", "x <image> y"], "<image>"),
 }  # fmt: skip

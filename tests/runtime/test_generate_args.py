@@ -403,34 +403,79 @@ def test_embeddings_in_place_of_tokens(pair: Pair, decoder: Decoder, prompts: di
         decoder.generate(**prompts["text"], inputs_embeds=embeddings)
 
 
-WRONG = [
-    ({"seed": 1.5}, "seed must be an integer; got 1.5"),
-    ({"seed": "x"}, "seed must be an integer; got 'x'"),
-    ({"temperature": "1"}, "temperature must be a number; got '1'"),
-    ({"max_new_tokens": "8"}, "max_new_tokens must be an integer; got '8'"),
-    ({"max_new_tokens": 1.5}, "max_new_tokens must be an integer; got 1.5"),
-    ({"top_k": 2.5}, "top_k must be an integer; got 2.5"),
-    ({"top_p": "x"}, "top_p must be a number; got 'x'"),
+IDS, MASK = torch.arange(20, 29)[None], torch.ones(1, 9, dtype=torch.long)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    *(({name: value}, f"{name} must be an integer; got {value!r}") for name in ("seed", "max_new_tokens", "top_k") for value in (1.5, "8", True)),
+    *(({name: value}, f"{name} must be a number; got {value!r}") for name in ("temperature", "top_p") for value in ("1", True)),
+    ({"temperature": [0.5]}, r"temperature must be a number; got \[0.5\]"),
+    ({"temperature": float("nan")}, "temperature must be a number of at least 0; got nan"),
+    ({"temperature": -0.5}, "temperature must be a number of at least 0; got -0.5"),
+    ({"top_p": 1.5}, "top_p must be above 0 and at most 1; got 1.5"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1; got 0"),
+    ({"max_new_tokens": 10**30}, "prompt and answer must fit the target's context"),
+    ({"max_new_tokens": None, "max_length": 12.5}, "max_length must be an integer; got 12.5"),
+    ({"no_repeat_ngram_size": True}, "no_repeat_ngram_size must be an integer; got True"),
+    ({"max_time": "1"}, "max_time must be a number; got '1'"),
+    ({"workload": 5}, "workload must be text; got 5"),
+    ({"stop_strings": 5}, "stop_strings must be text or a list; got 5"),
+    ({"logits_processor": "x"}, "logits_processor must be a list; got 'x'"),
+    ({"stopping_criteria": 5}, "stopping_criteria must be a list; got 5"),
+    ({"generation_config": {"top_k": 3}}, "generation_config must be a GenerationConfig; got {'top_k': 3}"),
+    ({"num_beams": 0}, "num_beams and num_return_sequences must be 1"),
+    ({"eos_token_id": "x"}, "generate refuses the call"),
+    ({"eos_token_id": float("nan")}, "generate refuses the call: value cannot be converted"),
     ({"streamer": 5}, "a streamer has put and end; got 5"),
     ({"input_ids": [[1, 2]]}, r"input_ids are integers \[prompts, tokens\], at least one of each; got list"),
-    ({"input_ids": torch.zeros(0, 3, dtype=torch.long)}, r"got torch.int64 \[0, 3\]"),
-    ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"got torch.int64 \[1, 0\]"),
-    ({"input_ids": torch.ones(3, dtype=torch.long)}, r"got torch.int64 \[3\]"),
-    ({"input_ids": torch.ones(1, 3)}, r"got torch.float32 \[1, 3\]"),
-    (
-        {"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])},
-        "a row of zeros",
-    ),
-    ({"eos_token_id": "x"}, "generate refuses the call|eos_token_id"),
+    ({"input_ids": IDS[:0], "attention_mask": MASK[:0]}, r"got torch.int64 \[0, 9\]"),
+    ({"input_ids": IDS[:, :0], "attention_mask": MASK[:, :0]}, r"got torch.int64 \[1, 0\]"),
+    ({"input_ids": IDS[0]}, r"got torch.int64 \[9\]"),
+    ({"input_ids": IDS.float()}, r"got torch.float32 \[1, 9\]"),
+    ({"input_ids": IDS - 30}, "tokens of a prompt are from 0 to 299; got -10; use the target's own tokenizer"),
+    ({"input_ids": IDS + 275}, "tokens of a prompt are from 0 to 299; got 300"),
+    ({"attention_mask": 0 * MASK}, "attention_mask has a row of zeros; drop that prompt"),
+    ({"input_ids": IDS.repeat(2, 1), "attention_mask": torch.stack([MASK[0], 0 * MASK[0]])}, "a row of zeros"),
+    ({"attention_mask": MASK[:, 1:]}, r"attention_mask is as large as input_ids, \[1, 9\]; got \[1, 8\]"),
+    ({"attention_mask": MASK.repeat(2, 1)}, r"got \[2, 9\]"),
+    ({"attention_mask": [[1] * 9]}, "got list"),
+    ({"position_ids": torch.arange(9)[None] + 1}, "got other position_ids; leave them out"),
+    *(({"position_ids": value}, "got other position_ids; leave them out") for value in (5, "x", torch.arange(8)[None])),
+]  # fmt: skip
+RIGHT: list[dict[str, Any]] = [
+    {"max_new_tokens": np.int64(3), "top_k": np.int32(1)},
+    {"attention_mask": MASK.bool()},
+    {"attention_mask": MASK.float()},
+    {"attention_mask": None},
+    {"input_ids": IDS.int()},
+    {"position_ids": torch.arange(9)[None]},
 ]
 
 
-def test_values_of_wrong_types(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+@pytest.mark.parametrize("model", ["text", "vision"])
+def test_values_of_wrong_types(model: str, decoder: Decoder, text_pair: Pair) -> None:
+    """One line; by ``custom_generate`` too, unless ``generate`` itself refuses the call, or never reads the value."""
+    decoder = decoder if model == "vision" else Decoder(text_pair.target, text_pair.draft, tree=TREES["sage"])
+    target = decoder.target_model
+    inputs = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 4}
     for wrong, message in WRONG:
         with pytest.raises(UserError, match=message) as caught:
-            decoder.generate(**{**prompts["text"], "max_new_tokens": 4, **wrong})
+            decoder.generate(**{**inputs, **wrong})
         assert "\n" not in str(caught.value)
-    decoder.generate(**prompts["text"], max_new_tokens=np.int64(3), temperature=np.float64(0.5), seed=np.int32(1))
+        with torch.inference_mode():
+            of_generate = {name: value for name, value in wrong.items() if name not in ("seed", "workload")}
+            try:
+                got = target.generate(**{**inputs, **wrong}, custom_generate=decoder)
+            except UserError as error:
+                assert "\n" not in str(error), error
+            except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
+                with pytest.raises((type(error), AttributeError)):
+                    target.generate(**{**inputs, **of_generate})
+            else:
+                assert torch.equal(got, target.generate(**{**inputs, **of_generate})), wrong
+    for right in RIGHT:
+        expected = target.generate(**{**inputs, **right})
+        assert torch.equal(decoder.generate(**{**inputs, **right}).sequences, expected), right
+        assert torch.equal(target.generate(**{**inputs, **right}, custom_generate=decoder), expected), right
+    decoder.generate(**inputs, temperature=np.float64(0.5), seed=np.int32(1))
 
 
 def test_calls_that_generate_refuses_give_one_line(decoder: Decoder, prompts: dict[str, Inputs]) -> None:

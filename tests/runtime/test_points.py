@@ -313,7 +313,7 @@ def test_points_rank_visual_tokens_as_their_subnets_say(
 
 
 def test_a_given_draft_serves_points_that_name_one_draft(profile: DecodingProfile, pair: Pair) -> None:
-    with pytest.raises(UserError, match=r"its points name 3 drafts; leave draft= out, and they are loaded by name"):
+    with pytest.raises(UserError, match=r"its points name 3 drafts, which are loaded by name; leave draft= out"):
         load(profile, target=pair.target, draft=pair.draft)
     same = profile.model_copy(update={"points": [profile.points[n] for n in (READ, SHORT, OTHERS)]})
     decoder = load(same, target=pair.target, draft=pair.draft)
@@ -325,7 +325,7 @@ def test_the_weights_of_every_point_are_checked(profile: DecodingProfile, pair: 
     assert found is not None
     changed = found.model_copy(update={"sha256": "0" * 64})
     points = [p if p.draft is not found else p.model_copy(update={"draft": changed}) for p in profile.points]
-    with pytest.raises(UserError, match="has other weights than when the profile was made"):
+    with pytest.raises(UserError, match="has other weights than the profile's"):
         load(profile.model_copy(update={"points": points}), target=pair.target)
 
 

@@ -26,6 +26,7 @@ from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.two_readings import own_feature_mask, rows_of
+from autotune.errors import UserError
 from autotune.files import data_root, read_lines
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
@@ -282,6 +283,25 @@ def test_run_killed_at_any_step_ends_with_the_same_weights(
     lines = read_lines(killed / "training.jsonl")
     assert [(line["stage"], line["step"]) for line in lines] == [(0, 3), (1, 4)], "the end of every stage is logged"
     assert all("held_out_agreement" in line for line in lines)
+
+
+def test_a_damaged_checkpoint_is_one_line(recipe: Callable[..., Path]) -> None:
+    path = recipe()
+    train(path, output=(folder := path.parent / "out"))
+    checkpoint = folder / ".checkpoint" / "state.safetensors"
+    whole = checkpoint.read_bytes()
+    for content, message in (
+        *(
+            (whole[:size], "the checkpoint is damaged .*; delete it to start over")
+            for size in (0, 7, 500, len(whole) - 1)
+        ),
+        (b"\xff" * 100, "the checkpoint is damaged"),
+        (save({"x": torch.zeros(1)}), "has changed since this checkpoint; delete the checkpoint to start over"),
+    ):
+        checkpoint.write_bytes(content)
+        with pytest.raises(UserError, match=rf"state.safetensors: .*{message}") as caught:
+            train(path, output=folder)
+        assert "\n" not in str(caught.value)
 
 
 def test_answers_and_training_are_announced(recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
