@@ -253,6 +253,10 @@ def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
     return lines
 
 
+def sampled_label(row: dict[str, Any]) -> str:
+    return f"temperature {row['temperature']:g}, {row['prompts']} prompts"
+
+
 def ablation_section(draft: Path, kind: str, rows: list[dict[str, Any]]) -> list[str]:
     """Lines that compare the drafts trained from the recipes in ``ablations`` with their baseline; empty without one, and for
     drafts without a published ablation of these names.
@@ -377,7 +381,7 @@ def write(draft: Path) -> None:
         "",
         f"Tokens per round M with an EAGLE-2 tree (k 4, depth 6, 32 nodes); {full['identical']} of {full['prompts']} outputs equal plain decoding.",
         "",
-        *table([full, *sampled], ["full draft", *(f"temperature {row['temperature']:g}" for row in sampled)]),
+        *table([full, *sampled], ["full draft", *map(sampled_label, sampled)]),
         "",
         "Acceptance rate by depth, among the rounds that accepted the depth before:",
         "",

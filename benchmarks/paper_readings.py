@@ -2,7 +2,7 @@
 predicted time per token on two devices.
 
 Records traces of held-out prompts, for SAGE with the share of the visual tokens that it keeps and for the others with all, and
-replays every reading, other published trees and a chain of 5 over them. M, nodes and draft forwards are counts. Times are
+replays every reading, other published trees and chains of 5 and 8 over them. M, nodes and draft forwards are counts. Times are
 predictions: by a cost table that ``autotune measure`` has measured on this machine, and by the datasheet of a GPU.
 
 Takes about 4 minutes for each draft on two cores.
@@ -49,8 +49,13 @@ READINGS: dict[str, dict[str, tuple[Any, ...]]] = {
     "wetap": {"entropy_of": ("path", "token"), "nucleus": ("top_k", "all")},
 }
 """The values of the hyperparameters that are readings of a paper's text, by the published default."""
-OTHERS = ("chain", "sd-tree", "eagle2", "eagle2-release", "specvlm", "dream", "dream-release")
-"""Published trees in the table of WETAP, with all visual tokens; EAGLE's released code reads its own settings otherwise."""
+OTHERS = {
+    "sage": ("chain", "sd-tree"),
+    "wetap": ("chain", "sd-tree", "eagle2", "eagle2-release", "specvlm", "dream", "dream-release"),
+}
+"""Published trees in the table of a paper; EAGLE's released code reads its own settings otherwise."""
+LONG_CHAIN = {"policy": "chain", "depth": 8}
+"""SAGE compares with a chain whose length it does not give; this one is as deep as SAGE's trees get."""
 
 
 def readings(name: str, every_combination: bool) -> list[Tree]:
@@ -99,8 +104,8 @@ def main(
     has_images = any(prompt.pixels for prompt in workload.prompts)
     for draft, paper in itertools.product(drafts, papers):
         model_pool = ModelPool(target, [draft], "cpu")
-        others = [PUBLISHED_DEFAULTS[name].tree for name in (OTHERS if paper == "wetap" else OTHERS[:2])]
-        trees = [*others, *readings(paper, every_combination)]
+        others = [PUBLISHED_DEFAULTS[name].tree for name in OTHERS[paper]]
+        trees = [LONG_CHAIN, *others, *readings(paper, every_combination)]
         subnet = Subnet(visual_keep=keep if paper == "sage" and has_images else 1.0)
         variant = next(iter(model_pool.references)), subnet
         traces = record_traces(model_pool, [variant], workload, folder, console, bounds=bounds_of(trees), jobs=jobs)
