@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from autotune.cost.draft_costs import ModelShape
+from autotune.cost.table import ModelShape
 from autotune.documents.configuration import Configuration
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autotune.acceptance.trace import Trace, save_trace
-from autotune.cost.draft_costs import ModelShape
+from autotune.cost.table import ModelShape
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import (
