@@ -189,7 +189,7 @@ def prices_of(table: Any) -> Rows:
     """Prices in milliseconds at the middle KV length, of the target's step and of a whole draft's levels after the first."""
     import numpy as np
 
-    from autotune.cost.draft_costs import choices_of
+    from autotune.cost.table import choices_of
     from autotune.report.cost_curves import middle_kv_length
 
     kv_length = middle_kv_length(table)

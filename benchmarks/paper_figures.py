@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from autotune.acceptance.reference_replay import ReplayedRound, rounds
 from autotune.acceptance.replay import plain_decode_ms
 from autotune.acceptance.trace import Trace
-from autotune.cost.draft_costs import ModelShape
-from autotune.cost.roofline import DatasheetLimits, datasheets, load_limits, operations, step_ms
+from autotune.cost.roofline import DatasheetLimits, datasheets, find_limits, operations, step_ms
+from autotune.cost.table import ModelShape
 from autotune.documents.configuration import configuration_of
 from autotune.documents.run import length_bands, time_shares
 from autotune.files import write_table
@@ -238,7 +238,7 @@ def subnet_operations(sources: Sources) -> pd.DataFrame:
         }
         rows.append(first | {"device": table.device.name, "estimated": table.estimated, "speedup": subnet.speedup})
         for name in (name for name in datasheets() if name != table.device.name):
-            speedup = estimated_speedup(shape, target, load_limits(name), subnet, lengths)
+            speedup = estimated_speedup(shape, target, find_limits(name), subnet, lengths)
             rows.append(first | {"device": name, "estimated": True, "speedup": speedup})
     frame = pd.DataFrame(rows)
     for _, group in frame.groupby(["draft", "device"]) if rows else ():

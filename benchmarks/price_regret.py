@@ -152,10 +152,9 @@ def work(path: Path) -> None:
     """Choose a configuration for every machine and seed; prints the true speedups of the choices and of the best."""
     from autotune.acceptance.trace import load_trace
     from autotune.console import Console
-    from autotune.cost.draft_costs import DraftCosts
     from autotune.cost.request_costs import Overhead, PrefillCost
     from autotune.cost.surface import Point, Surface
-    from autotune.cost.table import CostTable
+    from autotune.cost.table import CostTable, DraftCosts
     from autotune.documents.configuration import Configuration
     from autotune.documents.fingerprint import Fingerprint
     from autotune.documents.provenance import ModelReference, stamp
@@ -252,7 +251,8 @@ def work(path: Path) -> None:
                 deadline=float("inf"),
                 **more,
             )
-            chosen = truth.evaluate(measured.winner).speedup
+            winner = getattr(measured.winner, "configuration", measured.winner)  # of this checkout, of an older one
+            chosen = truth.evaluate(winner).speedup
             best = max(true_speedups.values())
             by_price = true_speedups[candidates[0].key]
             predicted = candidates[0].speedup
@@ -272,7 +272,7 @@ def work(path: Path) -> None:
 
 def described(study: Path, most: int) -> dict[str, Any]:
     """What workers need of a study, in a form that other checkouts read too."""
-    from autotune.cost.posterior import choice_of  # noqa: F401  # this checkout has the joint fit
+    from autotune.cost.joint_fit import choice_of  # noqa: F401  # this checkout has the joint fit
     from autotune.cost.table import CostTable
     from autotune.documents.published_defaults import COMPARED_DEFAULTS
     from autotune.study.document import LEDGER, load_study

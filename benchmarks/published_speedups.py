@@ -23,8 +23,8 @@ import pandas as pd
 import yaml
 
 from autotune.cost import roofline
-from autotune.cost.draft_costs import ModelShape
-from autotune.cost.roofline import DatasheetLimits, load_limits, step_ms
+from autotune.cost.roofline import DatasheetLimits, find_limits, step_ms
+from autotune.cost.table import ModelShape
 from autotune.execution import CUDA_GRAPH
 from autotune.trees.limits import Floats
 
@@ -54,7 +54,7 @@ def load() -> tuple[pd.DataFrame, dict[str, Any]]:
 
 @functools.cache
 def limits_of(device: str, layers_outside: float) -> DatasheetLimits:
-    return load_limits(device).model_copy(update={"layers_outside": layers_outside})
+    return find_limits(device).model_copy(update={"layers_outside": layers_outside})
 
 
 def shape_of(model: dict[str, int], layers: int | None = None) -> ModelShape:
@@ -109,7 +109,7 @@ def plain_layer_ms(inputs: dict[str, Any]) -> Floats:
     times = []
     for step in inputs["plain_steps"]:
         shape = shape_of(inputs["models"][step["model"]])
-        launches_aside = load_limits(step["device"]).model_copy(update={"eager_layer_ms": 0.0})
+        launches_aside = find_limits(step["device"]).model_copy(update={"eager_layer_ms": 0.0})
         assert step_ms(shape, launches_aside, 1, KV_LENGTH) < step["ms"], step
         times.append(step["ms"] / (shape.num_layers + roofline.LAYERS_OUTSIDE))
     return np.array(times)
@@ -118,7 +118,7 @@ def plain_layer_ms(inputs: dict[str, Any]) -> Floats:
 def captured_steps(inputs: dict[str, Any], kernel_ms: float) -> pd.DataFrame:
     """Published captured plain steps, in milliseconds, and those predicted with the time of a kernel."""
     steps = pd.DataFrame(inputs["captured_steps"])
-    limits = [load_limits(device).model_copy(update={"kernel_ms": kernel_ms}) for device in steps.device]
+    limits = [find_limits(device).model_copy(update={"kernel_ms": kernel_ms}) for device in steps.device]
     shapes = [shape_of(inputs["models"][model]) for model in steps.model]
     predicted = [step_ms(*pair, 1, KV_LENGTH, CUDA_GRAPH) for pair in zip(shapes, limits, strict=True)]
     return steps.assign(predicted=predicted, error=predicted / steps.ms - 1)

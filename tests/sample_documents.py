@@ -12,11 +12,10 @@ import numpy as np
 from PIL import Image
 
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
-from autotune.cost.draft_costs import DraftCosts
-from autotune.cost.posterior import refitted
+from autotune.cost.joint_fit import refitted
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Observation, Point, Surface
-from autotune.cost.table import CostTable, DensePrices
+from autotune.cost.table import CostTable, DensePrices, DraftCosts
 from autotune.documents.decoding_profile import (
     DecodingProfile,
     DraftChoice,

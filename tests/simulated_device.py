@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autotune.cost.roofline import load_limits
+from autotune.cost.roofline import find_limits
 from tests.rehearsal import DeviceTensor, Rehearsal
 from tests.rehearsed_cuda import CUDAGraph, tensors_of
 
@@ -55,7 +55,7 @@ class SimulatedDevice(Rehearsal):
     """One simulated GPU, named as a datasheet in ``profiles/devices``."""
 
     def __init__(self, name: str, *, seed: int = 0) -> None:
-        limits = load_limits(name)
+        limits = find_limits(name)
         super().__init__(num_devices=1, name=limits.model)
         self.byte_s = 1 / (BANDWIDTH_SHARE * limits.memory_gb_per_second * 1e9)
         self.operation_s = 1 / (ARITHMETIC_SHARE * limits.bfloat16_tflops * 1e12)

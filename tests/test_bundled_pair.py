@@ -17,6 +17,7 @@ from autotune.acceptance.trace import ForestBounds, bounds_for
 from autotune.cost.roofline import estimate_table
 from autotune.documents.provenance import ModelReference
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
+from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
@@ -169,8 +170,7 @@ def test_sage_is_faster_than_a_chain_where_nodes_are_nearly_free(pair, num_promp
         "h100",
         target=reference(pair.target_id),
         target_shape=target.shape,
-        draft=reference(pair.draft_id),
-        draft_shape=draft.shape,
+        drafts=[(reference(pair.draft_id), Subnet(), draft.shape)],
         precision="float32",
     )
     prices = table.prices(reference(pair.draft_id), max_tokens=65, max_kv_length=1024)

@@ -44,6 +44,10 @@ class PrefillCost(_LinearCosts):
     uncertainty: float | None = None
     """Relative standard error of a latency; None without samples."""
 
+    def describe(self) -> str:
+        """The costs in a line."""
+        return f"{self.intercept_ms:.1f} ms + {self.per_token_ms:.3f} ms/token + {self.image_ms:.1f} ms for images"
+
     def ms(self, tokens: np.ndarray, has_image: np.ndarray) -> Floats:
         latency: Floats = self.intercept_ms + self.per_token_ms * tokens + self.image_ms * has_image
         return np.maximum(latency, 0.0)
@@ -66,6 +70,13 @@ class Overhead(_LinearCosts):
     uncertainty: float | None = None
     """Relative standard error of a round's overhead; None without samples."""
 
+    def describe(self) -> str:
+        """The costs in a line."""
+        return (
+            f"{self.round_ms:.2f} ms/round + {self.level_ms:.2f} ms/draft level + {1e3 * self.node_ms:.0f} us/node + "
+            f"{self.retrieval_ms:.2f} ms/round with retrieval"
+        )
+
 
 Costs = TypeVar("Costs", PrefillCost, Overhead)
 
@@ -85,43 +96,32 @@ def fit_overheads(samples: Sequence[list[tuple[int, int, int, int, float]]]) -> 
 def _fitted(
     document: type[Costs], samples: Sequence[list[Any]], rows: Sequence[Sequence[tuple[float, ...]]]
 ) -> list[Costs]:
-    """Documents whose costs are fitted together to ``rows`` of counts, in the order of the costs, and ms."""
-    names = document.names()
-    members = [np.array(of_member, np.float64).reshape(-1, len(names) + 1) for of_member in rows]
-    fits = _fit_together([(of_member[:, :-1], np.maximum(of_member[:, -1], LEAST_MS)) for of_member in members])
-    return [
-        document(samples=own, held_out_error=error, uncertainty=uncertainty, **dict(zip(names, costs, strict=True)))
-        for own, (costs, error, uncertainty) in zip(samples, fits, strict=True)
-    ]
-
-
-def _fit_together(members: Sequence[tuple[Floats, Floats]]) -> list[tuple[list[float], float | None, float | None]]:
-    """Fit ``ms ~ factor * (counts @ costs)`` to members that share costs; factors are pooled towards 1 by their standard errors.
+    """Documents of costs that are fitted together, ``ms ~ factor * (counts @ costs)``: the factor of each is pooled towards 1 by its
+    standard error, and the error in cross-validation is of all.
 
     Args:
-        members: counts [samples, costs] and ms [samples] of each.
-
-    Returns:
-        For each: its costs, the median relative error in leave-one-out cross-validation over all members, and the relative
-        standard error of its factor.
+        rows: counts, in the order of the costs, and ms of the samples of each.
     """
-    counts, ms = (np.concatenate(columns) for columns in zip(*members, strict=True))
-    of_member = np.repeat(np.arange(len(members)), [len(own_ms) for _, own_ms in members])
+    names = document.names()
+    flat = np.array([row for own in rows for row in own], np.float64).reshape(-1, len(names) + 1)
+    counts, ms = flat[:, :-1], np.maximum(flat[:, -1], LEAST_MS)
+    of_member = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
     if not len(ms):  # every output ended with its first token
-        return [([0.0] * counts.shape[1], None, None) for _ in members]
-    logs, own = np.zeros(len(members)), np.zeros(len(members))
+        return [document(samples=[], **dict.fromkeys(names, 0.0)) for _ in rows]
+    logs, variances = np.zeros(len(rows)), np.zeros(len(rows))
     for _ in range(FIT_ITERATIONS):
         costs = _fit(counts, ms / np.exp(logs[of_member]))
         residuals = np.log(ms / np.maximum(counts @ costs, 1e-9))
         spread = max(LEAST_SPREAD, robust_deviation(residuals - logs[of_member]))
-        weights = np.bincount(of_member, minlength=len(members)) / spread**2
-        medians = [float(np.median(residuals[of_member == k])) if weights[k] else 0.0 for k in range(len(members))]
-        own = 1 / (weights + FACTOR**-2)
-        logs = weights * medians * own
+        weights = np.bincount(of_member, minlength=len(rows)) / spread**2
+        medians = [float(np.median(residuals[of_member == k])) if weights[k] else 0.0 for k in range(len(rows))]
+        variances = 1 / (weights + FACTOR**-2)
+        logs = weights * medians * variances
     error = _left_out_error(counts, ms / np.exp(logs[of_member]))
+    own_costs = (np.exp(logs)[:, None] * costs).tolist()
     return [
-        ((np.exp(log) * costs).tolist(), error, float(np.sqrt(variance)))
-        for log, variance in zip(logs, own, strict=True)
+        document(samples=own, held_out_error=error, uncertainty=deviation, **dict(zip(names, values, strict=True)))
+        for own, deviation, values in zip(samples, np.sqrt(variances).tolist(), own_costs, strict=True)
     ]
 
 

@@ -17,10 +17,9 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from autotune.cost.draft_costs import DraftCosts, ModelShape
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Point, Surface
-from autotune.cost.table import TOKENS, CostTable
+from autotune.cost.table import TOKENS, CostTable, DraftCosts, ModelShape
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet
@@ -35,9 +34,7 @@ REACHED_BANDWIDTH = 0.88  # of the datasheet's
 # Whatever the GPU; fitted by benchmarks/published_speedups.py to what papers and others published, and tested against it.
 EAGER_LAYER_MS = 0.9  # the host launches the kernels of a layer; published plain steps lie between 0.25 and 1.55
 KERNEL_MS = 0.0017  # a kernel of a captured step, besides its memory traffic
-LAYERS_OUTSIDE = (
-    2.4  # an eager forward pass launches as much outside its layers (embedding, head, choice) as in this many
-)
+LAYERS_OUTSIDE = 2.4  # an eager step launches as much outside its layers (embedding, head, choice) as in this many
 KERNELS_OUTSIDE = 40  # a captured step has so many outside its layers (masks, embedding, head)
 ROUND_MS = 0.4  # a round outside the models, an assumption
 REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
@@ -95,13 +92,6 @@ def _slice_limits(limits: DatasheetLimits, part: str) -> DatasheetLimits | None:
             "float32_tflops": limits.float32_tflops * compute / COMPUTE_SLICES,
         }
     )
-
-
-def load_limits(name: str) -> DatasheetLimits:
-    """Limits of a device that ``find_limits`` knows."""
-    limits = find_limits(name)
-    assert limits is not None, f"no datasheet of {name}"
-    return limits
 
 
 def step_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float, mode: str = EAGER) -> float:
@@ -215,22 +205,22 @@ def estimate_table(
     *,
     target: ModelReference,
     target_shape: ModelShape,
-    draft: ModelReference,
-    draft_shape: ModelShape,
+    drafts: Sequence[tuple[ModelReference, Subnet, ModelShape]],
     precision: str,
-    subnet: Subnet = Subnet(),  # noqa: B008
     mode: str = EAGER,
     capture_sizes: tuple[int, ...] = (),
     measured: Sequence[CostTable] = (),
 ) -> CostTable:
-    """Estimate the cost table of a pair from the datasheet of a device. Prefills are eager in every mode.
+    """Estimate the cost table of a target and its drafts from the datasheet of a device. Prefills are eager in every mode.
 
     Args:
         name: the device, which ``find_limits`` knows.
-        subnet: the draft's subnet, to which ``draft_shape`` belongs.
+        drafts: each with a subnet and the shape that it has with this subnet.
         mode, capture_sizes: as in ``CostTable``.
         measured: tables to scale the limits to; only measured ones of this device, precision and mode are used.
     """
+    datasheet = find_limits(name)
+    assert datasheet is not None, f"no datasheet of {name}"
     anchors = [
         table
         for table in measured
@@ -238,7 +228,7 @@ def estimate_table(
         and not table.estimated
         and table.target_shape is not None
     ]
-    limits = anchored(load_limits(name), anchors, mode)
+    limits = anchored(datasheet, anchors, mode)
     tokens = capture_sizes or TOKENS
     overhead = Overhead(round_ms=limits.round_ms, level_ms=float(np.round(limits.round_ms / 8, 3)))
     memory_bytes = int(limits.memory_gb * 1e9)
@@ -260,11 +250,12 @@ def estimate_table(
                 draft=draft,
                 heads=subnet.heads,
                 vocabulary=subnet.vocabulary,
-                shape=draft_shape,
-                draft_first=_surface(draft_shape, limits, tokens, mode),
-                draft_level=_surface(draft_shape, limits, tokens, mode, is_drafted=draft_shape.block_tokens > 0),
-                prefill=_prefill(draft_shape, limits),
+                shape=shape,
+                draft_first=_surface(shape, limits, tokens, mode),
+                draft_level=_surface(shape, limits, tokens, mode, is_drafted=shape.block_tokens > 0),
+                prefill=_prefill(shape, limits),
                 overhead=overhead,
             )
+            for draft, subnet, shape in drafts
         ],
     )

@@ -98,10 +98,6 @@ class Surface(Document):
         """The points with samples."""
         return [point for point in self.points if point.samples_ms]
 
-    @property
-    def num_samples(self) -> int:
-        return sum(len(point.samples_ms) for point in self.points)
-
     def latency_ms(self, tokens: Floats, kv_length: Floats) -> Floats:
         """Latencies [tokens, KV lengths], at least 0.
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from autotune.cost.draft_costs import DraftCosts, ModelShape, choices_of
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Surface
 from autotune.documents.fingerprint import Fingerprint
@@ -33,6 +32,87 @@ EVERY_ROW = tuple(range(1, 34))
 """Numbers of tokens measured in addition where kernels may change with any of them, as those of quantized products do, and those of
 CPUs, on some of which an odd number takes longer than the even one after it.
 """
+
+
+class ModelShape(Document):
+    """The properties of a model that determine its latency."""
+
+    num_layers: int
+    hidden_size: int
+    text_parameters: int
+    """Decoder layers and head, which every step reads once."""
+    vision_parameters: int
+    kv_bytes_per_token: int
+    bytes_per_parameter: int | float
+    """Mean over the text parameters; of quantized weights with their scales, and not an integer."""
+    layer_kernels: int = Field(default=40, gt=0)
+    """Kernels of a layer in a captured step: 24, and eight for each RMSNorm, of which most models have two."""
+    crossing_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the KV bytes per token in cross-attention blocks, whose KV length includes pruned tokens (``Trace.draft_kv_length``)."""
+    block_tokens: int = Field(default=0, ge=0)
+    """Tokens that a draft's first forward pass of a round evaluates besides the committed ones, so that all levels are drafted by
+    it; 0: every level is a forward pass.
+    """
+
+    @property
+    def has_forward_pass(self) -> bool:
+        """False for a draft that needs no model."""
+        return self.num_layers > 0
+
+
+class DraftCosts(Document):
+    """Latencies of a draft, or of a subnet with fewer heads or a smaller vocabulary. Pruned visual tokens only shorten the KV cache, and the
+    injection layer does not change latency.
+
+    Forward passes are measured with one KV length for all blocks, as without pruning.
+    """
+
+    draft: ModelReference
+    heads: float | tuple[float, float, float] | None = None
+    """Share of heads kept, for all blocks or for each; None for all heads."""
+    vocabulary: float | None = None
+    """Share of the target's vocabulary that the draft proposes; None for all of it."""
+    num_parameters: int | None = None
+    """Excludes parameters shared with the target."""
+    kv_bytes_per_token: int | None = None
+    shape: ModelShape | None = None
+    draft_first: Surface
+    """The first draft forward of a round, which reads the committed tokens and proposes the root's children. It runs after
+    a verification, which has evicted the draft's weights from the processor's caches.
+    """
+    draft_level: Surface
+    """Every other draft forward of a round; it runs after another draft forward."""
+    prefill: PrefillCost
+    overhead: Overhead
+    verify_ratio: float = Field(default=1.0, gt=0)
+    """Verification between rounds of this draft, as a multiple of the table's ``verify``, the mean over drafts. A draft's weights
+    take the place of the target's in the processor's caches, and the target keeps the outputs of the layers that it reads.
+    """
+    verify_error: float = Field(default=0.0, ge=0)
+    """Relative standard error of ``verify_ratio``."""
+
+    @property
+    def subnet(self) -> Subnet:
+        """The choices that change the cost of a step."""
+        return Subnet(heads=self.heads, vocabulary=self.vocabulary)
+
+    @property
+    def name(self) -> str:
+        """Name in tables: ``digits/star heads-0.5``."""
+        return " ".join([self.draft.id, self.subnet.label.replace("=", "-")]).strip()
+
+    @property
+    def head_share(self) -> float | None:
+        """The share of heads, if it is the same in all blocks."""
+        shares = set(self.subnet.head_shares)
+        return shares.pop() if len(shares) == 1 else None
+
+    def is_of(self, draft: ModelReference, subnet: Subnet) -> bool:
+        """Whether these are the latencies of a draft with the heads and vocabulary of a subnet. Without hashes, names are
+        compared.
+        """
+        choices = self.subnet.head_shares, self.vocabulary
+        return self.draft.is_same(draft) and choices == (subnet.head_shares, subnet.vocabulary)
 
 
 class CostTable(Document, kind="cost-table", made_by="autotune measure"):
@@ -68,11 +148,6 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
     drafts: list[DraftCosts]
 
     @property
-    def errors(self) -> dict[str, tuple[float | None, float | None]]:
-        """Median relative leave-one-out error and relative standard error, by part: ``verify``, ``digits/star heads-0.5: draft_first``."""
-        return {name: (part.held_out_error, part.uncertainty) for name, part in self.parts.items()}
-
-    @property
     def parts(self) -> dict[str, Surface | PrefillCost | Overhead]:
         """Everything measured, by name."""
         parts: dict[str, Surface | PrefillCost | Overhead]
@@ -86,7 +161,7 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
     @property
     def num_samples(self) -> int:
         """Number of samples of all surfaces."""
-        return sum(surface.num_samples for surface in self.surfaces.values())
+        return sum(len(point.samples_ms) for surface in self.surfaces.values() for point in surface.points)
 
     @property
     def surfaces(self) -> dict[str, Surface]:
@@ -235,6 +310,12 @@ class DensePrices:
     """As in ``ModelShape``, of the draft."""
     overhead_retrieval_ms: float = 0.0
     """Added to ``overhead_round_ms`` for trees with retrieval."""
+
+
+def choices_of(costs: DraftCosts | Subnet) -> list[str]:
+    """The choices that change the cost of a step, where they are not the draft's own."""
+    choices = {"heads": costs.heads, "vocabulary": costs.vocabulary}
+    return [f"{name} {value}" for name, value in choices.items() if value is not None]
 
 
 def shipped_tables() -> dict[str, list[Path]]:

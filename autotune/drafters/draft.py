@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.acceptance.trace import Forest
-from autotune.cost.draft_costs import ModelShape
+from autotune.cost.table import ModelShape
 from autotune.documents.subnet import Operator, Subnet
 from autotune.errors import UserError
 from autotune.trees.tree import Ints, Tree

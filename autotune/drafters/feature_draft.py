@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.cost.draft_costs import ModelShape
+from autotune.cost.table import ModelShape
 from autotune.documents.subnet import Subnet
 from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.cached_draft import CachedDraft, pad_rows, table_rows

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autotune.acceptance.trace import Forest
-from autotune.cost.draft_costs import ModelShape
+from autotune.cost.table import ModelShape
 from autotune.documents.subnet import Subnet
 from autotune.drafters.draft import Coupling, Dimensions, Proposals
 from autotune.drafters.forests import AnswerToRecord, LevelForestGrower

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from autotune.contention_monitor import ContentionMonitor
-from autotune.cost.draft_costs import DraftCosts
 from autotune.cost.request_costs import PrefillCost, fit_overheads, fit_prefills
-from autotune.cost.table import KV_STEP, CostTable
+from autotune.cost.table import KV_STEP, CostTable, DraftCosts
 from autotune.device import fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.drafters.checkpoint import LoadedDraft

@@ -20,7 +20,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from autotune.cost.posterior import FIRST, LEVEL, PLAIN_STEPS, TARGET, VERIFICATIONS, Posterior, SurfaceSteps, choice_of
+from autotune.cost.joint_fit import FIRST, LEVEL, PLAIN_STEPS, TARGET, VERIFICATIONS, Posterior, SurfaceSteps
 from autotune.cost.surface import Observation, Point, Surface, robust_deviation
 from autotune.documents.subnet import Subnet
 from autotune.measuring.block_log import Block, BlockLog, Samples, TimedJob
@@ -52,7 +52,7 @@ class Sampler:
     round before. Drafts and sizes come in random order, so that a drifting clock favors none.
 
     The first samples are of a coarse grid. The next ones go where they decide: to sizes whose error, by the joint fit
-    (``autotune.cost.posterior``), changes the time of a typical round most, and to those that contradict the fit.
+    (``autotune.cost.joint_fit``), changes the time of a typical round most, and to those that contradict the fit.
 
     Args:
         subnets: of each bench, its network and subnet: subnets of one network share what they can. Default: all are different
@@ -85,9 +85,9 @@ class Sampler:
         """Sizes that are measured first: of a network's further subnets a few, which tell how far they differ from the first."""
         self.least: dict[str, list[Size]] = {DECODE: self.coarse[DECODE][:1], VERIFY: coarse[:: len(ends)]}
         """Sizes that are measured even past the deadline: no network is without a sample."""
-        self._members: dict[str, tuple[int, int, int, tuple[float, float]]] = {
-            DECODE: (TARGET, PLAIN_STEPS, PLAIN_STEPS, (0.0, 0.0)),
-            VERIFY: (TARGET, VERIFICATIONS, VERIFICATIONS, (0.0, 0.0)),
+        self._members: dict[str, tuple[int, int, int, Subnet]] = {
+            DECODE: (TARGET, PLAIN_STEPS, PLAIN_STEPS, Subnet()),
+            VERIFY: (TARGET, VERIFICATIONS, VERIFICATIONS, Subnet()),
         }
         for number, (network, subnet) in enumerate(subnets):
             is_first = network not in [other for other, _ in subnets[:number]]
@@ -97,7 +97,7 @@ class Sampler:
                 some = list(zip(few, itertools.cycle(ends), strict=False))
                 self.coarse[part] = coarse if is_first else some
                 self.least[part] = some if is_first else []
-                self._members[part] = kind, network, number, choice_of(subnet)
+                self._members[part] = kind, network, number, subnet
         self.samples: dict[str, dict[Size, list[float]]] = {part: {} for part in self.sizes}
         """In plain steps."""
         self.jobs: list[TimedJob] = []
@@ -117,21 +117,8 @@ class Sampler:
 
     def surfaces(self, observations: Observations | None = None) -> dict[str, Surface]:
         """The surface of every part, in milliseconds, by ``observations`` (None: all that there are)."""
-        unit_ms, by_size = self.plain_ms, (observations or self.observations()).by_size
-        in_ms = {key: Observation(ms=unit_ms * found.ms, error=found.error) for key, found in by_size.items()}
-        points = [
-            [
-                Point(
-                    tokens=n,
-                    kv_length=m,
-                    samples_ms=[unit_ms * sample for sample in self.samples[part].get((n, m), [])],
-                    observed=in_ms.get((part, (n, m))),
-                )
-                for n, m in sizes
-            ]
-            for part, sizes in self.sizes.items()
-        ]
-        return dict(zip(self.sizes, self._posterior(in_ms).surfaces(points), strict=True))
+        by_size = (observations or self.observations()).by_size
+        return dict(zip(self.sizes, self._posterior(by_size, self.plain_ms).surfaces(), strict=True))
 
     def observations(self, iterations: int = ITERATIONS) -> Observations:
         """Latencies by the samples, in plain steps."""
@@ -146,10 +133,21 @@ class Sampler:
             for size, log in zip(sizes, of_part.tolist(), strict=True)
         }
 
-    def _posterior(self, by_size: Mapping[Key, Observation]) -> Posterior:
+    def _posterior(self, by_size: Mapping[Key, Observation], unit_ms: float = 1.0) -> Posterior:
+        """The joint fit of observations, which are in plain steps of ``unit_ms``."""
+
+        def point(part: str, size: Size) -> Point:
+            observed, samples = by_size.get((part, size)), self.samples[part].get(size, [])
+            return Point(
+                tokens=size[0],
+                kv_length=size[1],
+                samples_ms=[unit_ms * sample for sample in samples],
+                observed=observed and Observation(ms=unit_ms * observed.ms, error=observed.error),
+            )
+
         return Posterior(
             [
-                SurfaceSteps(*self._members[part], sizes, [by_size.get((part, size)) for size in sizes])
+                SurfaceSteps(*self._members[part], [point(part, size) for size in sizes])
                 for part, sizes in self.sizes.items()
             ]
         )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.cost.draft_costs import ModelShape
+from autotune.cost.table import ModelShape
 from autotune.modeling.attention import choose_attention
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import Outputs

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from autotune.acceptance.replay import FIRST, LEVEL, PLAIN, VERIFICATION
-from autotune.cost.posterior import Posterior, is_fitted, parts_of
+from autotune.cost.joint_fit import is_fitted, posterior_of
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
@@ -38,10 +38,10 @@ class PriceFactors(NamedTuple):
 class PriceDraws:
     """Draws of the prices of a table; of a table without a fit, such as an estimate, all are its own."""
 
-    def __init__(self, table: CostTable, *, seed: int = 0) -> None:
+    def __init__(self, table: CostTable) -> None:
         self._table = table
-        self._rng = np.random.default_rng(seed)
-        self._draws = Posterior(parts_of(table)).draws(NUM_DRAWS, seed) if is_fitted(table) else None
+        self._rng = np.random.default_rng(0)
+        self._draws = posterior_of(table).draws(NUM_DRAWS) if is_fitted(table) else None
         self._overheads = {costs.draft.id: self._lognormal(costs.overhead.uncertainty) for costs in table.drafts}
         self._others = [
             (self._lognormal(costs.prefill.uncertainty), self._lognormal(costs.verify_error)) for costs in table.drafts

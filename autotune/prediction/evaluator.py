@@ -162,6 +162,10 @@ class Evaluator:
             self._candidates[key] = self.candidate(configuration, self.replay(configuration))
         return self._candidates[key]
 
+    def speedup(self, configuration: Configuration) -> float | None:
+        """The predicted speedup of a configuration; None where it cannot be replayed."""
+        return self.evaluate(configuration).speedup if self.can_replay(configuration) else None
+
     def candidate(self, configuration: Configuration, result: Replay) -> Candidate:
         """The candidate of a resolved configuration and its replay."""
         return Candidate(

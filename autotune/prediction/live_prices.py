@@ -11,11 +11,10 @@ from typing import TypeVar
 import numpy as np
 
 from autotune.acceptance.replay import FIRST, LEVEL, VERIFICATION, Replay
-from autotune.cost.draft_costs import DraftCosts
-from autotune.cost.posterior import is_fitted, refitted
+from autotune.cost.joint_fit import is_fitted, refitted
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Observation, Point, Surface
-from autotune.cost.table import CostTable
+from autotune.cost.table import CostTable, DraftCosts
 from autotune.documents.configuration import Configuration
 from autotune.documents.run import Run
 from autotune.prediction.evaluator import Evaluator
@@ -48,7 +47,7 @@ def updated_table(
     if not is_fitted(table):
         return table
     live: dict[tuple[int, int], dict[tuple[int, int], list[Observation]]] = defaultdict(lambda: defaultdict(list))
-    factors: dict[tuple[int, str], list[_Ratio]] = defaultdict(list)
+    factors: dict[tuple[int | str, str], list[_Ratio]] = defaultdict(list)
     any_trace = next(iter(evaluator.traces.values()))
     kv_length = float((np.diff(any_trace.answer_start) / 2 + any_trace.prompt_length).mean())
     for configuration, of_arm in runs.values():
@@ -70,8 +69,8 @@ def updated_table(
                 error = math.hypot(ratios[name].error, ACROSS_SIZES)
                 observation = Observation(ms=point.latency_ms * math.exp(ratios[name].log), error=error)
                 live[part, kind][point.tokens, point.kv_length].append(observation)
-        for name, ratio in ratios.items():
-            factors[number, name].append(ratio)
+        for name, ratio in ratios.items():  # overheads are those of all subnets of a draft
+            factors[costs.draft.id if name == "overhead" else number, name].append(ratio)
     if not live:
         return table
     mean_verify = _pooled([ratio for (_, name), found in factors.items() if name == "verify" for ratio in found])
@@ -81,7 +80,7 @@ def updated_table(
                 "draft_first": _with_live(costs.draft_first, live[number, FIRST]),
                 "draft_level": _with_live(costs.draft_level, live[number, LEVEL]),
                 "prefill": _scaled(costs.prefill, factors[number, "prefill"]),
-                "overhead": _scaled(costs.overhead, _of_network(factors, "overhead", table.drafts, costs)),
+                "overhead": _scaled(costs.overhead, factors[costs.draft.id, "overhead"]),
                 **_verify_ratio(costs, factors[number, "verify"], mean_verify),
             }
         )
@@ -95,24 +94,20 @@ def _ratios(evaluator: Evaluator, result: Replay, runs: Sequence[Run], plain: Se
     """Measured over predicted time of every part that both have."""
     order = np.arange(len(runs)) % len(evaluator.tasks)
     plain_ms = np.array([run.decode_ms for run in plain[: len(runs)]])
-    measured = {
-        "verify": [run.verify_ms for run in runs],
-        "draft": [run.draft_ms for run in runs],
-        "overhead": [run.decode_ms - run.draft_prefill_ms - run.draft_ms - run.verify_ms for run in runs],
-        "prefill": [run.draft_prefill_ms for run in runs],
+    verify, draft, prefill, whole = np.array(
+        [(run.verify_ms, run.draft_ms, run.draft_prefill_ms, run.decode_ms) for run in runs]
+    ).T
+    parts = {
+        "verify": (verify, result.verify_ms),
+        "draft": (draft, result.draft_ms),
+        "overhead": (whole - prefill - draft - verify, result.overhead_ms),
+        "prefill": (prefill, result.draft_prefill_ms),
     }
-    predicted = {
-        "verify": result.verify_ms,
-        "draft": result.draft_ms,
-        "overhead": result.overhead_ms,
-        "prefill": result.draft_prefill_ms,
+    found = {
+        name: _ratio(measured, predicted[order], plain_ms, evaluator.ar_ms[order])
+        for name, (measured, predicted) in parts.items()
     }
-    ratios = {}
-    for name, times in measured.items():
-        found = _ratio(np.array(times), predicted[name][order], plain_ms, evaluator.ar_ms[order])
-        if found is not None:
-            ratios[name] = found
-    return ratios
+    return {name: ratio for name, ratio in found.items() if ratio is not None}
 
 
 def _ratio(measured: Floats, predicted: Floats, plain: Floats, plain_predicted: Floats) -> _Ratio | None:
@@ -161,14 +156,6 @@ def _scaled(part: Scaled, ratios: Sequence[_Ratio]) -> Scaled:
         return part
     factor, error = _combined(part.uncertainty, _pooled(ratios))
     return part.scaled(factor).model_copy(update={"uncertainty": error})
-
-
-def _of_network(
-    factors: Mapping[tuple[int, str], list[_Ratio]], name: str, drafts: Sequence[DraftCosts], costs: DraftCosts
-) -> list[_Ratio]:
-    """Ratios of all subnets of a draft."""
-    numbers = [number for number, other in enumerate(drafts) if other.draft == costs.draft]
-    return [ratio for number in numbers for ratio in factors.get((number, name), ())]
 
 
 def _verify_ratio(costs: DraftCosts, ratios: Sequence[_Ratio], mean: _Ratio) -> dict[str, float]:

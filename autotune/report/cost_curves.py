@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.cost.draft_costs import ModelShape
 from autotune.cost.roofline import DatasheetLimits, device_bound_ms, find_limits
 from autotune.cost.surface import Surface
-from autotune.cost.table import CostTable
+from autotune.cost.table import CostTable, ModelShape
 from autotune.study.document import StudyDocument
 
 

@@ -40,8 +40,9 @@ def _predictions(content: Content) -> Plots:
     study, arms = content.sources.study, content.arms
     groups: dict[str, list[tuple[float, Bar]]] = {}
     for finalist in study.finalists if study else []:
-        bar = Bar(content.letters[finalist.configuration.label], finalist.speedup, finalist.ci95)
-        groups.setdefault("finalists, tuning prompts", []).append((finalist.predicted_speedup, bar))
+        if finalist.predicted_speedup is not None:
+            bar = Bar(content.letters[finalist.configuration.label], finalist.speedup, finalist.ci95)
+            groups.setdefault("finalists, tuning prompts", []).append((finalist.predicted_speedup, bar))
     for arm in [*arms.defaults, *([arms.tuned] if arms.tuned else [])] if arms else []:
         if arm.predicted_speedup is not None:
             bar = Bar(arm.name, arm.speedup, arm.ci95)

@@ -9,6 +9,7 @@ import numpy as np
 
 from autotune.console import Console, percent
 from autotune.cost.roofline import estimate_table, find_limits
+from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, shipped_tables
 from autotune.device import gib
 from autotune.documents.configuration import DraftVariant
@@ -54,22 +55,16 @@ def table_for_gpu(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
     if model_pool.has_states:
         mode = check_mode(mode, model_pool.target.device, has_states=True)
     mode = CUDA_GRAPH if mode == AUTO else mode
-    first, *others = (
-        estimate_table(
-            gpu,
-            target=target,
-            target_shape=model_pool.target.shape,
-            draft=model_pool.references[draft],
-            draft_shape=model_pool.draft(draft, subnet).shape,
-            precision=model_pool.precision,
-            subnet=subnet,
-            mode=mode,
-            capture_sizes=capture_sizes_for(mode, model_pool.capture_sizes),
-            measured=shipped,
-        )
-        for draft, subnet in variants
+    return estimate_table(
+        gpu,
+        target=target,
+        target_shape=model_pool.target.shape,
+        drafts=[(model_pool.references[d], subnet, model_pool.draft(d, subnet).shape) for d, subnet in variants],
+        precision=model_pool.precision,
+        mode=mode,
+        capture_sizes=capture_sizes_for(mode, model_pool.capture_sizes),
+        measured=shipped,
     )
-    return first.model_copy(update={"drafts": [costs for table in (first, *others) for costs in table.drafts]})
 
 
 def priced_variants(variants: Sequence[DraftVariant]) -> list[DraftVariant]:
@@ -110,14 +105,10 @@ def local_table(
     Raises:
         UserError: the file in the folder is of another target, device or precision.
     """
-    # Subnets with the full vocabulary do not name it.
-    described = [[d, [*s.head_shares], *([] if s.vocabulary is None else [s.vocabulary])] for d, s in variants]
-    # The schema version is part of the key.
+    described = [[draft, subnet.head_shares, subnet.vocabulary] for draft, subnet in variants]
     documents = [model_pool.key, described, workload.sha256, CostTable.schema_version]
     samples = folder / f"{content_key(documents)}.cost.jsonl"  # serve a table of any time limit
-    if time_limit_s != CostSettings.time_limit_s:
-        documents.append(time_limit_s)
-    key = content_key(documents)
+    key = content_key([*documents, time_limit_s])
     path = folder / f"{key}.cost.json"
     if path.exists():
         console.say(f"cost table of {CostTable.load(path).provenance.created} reused: {path}")
@@ -175,24 +166,23 @@ def measure_table(
 
 
 def print_table(table: CostTable, console: Console) -> None:
-    """Print latencies by number of tokens, and the held-out error of every part."""
+    """Print the latency of every surface by number of tokens, the other parts, and the errors of all of them."""
     threads = "" if table.threads is None else f", {table.threads} thread{'s' * (table.threads > 1)}"
     console.say(f"{table.device.model}{threads}, {table.precision}, {table.mode}")
-    _print_latencies(table, console)
-    prefills = {"target": table.prefill} | {costs.name: costs.prefill for costs in table.drafts}
-    overheads = {costs.draft.id: costs.overhead for costs in table.drafts}  # the same for all subnets of a draft
-    other_parts = {
-        f"{name}: prefill {p.intercept_ms:.1f} ms + {p.per_token_ms:.3f} ms/token + {p.image_ms:.1f} ms for images": p
-        for name, p in prefills.items()
-    } | {
-        f"{name}: overhead {o.round_ms:.2f} ms/round + {o.level_ms:.2f} ms/draft level + "
-        f"{1e3 * o.node_ms:.0f} us/node + {o.retrieval_ms:.2f} ms/round with retrieval": o
-        for name, o in overheads.items()
-    }
-    for text, part in other_parts.items():
-        console.say(
-            f"{text} (leave-one-out error {percent(part.held_out_error)}, uncertainty {percent(part.uncertainty)})"
-        )
+    middle, rows = middle_kv_length(table), []
+    for name, surface in table.surfaces.items():
+        sizes = PRINTED_SIZES[:1] if surface is table.decode else PRINTED_SIZES
+        latencies = surface.latency_ms(np.array(sizes, np.float64), np.array([middle], np.float64))[:, 0]
+        cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(PRINTED_SIZES) - len(sizes))
+        rows.append([name, *cells, percent(surface.held_out_error), percent(surface.uncertainty)])
+    anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
+    mark = f" (estimated{anchors})" if table.estimated else ""
+    columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES), "leave-one-out error", "uncertainty"]
+    console.table(f"Cost table, ms, at KV length {middle}{mark}", columns, rows)
+    for name, part in table.parts.items():
+        if not isinstance(part, Surface):
+            errors = f"leave-one-out error {percent(part.held_out_error)}, uncertainty {percent(part.uncertainty)}"
+            console.say(f"{name} {part.describe()} ({errors})")
     for costs in table.drafts:
         if costs.num_parameters and costs.kv_bytes_per_token is not None:
             size = f"{costs.num_parameters / 1e6:.3g}M own parameters"
@@ -200,10 +190,8 @@ def print_table(table: CostTable, console: Console) -> None:
     ratios = [f"{c.verify_ratio:.2f} after {c.name}" for c in table.drafts if round(c.verify_ratio, 2) != 1.0]
     if ratios:
         console.say(f"verification as a multiple of the table's, which is the mean over drafts: {', '.join(ratios)}")
-    for kind, values in zip(
-        ("leave-one-out error", "uncertainty"), zip(*table.errors.values(), strict=True), strict=True
-    ):
-        by_part = {part: value for part, value in zip(table.errors, values, strict=True) if value is not None}
+    for kind, field in (("leave-one-out error", "held_out_error"), ("uncertainty", "uncertainty")):
+        by_part = {name: value for name, part in table.parts.items() if (value := getattr(part, field)) is not None}
         if by_part:
             median, (worst, largest) = np.median([*by_part.values()]), max(by_part.items(), key=lambda item: item[1])
             parts = f"over {len(by_part)} parts, largest {percent(largest)} ({worst})"
@@ -214,21 +202,3 @@ def print_table(table: CostTable, console: Console) -> None:
         )
     if (contention := table.provenance.contention) is not None:
         console.say(contention.describe("while steps were timed"))
-
-
-def _print_latencies(table: CostTable, console: Console) -> None:
-    """Print the latency of every part by number of tokens, at a measured KV length near the middle."""
-    middle = middle_kv_length(table)
-    surfaces = {"target, plain step": table.decode, "target, verification": table.verify}
-    for costs in table.drafts:
-        surfaces |= {f"{costs.name}, first": costs.draft_first, f"{costs.name}, level": costs.draft_level}
-    rows = []
-    for name, surface in surfaces.items():
-        sizes = PRINTED_SIZES[:1] if surface is table.decode else PRINTED_SIZES
-        latencies = surface.latency_ms(np.array(sizes, np.float64), np.array([middle], np.float64))[:, 0]
-        cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(PRINTED_SIZES) - len(sizes))
-        rows.append([name, *cells, percent(surface.held_out_error), percent(surface.uncertainty)])
-    anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
-    mark = f" (estimated{anchors})" if table.estimated else ""
-    columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES), "leave-one-out error", "uncertainty"]
-    console.table(f"Cost table, ms, at KV length {middle}{mark}", columns, rows)

@@ -14,39 +14,24 @@ from typing import Any
 import numpy as np
 
 from autotune.console import Console
-from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.documents.run import Run
-from autotune.documents.subnet import Subnet
+from autotune.evaluation.arms import WARM_UP_S
 from autotune.evaluation.race import Race, race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import ms_per_token, speedup, summarize, time_ratio
 from autotune.prediction.draws import time_draws
 from autotune.prediction.evaluator import Candidate, Evaluator
 from autotune.prediction.live_prices import updated_table
+from autotune.search import thresholds
 from autotune.search.model_pool import ModelPool
-from autotune.search.thresholds import (
-    CONFIDENCE,
-    MAX_LEADERS,
-    MAX_MOVED_PRICE,
-    MAX_PASSES,
-    MAX_SIMILAR,
-    MAX_TIE,
-    MIN_PROMPTS,
-    NUM_CONFIRMED,
-    NUM_CONFIRMED_OF_KIND,
-    RISK,
-    ROUNDS,
-    SECOND_RACE_SHARE,
-)
 from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
-from autotune.study.document import Finalist, MeasuredConfiguration, MeasuredDefault
+from autotune.study.document import MeasuredConfiguration
 from autotune.trees.policy import parse_policy
 
 NAMES = [*ascii_uppercase, *map("".join, itertools.product(ascii_uppercase, repeat=2))]  # of rows: A to Z, AA, AB, ...
-MAX_WARM_UP_S = 1.0
 
 
 def published_defaults(model_pool: ModelPool) -> dict[str, Configuration]:
@@ -71,7 +56,7 @@ def confirmable(fastest: Sequence[Candidate]) -> list[Candidate]:
     for number, candidate in enumerate(fastest):
         kind = candidate.configuration.draft, candidate.policy
         num_of_kind[kind] += 1
-        if number < NUM_CONFIRMED or num_of_kind[kind] <= NUM_CONFIRMED_OF_KIND:
+        if number < thresholds.NUM_CONFIRMED or num_of_kind[kind] <= thresholds.NUM_CONFIRMED_OF_KIND:
             chosen.append(candidate)
     return chosen
 
@@ -85,21 +70,15 @@ def choose_finalists(candidates: Sequence[Candidate], evaluator: Evaluator, coun
     """
     here = sorted((evaluator.evaluate(candidate.configuration) for candidate in candidates), key=lambda c: c.rank)
     ms = time_draws(evaluator, [candidate.configuration for candidate in here])
-    shares = np.bincount(ms.argmin(0), minlength=len(here)) / ms.shape[1]
-    by_share = sorted(range(len(here)), key=lambda number: (-shares[number], here[number].rank))
+    num_fastest = np.bincount(ms.argmin(0), minlength=len(here))
+    kinds = [(c.configuration.draft, c.policy) for c in here]
     chosen: list[int] = []
-    seen: set[tuple[str | None, Subnet, str]] = set()
-    num_similar: Counter[tuple[str | None, str]] = Counter()
-    for number in by_share:
-        c, policy = here[number].configuration, here[number].policy
-        is_slower = len(chosen) > 1 and float((ms[number] > ms[chosen[0]]).mean()) > CONFIDENCE
-        if (c.draft, c.subnet, policy) in seen or num_similar[c.draft, policy] >= MAX_SIMILAR or is_slower:
-            continue
-        seen.add((c.draft, c.subnet, policy))
-        num_similar[c.draft, policy] += 1
-        chosen.append(number)
-        if len(chosen) == count:
-            break
+    for number in np.argsort(-num_fastest, kind="stable").tolist():
+        similar = [other for other in chosen if kinds[other] == kinds[number]]
+        is_new = here[number].configuration.subnet not in [here[other].configuration.subnet for other in similar]
+        is_slower = len(chosen) > 1 and float((ms[number] > ms[chosen[0]]).mean()) > thresholds.CONFIDENCE
+        if len(chosen) < count and len(similar) < thresholds.MAX_SIMILAR and is_new and not is_slower:
+            chosen.append(number)
     return [here[number] for number in chosen]
 
 
@@ -107,19 +86,14 @@ def choose_finalists(candidates: Sequence[Candidate], evaluator: Evaluator, coun
 class MeasuredFinalists:
     """Results of finalists and published defaults in real runs on tuning prompts."""
 
-    winner: Configuration
+    winner: MeasuredConfiguration
     """The fastest of all, by estimates for all tuning prompts."""
-    finalists: list[Finalist]
-    defaults: list[MeasuredDefault]
+    finalists: list[MeasuredConfiguration]
+    defaults: list[MeasuredConfiguration]
     best_defaults: dict[str, Configuration]
     """The defaults that are not significantly slower than the fastest default, which is first."""
-    table: CostTable
-    """The cost table, with prices that their rounds have updated."""
-
-    def speedup(self, configuration: Configuration) -> float:
-        """The measured speedup of a finalist or default."""
-        speedups = {measured.configuration.key: measured.speedup for measured in (*self.finalists, *self.defaults)}
-        return speedups[configuration.key]
+    prompts: TuningPrompts
+    """The tuning prompts, with prices that their rounds have updated."""
 
 
 def measure_finalists(
@@ -130,7 +104,7 @@ def measure_finalists(
     console: Console,
     *,
     all_candidates: Sequence[Candidate] = (),
-    least: tuple[int, int, int | None] = ROUNDS[-1],
+    least: tuple[int, int, int | None] = thresholds.ROUNDS[-1],
     seed: int,
     deadline: float,
 ) -> MeasuredFinalists:
@@ -147,13 +121,13 @@ def measure_finalists(
     """
     confirming = prompts.confirming
     finalists = {
-        f"finalist {number}": confirming.with_fallback(candidate)
+        f"finalist {number}": confirming.with_fallback(candidate).configuration
         for number, candidate in enumerate(candidates, start=1)
     }
-    first_share = 1.0 - SECOND_RACE_SHARE * bool(all_candidates)
+    first_share = 1.0 - thresholds.SECOND_RACE_SHARE * bool(all_candidates)
     first_deadline = time.monotonic() + first_share * (deadline - time.monotonic())
     prompts_per_block, fitting, fitting_defaults = _fitting(
-        finalists, defaults, confirming, {**dict.fromkeys(ROUNDS[:-1], first_deadline), least: deadline}
+        finalists, defaults, confirming, {**dict.fromkeys(thresholds.ROUNDS[:-1], first_deadline), least: deadline}
     )
     if len(fitting) + len(fitting_defaults) < len(finalists) + len(defaults):
         console.say(
@@ -161,61 +135,61 @@ def measure_finalists(
             f"{len(defaults)} published defaults are measured"
         )
 
-    def run(arms: Mapping[str, Candidate], defaults: Mapping[str, Configuration], until: float, number: int) -> Race:
+    def compete(
+        finalists: Mapping[str, Configuration], defaults: Mapping[str, Configuration], at: TuningPrompts, **times: Any
+    ) -> tuple[Race, dict[str, MeasuredConfiguration], MeasuredConfiguration, TuningPrompts]:
+        """A race, with the documents of its arms, the one that wins, and the prices that follow from its rounds."""
+        arms = {**finalists, **defaults}
         with console.stage("finalists, measured") as update:
-            return race(
+            measured = race(
                 runner,
-                [runner.arm(name, candidate.configuration) for name, candidate in arms.items()],
-                prompts.confirming_workload,
+                [runner.arm(name, configuration) for name, configuration in finalists.items()],
+                at.confirming_workload,
                 always=[runner.plain],
                 defaults=[runner.arm(name, default) for name, default in defaults.items()],
-                risk=RISK,
+                risk=thresholds.RISK,
                 prompts_per_block=prompts_per_block,
-                min_prompts=MIN_PROMPTS if number else prompts_per_block,  # the first block was chosen to fit
-                passes=MAX_PASSES,
-                seed=seed + number,
-                deadline=until,
+                passes=thresholds.MAX_PASSES,
                 report=lambda done, of: update(done, of, ""),
+                **times,
             )
-
-    measured = run(fitting, fitting_defaults, first_deadline, 0)
-    results = _results(fitting, measured, confirming)
-    default_results = [
-        MeasuredDefault(name=name, **_measurement(name, configuration, measured))
-        for name, configuration in fitting_defaults.items()
-    ]
-    print_finalists([*results.values()], default_results, confirming, console)
-    plain = measured.runs[AR]
-    order = np.arange(len(plain)) % len(confirming.tasks)
-    ratio = sum(run.decode_ms for run in plain) / confirming.ar_ms[order].sum()
-    console.say(f"plain decoding took {ratio:.2f} times as long as the cost table predicts")
-    best_defaults = {name: defaults[name] for name in measured.remaining_defaults}
-    name = winner_of(measured, {name: estimated_speedup(finalist, prompts.full) for name, finalist in results.items()})
-    winner = results[name].configuration if name in results else defaults[name]
-
-    configurations = {name: candidate.configuration for name, candidate in fitting.items()} | fitting_defaults
-    table = updated_table(confirming, {n: (c, measured.runs[n]) for n, c in configurations.items()}, plain)
-    updated = prompts.with_table(table)
-    leading = leaders(all_candidates, winner, [c.key for c in configurations.values()], updated)
-    if leading and name in results:
-        arms = {
-            name: fitting[name],
-            **{f"finalist {len(finalists) + number}": one for number, one in enumerate(leading, start=1)},
+        documents = {
+            name: _document(name, configuration, measured, at.confirming) for name, configuration in arms.items()
         }
-        if block_s([c.configuration for c in arms.values()], confirming, MIN_PROMPTS) <= deadline - time.monotonic():
+        print_finalists(documents, console)
+        estimates = {name: estimated_speedup(documents[name], at.full) for name in finalists}
+        runs = {name: (configuration, measured.runs[name]) for name, configuration in arms.items()}
+        table = updated_table(at.confirming, runs, measured.runs[AR])
+        return measured, documents, documents[winner_of(measured, estimates)], at.with_table(table)
+
+    # The first block was chosen to fit.
+    measured, documents, winner, updated = compete(
+        fitting, fitting_defaults, prompts, min_prompts=prompts_per_block, seed=seed, deadline=first_deadline
+    )
+    plain_ms = [run.decode_ms for run in measured.runs[AR]]
+    ratio = sum(plain_ms) / confirming.ar_ms[np.arange(len(plain_ms)) % len(confirming.tasks)].sum()
+    console.say(f"plain decoding took {ratio:.2f} times as long as the cost table predicts")
+    leading = leaders(all_candidates, winner.configuration, [d.configuration.key for d in documents.values()], updated)
+    if leading and winner.name in fitting:
+        again = {winner.name: winner.configuration} | {
+            f"finalist {len(finalists) + number}": one.configuration for number, one in enumerate(leading, start=1)
+        }
+        if block_s([*again.values()], confirming, thresholds.MIN_PROMPTS) <= deadline - time.monotonic():
             console.say(
                 f"with the prices of these rounds, {len(leading)} other configurations may be faster: they run beside the winner"
             )
-            again = run(arms, {}, deadline, 1)
-            more = _results(arms, again, updated.confirming)
-            print_finalists([*more.values()], [], updated.confirming, console)
-            name = winner_of(again, {n: estimated_speedup(finalist, updated.full) for n, finalist in more.items()})
-            winner = more[name].configuration
-            results |= {n: finalist for n, finalist in more.items() if n not in results}
-            table = updated_table(
-                updated.confirming, {n: (c.configuration, again.runs[n]) for n, c in arms.items()}, again.runs[AR]
+            _, more, winner, updated = compete(
+                again, {}, updated, min_prompts=thresholds.MIN_PROMPTS, seed=seed + 1, deadline=deadline
             )
-    return MeasuredFinalists(winner, [*results.values()], default_results, best_defaults, table)
+            documents |= {name: document for name, document in more.items() if name not in documents}
+            winner = documents[winner.name]
+    return MeasuredFinalists(
+        winner,
+        [document for name, document in documents.items() if name not in defaults],
+        [documents[name] for name in fitting_defaults],
+        {name: defaults[name] for name in measured.remaining_defaults},
+        updated,
+    )
 
 
 def leaders(
@@ -227,12 +201,14 @@ def leaders(
     if not candidates or not prompts.full.can_replay(winner):
         return []
     best_ms = min(candidate.ms_per_token for candidate in candidates)
-    near = [candidate for candidate in candidates if candidate.ms_per_token <= MAX_MOVED_PRICE * best_ms]
+    near = [candidate for candidate in candidates if candidate.ms_per_token <= thresholds.MAX_MOVED_PRICE * best_ms]
     results = prompts.choosing.replay_many([candidate.configuration for candidate in near])
     here = [prompts.choosing.candidate(c.configuration, result) for c, result in zip(near, results, strict=True)]
-    fastest = choose_finalists(confirmable(sorted(here, key=lambda c: c.rank)), prompts.confirming, MAX_LEADERS)
+    fastest = choose_finalists(
+        confirmable(sorted(here, key=lambda c: c.rank)), prompts.confirming, thresholds.MAX_LEADERS
+    )
     with_fallbacks = [prompts.confirming.with_fallback(candidate) for candidate in fastest]
-    least = MAX_TIE * prompts.full.evaluate(winner).speedup
+    least = thresholds.MAX_TIE * prompts.full.evaluate(winner).speedup
     return [
         candidate
         for candidate in with_fallbacks
@@ -240,31 +216,19 @@ def leaders(
     ]
 
 
-def _results(arms: Mapping[str, Candidate], measured: Race, confirming: Evaluator) -> dict[str, Finalist]:
-    """The documents of measured finalists."""
-    results = {}
-    for name, candidate in arms.items():
-        predicted, interval90 = _prediction(confirming, candidate.configuration, len(measured.runs[name]))
-        measurement = _measurement(name, candidate.configuration, measured)
-        results[name] = Finalist(predicted_speedup=predicted, interval90=interval90, **measurement)
-    return results
-
-
 def _fitting(
-    finalists: Mapping[str, Candidate],
+    finalists: Mapping[str, Configuration],
     defaults: Mapping[str, Configuration],
     confirming: Evaluator,
     deadlines: Mapping[tuple[int, int, int | None], float],
-) -> tuple[int, dict[str, Candidate], dict[str, Configuration]]:
+) -> tuple[int, dict[str, Configuration], dict[str, Configuration]]:
     """The first of the rounds whose block ends before its deadline, or the last of ``ROUNDS``: prompts, finalists, defaults."""
-    ranked = sorted(
-        defaults, key=lambda name: (not confirming.can_replay(d := defaults[name]), -predicted_speedup(d, confirming))
-    )
-    for round_ in (*deadlines, ROUNDS[-1]):
+    ranked = sorted(defaults, key=lambda name: -(confirming.speedup(defaults[name]) or 0.0))
+    for round_ in (*deadlines, thresholds.ROUNDS[-1]):
         prompts_per_block, num_finalists, num_defaults = round_
         fitting = dict(itertools.islice(finalists.items(), num_finalists))
         fitting_defaults = {name: c for name, c in defaults.items() if name in ranked[:num_defaults]}
-        configurations = [*(candidate.configuration for candidate in fitting.values()), *fitting_defaults.values()]
+        configurations = [*fitting.values(), *fitting_defaults.values()]
         if block_s(configurations, confirming, prompts_per_block) <= deadlines.get(round_, 0.0) - time.monotonic():
             break
     return prompts_per_block, fitting, fitting_defaults
@@ -275,46 +239,42 @@ def block_s(configurations: Sequence[Configuration], confirming: Evaluator, num_
     trace = next(iter(confirming.traces.values()))
     prefill_ms = confirming.table.prefill.ms(trace.prompt_length, trace.num_visual_tokens > 0)
     prefill_s, plain_s = float(np.mean(prefill_ms)) / 1e3, float(confirming.ar_ms.mean()) / 1e3
-    decode_s = [plain_s, *(plain_s / predicted_speedup(c, confirming) for c in configurations)]
-    return sum(num_prompts * (prefill_s + s) + prefill_s + min(MAX_WARM_UP_S, s) for s in decode_s)
+    decode_s = [plain_s, *(plain_s / (confirming.speedup(c) or 1.0) for c in configurations)]
+    return sum(num_prompts * (prefill_s + s) + prefill_s + min(WARM_UP_S, s) for s in decode_s)
 
 
-def predicted_speedup(configuration: Configuration, evaluator: Evaluator) -> float:
-    """The predicted speedup, or 1 where no trace has the configuration's draft variant."""
-    return evaluator.evaluate(configuration).speedup if evaluator.can_replay(configuration) else 1.0
+def _document(name: str, configuration: Configuration, measured: Race, confirming: Evaluator) -> MeasuredConfiguration:
+    """The measurement of an arm of the race, beside the prediction for the prompts that were run, over and over.
 
-
-def _measurement(name: str, configuration: Configuration, measured: Race) -> dict[str, Any]:
-    """The fields of a document on an arm of the race."""
+    Speedups are compared: a machine that has become slower since its cost table was measured is slower with and without a draft.
+    """
     runs = measured.runs[name]
     summary = summarize(name, runs, measured.runs[AR][: len(runs)])
-    return {
-        "configuration": configuration,
-        "speedup": summary.speedup,
-        "ci95": summary.ci95,
-        "num_runs": len(runs),
-        "is_eliminated": name not in {*measured.remaining, *measured.remaining_defaults},
-    }
+    predicted, interval90 = None, None
+    if confirming.can_replay(configuration):
+        order = np.arange(len(runs)) % len(confirming.tasks)
+        predicted_ms = confirming.replay(configuration).decode_ms
+        predicted = float(confirming.ar_ms[order].sum() / predicted_ms[order].sum())
+        low, high = speedup_interval(confirming, configuration)
+        scale = predicted / confirming.evaluate(configuration).speedup  # to the prompts that were run
+        interval90 = low * scale, high * scale
+    return MeasuredConfiguration(
+        name=name,
+        configuration=configuration,
+        speedup=summary.speedup,
+        ci95=summary.ci95,
+        num_runs=len(runs),
+        is_eliminated=name not in {*measured.remaining, *measured.remaining_defaults},
+        predicted_speedup=predicted,
+        interval90=interval90,
+    )
 
 
-def _prediction(evaluator: Evaluator, configuration: Configuration, num_runs: int) -> tuple[float, tuple[float, float]]:
-    """Predicted speedup on the prompts that were run, over and over, and its 90 % interval.
-
-    It is compared with the measured speedup: a machine that has become slower since its cost table was measured is slower with
-    and without a draft.
-    """
-    order = np.arange(num_runs) % len(evaluator.tasks)
-    predicted_ms = evaluator.replay(configuration).decode_ms
-    predicted = float(evaluator.ar_ms[order].sum() / predicted_ms[order].sum())
-    low, high = speedup_interval(evaluator, configuration)
-    scale = predicted / evaluator.evaluate(configuration).speedup  # to the prompts that were run
-    return predicted, (low * scale, high * scale)
-
-
-def estimated_speedup(finalist: Finalist, evaluator: Evaluator) -> float:
+def estimated_speedup(finalist: MeasuredConfiguration, evaluator: Evaluator) -> float:
     """Speedup of a finalist on the evaluator's prompts: the predicted one, times measured over predicted speedup on the prompts
     that were run (a ratio estimator). Few prompts are run, and they differ more than the predictions err.
     """
+    assert finalist.predicted_speedup is not None
     return evaluator.evaluate(finalist.configuration).speedup * finalist.speedup / finalist.predicted_speedup
 
 
@@ -337,7 +297,7 @@ def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
     if not open_finalists:
         return fastest_name
     best = max(estimates[name] for name in open_finalists)
-    tied = [name for name in open_finalists if estimates[name] * MAX_TIE >= best]
+    tied = [name for name in open_finalists if estimates[name] * thresholds.MAX_TIE >= best]
     return min(tied, key=lambda name: _nodes_per_round(finalists[name]))
 
 
@@ -351,25 +311,23 @@ def _nodes_per_round(runs: Sequence[Run]) -> float:
     return sum(run.verified_nodes or 0 for run in runs) / max(1, sum(run.rounds for run in runs))
 
 
-def print_finalists(
-    finalists: Sequence[Finalist], defaults: Sequence[MeasuredDefault], evaluator: Evaluator, console: Console
-) -> None:
-    """Print predicted and measured speedups, and the configurations below the table."""
-    arms: dict[str, MeasuredConfiguration] = dict(zip(NAMES, finalists, strict=False))
-    arms |= {default.name: default for default in defaults}
-    rows = []
-    for name, measured in arms.items():
+def print_finalists(documents: Mapping[str, MeasuredConfiguration], console: Console) -> None:
+    """Print predicted and measured speedups of finalists and defaults, and the configurations below the table."""
+    letters, rows, labels = iter(NAMES), [], {}
+    for name, measured in documents.items():
         prediction = ["-", "-", "-"]
-        if evaluator.can_replay(measured.configuration):
-            predicted, (low, high) = _prediction(evaluator, measured.configuration, measured.num_runs)
+        if measured.predicted_speedup is not None and measured.interval90 is not None:
+            predicted, (low, high) = measured.predicted_speedup, measured.interval90
             error = f"{100 * (predicted / measured.speedup - 1):+.1f} %"
             prediction = [f"{predicted:.2f}x", f"{low:.2f}-{high:.2f}", error]
         measurement = [f"{measured.speedup:.2f}x", f"{measured.ci95[0]:.2f}-{measured.ci95[1]:.2f}"]
         num_runs = f"{measured.num_runs}" + (", eliminated" if measured.is_eliminated else "")
-        rows.append([name, *prediction[:2], *measurement, prediction[2], num_runs])
+        row = next(letters) if name.startswith("finalist ") else name
+        rows.append([row, *prediction[:2], *measurement, prediction[2], num_runs])
+        labels[row] = measured.configuration.label
     columns = ["finalist or default", "predicted", "90 % interval", "measured", "95 % CI", "prediction error", "runs"]
     console.table("Finalists and published defaults on tuning prompts", columns, rows)
-    print_labels({name: measured.configuration.label for name, measured in arms.items()}, console)
+    print_labels(labels, console)
 
 
 def print_labels(labels: Mapping[str, str], console: Console) -> None:

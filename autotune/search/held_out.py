@@ -1,18 +1,14 @@
-"""Evaluation on held-out prompts, where the profile runs next to plain decoding, Hugging Face and the best published defaults,
-and the evidence that the profile gets from it.
-"""
+"""The evaluation on held-out prompts: what its runs say, and the evidence that the profile gets from it."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 from autotune.console import Console
-from autotune.documents.configuration import Configuration, configuration_of
+from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import (
     AR,
     HF,
@@ -26,19 +22,13 @@ from autotune.documents.decoding_profile import (
     Shrinkage,
 )
 from autotune.documents.run import Run, prompt_evidence
-from autotune.evaluation.arms import DecoderArm, HuggingFaceArm
+from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.divergence import divergences_from_plain
-from autotune.evaluation.race import race
 from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.summary import Summary, ms_per_token, summarize
-from autotune.prediction.draws import time_draws
-from autotune.prediction.evaluator import Evaluator
-from autotune.runtime.load import decoder_for
-from autotune.search.finalists import block_s, print_labels
-from autotune.search.model_pool import ModelPool
-from autotune.search.thresholds import CONFIDENCE, EXAMINATION_SHARE, HELD_OUT_PROMPTS, MIN_PROMPTS, RISK
+from autotune.evaluation.summary import Summary, summarize
+from autotune.search.finalists import print_labels
 from autotune.search.tuning_prompts import TuningPrompts
-from autotune.study.document import RUNS
+from autotune.study.document import MeasuredConfiguration
 from autotune.workloads.workload import Workload
 
 D = TypeVar("D", ComparedArm, Measured)
@@ -55,7 +45,7 @@ class Evaluation:
     """Runs by arm name, the profile last."""
     configurations: Mapping[str, Configuration | None]
     """The configuration of every arm, the last operating point for the profile; None for arms without one."""
-    predicted: Mapping[str, float]
+    predicted: Mapping[str, float | None]
     """Speedups of the arms that can be replayed. A profile of several operating points has none."""
     best_default: str | None
     """The default that was fastest."""
@@ -83,89 +73,6 @@ class Evaluation:
         return gains
 
 
-def evaluate_profile(
-    profile: DecodingProfile,
-    defaults: Mapping[str, Configuration],
-    model_pool: ModelPool,
-    evaluator: Evaluator,
-    workload: Workload,
-    folder: Path,
-    console: Console,
-    *,
-    kept_prompts: int,
-    seed: int,
-    deadline: float,
-) -> Evaluation:
-    """Run the profile, plain decoding, Hugging Face and the defaults on held-out prompts until the deadline.
-
-    Args:
-        defaults: published defaults that may be the best one, the most probable one first. Others are not run where replay
-            says, in nine of ten draws, that the profile is faster; they leave when they are significantly slower than the fastest.
-            One that is the profile's only point has the runs of the profile.
-        kept_prompts: run by the profile and plain decoding, if need be without the defaults, as far as the deadline allows.
-        deadline: of ``time.monotonic``. No prompt but the first two is begun that is expected to end later.
-    """
-    decoder = decoder_for(
-        profile,
-        model_pool.target,
-        lambda choice: model_pool.draft(choice.id, choice.subnet),
-        processor=model_pool.processor,
-    )
-    points = [point.model_dump(mode="json") for point in profile.points]
-    runner = ArmRunner(
-        decoder,
-        model_pool.processor,
-        ledger=folder / RUNS,
-        context=[model_pool.key, profile.threads, profile.prefill_threads, points],
-        draft_of=model_pool.draft_of,
-    )
-    runner.limit = deadline
-    last = configuration_of(profile.point)
-    tuned_to = {n for n, d in defaults.items() if last is not None and len(points) == 1 and d.key == last.key}
-    if last is not None and evaluator.can_replay(last):
-        defaults = {
-            name: default
-            for number, (name, default) in enumerate(defaults.items())
-            if number == 0 or not evaluator.can_replay(default) or not _is_slower(default, last, evaluator)
-        }
-    tuned = DecoderArm(TUNED, decoder, key=last.key if last else TUNED)
-    others = [runner.arm(name, default) for name, default in defaults.items() if name not in tuned_to]
-    whole_s = block_s([*([last] if last else []), *defaults.values()], evaluator, HELD_OUT_PROMPTS)
-    may_differ = not model_pool.target.text.is_exact
-    examination_s = may_differ * EXAMINATION_SHARE * max(0.0, deadline - time.monotonic())
-    with console.stage("evaluation, measured") as update:
-        measured = race(
-            runner,
-            [],
-            workload,
-            always=[runner.plain, tuned],
-            briefly=[HuggingFaceArm(HF, decoder.target.model, threads=decoder.threads)],
-            defaults=others,
-            risk=RISK,
-            prompts_per_block=HELD_OUT_PROMPTS if 3 * whole_s <= deadline - time.monotonic() else MIN_PROMPTS,
-            min_prompts=MIN_PROMPTS,
-            kept_prompts=kept_prompts,
-            ends=lambda _: False,
-            seed=seed,
-            deadline=deadline - examination_s,
-            report=lambda done, of: update(done, of, ""),
-        )
-    differences = differences_of(tuned, runner, workload, measured.runs, deadline)
-    runs = measured.runs | {name: measured.runs[TUNED] for name in tuned_to}
-    remaining = [*measured.remaining_defaults, *tuned_to]
-    configurations = {AR: None, HF: None, **defaults, TUNED: last}
-    replayable = {name: c for name, c in configurations.items() if c is not None and evaluator.can_replay(c)}
-    if len(profile.points) > 1:
-        replayable.pop(TUNED, None)
-    return Evaluation(
-        runs={name: runs[name] for name in configurations},
-        configurations=configurations,
-        predicted={name: evaluator.evaluate(configuration).speedup for name, configuration in replayable.items()},
-        best_default=min(remaining, key=lambda name: ms_per_token(runs[name]), default=None),
-        differences=differences,
-    )
-
-
 def differences_of(
     tuned: DecoderArm, runner: ArmRunner, workload: Workload, runs: Mapping[str, Sequence[Run]], deadline: float
 ) -> Differences:
@@ -179,19 +86,13 @@ def differences_of(
     return Differences(rounding=len(found) - len(other), other=other, unexamined=num - len(found))
 
 
-def _is_slower(configuration: Configuration, than: Configuration, evaluator: Evaluator) -> bool:
-    """Whether replay says so in ``CONFIDENCE`` of the draws."""
-    ms, than_ms = time_draws(evaluator, [configuration, than])
-    return bool((ms > than_ms).mean() > CONFIDENCE)
-
-
 def print_evaluation(evaluation: Evaluation, num_points: int, console: Console) -> None:
     """Print every arm's figures, the configurations below the table, and what tuning gained, by task."""
     summaries, plain = evaluation.summaries, evaluation.summaries[AR]
     rows = [
         [
             name,
-            f"{evaluation.predicted[name]:.2f}x" if name in evaluation.predicted else "-",
+            "-" if (predicted := evaluation.predicted.get(name)) is None else f"{predicted:.2f}x",
             f"{summary.speedup:.2f}x",
             f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}",
             f"{summary.tokens_per_round:.2f}" if summary.tokens_per_round else "-",
@@ -239,7 +140,7 @@ def _print_gains(gains: Sequence[Gain], best_default: str | None, console: Conso
 
 
 def with_evidence(
-    profile: DecodingProfile, evaluation: Evaluation, shrinkage: Shrinkage | None, plain_point: OperatingPoint
+    profile: DecodingProfile, evaluation: Evaluation, shrinkage: Shrinkage, plain_point: OperatingPoint
 ) -> DecodingProfile:
     """The profile with its measured points and its evidence; it decodes plainly, by ``plain_point``, where that is faster."""
     runs, summaries = evaluation.runs, evaluation.summaries
@@ -276,25 +177,17 @@ def with_evidence(
 
 
 def shrinkage_of(
-    winner: Configuration,
-    measured_on_confirming: float,
-    evaluation: Evaluation,
-    num_points: int,
-    prompts: TuningPrompts,
+    winner: MeasuredConfiguration, evaluation: Evaluation, num_points: int, prompts: TuningPrompts
 ) -> Shrinkage:
     """How the speedup of the winner, the last of ``num_points`` operating points, shrank from the prompts that chose it to those
-    that did not. ``measured_on_confirming`` is its speedup in the race of finalists.
+    that did not.
     """
-    choosing, confirming = (
-        evaluator.evaluate(winner).speedup if evaluator.can_replay(winner) else None
-        for evaluator in (prompts.choosing, prompts.confirming)
-    )
     pairs = list(zip(evaluation.runs[TUNED], evaluation.runs[AR], strict=True))
     winner_pairs = [pair for pair in pairs if pair[0].point == num_points - 1]  # without the prompts of other points
     return Shrinkage(
-        predicted_on_choosing=choosing,
-        predicted_on_confirming=confirming,
-        measured_on_confirming=measured_on_confirming,
+        predicted_on_choosing=prompts.choosing.speedup(winner.configuration),
+        predicted_on_confirming=prompts.confirming.speedup(winner.configuration),
+        measured_on_confirming=winner.speedup,
         measured_on_held_out=summarize(TUNED, *map(list, zip(*(winner_pairs or pairs), strict=True))).speedup,
     )
 

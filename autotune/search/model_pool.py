@@ -92,7 +92,7 @@ class ModelPool:
 
     @contextmanager
     def worker_pool(
-        self, jobs: int | None, task: Callable[..., None], *arguments: Any, deadline: float | None = None
+        self, jobs: int | None, task: Callable[..., None], *arguments: Any, deadline: float
     ) -> Iterator[WorkerPool]:
         """A pool of workers that load the same models and run ``task(model_pool, rank, *arguments)`` until ``deadline``, ``jobs``
         processes in all (None: one per core), which share torch's threads.

@@ -1,4 +1,4 @@
-"""Proposes operating points from replay: conditions under which another candidate than the winner is faster.
+"""Operating points from replay: conditions under which another configuration than the common one is faster.
 
 With many configurations and few requests, the best configuration is partly the best by
 chance. A group of requests therefore gets its own point only if the configuration chosen on one half of the group beats the
@@ -17,17 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.documents.condition import Condition, Range
-from autotune.prediction.evaluator import Candidate, Evaluator
-from autotune.search.thresholds import (
-    LENGTH_QUANTILES,
-    MIN_GAIN,
-    MIN_REQUESTS,
-    NUM_SPLITS,
-    POINT_RISK,
-    WORKLOAD_ADVANTAGE,
-)
+from autotune.search import thresholds
 from autotune.trees.limits import Floats, Ints
-from autotune.workloads.workload import Workload
 
 Flags = NDArray[np.bool_]
 
@@ -70,7 +61,7 @@ def by_image(has_image: Sequence[bool] | Flags) -> Grouping:
 def by_prompt_tokens(lengths: Sequence[int] | Ints) -> list[Grouping]:
     """Short and long prompts, with the boundary at each of ``LENGTH_QUANTILES``."""
     tokens = np.array(lengths)
-    quantiles = {int(np.quantile(tokens, share, method="lower")) for share in LENGTH_QUANTILES}
+    quantiles = {int(np.quantile(tokens, share, method="lower")) for share in thresholds.LENGTH_QUANTILES}
     return [
         (
             Group(Condition(prompt_tokens=Range(max=longest)), tokens <= longest),
@@ -107,60 +98,39 @@ def choose_points(ms: Floats, groupings: Sequence[Grouping], common: int, *, see
     common_point = Proposal(Condition(), common, 0.0)
     best = dict.fromkeys((False, True), ([common_point], 0.0))  # points and saved ms, by whether requests need tags
     sizes = [int(group.is_member.sum()) for grouping in groupings for group in grouping]
-    num_tried = max(1, sum(size >= MIN_REQUESTS for size in sizes))
-    min_deviations = NormalDist().inv_cdf(1 - POINT_RISK / num_tried)
+    num_tried = max(1, sum(size >= thresholds.MIN_REQUESTS for size in sizes))
+    min_deviations = NormalDist().inv_cdf(1 - thresholds.POINT_RISK / num_tried)
     for grouping in groupings:
         points, saved_ms = [], 0.0
         for group in grouping:
             members = np.flatnonzero(group.is_member)
             total_ms = float(ms[common, members].sum())
-            if len(members) < MIN_REQUESTS or total_ms == 0.0:
+            if len(members) < thresholds.MIN_REQUESTS or total_ms == 0.0:
                 continue
             gain, deviation = _gain(ms, members, common, seed)
-            if gain >= MIN_GAIN and gain > min_deviations * deviation:
+            if gain >= thresholds.MIN_GAIN and gain > min_deviations * deviation:
                 points.append(Proposal(group.condition, _fastest(ms, members), gain))
                 saved_ms += gain * total_ms
         needs_tags = any(group.condition.workload is not None for group in grouping)
         if saved_ms > best[needs_tags][1]:
             best[needs_tags] = [*points, common_point], saved_ms
     (seen, seen_ms), (tagged, tagged_ms) = best[False], best[True]
-    return tagged if tagged_ms > WORKLOAD_ADVANTAGE * seen_ms else seen
+    return tagged if tagged_ms > thresholds.WORKLOAD_ADVANTAGE * seen_ms else seen
 
 
 def _gain(ms: Floats, members: Ints, common: int, seed: int) -> tuple[float, float]:
     """Share of the members' decoding time that their own configuration saves, and its standard deviation."""
     rng = np.random.default_rng(seed)
-    gains = np.zeros(NUM_SPLITS)
-    for split in range(NUM_SPLITS):
+    gains = np.zeros(thresholds.NUM_SPLITS)
+    for split in range(thresholds.NUM_SPLITS):
         order = rng.permutation(members)
         choosing, held_out = order[: len(order) // 2], order[len(order) // 2 :]
         own_ms = ms[_fastest(ms, choosing), held_out]
         gains[split] = 1 - own_ms.sum() / max(ms[common, held_out].sum(), 1e-9)
     # Nadeau and Bengio: with halves of equal size, (1 / splits + 1) times the sample variance.
-    return float(gains.mean()), float(gains.std(ddof=1)) * (1 / NUM_SPLITS + 1) ** 0.5
+    return float(gains.mean()), float(gains.std(ddof=1)) * (1 / thresholds.NUM_SPLITS + 1) ** 0.5
 
 
 def _fastest(ms: Floats, requests: Ints) -> int:
     """The configuration with the least total time; the first of equally fast ones."""
     return int(ms[:, requests].sum(1).argmin())
-
-
-def propose_points(
-    candidates: Sequence[Candidate], evaluator: Evaluator, tune: Workload, *, seed: int
-) -> list[tuple[Condition, Candidate]]:
-    """Conditions under which another candidate is predicted to be faster than the first one, which comes last; ``tune`` has the
-    recorded prompts.
-    """
-    trace = next(iter(evaluator.traces.values()))
-    points = choose_points(
-        evaluator.prompt_ms([candidate.configuration for candidate in candidates]),
-        [
-            by_workload(evaluator.tasks),
-            by_temperature([prompt.settings.temperature or 0.0 for prompt in tune.prompts]),
-            by_image(trace.num_visual_tokens > 0),
-            *by_prompt_tokens(trace.prompt_length),
-        ],
-        common=0,
-        seed=seed,
-    )
-    return [(point.condition, candidates[point.configuration]) for point in points]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from typing import Any, Literal
 
 from autotune.acceptance.trace import ForestBounds, Trace, bounds_for
@@ -32,12 +31,12 @@ from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.thresholds import ANSWERS_SHARE, CONFIRMING, MIN_TREE_SEARCH_S, STAGES
 from autotune.search.traces import print_agreement, record_traces
-from autotune.search.tree_search import TreeSearchResult, print_calibrations, search_trees
+from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, StudyDraft
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record
-from autotune.trees.policy import POLICIES, compile_steps
+from autotune.trees.policy import compile_steps
 from autotune.workloads.workload import Workload, load_workload
 
 
@@ -90,15 +89,8 @@ class _SearchRun:
         loading, thread = time.monotonic(), ThreadPoolExecutor(1)
         compiled = thread.submit(compile_steps)
         thread.shutdown(wait=False)  # an error of a model is not kept waiting
-        self.model_pool = ModelPool(
-            settings.target,
-            settings.drafts,
-            self.device or "cpu",
-            settings.capture_sizes,
-            settings.mode if self.device else EAGER,
-            settings.dtype,
-            console=console,
-        )
+        execution = settings.capture_sizes, settings.mode if self.device else EAGER, settings.dtype
+        self.model_pool = ModelPool(settings.target, settings.drafts, self.device or "cpu", *execution, console=console)
         compiled.result()
         self.loading_s = time.monotonic() - loading
         if settings.heads is not None or settings.injection_layer is not None:
@@ -111,7 +103,7 @@ class _SearchRun:
         name = settings.study or f"{settings.target.replace('/', '-')}-{self.model_pool.key}"
         self.folder = settings.folder / name
         self.ledger = shared_ledger or Ledger(self.folder / LEDGER)
-        self.study: StudyDocument | None = None
+        self.study: dict[str, Any] = {}  # of the study document, once the cost table is there
         console.say(f"target {settings.target}, draft {', '.join(settings.drafts)}, workload {settings.workload}")
         console.say(f"study in {self.folder}")
 
@@ -127,10 +119,9 @@ class _SearchRun:
         started = time.monotonic()
         yield
         self.stage_seconds[name] = time.monotonic() - started
-        if self.study is not None:
-            update = {"records": self.ledger.used_keys, "stage_seconds": self.stage_seconds}
-            self.study = self.study.model_copy(update=update)
-            self.study.save(self.folder / STUDY)
+        if self.study:
+            document = StudyDocument(**self.study, records=self.ledger.used_keys, stage_seconds=self.stage_seconds)
+            document.save(self.folder / STUDY)
 
     def begin(self) -> None:
         """Wait as the settings say, before anything is timed on this device, and begin the budget."""
@@ -165,7 +156,7 @@ class _SearchRun:
         self.clock.set_share("screening", self.plan.screening_share)
         self.clock.kept_s = self.plan.kept_s
         limit = self.plan.max_new_tokens
-        self.evaluate = self.evaluate.cut(self.plan.num_evaluate_prompts, limit)
+        self.evaluate = self.evaluate.cut(len(self.evaluate.prompts), limit)
         tune, recorder = self.tune.cut(self.plan.num_tune_prompts, limit), pool.recorder(self.folder)
         if any(prompt.earlier for prompt in tune.prompts):  # held-out turns follow their answers where they are run
             now = time.monotonic()
@@ -188,7 +179,7 @@ class _SearchRun:
             table = local_table(
                 self.model_pool, priced, self.tune, self.folder, self.ledger, self.console, time_limit_s=limit_s
             )
-        self.study = StudyDocument(
+        self.study = dict(
             provenance=stamp(),
             command=settings.command,
             target=self.model_pool.target_reference,
@@ -232,48 +223,35 @@ class _SearchRun:
 
     def record(self, variants: Sequence[DraftVariant]) -> list[Trace]:
         """Traces of the variants on the tuning prompts that are recorded in time."""
-        record = partial(
-            record_traces,
-            self.model_pool,
-            variants,
-            folder=self.folder,
-            console=self.console,
-            bounds=self.bounds,
-            jobs=self.settings.jobs,
-        )
-        traces = record(
-            self.tune,
-            deadline=self.clock.deadline_of("traces"),
-            limit=self.clock.limit_of("traces"),
-            answer_s=self.plan.rates.answer_s(max(prompt.settings.max_new_tokens for prompt in self.tune.prompts)),
-        )
+
+        def record(**times: Any) -> list[Trace]:
+            given = self.model_pool, variants, self.tune, self.folder, self.console
+            return record_traces(*given, bounds=self.bounds, jobs=self.settings.jobs, **times)
+
+        deadline, limit = self.clock.deadline_of("traces"), self.clock.limit_of("traces")
+        longest = max(prompt.settings.max_new_tokens for prompt in self.tune.prompts)
+        traces = record(deadline=deadline, limit=limit, answer_s=self.plan.rates.answer_s(longest))
         documents = [self.model_pool.key, _described(variants), self.tune.sha256, self.bounds.model_dump()]
         num_prompts = self.shared_decision(
             "num_prompts", [*documents, self.settings.budget_s], lambda: traces[0].num_prompts
         )
         self.tune = self.tune.cut(num_prompts)
         if traces[0].num_prompts != num_prompts:  # another worker or run had time for more or fewer
-            traces = record(self.tune)
-        assert self.study is not None
-        self.study = self.study.model_copy(update={"tune_sha256": self.tune.sha256})
+            traces = record()
+        self.study["tune_sha256"] = self.tune.sha256
         print_agreement(traces, self.console)
         return traces
 
     def search_trees(self, evaluator: Evaluator) -> TreeSearchResult:
         """The fastest configurations by replay of the choosing prompts."""
+        table, bounds = evaluator.table.content_hash, self.bounds.model_dump()
         with self.console.stage("tree search") as update:
             result = search_trees(
                 evaluator,
                 self.space,
                 self.ledger,
                 num_trials=self.settings.num_trials,
-                documents=[
-                    self.model_pool.key,
-                    self.tune.sha256,
-                    CONFIRMING,
-                    evaluator.table.content_hash,
-                    self.bounds.model_dump(),
-                ],
+                documents=[self.model_pool.key, self.tune.sha256, CONFIRMING, table, bounds],
                 seed=self.settings.seed,
                 deadline=max(self.clock.deadline_of("tree search"), time.monotonic() + MIN_TREE_SEARCH_S),
                 report=update,
@@ -281,26 +259,14 @@ class _SearchRun:
         self.console.say(
             f"{result.num_replayed:,} configurations replayed; plain decoding: {evaluator.ar_ms_per_token:.2f} ms/token"
         )
-        if any(POLICIES[name].needs_prices for name in self.space.trees):
-            print_calibrations(evaluator, self.console)
-        assert self.study is not None
-        self.study = self.study.model_copy(update={"optuna_study": result.optuna_study})
+        self.study["optuna_study"] = result.optuna_study
         return result
 
     def select_profile(self, prompts: TuningPrompts, trees: TreeSearchResult) -> DecodingProfile:
         """Measure finalists, operating points and the profile; on another device, predict them."""
-        settings, table = self.settings, prompts.full.table
-        assert self.study is not None
+        settings, pool, plan = self.settings, self.model_pool, self.plan
         selection = ProfileSelection(
-            trees,
-            self.model_pool,
-            prompts,
-            self.folder,
-            self.evaluate,
-            settings.seed,
-            self.plan.kept_prompts,
-            self.clock,
-            self.console,
+            trees, pool, prompts, self.folder, self.evaluate, settings.seed, plan.kept_prompts, self.clock, self.console
         )
         if self.device is None:
             profile = selection.predicted_profile()
@@ -308,20 +274,16 @@ class _SearchRun:
             profile = selection.measured_profile()
         else:  # one worker measures for all of them
             fastest = trees.fastest[0].key
-            key = content_key(
-                ["profile", fastest, self.evaluate.sha256, settings.budget_s, settings.seed, table.content_hash]
-            )
+            table = prompts.full.table.content_hash
+            key = content_key(["profile", fastest, self.evaluate.sha256, settings.budget_s, settings.seed, table])
             units = {key: lambda: selection.measured_profile().model_dump(mode="json")}
             profile = DecodingProfile.model_validate(self.ledger.work("profile", units)[key], strict=False)
         if (finalists := selection.finalists) is not None:
-            finalists.table.save(self.folder / f"{finalists.table.content_hash}.cost.json")
-            update = {
-                "finalists": finalists.finalists,
-                "defaults": finalists.defaults,
-                "cost_table": finalists.table.content_hash,
-            }
-            self.study = self.study.model_copy(update=update)
-        limit = self.plan.max_new_tokens or settings.max_new_tokens
+            updated = finalists.prompts.full.table
+            updated.save(self.folder / f"{updated.content_hash}.cost.json")
+            results = {"finalists": finalists.finalists, "defaults": finalists.defaults}
+            self.study |= {**results, "cost_table": updated.content_hash}
+        limit = plan.max_new_tokens or settings.max_new_tokens
         workload = profile.workload.model_copy(update={"max_new_tokens": limit, "temperature": settings.temperature})
         return profile.model_copy(update={"workload": workload})
 

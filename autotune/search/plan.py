@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
-from pydantic import Field
 
 from autotune.errors import UserError
 from autotune.evaluation.arms import WARM_UP_S
@@ -140,16 +139,15 @@ class Plan(Document):
     """The budget."""
     rates: Rates
     num_tune_prompts: int
-    num_evaluate_prompts: int
     max_new_tokens: int | None
     """Limit of every answer; None: the workload's own limits."""
     full_s: float
     """Estimated duration of a search that cuts nothing, in seconds."""
-    kept_s: dict[str, float] = Field(default_factory=dict)
+    kept_s: dict[str, float]
     """Time that earlier stages leave to each stage, in seconds."""
-    kept_prompts: KeptPrompts = KEPT_PROMPTS[-1]
+    kept_prompts: KeptPrompts
     """Held-out prompts, prompts of finalists, finalists and published defaults in that time."""
-    screening_share: float = STAGES["screening"]
+    screening_share: float
     """Share of the time that is not kept, in which subnets are screened."""
 
     def table_limit_s(self, limit_s: float) -> float:
@@ -216,7 +214,6 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
         seconds=seconds,
         rates=rates,
         num_tune_prompts=min(num_prompts, max(MIN_TRACED_PROMPTS, num_tried)),
-        num_evaluate_prompts=size.num_evaluate_prompts,
         max_new_tokens=None if limit == longest else limit,
         full_s=spent_s + size.full_s(rates),
         kept_s=kept_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,9 @@ from autotune.contention_monitor import ContentionMonitor
 from autotune.documents.condition import Condition, RequestProperties, first_match
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import (
+    AR,
+    HF,
+    TUNED,
     DecodingProfile,
     DraftChoice,
     Evidence,
@@ -24,24 +27,34 @@ from autotune.documents.decoding_profile import (
 )
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
-from autotune.documents.run import Run
-from autotune.evaluation.arms import Arm
+from autotune.evaluation.arms import DecoderArm, HuggingFaceArm
 from autotune.evaluation.race import race
-from autotune.evaluation.summary import speedup
+from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.summary import ms_per_token, speedup
+from autotune.prediction.draws import time_draws
 from autotune.prediction.evaluator import Candidate, Evaluator
+from autotune.runtime.load import decoder_for
+from autotune.search import thresholds
 from autotune.search.finalists import (
     MeasuredFinalists,
+    block_s,
     choose_finalists,
     confirmable,
     measure_finalists,
     print_labels,
     published_defaults,
 )
-from autotune.search.held_out import evaluate_profile, print_evaluation, print_shrinkage, shrinkage_of, with_evidence
+from autotune.search.held_out import (
+    Evaluation,
+    differences_of,
+    print_evaluation,
+    print_shrinkage,
+    shrinkage_of,
+    with_evidence,
+)
 from autotune.search.model_pool import ModelPool
-from autotune.search.operating_points import propose_points
+from autotune.search.operating_points import by_image, by_prompt_tokens, by_temperature, by_workload, choose_points
 from autotune.search.plan import KeptPrompts, StageClock
-from autotune.search.thresholds import MAX_HELD_OUT_DEFAULTS, MIN_GAIN, MIN_PROMPTS, NUM_POINT_CANDIDATES, RISK, ROUNDS
 from autotune.search.tree_search import TreeSearchResult
 from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
 from autotune.study.document import RUNS
@@ -86,12 +99,12 @@ class ProfileSelection:
     def measured_profile(self) -> DecodingProfile:
         """The profile for this device, with measurements on held-out prompts."""
         monitor = ContentionMonitor(str(self.model_pool.target.device))
-        self.finalists = finalists = self.measure_finalists(self.candidates(ROUNDS[0][1]))
-        self.prompts = self.prompts.with_table(finalists.table)  # points and predictions use the updated prices
-        self.evaluator = self.prompts.full
-        points = [(Condition(), finalists.winner)]
-        if self.evaluator.can_replay(finalists.winner):
-            *proposed, _ = self.points(self.evaluator.evaluate(finalists.winner))
+        self.finalists = finalists = self.measure_finalists(self.candidates(thresholds.ROUNDS[0][1]))
+        self.prompts = finalists.prompts  # points and predictions use the updated prices
+        self.evaluator, winner = self.prompts.full, finalists.winner.configuration
+        points = [(Condition(), winner)]
+        if self.evaluator.can_replay(winner):
+            *proposed, _ = self.points(self.evaluator.evaluate(winner))
             points = [*self.confirmed(proposed, finalists), *points]
         profile = self.evaluated(self.profile_of(self.model_pool.device, points), finalists)
         contention = monitor.contention()
@@ -111,7 +124,7 @@ class ProfileSelection:
             self.runner,
             self.prompts,
             self.console,
-            all_candidates=[*self.trees.fastest, *itertools.chain(*self.trees.fastest_by_task.values())],
+            all_candidates=[*self.trees.fastest, *self.trees.fastest_of_tasks],
             least=self.kept_prompts[1:],
             seed=self.seed,
             deadline=self.clock.deadline_of("finalists"),
@@ -119,16 +132,26 @@ class ProfileSelection:
 
     def points(self, winner: Candidate) -> list[tuple[Condition, Candidate]]:
         """Conditions under which another candidate is predicted to be faster than the winner, which is last."""
-        fastest = [*self.trees.fastest[:NUM_POINT_CANDIDATES], *itertools.chain(*self.trees.fastest_by_task.values())]
+        fastest = [*self.trees.fastest[: thresholds.NUM_POINT_CANDIDATES], *self.trees.fastest_of_tasks]
         candidates = list({candidate.key: candidate for candidate in [winner, *fastest]}.values())
-        return propose_points(candidates, self.evaluator, self.prompts.workload, seed=self.seed)
+        requests = self._requests()
+        groupings = [
+            by_workload(self.evaluator.tasks),
+            by_temperature([request["temperature"] for request in requests]),
+            by_image([request["has_image"] for request in requests]),
+            *by_prompt_tokens([request["prompt_tokens"] for request in requests]),
+        ]
+        ms = self.evaluator.prompt_ms([candidate.configuration for candidate in candidates])
+        points = choose_points(ms, groupings, common=0, seed=self.seed)
+        return [(point.condition, candidates[point.configuration]) for point in points]
 
     def confirmed(
         self, points: Sequence[tuple[Condition, Candidate]], finalists: MeasuredFinalists
     ) -> list[tuple[Condition, Configuration]]:
         """The points that beat the winner and the best published default on the tuning prompts that meet their conditions."""
         deadline = self.clock.deadline_of("operating points")
-        rivals = dict(zip(("winner", "default"), [finalists.winner, *finalists.best_defaults.values()], strict=False))
+        best = [finalists.winner.configuration, *finalists.best_defaults.values()]
+        rivals = dict(zip(("winner", "default"), best, strict=False))
         kept: list[tuple[Condition, Configuration]] = []
         rows: list[list[str]] = []
         labels: dict[str, str] = {}
@@ -137,15 +160,27 @@ class ProfileSelection:
             if candidate.key in {rival.key for rival in rivals.values()}:
                 continue
             arms = [self.runner.arm(name, c) for name, c in {**rivals, POINT: candidate}.items()]
-            if time.monotonic() + MIN_PROMPTS * self.runner.prompt_s(arms) > deadline:
+            if time.monotonic() + thresholds.MIN_PROMPTS * self.runner.prompt_s(arms) > deadline:
                 self.console.say(
                     f"{len(points) - number} operating points were not confirmed in their share of the budget"
                 )
                 break
-            runs = self._point_runs(condition, arms, deadline)
+            requests = zip(self.prompts.workload.prompts, self._requests(), strict=True)
+            prompts = tuple(prompt for prompt, request in requests if condition.matches(**request))
+            runs = race(  # until the difference of the point to the others is significant or the time is over
+                self.runner,
+                arms,
+                replace(self.prompts.workload, prompts=prompts),
+                risk=thresholds.RISK,
+                prompts_per_block=thresholds.MIN_PROMPTS,
+                min_prompts=thresholds.MIN_PROMPTS,
+                ends=lambda leaders: POINT not in leaders or len(leaders) == 1,
+                seed=self.seed,
+                deadline=deadline,
+            ).runs
             # An arm that left before the others has fewer runs.
             ratios = {name: speedup(runs[name], runs[POINT][: len(runs[name])]) for name in rivals}
-            is_faster = max(ratios.values()) <= 1 - MIN_GAIN
+            is_faster = max(ratios.values()) <= 1 - thresholds.MIN_GAIN
             name = f"{len(rows) + 1}"
             labels[name] = f"{condition.label}: {candidate.label}"
             cells = [f"{ratios[rival]:.2f}" if rival in ratios else "-" for rival in ("winner", "default")]
@@ -158,53 +193,80 @@ class ProfileSelection:
             print_labels(labels, self.console)
         return kept
 
-    def _point_runs(self, condition: Condition, arms: Sequence[Arm], deadline: float) -> Mapping[str, Sequence[Run]]:
-        """Runs of the arms on the tuning prompts that meet a condition, until the difference of the point to the others is
-        significant or the time is over.
-        """
-        tune = self.prompts.workload
-        prompts = tuple(
-            prompt
-            for prompt, request in zip(tune.prompts, self._requests(), strict=True)
-            if condition.matches(**request)
-        )
-        return race(
-            self.runner,
-            arms,
-            Workload(tune.name, tune.split, prompts),
-            risk=RISK,
-            prompts_per_block=MIN_PROMPTS,
-            min_prompts=MIN_PROMPTS,
-            ends=lambda leaders: POINT not in leaders or len(leaders) == 1,
-            seed=self.seed,
-            deadline=deadline,
-        ).runs
-
     def evaluated(self, profile: DecodingProfile, finalists: MeasuredFinalists) -> DecodingProfile:
         """The profile with measurements on the evaluation prompts: its decoder next to the other arms."""
-        evaluation = evaluate_profile(
-            profile,
-            dict(itertools.islice(finalists.best_defaults.items(), MAX_HELD_OUT_DEFAULTS)),
-            self.model_pool,
-            self.evaluator,
-            self.evaluate,
-            self.folder,
-            self.console,
-            kept_prompts=self.kept_prompts[0],
-            seed=self.seed + 1,
-            deadline=self.clock.deadline_of("evaluation"),
-        )
+        best_defaults = dict(itertools.islice(finalists.best_defaults.items(), thresholds.MAX_HELD_OUT_DEFAULTS))
+        evaluation = self.evaluation(profile, best_defaults)
         print_evaluation(evaluation, len(profile.points), self.console)
-        last, shrinkage = configuration_of(profile.point), None
-        if last is not None:
-            shrinkage = shrinkage_of(last, finalists.speedup(last), evaluation, len(profile.points), self.prompts)
-            print_shrinkage(shrinkage, self.prompts, self.console)
+        shrinkage = shrinkage_of(finalists.winner, evaluation, len(profile.points), self.prompts)
+        print_shrinkage(shrinkage, self.prompts, self.console)
         measured_profile = with_evidence(profile, evaluation, shrinkage, self._plain_point())
         if measured_profile.point.draft is None:
             self.console.say(
                 "plain decoding is faster than the tuned configuration: the profile decodes without a draft"
             )
         return measured_profile
+
+    def evaluation(self, profile: DecodingProfile, defaults: Mapping[str, Configuration]) -> Evaluation:
+        """Run the profile, plain decoding, Hugging Face and the defaults on held-out prompts until the end of the stage. The profile and
+        plain decoding run on as many as the plan has kept time for, if need be without the defaults.
+
+        Args:
+            defaults: published defaults that may be the best one, the most probable one first. Others are not run where replay
+                says, in nine of ten draws, that the profile is faster; they leave when they are significantly slower than the
+                fastest. One that is the profile's only point has the runs of the profile.
+        """
+        pool, deadline = self.model_pool, self.clock.deadline_of("evaluation")
+        decoder = decoder_for(profile, pool.target, lambda c: pool.draft(c.id, c.subnet), processor=pool.processor)
+        points = [point.model_dump(mode="json") for point in profile.points]
+        context = [pool.key, profile.threads, profile.prefill_threads, points]
+        runner = ArmRunner(decoder, pool.processor, self.folder / RUNS, context=context, draft_of=pool.draft_of)
+        runner.limit = deadline
+        last = configuration_of(profile.point)
+        assert last is not None, "a profile that decodes plainly has nothing to compare"
+        tuned_to = {name for name, default in defaults.items() if len(points) == 1 and default.key == last.key}
+        if self.evaluator.can_replay(last):
+            defaults = {
+                name: default
+                for number, (name, default) in enumerate(defaults.items())
+                if number == 0
+                or not self.evaluator.can_replay(default)
+                or not _is_slower(default, last, self.evaluator)
+            }
+        tuned = DecoderArm(TUNED, decoder, key=last.key)
+        whole_s = block_s([last, *defaults.values()], self.evaluator, thresholds.HELD_OUT_PROMPTS)
+        may_differ = not pool.target.text.is_exact
+        examination_s = may_differ * thresholds.EXAMINATION_SHARE * max(0.0, deadline - time.monotonic())
+        with self.console.stage("evaluation, measured") as update:
+            measured = race(
+                runner,
+                [],
+                self.evaluate,
+                always=[runner.plain, tuned],
+                briefly=[HuggingFaceArm(HF, decoder.target.model, threads=decoder.threads)],
+                defaults=[runner.arm(name, default) for name, default in defaults.items() if name not in tuned_to],
+                risk=thresholds.RISK,
+                prompts_per_block=thresholds.HELD_OUT_PROMPTS
+                if 3 * whole_s <= deadline - time.monotonic()
+                else thresholds.MIN_PROMPTS,
+                min_prompts=thresholds.MIN_PROMPTS,
+                kept_prompts=self.kept_prompts[0],
+                ends=lambda _: False,
+                seed=self.seed + 1,
+                deadline=deadline - examination_s,
+                report=lambda done, of: update(done, of, ""),
+            )
+        runs = measured.runs | {name: measured.runs[TUNED] for name in tuned_to}
+        remaining = [*measured.remaining_defaults, *tuned_to]
+        configurations = {AR: None, HF: None, **defaults, TUNED: last}
+        replayed = {**defaults, **({TUNED: last} if len(points) == 1 else {})}
+        return Evaluation(
+            runs={name: runs[name] for name in configurations},
+            configurations=configurations,
+            predicted={name: self.evaluator.speedup(configuration) for name, configuration in replayed.items()},
+            best_default=min(remaining, key=lambda name: ms_per_token(runs[name]), default=None),
+            differences=differences_of(tuned, runner, self.evaluate, measured.runs, deadline),
+        )
 
     def profile_of(self, device: Fingerprint, points: Sequence[tuple[Condition, Configuration]]) -> DecodingProfile:
         """A profile of operating points that are not measured; without any, it decodes plainly."""
@@ -241,10 +303,29 @@ class ProfileSelection:
         conditions = [condition for condition, _ in points]
         decoded_by = np.array([first_match(conditions, **request) for request in self._requests()] if points else [])
         made = []
-        for number, (condition, configuration) in enumerate(points):
+        for number, (condition, c) in enumerate(points):
             prompts = np.flatnonzero(decoded_by == number)
             evaluator = self.evaluator.select(prompts) if len(prompts) else self.evaluator
-            made.append(self._point(condition, configuration, evaluator))
+            reference, predicted = self.model_pool.references[c.draft or ""], None
+            if evaluator.can_replay(c):
+                candidate = evaluator.evaluate(c)
+                predicted = Predicted(
+                    speedup=candidate.speedup,
+                    ms_per_token=candidate.ms_per_token,
+                    tokens_per_round=candidate.tokens_per_round,
+                    interval90=speedup_interval(evaluator, c, other_prompts=True),
+                    estimated=evaluator.table.estimated,
+                )
+            kind = self.model_pool.kind(reference.id)
+            point = OperatingPoint(
+                when=condition,
+                draft=DraftChoice(kind=kind, id=reference.id, sha256=reference.sha256, subnet=c.subnet),
+                tree=parse_policy(c.tree),
+                fallback=c.fallback,
+                predicted=predicted,
+                measured=None,
+            )
+            made.append(point)
         return made
 
     def _requests(self) -> list[RequestProperties]:
@@ -261,26 +342,8 @@ class ProfileSelection:
             for prompt, num_tokens, num_visual in sizes
         ]
 
-    def _point(self, condition: Condition, c: Configuration, evaluator: Evaluator) -> OperatingPoint:
-        """An operating point that is not measured yet, with a prediction for the evaluator's prompts."""
-        reference = self.model_pool.references[c.draft or ""]
-        predicted = None
-        if evaluator.can_replay(c):
-            candidate = evaluator.evaluate(c)
-            predicted = Predicted(
-                speedup=candidate.speedup,
-                ms_per_token=candidate.ms_per_token,
-                tokens_per_round=candidate.tokens_per_round,
-                interval90=speedup_interval(evaluator, c, other_prompts=True),
-                estimated=evaluator.table.estimated,
-            )
-        return OperatingPoint(
-            when=condition,
-            draft=DraftChoice(
-                kind=self.model_pool.kind(reference.id), id=reference.id, sha256=reference.sha256, subnet=c.subnet
-            ),
-            tree=parse_policy(c.tree),
-            fallback=c.fallback,
-            predicted=predicted,
-            measured=None,
-        )
+
+def _is_slower(configuration: Configuration, than: Configuration, evaluator: Evaluator) -> bool:
+    """Whether replay says so in ``CONFIDENCE`` of the draws."""
+    ms, than_ms = time_draws(evaluator, [configuration, than])
+    return bool((ms > than_ms).mean() > thresholds.CONFIDENCE)

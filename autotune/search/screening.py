@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
@@ -42,24 +42,7 @@ MAX_TOGETHER = 8  # subnets in a unit of work
 ROUND_SIZE = 4  # units of each process between two rankings
 
 Group = Sequence[DraftVariant]
-
-
-@dataclass(frozen=True)
-class ScreeningWork:
-    """Variants that processes screen together."""
-
-    variants: Sequence[DraftVariant]
-    table: CostTable
-    workload: Workload
-    folder: Path
-    """Keeps the target's answers."""
-    storage: str | Path
-    """The storage of the ledger."""
-    deadline: float | None
-    """A value of ``time.monotonic``."""
-    limit: float | None = None
-    """The same for the whole subnet of every draft, which may pass the deadline."""
-    num_processes: int = 1
+Units = tuple[dict[str, Group], Callable[[Group], Record]]
 
 
 def screen(
@@ -72,48 +55,52 @@ def screen(
     console: Console,
     *,
     jobs: int | None = None,
-    deadline: float | None = None,
-    limit: float | None = None,
+    deadline: float = math.inf,
+    limit: float = math.inf,
 ) -> list[ScreenedSubnet]:
     """Predict the speed of every variant with its best chain; returns the fastest first.
 
     Every variant is a record of the ledger. Where that takes long, ``jobs`` processes share the work (None: one per core).
     No variant is begun that would end after ``deadline``, of ``time.monotonic``; the whole subnet of every draft may end until
-    ``limit`` (None: whenever it ends).
+    ``limit``. The target's answers are kept in ``folder``.
     """
     num_processes = 1 + model_pool.worker_limits(jobs)[0]
-    work = ScreeningWork(variants, table, workload, folder, ledger.storage, deadline, limit, num_processes)
+    given, times = (variants, table, workload, folder), (deadline, limit, num_processes)
     with (
         console.stage("screening") as update,
-        model_pool.worker_pool(jobs, screen_in_worker, work, deadline=deadline) as workers,
+        model_pool.worker_pool(jobs, screen_in_worker, ledger.storage, given, times, deadline=deadline) as workers,
     ):
 
         def report(done: int, of: int) -> None:
             update(done, of, "")
             workers.report(done, of)
 
-        screened = _screen(model_pool, work, ledger, report)
+        screened = _screen(_screening_units(model_pool, *given), ledger, report, *times)
     if len(screened) < len(variants):
         console.say(f"{len(screened)} of {len(variants)} subnets were screened in their share of the budget")
     return screened
 
 
-def screen_in_worker(model_pool: ModelPool, rank: int, work: ScreeningWork) -> None:
+def screen_in_worker(
+    model_pool: ModelPool, rank: int, storage: str | Path, given: tuple[Any, ...], times: tuple[float, float, int]
+) -> None:
     """Screen the variants that no other process screens."""
-    _screen(model_pool, work, Ledger(work.storage), lambda done, of: None)
+    _screen(_screening_units(model_pool, *given), Ledger(storage), lambda done, of: None, *times)
 
 
-def _screen(model_pool: ModelPool, work: ScreeningWork, ledger: Ledger, report: Report) -> list[ScreenedSubnet]:
+def _screen(
+    units: Units, ledger: Ledger, report: Report, deadline: float, limit: float, num_processes: int
+) -> list[ScreenedSubnet]:
     """Make the records of all units, the promising ones first; returns what is known, the fastest first."""
-    waiting, screen_together = _screening_units(model_pool, work)
+    waiting, screen_together = units
     num_units, records = len(waiting), dict[str, Record]()
     whole: dict[str, str] = {}
     for key, group in waiting.items():
         whole.setdefault(group[0][0], key)
     some, *others = whole.values()
-    phases = [([some], None), (others, work.limit), (_coarse(waiting, whole), work.deadline)]
+    phases = [([some], math.inf), (others, limit), (_coarse(waiting, whole), deadline)]
 
-    def screen_groups(chosen: Sequence[str], deadline: float | None) -> bool:
+    def screen_groups(chosen: Sequence[str], deadline: float) -> bool:
         """Whether there was time for all of them."""
         done = num_units - len(waiting)
         units = {key: partial(screen_together, waiting.pop(key)) for key in chosen}
@@ -121,9 +108,9 @@ def _screen(model_pool: ModelPool, work: ScreeningWork, ledger: Ledger, report: 
         records.update(found)
         return len(found) == len(units)
 
-    in_time = [screen_groups(chosen, deadline) for chosen, deadline in phases]
+    in_time = [screen_groups(chosen, until) for chosen, until in phases]
     while waiting and all(in_time):
-        in_time = [screen_groups(_nearest(waiting, _ranked(records), ROUND_SIZE * work.num_processes), work.deadline)]
+        in_time = [screen_groups(_nearest(waiting, _ranked(records), ROUND_SIZE * num_processes), deadline)]
     screen_groups(list(waiting), -math.inf)  # what an earlier run had time for
     return _ranked(records)
 
@@ -164,15 +151,17 @@ def _distance(subnet: Subnet, best: Subnet) -> float:
     return 10.0 * changed + abs(math.log(subnet.visual_keep / best.visual_keep))
 
 
-def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[dict[str, Group], Callable[[Group], Record]]:
+def _screening_units(
+    model_pool: ModelPool, variants: Sequence[DraftVariant], table: CostTable, workload: Workload, folder: Path
+) -> Units:
     """Groups of variants that are recorded together, by a key that contains everything that their record depends on, and the
     function that finds the best chain of each variant of a group.
     """
-    prompts = work.workload.cut(NUM_PROMPTS)
-    recorder = model_pool.recorder(work.folder)
+    prompts = workload.cut(NUM_PROMPTS)
+    recorder = model_pool.recorder(folder)
     layers = {
         layer
-        for draft, subnet in work.variants
+        for draft, subnet in variants
         for layer in (
             model_pool.draft(draft).aux_layers if subnet.injection_layer is None else [subnet.injection_layer]
         )
@@ -188,12 +177,12 @@ def _screening_units(model_pool: ModelPool, work: ScreeningWork) -> tuple[dict[s
             supernet = model_pool.draft(draft, Subnet(vocabulary=subnets[0].vocabulary))
             reference = model_pool.references[draft]
             traces = chain_traces(recorder, supernet, reference, prompts, subnets, BOUNDS)
-        evaluator = Evaluator(traces, work.table, jobs=1)
+        evaluator = Evaluator(traces, table, jobs=1)
         return record_of([_best_chain(evaluator, draft, subnet) for subnet in subnets])
 
-    documents = ["best chains", work.table.content_hash, prompts.sha256, BOUNDS.model_dump()]
+    documents = ["best chains", table.content_hash, prompts.sha256, BOUNDS.model_dump()]
     common = [version_of(DISTRIBUTION), model_pool.key, documents]
-    groups = _recorded_together(model_pool, work.variants)
+    groups = _recorded_together(model_pool, variants)
     return {
         content_key([common, [[draft, subnet.model_dump(mode="json")] for draft, subnet in group]]): group
         for group in groups

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from autotune.acceptance.trace import ForestBounds, Trace, save_trace
 from autotune.console import Console
@@ -22,24 +23,6 @@ from autotune.workloads.workload import Workload
 PROMPTS_AT_ONCE = 2  # between two looks at the clock
 BATCHED_SHARE = 0.4  # of the time of an answer, where it is one of many in a batch
 BATCH_SHARE = 0.25  # largest share of the stage's time for one batch
-
-
-@dataclass(frozen=True)
-class RecordingWork:
-    """Answers and forests that ``num_processes`` processes record together."""
-
-    variants: Sequence[DraftVariant]
-    workload: Workload
-    folder: Path
-    """Keeps the traces."""
-    bounds: ForestBounds
-    num_processes: int = 1
-    answers_at_once: int = ANSWERS_AT_ONCE
-    deadline: float = math.inf
-    """A value of ``time.monotonic``."""
-    limit: float = math.inf
-    """The same for ``MIN_TRACED_PROMPTS``, which may pass the deadline."""
-    visual_input: VisualInput = "features"
 
 
 def record_traces(
@@ -68,11 +51,10 @@ def record_traces(
     left_s = deadline - time.monotonic()
     while at_once > PROMPTS_AT_ONCE and at_once * BATCHED_SHARE * answer_s > BATCH_SHARE * left_s:
         at_once //= 2
-    work = RecordingWork(
-        variants, workload, folder, bounds or ForestBounds(), num_processes, at_once, deadline, limit, visual_input
-    )
-    recording = Recording(model_pool, work)
-    with model_pool.worker_pool(jobs, record_in_worker, work, deadline=deadline) as workers:
+    bounds = bounds or ForestBounds()
+    work = variants, workload, folder, bounds, num_processes, at_once, deadline, limit, visual_input
+    recording = Recording(model_pool, 0, *work)
+    with model_pool.worker_pool(jobs, record_in_worker, *work, deadline=deadline) as workers:
         with console.stage("target's answers") as update:
 
             def report_answers(done: int, of: int) -> None:
@@ -89,54 +71,66 @@ def record_traces(
             num_prompts = recording.trace_all(answered, report)
     if num_prompts < len(workload.prompts):
         console.say(f"{num_prompts} of {len(workload.prompts)} prompts were recorded in their share of the budget")
-    traces = [recording.trace(variant, workload.cut(num_prompts)) for variant in variants]
+    traces = recording.traces(workload.cut(num_prompts))
     for trace in traces:
         draft = trace.header.draft.id.replace("/", "-")
         save_trace(folder / "traces" / draft / f"{trace.header.name}.trace.json", trace)
     return traces
 
 
-def record_in_worker(model_pool: ModelPool, rank: int, work: RecordingWork) -> None:
+def record_in_worker(model_pool: ModelPool, rank: int, *work: Any) -> None:
     """Record the prompts of this worker."""
-    recording = Recording(model_pool, work, rank)
+    recording = Recording(model_pool, rank, *work)
     recording.trace_all(recording.answer_all())
 
 
+@dataclass
 class Recording:
-    """Records in the order of one process.
+    """Answers and forests that processes record together, in the order of the one with this ``rank``.
 
     Every process takes its own prompts first, so that no two record the same; the first one (rank 0) ends with those that
     others have not made yet.
     """
 
-    def __init__(self, model_pool: ModelPool, work: RecordingWork, rank: int = 0) -> None:
-        self.model_pool, self.work, self.rank = model_pool, work, rank
-        drafts = [model_pool.draft(*variant) for variant in work.variants]
-        for draft, (name, subnet) in zip(drafts, work.variants, strict=True):
-            check_visual_input(draft, name, subnet.visual_keep, work.visual_input)
-        self.recorder = model_pool.recorder(work.folder)
+    model_pool: ModelPool
+    rank: int
+    variants: Sequence[DraftVariant]
+    workload: Workload
+    folder: Path
+    """Keeps the traces."""
+    bounds: ForestBounds
+    num_processes: int = 1
+    answers_at_once: int = ANSWERS_AT_ONCE
+    deadline: float = math.inf
+    """A value of ``time.monotonic``."""
+    limit: float = math.inf
+    """The same for ``MIN_TRACED_PROMPTS``, which may pass the deadline."""
+    visual_input: VisualInput = "features"
+
+    def __post_init__(self) -> None:
+        drafts = [self.model_pool.draft(*variant) for variant in self.variants]
+        for draft, (name, subnet) in zip(drafts, self.variants, strict=True):
+            check_visual_input(draft, name, subnet.visual_keep, self.visual_input)
+        self.recorder = self.model_pool.recorder(self.folder)
         self.recorder.layers = tuple(sorted({layer for draft in drafts for layer in draft.aux_layers}))
 
     def answer_all(self, report: Report | None = None) -> int:
         """Record answers; returns how many of the first prompts have one."""
         now = time.monotonic()
-        deadline = now + ANSWERS_SHARE * (self.work.deadline - now)
-        return self.record(self.work.workload, self.work.answers_at_once, deadline, self.recorder.answers, report)
+        deadline = now + ANSWERS_SHARE * (self.deadline - now)
+        return self.record(self.workload, self.answers_at_once, deadline, self.recorder.answers, report)
 
     def trace_all(self, num_prompts: int, report: Report | None = None) -> int:
         """Record forests of all variants for the first prompts; returns for how many."""
+        first = self.workload.cut(num_prompts)
+        return self.record(first, PROMPTS_AT_ONCE, self.deadline, self.traces, report)
 
-        def trace_part(part: Workload) -> None:
-            for variant in self.work.variants:
-                self.trace(variant, part)
-
-        first = self.work.workload.cut(num_prompts)
-        return self.record(first, PROMPTS_AT_ONCE, self.work.deadline, trace_part, report)
-
-    def trace(self, variant: DraftVariant, workload: Workload) -> Trace:
-        """The trace of one variant; what is on disk is not recorded again."""
-        bounds, visual_input = self.work.bounds, self.work.visual_input
-        return record_trace(self.model_pool, self.recorder, variant, workload, bounds, visual_input=visual_input)
+    def traces(self, workload: Workload) -> list[Trace]:
+        """The traces of all variants; what is on disk is not recorded again."""
+        return [
+            record_trace(self.model_pool, self.recorder, variant, workload, self.bounds, self.visual_input)
+            for variant in self.variants
+        ]
 
     def record(
         self,
@@ -147,12 +141,12 @@ class Recording:
         report: Report | None = None,
     ) -> int:
         """Record parts of ``size`` prompts until the deadline; returns the number of the first prompts that are recorded."""
-        prompts, total, num_processes = workload.prompts, len(workload.prompts), self.work.num_processes
+        prompts, total, num_processes = workload.prompts, len(workload.prompts), self.num_processes
         # Parts that other processes have made are read, in no time: one part in so many is this process's own.
         durations = deque([0.0], maxlen=2 * num_processes)
         # The first process records all that others have not made, in order, and so knows how many of the first prompts are done.
         for begin in range(self.rank % num_processes * size, total, size if self.rank == 0 else size * num_processes):
-            began, until = time.monotonic(), deadline if begin >= MIN_TRACED_PROMPTS else self.work.limit
+            began, until = time.monotonic(), deadline if begin >= MIN_TRACED_PROMPTS else self.limit
             if begin > 0 and began + max(durations) > until:
                 return begin
             end = min(begin + size, total)
@@ -169,7 +163,6 @@ def record_trace(
     variant: DraftVariant,
     workload: Workload,
     bounds: ForestBounds,
-    *,
     visual_input: VisualInput = "features",
 ) -> Trace:
     """The trace of one variant."""
@@ -189,15 +182,12 @@ def print_agreement(traces: Sequence[Trace], console: Console) -> None:
     """Print how often each draft, at its first subnet in ``traces``, predicts the target's next token, by task."""
     import pandas as pd
 
-    by_draft = {trace.header.draft.id: trace.agreement() for trace in reversed(traces)}
-    drafts = list(dict.fromkeys(trace.header.draft.id for trace in traces))
-    shares = pd.concat([by_draft[draft].assign(draft=draft) for draft in drafts])
-    tasks = shares["task"].unique()
-    if len(drafts) == 1:
-        title, names = "Draft's agreement with the target", ["top-1", "top-4"]
-        table = shares.pivot(index="task", columns="rank", values="share").loc[tasks]
-    else:
-        title, names = "Drafts' agreement with the target, top-1", drafts
-        table = shares[shares["rank"] == 1].pivot(index="task", columns="draft", values="share").loc[tasks, drafts]
+    of_draft: dict[str, Trace] = {}
+    for trace in traces:
+        of_draft.setdefault(trace.header.draft.id, trace)
+    ranks = (1, 4) if len(of_draft) == 1 else (1,)
+    shares = pd.concat([trace.agreement(ranks).assign(draft=draft) for draft, trace in of_draft.items()])
+    table = shares.pivot_table(values="share", index="task", columns=["draft", "rank"], sort=False)
     rows = [[task, *(f"{100 * share:.1f} %" for share in row)] for task, *row in table.itertuples()]
-    console.table(title, ["task", *names], rows)
+    columns = ["task", *(f"{draft}, top-{rank}" for draft in of_draft for rank in ranks)]
+    console.table("Agreement of drafts with the target", columns, rows)

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from autotune.acceptance.replay import Replay
-from autotune.console import Console
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.errors import UserError
@@ -50,8 +49,8 @@ class TreeSearchResult:
 
     fastest: list[Candidate]
     """Over all prompts, the fastest first."""
-    fastest_by_task: dict[str, list[Candidate]]
-    """Over the prompts of each task, the fastest first."""
+    fastest_of_tasks: list[Candidate]
+    """Over the prompts of each task, task by task, the fastest first."""
     num_replayed: int
     """Number of configurations that all workers have replayed."""
     optuna_study: str
@@ -81,7 +80,8 @@ def search_trees(
 
     def report_best(done: int, of: int) -> None:
         if report is not None:
-            report(done, of, stage.best_so_far())
+            best = stage.best
+            report(done, of, "" if best is None else f"best so far: {best.speedup:.2f}x ({best.policy})")
 
     sweeps = stage.sweeps()
     records = list(ledger.work("trees", sweeps, deadline=deadline, report=report_best).values())
@@ -90,16 +90,16 @@ def search_trees(
     fastest = {candidate.key: candidate for record in records for candidate in _candidates(record["fastest"])}
     if not fastest:
         raise UserError(f"no tree of space {space.name} was found within the budget; raise it, or widen the space")
-    fastest_by_task = {}
+    of_tasks: list[Candidate] = []
     for task in stage.task_prompts:
         leaders = sorted(
             (leader for record in records for leader in record["of_task"].get(task, ())),
             key=lambda leader: (leader["ms"], content_key(leader["candidate"])),
         )
-        fastest_by_task[task] = list(_candidates(leader["candidate"] for leader in leaders[:NUM_KEPT]))
+        of_tasks += _candidates(leader["candidate"] for leader in leaders[:NUM_KEPT])
     return TreeSearchResult(
         fastest=sorted(fastest.values(), key=lambda candidate: candidate.rank),
-        fastest_by_task=fastest_by_task,
+        fastest_of_tasks=of_tasks,
         num_replayed=sum(record["num_replayed"] for record in records),
         optuna_study=stage.optuna_study,
     )
@@ -132,31 +132,20 @@ class _TreeStage:
             p for p in space.trees if not POLICIES[p].is_template() and space.enumerated(p) is None
         ]
         self.optuna_study = f"trees-{self.key}"
-        self._best: Candidate | None = None
-
-    def best_so_far(self) -> str:
-        """A note for the progress bar."""
-        if self._best is None:
-            return ""
-        return f"best so far: {self._best.speedup:.2f}x ({self._best.policy})"
+        self.best: Candidate | None = None
 
     def sweeps(self) -> dict[str, Callable[[], Record]]:
         """Units that enumerate or sweep: a part of every policy with the best subnet, then with the next one, and so on, so that a search
         that is cut short has tried every policy.
         """
-        sampled_parts = NUM_SWEPT // SWEEP_SIZE
-        parts = [
-            (part, policy, variant)
-            for part in range(sampled_parts)
-            for variant in self.variants
-            for policy in self.space.trees
-            if part == 0 or policy in self.sampled_policies
-        ]
         return {
             content_key([self.key, part, policy, draft, subnet.model_dump(mode="json")]): partial(
                 self._sweep, part, policy, (draft, subnet)
             )
-            for part, policy, (draft, subnet) in parts
+            for part in range(NUM_SWEPT // SWEEP_SIZE)
+            for draft, subnet in self.variants
+            for policy in self.space.trees
+            if part == 0 or policy in self.sampled_policies
         }
 
     def _sweep(self, part: int, policy: str, variant: DraftVariant) -> Record:
@@ -206,7 +195,7 @@ class _TreeStage:
             for task, rows in task_leaders.items()
         }
         best = min(_candidates(fastest), key=lambda candidate: candidate.rank)
-        self._best = min(self._best or best, best, key=lambda candidate: candidate.rank)
+        self.best = min(self.best or best, best, key=lambda candidate: candidate.rank)
         return {"num_replayed": num_replayed, "fastest": fastest, "of_task": of_task}
 
     def sample(
@@ -218,6 +207,8 @@ class _TreeStage:
         """
         if not self.sampled_policies:
             return []
+        import optuna
+
         candidates = (candidate for record in swept for candidate in _candidates(record["fastest"]))
         ranked = sorted((c for c in candidates if c.policy in self.sampled_policies), key=lambda c: c.rank)
         units = {}
@@ -229,26 +220,28 @@ class _TreeStage:
         def report_trials(done: int, of: int) -> None:
             report(min(num_trials, done * NUM_UNIT_TRIALS), num_trials)
 
-        self.ledger.work("optuna", {content_key(["optuna's tables"]): self._create_optuna_tables})
+        # Optuna creates its tables in steps that must not run in two workers at once.
+        create = partial(optuna.storages.get_storage, optuna_storage(self.ledger.storage))
+        self.ledger.work("optuna", {content_key(["optuna's tables"]): lambda: {"are there": bool(create())}})
         return list(self.ledger.work("trees", units, deadline=deadline, report=report_trials).values())
-
-    def _create_optuna_tables(self) -> Record:
-        """Let Optuna create its tables, in steps that must not run in two workers at once."""
-        import optuna
-
-        optuna.storages.get_storage(optuna_storage(self.ledger.storage))
-        return {}
 
     def _sample(self, start: list[Candidate], first: int, count: int) -> Record:
         """Trials ``first`` to ``first + count``, by a sampler that starts from the candidates ``start``."""
         import optuna
+        from optuna.distributions import CategoricalDistribution
         from optuna.trial import create_trial
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         names = [f"{draft} {subnet.label}" for draft, subnet in self.variants]
         sampler = optuna.samplers.TPESampler(seed=self.seed + first, multivariate=True, n_startup_trials=0)
         study = optuna.create_study(direction="minimize", sampler=sampler)
-        distributions = self._distributions(names)
+        policies = self.sampled_policies
+        distributions: dict[str, Any] = {
+            f"{policy}.{name}": dimension.distribution
+            for policy in policies
+            for name, dimension in self.space.trees[policy].items()
+        }
+        distributions |= {"policy": CategoricalDistribution(policies), "subnet": CategoricalDistribution(names)}
         for candidate in start:
             c = candidate.configuration
             name = names[self.variants.index((c.draft or "", c.subnet))]
@@ -260,25 +253,11 @@ class _TreeStage:
             trial = study.ask()
             trial.set_user_attr(UNIT, first)
             variant = self.variants[names.index(trial.suggest_categorical("subnet", names))]
-            configurations.append(self._configuration(variant, self.space.suggest(trial, self.sampled_policies)))
+            configurations.append(self._configuration(variant, self.space.suggest(trial, policies)))
             results.append(self.evaluator.replay(configurations[-1]))
             study.tell(trial, results[-1].ms_per_token)
         self._publish(study.get_trials(deepcopy=False)[-count:], first)
         return self._record(configurations, results, num_replayed=len(results))
-
-    def _distributions(self, names: list[str]) -> dict[str, Any]:
-        """Optuna's distributions of all parameters, by name."""
-        from optuna.distributions import CategoricalDistribution
-
-        return {
-            "policy": CategoricalDistribution(self.sampled_policies),
-            "subnet": CategoricalDistribution(names),
-            **{
-                f"{policy}.{name}": dimension.distribution
-                for policy in self.sampled_policies
-                for name, dimension in self.space.trees[policy].items()
-            },
-        }
 
     def _publish(self, trials: list[Any], unit: int) -> None:
         """Add a unit's trials, once, to the Optuna study that ``optuna-dashboard`` shows."""
@@ -292,10 +271,3 @@ class _TreeStage:
         )
         if not any(trial.user_attrs.get(UNIT) == unit for trial in study.get_trials(deepcopy=False)):
             study.add_trials(trials)
-
-
-def print_calibrations(evaluator: Evaluator, console: Console) -> None:
-    """Print how well the calibrations of ``priced`` trees predict acceptance on held-out prompts."""
-    calibrations = [(draft, pricing.calibration) for (draft, _), pricing in evaluator.tree_pricing.items()]
-    losses = ", ".join(f"{draft} {c.log_loss:.3f} ({c.raw_log_loss:.3f})" for draft, c in calibrations)
-    console.say(f"log loss of calibrated survivals on held-out prompts (of the drafts' own probabilities): {losses}")

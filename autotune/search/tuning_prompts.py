@@ -51,12 +51,8 @@ class TuningPrompts:
 
     def with_table(self, table: CostTable) -> TuningPrompts:
         """The same split with other prices."""
-        full = self.full.with_table(table)
-        if self.confirming is self.full:
-            return replace(self, full=full, choosing=full, confirming=full)
-        return replace(
-            self, full=full, choosing=self.choosing.with_table(table), confirming=self.confirming.with_table(table)
-        )
+        full, choosing, confirming = (e.with_table(table) for e in (self.full, self.choosing, self.confirming))
+        return replace(self, full=full, choosing=choosing, confirming=confirming)
 
 
 def confirms(tasks: Sequence[str]) -> NDArray[np.bool_]:

@@ -28,10 +28,10 @@ class WorkerPool:
     """
 
     def __init__(
-        self, num_workers: int, task: Callable[..., None], *arguments: Any, deadline: float | None = None
+        self, num_workers: int, task: Callable[..., None], *arguments: Any, deadline: float = math.inf
     ) -> None:
         self.num_workers = num_workers
-        self.deadline = math.inf if deadline is None else deadline
+        self.deadline = deadline
         self.processes: list[Any] = []
         self._task, self._arguments = task, arguments
         self._first_report: tuple[int, float] | None = None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from autotune.cost.draft_costs import ModelShape
+from autotune.cost.table import ModelShape
 from autotune.documents.configuration import Configuration
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
@@ -29,27 +29,18 @@ class StudyDraft(Document):
 class MeasuredConfiguration(Document):
     """A configuration that was measured on tuning prompts."""
 
+    name: str = ""
+    """``finalist 1`` or the name of a published default."""
     configuration: Configuration
     speedup: float
     ci95: tuple[float, float]
     num_runs: int
     is_eliminated: bool
     """Whether it was significantly slower than the fastest arm or, of defaults, than the fastest default."""
-
-
-class Finalist(MeasuredConfiguration):
-    """A configuration that replay has chosen."""
-
-    predicted_speedup: float
-    """On the prompts that it was measured on."""
-    interval90: tuple[float, float]
+    predicted_speedup: float | None = None
+    """On the prompts that it was measured on; None where no trace predicts it."""
+    interval90: tuple[float, float] | None = None
     """Interval of the prediction."""
-
-
-class MeasuredDefault(MeasuredConfiguration):
-    """A published default that was measured with the finalists."""
-
-    name: str
 
 
 class StudyDocument(Document, kind="study", made_by="autotune search"):
@@ -73,8 +64,10 @@ class StudyDocument(Document, kind="study", made_by="autotune search"):
     """Keys of ledger records by stage, for the stages that have ended."""
     optuna_study: str | None = None
     """Name of the Optuna study with TPE's trials; None before the tree stage has ended."""
-    finalists: list[Finalist] = Field(default_factory=list)
-    defaults: list[MeasuredDefault] = Field(default_factory=list)
+    finalists: list[MeasuredConfiguration] = Field(default_factory=list)
+    """Configurations that replay has chosen."""
+    defaults: list[MeasuredConfiguration] = Field(default_factory=list)
+    """Published defaults that were measured beside them."""
     stage_seconds: dict[str, float] = Field(default_factory=dict)
     """Duration of each stage in the latest run of the search, in which finished work is not repeated."""
 

@@ -5,62 +5,78 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autotune.cost.joint_fit import JointFit, Steps
-from autotune.cost.posterior import refitted
-from autotune.cost.surface import Observation, Surface
+from autotune.cost.joint_fit import Posterior, SurfaceSteps, refitted
+from autotune.cost.surface import Observation, Point, Surface
 from autotune.cost.table import CostTable
+from autotune.documents.subnet import Subnet
 from tests.sample_documents import observed_table
 
+SUBNETS = Subnet(), Subnet(heads=0.5), Subnet(heads=0.25, vocabulary=0.5)
 
-def steps(count: int, seed: int) -> Steps:
+
+def parts(seed: int, *, has_live: bool, is_exact: bool = False) -> list[SurfaceSteps]:
+    """Random observations of three subnets and of another network, at some of their sizes."""
     rng = np.random.default_rng(seed)
-    group = rng.integers(0, 4, count)
-    return Steps(
-        kind=group % 2,
-        group=group,
-        member=10 * group + rng.integers(0, 2, count),
-        tokens=rng.integers(1, 130, count),
-        kv_length=rng.integers(16, 400, count),
-        choice=rng.uniform(0, 0.75, (count, 2)),
-        is_live=rng.random(count) < 0.3,
-    )
+
+    def observation() -> Observation:
+        return Observation(
+            ms=float(np.exp(rng.normal(0, 0.1))), error=0.0 if is_exact else float(rng.uniform(0.01, 0.2))
+        )
+
+    def point(tokens: int, kv_length: int) -> Point:
+        timed, live = (observation() if rng.random() < share else None for share in (0.7, 0.3 * has_live))
+        return Point(tokens=tokens, kv_length=kv_length, observed=timed, live=live)
+
+    sizes = [(tokens, kv_length) for tokens in (1, 5, 40) for kv_length in (16, 300)]
+    networks = [(1, 0, Subnet()), *((0, 1 + number, subnet) for number, subnet in enumerate(SUBNETS))]
+    return [SurfaceSteps(1, *network, [point(*size) for size in sizes]) for network in networks]
 
 
-def fit(seed: int, rows: slice | np.ndarray = slice(None)) -> JointFit:
-    rng = np.random.default_rng(seed)
-    observed, log_ms, errors = steps(30, seed), rng.normal(0, 1, 30), rng.uniform(0.01, 0.2, 30)
-    chosen = np.arange(30)[rows]
-    return JointFit(observed.select(chosen), log_ms[chosen], errors[chosen])
+def observations(of: list[SurfaceSteps]) -> list[tuple[int, int, str]]:
+    """Part, point and kind of every observation, in the order of the fit."""
+    return [
+        (number, row, kind)
+        for kind in ("observed", "live")
+        for number, part in enumerate(of)
+        for row, point in enumerate(part.points)
+        if getattr(point, kind) is not None
+    ]
 
 
 def test_deviations_are_those_of_the_covariance() -> None:
-    at = steps(20, 7)
-    np.testing.assert_allclose(fit(1).deviations(at), np.sqrt(np.diag(fit(1).covariance(at))), atol=1e-9)
+    fit = Posterior(parts(1, has_live=True))
+    np.testing.assert_allclose(np.concatenate(fit.deviations()) ** 2, np.diag(fit._covariance()), atol=1e-9)
 
 
-def test_left_out_errors_are_those_of_fits_without_each_observation() -> None:
+@pytest.mark.parametrize("kind", ["observed", "live"])
+def test_left_out_errors_are_those_of_fits_without_each_observation(kind: str) -> None:
     """With the prior means of all observations, which the rearranged formula keeps."""
-    whole, observed = fit(2), steps(30, 2)
-    rng = np.random.default_rng(2)
-    log_ms, errors = rng.normal(0, 1, 30), rng.uniform(0.01, 0.2, 30)
-    found, deviations = whole.left_out()
-    for number in range(0, 30, 7):
-        others = np.arange(30) != number
-        left = fit(2, others)
-        left._groups, left._means = whole._groups, whole._means
-        of_others = np.searchsorted(whole._groups, observed.group[others])
-        left._weights = left._solve(log_ms[others] - whole._means[of_others])
-        one = observed.select(np.array([number]))
-        assert found[number] == pytest.approx(float(left.mean(one)[0]) - log_ms[number])
-        expected = np.hypot(left.deviations(one)[0], errors[number])
+    given = parts(2, has_live=kind == "live")
+    whole = Posterior(given)
+    residuals = np.linalg.solve(whole._inverse, whole._weights)
+    prior_mean = whole._mean - whole._across @ whole._weights
+    found, deviations = whole._left_out()
+    known = observations(given)
+    for number in [n for n, one in enumerate(known) if one[2] == kind][::5]:
+        part, row, _ = known[number]
+        point = given[part].points[row]
+        others = [*given]
+        points = [*given[part].points[:row], point.model_copy(update={kind: None}), *given[part].points[row + 1 :]]
+        others[part] = given[part]._replace(points=points)
+        left, at = Posterior(others), 6 * part + row
+        mean = prior_mean[at] + left._across[at] @ left._inverse @ np.delete(residuals, number)
+        seen = getattr(point, kind)
+        assert found[number] == pytest.approx(float(mean - np.log(seen.ms)))
+        expected = np.hypot(np.concatenate(left.deviations())[at], seen.error)
         assert deviations[number] == pytest.approx(float(expected))
 
 
 def test_precise_observations_are_reproduced() -> None:
-    rng = np.random.default_rng(3)
-    observed, log_ms = steps(30, 3), rng.normal(0, 1, 30)
-    exact = JointFit(observed, log_ms, np.zeros(30))
-    np.testing.assert_allclose(exact.mean(observed), log_ms, atol=1e-3)
+    """Of one subnet of each network: what several share they do not tell apart."""
+    given = parts(3, has_live=False, is_exact=True)[:2]
+    points = [point for part in given for point in part.points]
+    for point, mean in zip(points, Posterior(given)._mean, strict=True):
+        assert point.observed is None or mean == pytest.approx(np.log(point.observed.ms), abs=1e-3)
 
 
 def test_rounds_move_the_prices_of_a_draft_and_not_the_plain_step() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from autotune.acceptance.trace import Forest, RecordedPrompt, join
-from autotune.cost.draft_costs import ModelShape
 from autotune.cost.roofline import (
     DatasheetLimits,
     anchored,
@@ -16,11 +15,10 @@ from autotune.cost.roofline import (
     device_bound_ms,
     estimate_table,
     find_limits,
-    load_limits,
     step_ms,
 )
 from autotune.cost.surface import Surface
-from autotune.cost.table import CostTable
+from autotune.cost.table import CostTable, ModelShape
 from autotune.device import short_name
 from autotune.documents.subnet import Subnet
 from autotune.execution import CUDA_GRAPH, DEFAULT_CAPTURE_SIZES, EAGER
@@ -52,10 +50,15 @@ LIMITS = DatasheetLimits(
 
 
 def estimated(
-    draft_shape: ModelShape, target_shape: ModelShape = LARGE, name: str = "h100", **options: Any
+    draft_shape: ModelShape,
+    target_shape: ModelShape = LARGE,
+    name: str = "h100",
+    *,
+    subnet: Subnet = Subnet(),  # noqa: B008
+    **options: Any,
 ) -> CostTable:
-    pair: dict[str, Any] = {"target": TARGET, "target_shape": target_shape, "draft": DRAFT, "draft_shape": draft_shape}
-    return estimate_table(name, precision="bfloat16", **pair, **options)
+    models: dict[str, Any] = {"target": TARGET, "target_shape": target_shape, "drafts": [(DRAFT, subnet, draft_shape)]}
+    return estimate_table(name, precision="bfloat16", **models, **options)
 
 
 def test_one_token_is_bound_by_memory() -> None:
@@ -82,9 +85,9 @@ def test_every_shipped_datasheet_gives_a_table() -> None:
     """Files are named as the device is, and latencies increase with tokens and KV length."""
     small = SHAPE.model_copy(update={"text_parameters": 10**8})
     for name in datasheets():
-        assert short_name(load_limits(name).model) == name
+        assert short_name(find_limits(name).model) == name
         table = estimated(small, name=name)
-        assert table.estimated and table.device.name == name and load_limits(name).source
+        assert table.estimated and table.device.name == name and find_limits(name).source
         assert table.dump()
         prices = table.prices(DRAFT, max_tokens=65, max_kv_length=4096)
         for ms in (prices.verify_ms, prices.draft_level_ms):
@@ -101,7 +104,7 @@ def test_captured_forward_passes_are_estimated_at_the_sizes_of_captures() -> Non
     captured = estimated(SHAPE, SHAPE, mode=CUDA_GRAPH, capture_sizes=(1, 8, 160))
     assert (eager.mode, captured.mode, captured.capture_sizes) == ("eager", "cuda-graph", (1, 8, 160))
     for point in (*captured.decode.points, *captured.drafts[0].draft_level.points):
-        assert point.latency_ms == step_ms(SHAPE, load_limits("h100"), point.tokens, point.kv_length, CUDA_GRAPH)
+        assert point.latency_ms == step_ms(SHAPE, find_limits("h100"), point.tokens, point.kv_length, CUDA_GRAPH)
     assert {point.tokens for point in captured.verify.points} == {1, 8, 160}
     assert {point.kv_length for point in captured.verify.points} == {256, 512, 1024, 2048, 4096, 8192}
     assert eager.decode.points[0].latency_ms > 3 * captured.decode.points[0].latency_ms
@@ -124,14 +127,14 @@ def test_a_small_independent_draft_pays_for_its_kernels() -> None:
 
 def test_mig_slices_have_shares_of_their_gpu() -> None:
     """Seven slices of compute, and eight of memory with its bandwidth (NVIDIA's MIG user guide)."""
-    whole = load_limits("h100")
+    whole = find_limits("h100")
     for profile, compute, memory in (("1g.10gb", 1, 1), ("1g.20gb", 1, 2), ("3g.40gb", 3, 4), ("1c.3g.40gb", 1, 4)):
-        part = load_limits(f"h100-mig-{profile}")
+        part = find_limits(f"h100-mig-{profile}")
         assert part.memory_gb_per_second == pytest.approx(whole.memory_gb_per_second * memory / 8)
         assert part.bfloat16_tflops == pytest.approx(whole.bfloat16_tflops * compute / 7)
         assert part.memory_gb == int(profile.split(".")[-1].removesuffix("gb"))
         assert short_name(part.model) == f"h100-mig-{profile}"
-    assert load_limits("h200-mig-1g.18gb").memory_gb_per_second == load_limits("h200").memory_gb_per_second / 8
+    assert find_limits("h200-mig-1g.18gb").memory_gb_per_second == find_limits("h200").memory_gb_per_second / 8
     for missing in ("h100-mig-9g.10gb", "h100-mig-1g.50gb", "h100-mig-2c.1g.10gb", "h100-mig-", "l4-mig-1g.3gb", "x"):
         assert find_limits(missing) is None, missing
 
@@ -154,7 +157,7 @@ def test_estimate_of_a_draft_with_blocks_that_cross() -> None:
     trace = join(header(1), [RecordedPrompt(forest, 3000, 1000, 2400)])
     (kv_length,) = trace.draft_kv_length(0.25)
     num_bytes = 2 * 10**11 + 10**6 * (0.75 * (1000 + 1) + 0.25 * (3000 + 1))
-    limits = load_limits("h100")
+    limits = find_limits("h100")
     assert step_ms(shape, limits, 1, kv_length) == pytest.approx(num_bytes / (0.88 * limits.memory_gb_per_second * 1e6))
 
 
@@ -186,7 +189,7 @@ def test_a_draft_in_blocks_is_estimated_as_one_forward_pass_a_round() -> None:
     """The first level reads the block besides the committed tokens; the other levels cost no forward pass."""
     shape = SHAPE.model_copy(update={"block_tokens": 8, "text_parameters": 10**8})
     table = estimated(shape, SHAPE)
-    limits, (costs,) = load_limits("h100"), table.drafts
+    limits, (costs,) = find_limits("h100"), table.drafts
     assert {point.latency_ms for point in costs.draft_level.points} == {0.0}
     for point in costs.draft_first.points:
         assert point.latency_ms == pytest.approx(step_ms(shape, limits, point.tokens + 8, point.kv_length))
@@ -199,7 +202,7 @@ def test_a_draft_in_blocks_is_estimated_as_one_forward_pass_a_round() -> None:
 @pytest.mark.parametrize(("mode", "kernel_time"), [(EAGER, "eager_layer_ms"), (CUDA_GRAPH, "kernel_ms")])
 def test_limits_are_scaled_to_measurements(mode: str, kernel_time: str) -> None:
     """Three quarters of the bandwidth, a thirtieth of the peak, twice the time of kernels: each is found from steps that it bounds."""
-    known = load_limits("h100")
+    known = find_limits("h100")
     reached = known.model_copy(
         update={
             "memory_gb_per_second": 0.75 * known.memory_gb_per_second,
@@ -216,7 +219,7 @@ def test_limits_are_scaled_to_measurements(mode: str, kernel_time: str) -> None:
 
 def test_estimate_is_scaled_to_tables_of_other_models() -> None:
     """Tables of another precision or mode, estimates, and tables without shapes are not used."""
-    known = load_limits("h100")
+    known = find_limits("h100")
     slow = known.model_copy(update={"memory_gb_per_second": known.memory_gb_per_second / 2})
     other = LARGE.model_copy(update={"text_parameters": 3 * 10**11})
 

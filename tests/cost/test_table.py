@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.cost.draft_costs import ModelShape
 from autotune.cost.request_costs import FACTOR, Overhead, PrefillCost, fit_overheads, fit_prefills
-from autotune.cost.table import KV_STEP, CostTable, DensePrices, shipped_tables
+from autotune.cost.table import KV_STEP, CostTable, DensePrices, ModelShape, shipped_tables
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
@@ -208,16 +207,16 @@ def test_subnets_share_the_line_of_a_prefill() -> None:
     assert both[1].per_token_ms == pytest.approx(0.7 * 0.02, rel=0.05)
 
 
-def test_errors_by_part() -> None:
+def test_parts_by_name() -> None:
     tested = surface(lambda n, m: 1.0 + n).model_copy(update={"held_out_error": 0.02, "uncertainty": 0.03})
     (costs,) = cost_table().drafts
     half = costs.model_copy(update={"heads": 0.5, "draft_first": tested})
     overhead = {"overhead": Overhead(round_ms=1, level_ms=0, held_out_error=0.25)}
     costs, half = costs.model_copy(update=overhead), half.model_copy(update=overhead)
     table = cost_table(verify=tested, drafts=[costs, half])
-    assert table.errors["verify"] == table.errors["tests/draft heads-0.5: draft_first"] == (0.02, 0.03)
-    assert table.errors["tests/draft: overhead"] == (0.25, None), "all subnets have one overhead"
-    assert set(cost_table().errors.values()) == {(None, None)}
+    assert table.parts["verify"] == table.parts["tests/draft heads-0.5: draft_first"] == tested
+    assert table.parts["tests/draft: overhead"] == costs.overhead, "all subnets have one overhead"
+    assert {part.held_out_error for part in cost_table().parts.values()} == {None}
 
 
 def test_number_of_samples() -> None:

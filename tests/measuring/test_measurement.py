@@ -139,9 +139,9 @@ def test_every_surface_has_a_price_at_every_size(table: CostTable) -> None:
 
 def test_every_part_has_its_errors(table: CostTable, pair: Pair) -> None:
     of_draft = [f"{pair.draft_folder}: {part}" for part in ("draft_first", "draft_level", "prefill", "overhead")]
-    assert list(table.errors) == ["decode", "verify", "prefill", *of_draft]
-    for left_out, uncertainty in table.errors.values():
-        assert left_out is not None and uncertainty is not None and uncertainty > 0
+    assert list(table.parts) == ["decode", "verify", "prefill", *of_draft]
+    for part in table.parts.values():
+        assert part.held_out_error is not None and part.uncertainty is not None and part.uncertainty > 0
 
 
 def test_table_has_the_shapes_of_its_models(table: CostTable) -> None:
@@ -323,8 +323,7 @@ def test_a_draft_without_a_model_is_timed_like_others(pair: Pair, workload: Work
         "h100",
         target=table.target,
         target_shape=target.shape,
-        draft=named,
-        draft_shape=costs.shape,
+        drafts=[(named, Subnet(), costs.shape)],
         precision="float32",
         measured=[table.model_copy(update={"device": table.device.model_copy(update={"name": "h100"})})],
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autotune.acceptance.trace import Trace, save_trace
-from autotune.cost.draft_costs import ModelShape
+from autotune.cost.table import ModelShape
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import (
@@ -34,7 +34,7 @@ from autotune.report.sources import Sources, find_sources
 from autotune.search import tree_search
 from autotune.search.space import SearchSpace
 from autotune.search.tree_search import search_trees
-from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, Finalist, MeasuredDefault, StudyDocument, StudyDraft
+from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, MeasuredConfiguration, StudyDocument, StudyDraft
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet, record_of
 from autotune.trees.policy import parse_policy
@@ -112,7 +112,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     overall = configuration_of(profile.point)
     assert overall is not None
     append_line(folder / RUNS, *_runs(profile, overall))
-    finalist = Finalist(
+    finalist = MeasuredConfiguration(
         configuration=overall,
         predicted_speedup=1.9,
         interval90=(1.6, 2.2),
@@ -121,7 +121,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
         num_runs=8,
         is_eliminated=False,
     )
-    default = MeasuredDefault(
+    default = MeasuredConfiguration(
         name="sage", configuration=overall, speedup=1.3, ci95=(1.2, 1.4), num_runs=16, is_eliminated=False
     )
     study = StudyDocument(

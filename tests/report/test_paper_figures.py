@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from autotune.acceptance.reference_replay import rounds
 from autotune.acceptance.replay import plain_decode_ms, replay
 from autotune.acceptance.trace import ForestBounds, RecordedPrompt, join
-from autotune.cost.roofline import datasheets, estimate_table, load_limits
+from autotune.cost.roofline import datasheets, estimate_table, find_limits
 from autotune.documents.subnet import Subnet
 from autotune.report.sources import Sources
 from autotune.study.records import ScreenedSubnet
@@ -75,12 +75,12 @@ def test_estimated_speedup_equals_a_replay_with_the_estimated_table() -> None:
     subnet = ScreenedSubnet(draft="d", subnet=Subnet(), depth=2, tokens_per_round=3.0, ms_per_token=1.0, speedup=1.0)
     for device in datasheets():
         table = estimate_table(
-            device, target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=draft_shape, precision="float32"
+            device, target=TARGET, target_shape=SHAPE, drafts=[(DRAFT, Subnet(), draft_shape)], precision="float32"
         )
         prices = table.prices(DRAFT, max_tokens=8, max_kv_length=64)
         result = replay(trace, policy, prices)
         expected = plain_decode_ms(trace, prices).sum() / (result.decode_ms - result.draft_prefill_ms).sum()
-        found = paper_figures.estimated_speedup(draft_shape, SHAPE, load_limits(device), subnet, (35.0, 35.0))
+        found = paper_figures.estimated_speedup(draft_shape, SHAPE, find_limits(device), subnet, (35.0, 35.0))
         assert found == pytest.approx(expected, rel=1e-3), device
 
 

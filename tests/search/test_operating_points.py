@@ -9,9 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from autotune.documents.condition import Condition, first_match
-from autotune.search import operating_points
+from autotune.search import thresholds
 from autotune.search.operating_points import (
-    WORKLOAD_ADVANTAGE,
     Proposal,
     by_image,
     by_prompt_tokens,
@@ -93,7 +92,7 @@ def test_random_differences_give_no_point() -> None:
 def test_point_needs_a_minimum_gain_and_size(
     threshold: str, value: float, is_split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operating_points, threshold, value)
+    monkeypatch.setattr(thresholds, threshold, value)
     points = chosen(times([7] * 20 + [3] * 10), [by_workload(["read"] * 20 + ["count"] * 10)])
     assert (len(points) == 2) == is_split
 
@@ -151,7 +150,7 @@ def test_a_grouping_by_workload_must_save_clearly_more_than_one_that_the_runtime
     share: float, is_tagged: bool
 ) -> None:
     """``share`` of the requests of the task that gains have images, and no others."""
-    assert 0.5 < 1 / WORKLOAD_ADVANTAGE < 0.8
+    assert 0.5 < 1 / thresholds.WORKLOAD_ADVANTAGE < 0.8
     tags = ["read"] * 20 + ["count"] * 20
     has_image = [20 <= number < 20 + 20 * share for number in range(40)]
     ms = times([7] * 20 + [3] * 20, noise=0.0)

@@ -17,7 +17,7 @@ from autotune.evaluation.arms import DecoderArm
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
 from autotune.report.sources import find_sources
-from autotune.search import finalists, traces
+from autotune.search import thresholds, traces
 from autotune.search.pipeline import search
 from autotune.search.plan import StageClock
 from autotune.search.profile_selection import ProfileSelection
@@ -95,8 +95,8 @@ def test_searches_capture_nothing_in_timed_runs_and_leave_no_memory(
 
     monkeypatch.setattr(DecoderArm, "decode", checked)
     monkeypatch.setattr(ProfileSelection, "candidates", lambda self, count: self.trees.fastest[:count])
-    monkeypatch.setattr(finalists, "ROUNDS", ((4, 6, None), (4, 2, 2)))
-    monkeypatch.setattr(finalists, "MAX_PASSES", 1)
+    monkeypatch.setattr(thresholds, "ROUNDS", ((4, 6, None), (4, 2, 2)))
+    monkeypatch.setattr(thresholds, "MAX_PASSES", 1)
     monkeypatch.setattr(CostSettings, "time_limit_s", 10.0)
     models = {"target": str(pair.target_folder), "drafts": (str(pair.draft_folder),)}
     job = {"workload": write_small_job(tmp_path)[1], "space": str(tmp_path / "small.yaml"), "folder": tmp_path}

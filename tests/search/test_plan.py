@@ -52,7 +52,7 @@ TEXTS = SearchSize(
 
 def test_a_fast_target_needs_no_cuts() -> None:
     plan = make_plan(DIGITS, FAST, seconds=300, spent_s=10)
-    assert (plan.num_tune_prompts, plan.num_evaluate_prompts, plan.max_new_tokens) == (48, 64, None)
+    assert (plan.num_tune_prompts, plan.max_new_tokens) == (48, None)
     assert "all 48 tuning prompts and their full answers" in plan.describe(DIGITS)
 
 

@@ -21,9 +21,9 @@ from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Race, race
 from autotune.evaluation.runner import ArmRunner
 from autotune.prediction.evaluator import Candidate, Evaluator
-from autotune.search import finalists, held_out
+from autotune.search import finalists, profile_selection
 from autotune.search.finalists import estimated_speedup, published_defaults, winner_of
-from autotune.search.held_out import Evaluation, evaluate_profile, measured_point
+from autotune.search.held_out import Evaluation, measured_point
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
 from autotune.search.plan import StageClock
@@ -115,7 +115,7 @@ def test_fastest_finalist_in_real_runs_wins(selection: ProfileSelection, clock: 
     finalists = finalists_of(selection)
     clock(lambda arm, prompt: {AR: 10.0, "finalist 3": 5.0, "sage": 8.0}.get(arm.name, 6.0))
     measured = selection.measure_finalists(finalists)
-    assert measured.winner == finalists[2].configuration
+    assert measured.winner.configuration == finalists[2].configuration
     assert [one.configuration.label for one in measured.finalists] == [one.configuration.label for one in finalists]
     assert [one.speedup for one in measured.finalists] == pytest.approx([10 / 6, 10 / 6, 2.0, 10 / 6])
     assert [one.is_eliminated for one in measured.finalists] == [True, True, False, True]
@@ -200,7 +200,7 @@ def test_ties_go_to_the_smaller_tree(selection: ProfileSelection, clock: Callabl
         nodes=lambda arm: sizes.get(arm.name, 20),
     )
     measured = replace(selection, prompts=prompts).measure_finalists(finalists)
-    assert measured.winner == finalists[3].configuration
+    assert measured.winner.configuration == finalists[3].configuration
 
 
 def test_the_estimate_is_of_all_tuning_prompts(selection: ProfileSelection, clock: Callable[..., None]) -> None:
@@ -232,7 +232,8 @@ def test_operating_point_must_be_faster_in_real_runs(
     winner, other = finalists_of(selection)[:2]
     points = [(Condition(workload="read"), other)]
     clock(lambda arm, prompt: 6.0 if arm.name == "chain" else 10.0)
-    measured = replace(selection.measure_finalists([winner]), winner=winner.configuration)
+    measured = selection.measure_finalists([winner])
+    measured = replace(measured, winner=measured.finalists[0])
     for point, default in ((4.99, 10.0), (4.0, 4.0)):
         clock(lambda arm, prompt, ms=point, by=default: {"winner": 5.0, "point": ms, "default": by}[arm.name])
         assert selection.confirmed(points, measured) == []
@@ -340,18 +341,8 @@ def evaluated(
     selection: ProfileSelection, profile: DecodingProfile, defaults: dict[str, Configuration], folder: Path
 ) -> Evaluation:
     """The profile on the held-out prompts, beside published defaults."""
-    return evaluate_profile(
-        profile,
-        defaults,
-        selection.model_pool,
-        selection.evaluator,
-        selection.evaluate,
-        folder,
-        Console(),
-        kept_prompts=4,
-        seed=0,
-        deadline=time.monotonic() + 60,
-    )
+    clock = StageClock(time.monotonic() + 60)
+    return replace(selection, folder=folder, kept_prompts=(4, 4, 2, 2), clock=clock).evaluation(profile, defaults)
 
 
 def test_defaults_that_replay_has_beaten_are_not_decoded_again(
@@ -360,7 +351,9 @@ def test_defaults_that_replay_has_beaten_are_not_decoded_again(
     """Beaten in nine of ten draws. The best one of the tuning prompts runs in any case."""
     beaten = COMPARED_DEFAULTS["sage"].tree, COMPARED_DEFAULTS["chain"].tree
     monkeypatch.setattr(Evaluator, "can_replay", lambda self, configuration: True)
-    monkeypatch.setattr(held_out, "_is_slower", lambda configuration, than, evaluator: configuration.tree in beaten)
+    monkeypatch.setattr(
+        profile_selection, "_is_slower", lambda configuration, than, evaluator: configuration.tree in beaten
+    )
     monkeypatch.setattr(Evaluator, "evaluate", lambda self, configuration: selection.trees.fastest[0])
     clock(lambda arm, prompt: {AR: 10.0, "tuned": 4.0}.get(arm.name, 5.0))
     winner = finalists_of(selection)[0].configuration
@@ -375,7 +368,7 @@ def test_a_default_that_was_tuned_to_is_not_decoded_twice(
     selection: ProfileSelection, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has the runs of the profile, and is the best default where no other one is faster."""
-    monkeypatch.setattr(held_out, "_is_slower", lambda configuration, than, evaluator: False)
+    monkeypatch.setattr(profile_selection, "_is_slower", lambda configuration, than, evaluator: False)
     defaults = published_defaults(selection.model_pool)
     ordered = {name: defaults[name] for name in ("chain", "sage")}
     profile = selection.profile_of(selection.model_pool.device, [(Condition(), defaults["chain"])])

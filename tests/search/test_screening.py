@@ -26,18 +26,10 @@ from autotune.search import screening
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
 from autotune.search.model_pool import _run_task as run_worker
-from autotune.search.screening import (
-    DEPTHS,
-    MAX_TOGETHER,
-    ScreeningWork,
-    print_screened,
-    screen,
-    screen_in_worker,
-    survivors,
-)
+from autotune.search.screening import DEPTHS, MAX_TOGETHER, print_screened, screen, screen_in_worker, survivors
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.thresholds import MIN_TRACED_PROMPTS
-from autotune.search.traces import Recording, RecordingWork, record_in_worker, record_trace, record_traces
+from autotune.search.traces import Recording, record_in_worker, record_trace, record_traces
 from autotune.search.worker_pool import MAX_WORKERS
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet, record_of
@@ -193,7 +185,7 @@ def test_promising_subnets_are_screened_first(
     speeds: dict[str, float] = {star: 2.0, independent: 1.4}
     order: list[tuple[str, list[Subnet]]] = []
 
-    def unit(pool: ModelPool, work: ScreeningWork) -> Any:
+    def unit(pool: ModelPool, variants: Any, *_: Any) -> Any:
         def screen_together(group: Any) -> Any:
             draft, subnets = group[0][0], [subnet for _, subnet in group]
             order.append((draft, subnets))
@@ -202,7 +194,7 @@ def test_promising_subnets_are_screened_first(
                 [ScreenedSubnet(**SCREENED, draft=draft, subnet=s, speedup=speeds[draft] - slower[s]) for s in subnets]
             )
 
-        groups = screening._recorded_together(pool, work.variants)
+        groups = screening._recorded_together(pool, variants)
         return {str(number): group for number, group in enumerate(groups)}, screen_together
 
     monkeypatch.setattr(screening, "_screening_units", unit)
@@ -243,10 +235,10 @@ def test_records_of_workers_are_reused(
     variants = model_pool.subnets(SearchSpace.model_validate(GRID))
     threads = torch.get_num_threads()
     try:
-        work = ScreeningWork(variants, table, workload, tmp_path, tmp_path / "ledger.sqlite", None)
-        run_worker(1, model_pool.arguments, threads, 1, screen_in_worker, work)
-        recording = RecordingWork(variants[:3], workload, tmp_path, ForestBounds())
-        run_worker(1, model_pool.arguments, threads, 1, record_in_worker, recording)
+        work = tmp_path / "ledger.sqlite", (variants, table, workload, tmp_path), (math.inf, math.inf, 1)
+        run_worker(1, model_pool.arguments, threads, 1, screen_in_worker, *work)
+        recording = variants[:3], workload, tmp_path, ForestBounds()
+        run_worker(1, model_pool.arguments, threads, 1, record_in_worker, *recording)
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setattr("autotune.recording.recorder.record_forest", lambda *_: pytest.fail("recorded twice"))
@@ -299,8 +291,8 @@ def test_recording_begins_nothing_that_would_end_late(
     monkeypatch.setattr("autotune.search.traces.time", clock)
     for deadline, limit, count in ((60.0, 90.0, 12), (15.0, 90.0, MIN_TRACED_PROMPTS), (15.0, 29.0, 4), (0.0, 0.0, 2)):
         clock.now = 0.0
-        work = RecordingWork([], many, tmp_path, ForestBounds(), 2, deadline=deadline, limit=limit)
-        done = Recording(model_pool, work).record(many, 2, deadline, lambda _: setattr(clock, "now", clock.now + 10.0))
+        recording = Recording(model_pool, 0, [], many, tmp_path, ForestBounds(), 2, limit=limit)
+        done = recording.record(many, 2, deadline, lambda _: setattr(clock, "now", clock.now + 10.0))
         assert done == count, (deadline, limit)
         assert clock.now <= max(deadline, limit, 10.0)
 
@@ -310,7 +302,7 @@ def test_every_prompt_is_recorded_by_one_process(model_pool: ModelPool, workload
     many = Workload("x", "tune", tuple(replace(p, name=f"{n}") for n in range(12) for p in workload.prompts))
     made: list[list[str]] = []
     for rank in range(3):
-        recording = Recording(model_pool, RecordingWork([], many, tmp_path, ForestBounds(), 3), rank)
+        recording = Recording(model_pool, rank, [], many, tmp_path, ForestBounds(), 3)
         parts: list[str] = []
         recording.record(many, 2, math.inf, lambda part, parts=parts: parts.extend(p.name for p in part.prompts))
         made.append(parts)

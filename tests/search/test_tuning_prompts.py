@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from autotune.cost.posterior import refitted
+from autotune.cost.joint_fit import refitted
 from autotune.cost.surface import Observation, Surface
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration

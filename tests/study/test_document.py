@@ -9,7 +9,7 @@ import pytest
 
 from autotune.documents.configuration import Configuration
 from autotune.errors import UserError
-from autotune.study.document import STUDY, Finalist, StudyDocument, load_study
+from autotune.study.document import STUDY, MeasuredConfiguration, StudyDocument, load_study
 from autotune.study.ledger import Ledger
 from tests.sample_documents import DEVICE, PROVENANCE, TARGET
 
@@ -30,7 +30,9 @@ def study_document() -> StudyDocument:
         cost_table="0123",
         records={"trees": ["a", "b"]},
         optuna_study="trees-0",
-        finalists=[Finalist(configuration=Configuration(tree={"policy": "chain"}), is_eliminated=True, **finalist)],
+        finalists=[
+            MeasuredConfiguration(configuration=Configuration(tree={"policy": "chain"}), is_eliminated=True, **finalist)
+        ],
     )
 
 
