@@ -20,7 +20,7 @@ import click
 
 from autotune.documents.engine_profile import OPTIONS, TYPES, EngineName, Speculation
 from autotune.files import append_line, content_key, read_lines
-from autotune.serving.engine import Engine
+from autotune.serving.engine import ServingEngine
 from autotune.serving.engine_runs import is_exact, with_replays
 from autotune.serving.engines import ENGINES
 from autotune.serving.ngram_replay import total
@@ -99,7 +99,7 @@ def main(
     sys.exit(exact != requests or not totals)
 
 
-def compare(engine: Engine, chosen: Sequence[Speculation], prompts: Sequence[WorkloadPrompt]) -> dict[str, Any]:
+def compare(engine: ServingEngine, chosen: Sequence[Speculation], prompts: Sequence[WorkloadPrompt]) -> dict[str, Any]:
     """Whether each request's counts are the replay's, and the totals of a new server and of the replay."""
     with engine.started(chosen) as server:
         rows = with_replays([server.ask(prompt) for prompt in prompts], chosen, server.context)

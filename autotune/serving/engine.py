@@ -1,4 +1,4 @@
-"""What a search needs of a serving engine: servers that it starts, and requests whose speculation and time are counted. Loads no torch."""
+"""The interface of serving engines that a search tunes: servers that it starts, and requests whose speculation and time are counted. No torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EngineServer(EngineHttp, ABC):
     """
 
     build: str
-    """What the server says of itself."""
+    """The server's own name of its build."""
     alias: object
     """The model's name there."""
     context: int
@@ -90,7 +90,7 @@ class EngineServer(EngineHttp, ABC):
 
 
 @dataclass(frozen=True)
-class Engine(ABC):
+class ServingEngine(ABC):
     """An engine's executable with a model, and the arguments of the user."""
 
     executable: Path
@@ -103,7 +103,7 @@ class Engine(ABC):
     built: ClassVar[Path]
     """Where ``make engines`` puts it, in the user's cache."""
     models: ClassVar[str]
-    """What it loads, for error messages."""
+    """The models that it loads, for error messages."""
     server: ClassVar[type[EngineServer]]
     own_arguments: ClassVar[Sequence[str]]
     """Arguments that the search sets, besides ``--spec*``."""
@@ -136,7 +136,7 @@ class Engine(ABC):
     @classmethod
     @abstractmethod
     def find_model(cls, target: str) -> tuple[str, ModelReference] | None:
-        """What the engine is given for a target, and the target's weights; None if it cannot load them."""
+        """The name that the engine is given for a target, and the target's weights; None if it cannot load them."""
 
     @classmethod
     @abstractmethod

@@ -29,7 +29,7 @@ from autotune.documents.engine_profile import (
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import append_line, content_key, read_lines
-from autotune.serving.engine import Engine, EngineServer
+from autotune.serving.engine import EngineServer, ServingEngine
 from autotune.serving.ngram_drafters import KnownRequest
 from autotune.serving.ngram_replay import RequestReplay, replay_speculation, total
 from autotune.serving.verification_prices import PRICED_TOKENS, VerificationPrices, measure_verifications, time_of
@@ -92,7 +92,7 @@ class ArmRuns:
 
 
 def serve_in_turns(
-    servers: Engine | Mapping[str, EngineServer],
+    servers: ServingEngine | Mapping[str, EngineServer],
     arms: Arms,
     prompts: Sequence[WorkloadPrompt],
     stage: str,
@@ -113,7 +113,7 @@ def serve_in_turns(
     rows = [row for row in read_lines(record) if row.get("key") == key] if record else []
     rest = prompts[len(rows) :]
     with ExitStack() as stack, console.stage(stage) as update:
-        if isinstance(servers, Engine):
+        if isinstance(servers, ServingEngine):
             asked, start = arms if rest else {}, servers.started
             servers = {name: stack.enter_context(start(one)) for name, one in asked.items()}
         for prompt in rest:
@@ -153,7 +153,7 @@ def recorded_prices(
 
 
 def self_test(
-    engine: Engine, tested: Sequence[Speculation], prompts: Sequence[WorkloadPrompt], console: Console
+    engine: ServingEngine, tested: Sequence[Speculation], prompts: Sequence[WorkloadPrompt], console: Console
 ) -> dict[NgramType, str]:
     """Types whose counts differ from the replay's, with the reason, by a server for each."""
     left_out: dict[NgramType, str] = {}
@@ -169,7 +169,7 @@ def self_test(
 
 
 def confirm(
-    engine: Engine,
+    engine: ServingEngine,
     arms: Arms,
     prompts: Sequence[WorkloadPrompt],
     prices: VerificationPrices,
@@ -246,7 +246,7 @@ def compared(runs: Mapping[str, ArmRuns], prices: VerificationPrices) -> list[Co
 
 
 def measure_loads(
-    engine: Engine, arms: Arms, answers: Sequence[ServedAnswer], sizes: Sequence[int], console: Console
+    engine: ServingEngine, arms: Arms, answers: Sequence[ServedAnswer], sizes: Sequence[int], console: Console
 ) -> list[ServedLoad]:
     """Serve the prompts of plain answers with each number of requests at a time, each time in a new server for every arm, one
     server after the other; prints a table.

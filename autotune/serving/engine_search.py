@@ -36,7 +36,7 @@ from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import WORKSPACE, content_key, require_writable
-from autotune.serving.engine import Engine, EngineServer
+from autotune.serving.engine import EngineServer, ServingEngine
 from autotune.serving.engine_runs import (
     OFF,
     SELF_TEST,
@@ -81,7 +81,7 @@ class EngineSearchSettings:
     seed: int = 0
 
 
-def speculation_space(engine: type[Engine], types: Sequence[NgramType]) -> list[Speculation]:
+def speculation_space(engine: type[ServingEngine], types: Sequence[NgramType]) -> list[Speculation]:
     """Every setting of some types that is replayed, each once."""
     return list({one.label: one for one in engine.space() if one.type in types}.values())
 

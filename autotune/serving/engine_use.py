@@ -9,7 +9,7 @@ from typing import Any
 from autotune.console import Console
 from autotune.documents.engine_profile import EngineProfile, ServedLoad
 from autotune.errors import NotComparable, UserError
-from autotune.serving.engine import Engine
+from autotune.serving.engine import ServingEngine
 from autotune.serving.engine_runs import OFF, ArmRuns, confirm, measure_loads, require_served
 from autotune.serving.engines import ENGINES
 from autotune.serving.verification_prices import VerificationPrices, clock_of
@@ -17,7 +17,7 @@ from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
 
-def engine_of(profile: EngineProfile, given: str | None) -> Engine:
+def engine_of(profile: EngineProfile, given: str | None) -> ServingEngine:
     """The engine of a profile: the command that it names, or ``--engine-command``.
 
     Raises:

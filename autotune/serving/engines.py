@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autotune.documents.engine_profile import EngineName
-from autotune.serving.engine import Engine
-from autotune.serving.llama_server import LlamaCpp
-from autotune.serving.vllm_server import Vllm
+from autotune.serving.engine import ServingEngine
+from autotune.serving.llama_server import LlamaEngine
+from autotune.serving.vllm_server import VllmEngine
 
-ENGINES: dict[EngineName, type[Engine]] = {engine.name: engine for engine in (LlamaCpp, Vllm)}
+ENGINES: dict[EngineName, type[ServingEngine]] = {engine.name: engine for engine in (LlamaEngine, VllmEngine)}

@@ -16,7 +16,7 @@ from autotune.errors import UserError
 from autotune.files import known_sha256_of
 from autotune.modeling.gguf import find_gguf, require_chat_template
 from autotune.serving.client import TEXT, TIMES, TOKENS
-from autotune.serving.engine import Engine, EngineServer, text_messages
+from autotune.serving.engine import EngineServer, ServingEngine, text_messages
 from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import WorkloadPrompt
 
@@ -29,7 +29,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
 
-def arguments_of(speculations: Sequence[Speculation]) -> list[str]:
+def llama_arguments(speculations: Sequence[Speculation]) -> list[str]:
     """Arguments of llama-server for one or several types; none switch speculation off."""
     words = ["--spec-type", ",".join(one.type for one in speculations)] if speculations else []
     for one in speculations:
@@ -41,7 +41,7 @@ def arguments_of(speculations: Sequence[Speculation]) -> list[str]:
 class LlamaServer(EngineServer):
     """A client of one llama-server, whose first slot it uses."""
 
-    priced_by = shlex.join(arguments_of([PRICED_BY]))
+    priced_by = shlex.join(llama_arguments([PRICED_BY]))
     longest = PRICED_BY.options["n-max"]
 
     def __init__(self, url: str) -> None:
@@ -125,7 +125,7 @@ class LlamaServer(EngineServer):
             return SpeculationCounts(**{name: int(float(found[1])) if found else 0 for name, found in values.items()})
 
 
-class LlamaCpp(Engine):
+class LlamaEngine(ServingEngine):
     """A llama-server with a GGUF file. One server may have all types; the longest n-grams are asked first."""
 
     name = "llama.cpp"
@@ -172,7 +172,7 @@ class LlamaCpp(Engine):
         ]
 
     def words(self, speculations: Sequence[Speculation] = ()) -> list[str]:
-        return [str(self.executable), "-m", self.model, *self.arguments, *arguments_of(speculations)]
+        return [str(self.executable), "-m", self.model, *self.arguments, *llama_arguments(speculations)]
 
     def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:
         room = ["--ctx-size", f"{at_once * longest}"] if longest else []

@@ -14,7 +14,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.modeling.gguf import SUFFIX
 from autotune.modeling.loading import bundled_models, reference
 from autotune.serving.client import TEXT, TOKENS, Counters, EngineClient
-from autotune.serving.engine import Engine, EngineServer, text_messages
+from autotune.serving.engine import EngineServer, ServingEngine, text_messages
 from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import WorkloadPrompt
 
@@ -28,7 +28,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 
 
-def arguments_of(speculations: Sequence[Speculation]) -> list[str]:
+def vllm_arguments(speculations: Sequence[Speculation]) -> list[str]:
     """Arguments of vLLM for one type; none switch speculation off."""
     return [
         word
@@ -40,7 +40,7 @@ def arguments_of(speculations: Sequence[Speculation]) -> list[str]:
 class VllmServer(EngineClient, EngineServer):
     """A client of one vLLM, whose counters are read before and after each request."""
 
-    priced_by = "{} '{}'".format(*arguments_of([PRICED_BY]))
+    priced_by = "{} '{}'".format(*vllm_arguments([PRICED_BY]))
     longest = PRICED_BY.options["num_speculative_tokens"] + 1
 
     def __init__(self, url: str) -> None:
@@ -123,7 +123,7 @@ class VllmServer(EngineClient, EngineServer):
         return SpeculationCounts(verifications=counted.rounds, drafted=counted.drafted, accepted=sum(counted.accepted))
 
 
-class Vllm(Engine):
+class VllmEngine(ServingEngine):
     """A vLLM with a folder or a Hugging Face id."""
 
     name = "vllm"
@@ -154,7 +154,7 @@ class Vllm(Engine):
         ]
 
     def words(self, speculations: Sequence[Speculation] = ()) -> list[str]:
-        return [str(self.executable), "serve", self.model, *self.arguments, *arguments_of(speculations)]
+        return [str(self.executable), "serve", self.model, *self.arguments, *vllm_arguments(speculations)]
 
     def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:
         return ["--served-model-name", alias, "--host", "127.0.0.1"]

@@ -37,7 +37,7 @@ class RecordedVllm(RecordedServer):
         lines = [f'vllm:{name}_total{{engine="0"}} {value}.0' for name, value in by_name.items()]
         per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
         lines.append(f'{per_position}{{engine="0",position="0"}} {self.counts["accepted_tokens"]}.0')
-        shown = {"/metrics": "\n".join(lines), "/health": "", "/version": {"version": "0.32.0+cpu"}}
+        shown = {"/metrics": "\n".join(lines), "/health": "", "/version": {"version": "0.32.0"}}
         return shown.get(path) or {"data": [{"id": self.alias, "max_model_len": CONTEXT}]}
 
     def reply(self, path: str, body: dict[str, Any]) -> Any:

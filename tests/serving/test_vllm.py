@@ -20,7 +20,7 @@ from autotune.export.vllm import Vllm
 from autotune.files import user_cache
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, reference, resolve
 from autotune.serving.server import EXECUTABLE_VARIABLE
-from autotune.serving.vllm_server import Vllm as Served
+from autotune.serving.vllm_server import VllmEngine
 from autotune.trees.chain import ChainPolicy
 from tests.sample_documents import decoding_profile, write_workload
 from tests.serving.exports import DEPTH, write_export
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.long]
 @pytest.fixture(scope="session")
 def vllm() -> str:
     """The executable of the version that exports are checked against; the tests are skipped where there is none."""
-    executable = os.environ.get(EXECUTABLE_VARIABLE, str(user_cache().parent / "autotune-engines" / Served.built))
+    executable = os.environ.get(EXECUTABLE_VARIABLE, str(user_cache().parent / "autotune-engines" / VllmEngine.built))
     if not Path(executable).exists():
         pytest.skip("vLLM is not installed; run make engines ENGINE=vllm")
     return executable

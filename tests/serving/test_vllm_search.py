@@ -22,7 +22,7 @@ from autotune.serving.engine_search import speculation_space
 from autotune.serving.ngram_drafters import FirstDrafter, KnownRequest
 from autotune.serving.ngram_replay import replay_speculation, total
 from autotune.serving.server import EXECUTABLE_VARIABLE, running
-from autotune.serving.vllm_server import PRICED_BY, Vllm, arguments_of
+from autotune.serving.vllm_server import PRICED_BY, VllmEngine, vllm_arguments
 from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS
 from tests.serving.recorded_vllm import COMMAND, TRANSCRIPT
 from tests.serving.test_engine_search import autotune, said
@@ -88,9 +88,9 @@ def test_drafts_are_accepted_beyond_the_end_of_an_answer() -> None:
 
 
 def test_the_space_holds_each_setting_once_and_the_default() -> None:
-    settings = speculation_space(Vllm, TYPES["vllm"])
+    settings = speculation_space(VllmEngine, TYPES["vllm"])
     assert len({one.label for one in settings}) == len(settings) > 500
-    assert Vllm.default[1] in settings
+    assert VllmEngine.default[1] in settings
     with pytest.raises(ValidationError, match="prompt_lookup_min is at most prompt_lookup_max"):
         lookup(5, 4, 1)
 
@@ -126,8 +126,8 @@ def test_a_search_confirms_counts_and_check_run_and_bench_take_its_profile(folde
     done = searched(folder, "--requests-at-once", "2")
     assert done.exit_code == 0, done.output
     profile = EngineProfile.load("profile.json")
-    assert profile.engine == "vllm" and profile.build == "0.32.0+cpu" and profile.plain_factor > 0
-    assert [arm.label for arm in profile.arms][:2] == ["off", "documented"] and len(profile.arms) == 3
+    assert profile.engine == "vllm" and profile.build == "0.32.0" and profile.plain_factor > 0
+    assert [arm.label for arm in profile.arms][:2] == ["off", "ngram(4,4,5)"] and len(profile.arms) == 3
     assert all(arm.exact == arm.prompts == arm.identical == 4 and arm.replayed == arm.counts for arm in profile.arms)
     assert profile.arms[-1].counts.drafted > 0 and "4 of 4" in said(done)
     assert profile.command[:3] == [str(folder / "vllm"), "serve", str(folder / "model")]
@@ -159,7 +159,7 @@ def test_a_server_that_runs_is_priced_and_not_confirmed(folder: Path) -> None:
         return autotune("search", "--engine", "vllm", *where)
 
     start = (str(folder / "vllm"), "serve", "model", "--served-model-name", "x")
-    with running([*start, *arguments_of([PRICED_BY])], "vllm") as (url, _):
+    with running([*start, *vllm_arguments([PRICED_BY])], "vllm") as (url, _):
         assert at(url).exit_code == 0
     profile = EngineProfile.load("profile.json")
     assert profile.speculation and not profile.arms and "which --url does not confirm" in profile.verdict
@@ -213,7 +213,7 @@ def test_a_page_of_another_program_is_no_vllm(folder: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.long
 def test_the_real_server_drafts_as_the_replay_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = user_cache().parent / "autotune-engines" / Vllm.built
+    built = user_cache().parent / "autotune-engines" / VllmEngine.built
     executable = os.environ.get(EXECUTABLE_VARIABLE, str(built))
     if not Path(executable).exists():
         pytest.skip("vLLM is not installed; run make engines ENGINE=vllm")
