@@ -13,7 +13,6 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.engine_profile import EngineProfile
 from autotune.drafters.checkpoint import CONFIGS
 from autotune.export.document import Export
-from autotune.export.engine_prices import EnginePrices
 from autotune.files import Document
 from autotune.search.space import SearchSpace
 from autotune.study.document import StudyDocument
@@ -26,7 +25,6 @@ DOCUMENTS: tuple[type[Document], ...] = (
     StudyDocument,
     CheckResult,
     Export,
-    EnginePrices,
     EngineProfile,
     SearchSpace,
     Recipe,

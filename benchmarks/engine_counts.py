@@ -1,6 +1,7 @@
-"""Counts of llama-server's n-gram speculation beside their replay, request by request, with the state carried and cleared.
+"""Counts of an engine's n-gram speculation beside their replay, request by request, with the state carried and cleared.
 
     PYTHONPATH=. python benchmarks/engine_counts.py MODEL.gguf WORKLOAD... --record counts.jsonl [--engine-command 'llama-server -t 1']
+    PYTHONPATH=. python benchmarks/engine_counts.py FOLDER WORKLOAD... --engine vllm --carried 14 --cleared 0
 
 Servers whose counts the record holds are not started again, so that an interrupted run goes on. Every setting serves the prompts in one server, and then the first ones each in a server of its own. A line is printed for each setting:
 requests whose drafted and accepted tokens are those of the replay, and whether all verifications, drafts and acceptances equal the
@@ -17,12 +18,12 @@ from typing import Any
 
 import click
 
-from autotune.documents.engine_profile import OPTIONS, Speculation
-from autotune.files import append_line, content_key, known_sha256_of, read_lines
+from autotune.documents.engine_profile import OPTIONS, TYPES, EngineName, Speculation
+from autotune.files import append_line, content_key, read_lines
+from autotune.serving.engine import ServingEngine
 from autotune.serving.engine_runs import is_exact, with_replays
-from autotune.serving.llama_server import EngineCommand, find_engine, started_llama
+from autotune.serving.engines import ENGINES
 from autotune.serving.ngram_replay import total
-from autotune.serving.verification_prices import PRICING
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import load_workload
 
@@ -32,40 +33,45 @@ TRIED = {
     "ngram-map-k4v": [(3, 8, 1), (8, 24, 2), (2, 4, 2), (4, 8, 3), (1, 2, 1)],
     "ngram-mod": [(4, 1, 8), (8, 4, 16), (16, 1, 64), (4, 0, 2), (1, 0, 64), (2, 0, 16)],
     "ngram-cache": [],
+    "ngram": [(5, 5, 5), (1, 1, 3), (2, 8, 16), (1, 4, 8), (3, 3, 32), (2, 3, 1), (8, 16, 12)],
 }
 
 
-def settings() -> list[list[Speculation]]:
-    """One server of all types, and one for each setting: the defaults of all types, then the others of each in turn."""
+def settings(engine: EngineName) -> list[list[Speculation]]:
+    """The server of all types, and one for each setting: the defaults of all types, then the others of each in turn."""
     by_type = [
         [
-            Speculation(type=name, options=dict(zip(defaults, values, strict=True)))
-            for values in (defaults.values(), *TRIED[name])
+            Speculation(type=name, options=dict(zip(OPTIONS[name], values, strict=True)))
+            for values in (OPTIONS[name].values(), *TRIED[name])
         ]
-        for name, defaults in OPTIONS.items()
+        for name in TYPES[engine]
     ]
     in_turn = (one for row in itertools.zip_longest(*by_type) for one in row if one is not None)
-    return [list(PRICING), *([one] for one in in_turn)]
+    return [list(ENGINES[engine].pricing), *([one] for one in in_turn)]
 
 
 @click.command(help=__doc__)
-@click.argument("model", type=click.Path(path_type=Path, exists=True))
+@click.argument("model")
 @click.argument("workloads", nargs=-1, required=True)
+@click.option("--engine", "name", type=click.Choice(list(ENGINES)), default="llama.cpp")
 @click.option("--engine-command", default=None)
 @click.option("--max-new-tokens", default=64)
 @click.option("--carried", default=10)
 @click.option("--cleared", default=4)
 @click.option("--record", type=click.Path(path_type=Path), default=Path("counts.jsonl"), show_default=True)
 def main(
-    model: Path,
+    model: str,
     workloads: tuple[str, ...],
+    name: EngineName,
     engine_command: str | None,
     max_new_tokens: int,
     carried: int,
     cleared: int,
     record: Path,
 ) -> None:
-    command = find_engine(engine_command, model)
+    if (found := ENGINES[name].find_model(model)) is None:
+        raise click.UsageError(f"{model}: {name} loads {ENGINES[name].models}")
+    engine = ENGINES[name].find(engine_command, found[0])
     by_workload = (load_workload(name, "evaluate").first_turns().prompts for name in workloads)
     mixed = [prompt for group in zip(*by_workload, strict=False) for prompt in group]
     prompts = [prompt.cut(max_new_tokens) for prompt in mixed[: carried - 2]]
@@ -73,12 +79,12 @@ def main(
     known = {row["key"]: row for row in read_lines(record)}
     requests = exact = 0
     totals = True
-    for chosen in settings():
+    for chosen in settings(name):
         rows = []
         for served in (prompts, *([one] for one in prompts[:cleared])):
-            what = [command.words(chosen), [[one.sha256, one.settings.max_new_tokens] for one in served]]
-            if (key := content_key([known_sha256_of(model), *what])) not in known:
-                known[key] = compare(command, chosen, served) | {"key": key}
+            what = [engine.words(chosen), [[one.sha256, one.settings.max_new_tokens] for one in served]]
+            if (key := content_key([found[1].sha256, *what])) not in known:
+                known[key] = compare(engine, chosen, served) | {"key": key}
                 append_line(record, known[key])
             rows.append(known[key])
         num, same = sum(len(row["exact"]) for row in rows), sum(sum(row["exact"]) for row in rows)
@@ -93,9 +99,9 @@ def main(
     sys.exit(exact != requests or not totals)
 
 
-def compare(command: EngineCommand, chosen: Sequence[Speculation], prompts: Sequence[WorkloadPrompt]) -> dict[str, Any]:
+def compare(engine: ServingEngine, chosen: Sequence[Speculation], prompts: Sequence[WorkloadPrompt]) -> dict[str, Any]:
     """Whether each request's counts are the replay's, and the totals of a new server and of the replay."""
-    with started_llama(command, chosen) as server:
+    with engine.started(chosen) as server:
         rows = with_replays([server.ask(prompt) for prompt in prompts], chosen, server.context)
         counted, replayed = server.counts(), total(one.counts for _, one in rows)
     exact = [is_exact(*row) for row in rows]

@@ -9,8 +9,6 @@ from typing import Any
 import click
 
 from autotune.cli import options
-from autotune.errors import UserError
-from autotune.files import require_writable
 
 
 @click.command(short_help="Compare vLLM with the prediction of its export.")
@@ -32,12 +30,6 @@ from autotune.files import require_writable
 )
 @options.requests_at_once
 @click.option(
-    "--prices",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="Time vLLM's rounds with 0, 1, 2, 4 and 8 draft tokens and 1, 4 and 16 requests at once instead, and write them for autotune export --prices.",
-)
-@click.option(
     "--executable",
     envvar="AUTOTUNE_VLLM",
     show_envvar=True,
@@ -51,7 +43,7 @@ from autotune.files import require_writable
 )
 @options.device
 @options.as_json
-def command(profile: Path, engine: str, prices: Path | None, as_json: bool, **choices: Any) -> None:
+def command(profile: Path, engine: str, as_json: bool, **choices: Any) -> None:
     """Send prompts to a vLLM that runs exported settings, and compare its answers, rounds and speed with the prediction
     of the export.
     """
@@ -60,15 +52,8 @@ def command(profile: Path, engine: str, prices: Path | None, as_json: bool, **ch
     from autotune.serving.server import ServerOptions, find_executable
 
     chosen, choices = evaluation_prompts(profile, choices)
-    is_started = engine == "vllm"
-    if prices is not None:
-        if not is_started:
-            raise UserError(
-                "--prices: a server runs one draft length; give --engine vllm, which starts a server for each"
-            )
-        require_writable(prices, "--prices")
     chosen_engine: EngineClient | ServerOptions
-    if is_started:
+    if engine == "vllm":
         arguments = tuple(shlex.split(choices["arguments"]))
         chosen_engine = ServerOptions(find_executable(choices["executable"]), arguments)
     else:
@@ -78,16 +63,9 @@ def command(profile: Path, engine: str, prices: Path | None, as_json: bool, **ch
     from autotune.console import Console
     from autotune.device import choose_device
     from autotune.serving.comparison import bench
-    from autotune.serving.prices import PRICED_BATCHES, measure_prices
 
     what = (profile, prompts, choose_device(choices["device"]), Console())
-    folder, sizes = choices["folder"], choices["requests_at_once"]
-    if prices is not None and isinstance(chosen_engine, ServerOptions):
-        sizes = sizes or PRICED_BATCHES
-        measured = measure_prices(*what, options=chosen_engine, folder=folder, requests_at_once=sizes)
-        measured.save(prices)
-        result = measured.model_dump(mode="json")
-    else:
-        result = bench(*what, engine=chosen_engine, folder=folder, requests_at_once=sizes or (1,))
+    folder, sizes = choices["folder"], choices["requests_at_once"] or (1,)
+    result = bench(*what, engine=chosen_engine, folder=folder, requests_at_once=sizes)
     if as_json:
         options.print_json(result)

@@ -28,12 +28,6 @@ EXPORT_ENGINES = ("vllm", "transformers")
     default=None,
     help="Export the chain of this length instead of the fastest.",
 )
-@click.option(
-    "--prices",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="Prices that autotune bench-server --prices measured in the engine, instead of the search's cost table.",
-)
 @options.output(None, "Folder to write.  [default: exports/ENGINE]")
 @options.as_json
 def command(profile: Path, engine: str, as_json: bool, **choices: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -12,7 +12,10 @@ from autotune.errors import UserError
 from autotune.option_fields import make_settings
 from autotune.search.settings import SearchSettings
 
-ENGINES = ("llama.cpp",)
+if TYPE_CHECKING:
+    from autotune.documents.engine_profile import EngineName
+
+ENGINES = ("llama.cpp", "vllm")
 OF_ENGINES = ("target", "workload", "workload_format", "max_new_tokens", "seed", "output")
 """Options that a search in an engine takes."""
 ONLY_ENGINES = ("engine_command", "url", "requests_at_once")
@@ -24,19 +27,19 @@ ONLY_ENGINES = ("engine_command", "url", "requests_at_once")
     "--engine",
     type=click.Choice(ENGINES),
     default=None,
-    help="Tune the n-gram speculation of this serving engine instead of a draft of this runtime; needs --target FILE.gguf and --workload.",
+    help="Tune the n-gram speculation of this serving engine instead of a draft of this runtime; needs --target and --workload.",
 )
 @click.option(
     "--engine-command",
     default=None,
-    help="Executable of the engine with further arguments, in one word, such as 'llama-server -t 4'.  [default: llama-server on "
-    "the PATH, or the one that make engines built]",
+    help="Executable of the engine with further arguments, in one word, such as 'llama-server -t 4'.  [default: llama-server or "
+    "vllm on the PATH, or the one that make engines built]",
 )
 @click.option("--url", default=None, help="Address of an engine that runs, http://HOST:PORT, instead of starting one.")
 @options.requests_at_once
 @options.as_json
 @click.pass_context
-def command(context: click.Context, /, as_json: bool, engine: str | None, **values: Any) -> None:
+def command(context: click.Context, /, as_json: bool, engine: EngineName | None, **values: Any) -> None:
     """Measure costs, record traces, search trees by replay, measure the finalists, and write a decoding profile.
 
     An interrupted search is continued by the same command.
@@ -55,15 +58,15 @@ def command(context: click.Context, /, as_json: bool, engine: str | None, **valu
                 f"--{refused[0].replace('_', '-')}: not an option of a search in {engine}, which tunes n-grams in that engine; drop it"
             )
         if missing := [name for name in ("target", "workload") if name not in given]:
-            raise UserError(f"--engine {engine} needs --{missing[0]}; give a GGUF file and a file of prompts")
+            raise UserError(f"--engine {engine} needs --{missing[0]}; give a model and a file of prompts")
         require_workload(values["workload"], values["workload_format"])
         chosen = {name: values[name] for name in OF_ENGINES}
-        profile = search_engine(EngineSearchSettings(**chosen, **own), Console())
+        profile = search_engine(EngineSearchSettings(engine, **chosen, **own), Console())
         if as_json:
             click.echo(profile.dump())
         return
     if name := next((name for name, value in own.items() if value), None):
-        raise UserError(f"--{name.replace('_', '-')} is of a search in an engine; add --engine llama.cpp")
+        raise UserError(f"--{name.replace('_', '-')} is of a search in an engine; add --engine {' or '.join(ENGINES)}")
 
     from autotune.search.settings import check_settings
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -11,7 +10,8 @@ from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.files import Document
 
-NgramType = Literal["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"]
+EngineName = Literal["llama.cpp", "vllm"]
+NgramType = Literal["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "ngram"]
 Clock = Literal["wall", "cpu"]
 Natural = Annotated[int, Field(ge=0, lt=1 << 31)]
 """A token's id, or a number of tokens."""
@@ -22,12 +22,19 @@ OPTIONS: dict[NgramType, dict[str, int]] = {
     "ngram-map-k4v": {"size-n": 12, "size-m": 48, "min-hits": 1},
     "ngram-mod": {"n-match": 24, "n-min": 48, "n-max": 64},
     "ngram-cache": {},
+    "ngram": {"prompt_lookup_min": 4, "prompt_lookup_max": 4, "num_speculative_tokens": 5},
 }
-"""The options that change a type's drafts, with llama-server's defaults, in the order in which a server of several types asks them."""
+"""The options that change a type's drafts, with llama-server's defaults, in the order in which a server of several types asks them;
+of vLLM's ``ngram`` the values of its documentation.
+"""
+TYPES: dict[EngineName, list[NgramType]] = {
+    "llama.cpp": [name for name in OPTIONS if name != "ngram"],
+    "vllm": ["ngram"],
+}
 
 
 class Speculation(Document):
-    """One type of llama.cpp's n-gram speculation, with all of its options by their names without ``--spec-TYPE-``."""
+    """One type of an engine's n-gram speculation with all of its options: llama.cpp's by their names without ``--spec-TYPE-``."""
 
     type: NgramType
     options: dict[str, int] = Field(default_factory=dict)
@@ -38,20 +45,13 @@ class Speculation(Document):
             raise ValueError(f"{self.type} has the options {', '.join(OPTIONS[self.type]) or 'none'}")
         if any(not (name != "n-min") <= value <= 1024 for name, value in self.options.items()):
             raise ValueError("options are 1 to 1024, and n-min may be 0")
+        if self.options.get("prompt_lookup_min", 0) > self.options.get("prompt_lookup_max", 0):
+            raise ValueError("prompt_lookup_min is at most prompt_lookup_max")
         return self
 
     @property
     def label(self) -> str:
         return f"{self.type}({','.join(map(str, self.options.values()))})" if self.options else self.type
-
-
-def arguments_of(speculations: Sequence[Speculation]) -> list[str]:
-    """Arguments of llama-server for one or several types; none switch speculation off."""
-    words = ["--spec-type", ",".join(one.type for one in speculations)] if speculations else []
-    for one in speculations:
-        for name, value in one.options.items():
-            words += [f"--spec-{one.type}-{name}", str(value)]
-    return words
 
 
 class SpeculationCounts(Document):
@@ -72,9 +72,11 @@ class ServedAnswer(Document):
     prompt_tokens: list[Natural] = Field(min_length=1)
     tokens: list[Natural] = Field(min_length=1)
     limit: int = Field(ge=1)
-    """``n_predict`` of the request."""
+    """The most tokens that the request asked for."""
     is_ended: bool = False
     """Whether the last token ends the generation."""
+    beyond: list[Natural] = Field(default_factory=list)
+    """Tokens that greedy decoding gives after the end, of an engine whose drafts reach there."""
     drafted: Natural = 0
     accepted: Natural = 0
     wall_ms: Milliseconds = 0.0
@@ -143,13 +145,13 @@ class ServedLoad(Document):
     """Requests with plain decoding's answer, one request at a time."""
 
 
-class EngineProfile(Document, kind="engine-profile", version=2, made_by="autotune search --engine llama.cpp"):
+class EngineProfile(Document, kind="engine-profile", version=3, made_by="autotune search --engine"):
     """The fastest speculation settings of one engine for a model, a workload and a machine; or that it should be off."""
 
     provenance: Provenance
-    engine: Literal["llama.cpp"]
+    engine: EngineName
     build: str
-    """SHA-256 of the engine's executable and libraries; of a server that was not started here, what it says of itself."""
+    """SHA-256 of the engine's executable and libraries, or what a server says of itself."""
     target: ModelReference
     arguments: list[str]
     """Arguments of every server, besides the model and the speculation."""
@@ -162,7 +164,7 @@ class EngineProfile(Document, kind="engine-profile", version=2, made_by="autotun
     workload_sha256: str
     hardware: Fingerprint
     context: int = Field(ge=1)
-    """Tokens of a slot."""
+    """Most tokens of a request."""
     left_out: dict[NgramType, str]
     """Types that the build does not have, or whose counts are not the replay's, with the reason."""
     num_replayed: dict[NgramType, int]
@@ -172,6 +174,8 @@ class EngineProfile(Document, kind="engine-profile", version=2, made_by="autotun
     prices: list[PricedStep] = Field(min_length=1)
     price_factor: float
     """Time of verifications in served requests over the prices' own."""
+    plain_factor: float
+    """Time of passes without speculation over the prices' own, in an engine that runs another loop then; else 1."""
     arms: list[ConfirmedArm]
     """Empty where a server that ran was not to be started anew."""
     loads: list[ServedLoad]

@@ -15,17 +15,7 @@ from autotune.trees.chain import ChainPolicy
 EXPORT = "export.json"
 
 
-class BatchPrediction(Document):
-    """How many tokens to draft for batch sizes ``start`` to ``end``, both included; 0 draft tokens: plain decoding."""
-
-    start: int
-    end: int
-    draft_tokens: int
-    least_speedup: float
-    """Over plain decoding; the smallest of the batch sizes in the range."""
-
-
-class Export(Document, kind="export", version=2, made_by="autotune export"):
+class Export(Document, kind="export", version=3, made_by="autotune export"):
     """The exported chain with its settings, predictions and limitations."""
 
     provenance: Provenance
@@ -47,8 +37,6 @@ class Export(Document, kind="export", version=2, made_by="autotune export"):
     predicted: Predicted
     slowdown: float
     """Predicted time per token relative to the profile's point, minus 1: the cost of the engine's restrictions."""
-    by_batch: list[BatchPrediction]
-    """Empty where one request at a time was priced."""
     file: str
     settings: dict[str, Any]
     command: str
@@ -71,19 +59,6 @@ def print_export(export: Export, folder: Path, console: Console) -> None:
             for label, p, slowdown in predictions
         ],
     )
-    if export.by_batch:
-        console.table(
-            "By batch size",
-            ["requests", "draft tokens", "speedup, at least"],
-            [
-                [
-                    f"{one.start} to {one.end}" if one.end > one.start else f"{one.end}",
-                    f"{one.draft_tokens}",
-                    f"{one.least_speedup:.2f}x",
-                ]
-                for one in export.by_batch
-            ],
-        )
     for note in (f"lossless: {export.lossless}", *export.notes):
         console.say(f"- {note}")
     console.say(f"written to {folder}: {export.file}, {EXPORT}")

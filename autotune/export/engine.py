@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from autotune.documents.draft_kinds import KINDS, Served
-from autotune.export.document import BatchPrediction
 from autotune.export.model_files import Conversion, ModelFiles
 from autotune.files import Document
 from autotune.trees.chain import ChainPolicy
@@ -76,8 +75,8 @@ class Engine(ABC):
         return pair, ()
 
     @abstractmethod
-    def settings(self, pair: Pair, chain: ChainPolicy, schedule: Sequence[BatchPrediction] = ()) -> Document:
-        """The settings of a chain; ``schedule`` is of engines whose prices were measured."""
+    def settings(self, pair: Pair, chain: ChainPolicy) -> Document:
+        """The settings of a chain."""
 
     @abstractmethod
     def command(self, pair: Pair, settings: Document, path: Path) -> str:

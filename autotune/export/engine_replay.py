@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,8 +11,6 @@ from autotune.acceptance.trace import Trace
 from autotune.cost.table import CostTable
 from autotune.documents.decoding_profile import Predicted
 from autotune.errors import UserError
-from autotune.export.document import BatchPrediction
-from autotune.export.engine_prices import EnginePrices
 from autotune.prediction.evaluator import Evaluator
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.limits import Floats
@@ -39,7 +36,7 @@ class EngineReplay:
     def __init__(self, trace: Trace, table: CostTable, *, draft_tokens: int | None = None) -> None:
         """
         Args:
-            draft_tokens: the length of the only chain of the space, for which there is no schedule; None: all.
+            draft_tokens: the length of the only chain of the space; None: all.
 
         Raises:
             UserError: the answers are too short to decode, or the trace holds no chain of ``draft_tokens``.
@@ -77,71 +74,6 @@ class EngineReplay:
         return PricedChain(
             chain, prediction(result, plain_decode_ms(self.trace, self.prices), is_estimated=self.is_estimated)
         )
-
-    def schedule(self) -> list[BatchPrediction]:
-        """The best length of the chain for every batch size; empty where one request at a time was priced."""
-        return []
-
-
-class MeasuredReplay(EngineReplay):
-    """Replays chains at the prices that were measured in the engine. Only they count; the table prices nothing.
-
-    A round of a batch costs what the engine's time was for it, with the requests that shared its steps, and a draft what it adds
-    to a prefill.
-    """
-
-    def __init__(
-        self, trace: Trace, table: CostTable, measured: EnginePrices, *, draft_tokens: int | None = None
-    ) -> None:
-        self.measured = measured
-        super().__init__(trace, table, draft_tokens=draft_tokens)
-        self._counts: dict[int, tuple[int, int]] = {}
-
-    @property
-    def _max_depth(self) -> int:
-        return min(super()._max_depth, self.measured.draft_lengths[-1])
-
-    def gains(self) -> dict[int, PricedChain]:
-        """The fastest chain at each measured number of requests at which it is faster than plain decoding."""
-        fastest = {size: self._fastest_at(size, self._max_depth) for size in self.measured.batch_sizes}
-        return {size: priced for size, priced in fastest.items() if priced.predicted.speedup > 1.0}
-
-    def _fastest_at(self, batch: int, longest: int) -> PricedChain:
-        chains = (chain for chain in self.chains() if chain.depth <= longest)
-        return min((self.price(chain, batch) for chain in chains), key=lambda priced: priced.rank)
-
-    def price(self, chain: ChainPolicy, batch: int = 1) -> PricedChain:
-        if chain.depth not in self._counts:
-            result = replay(self.trace, chain, self.prices)
-            self._counts[chain.depth] = int(result.tokens.sum()), int(result.rounds.sum())
-        tokens, rounds = self._counts[chain.depth]
-        prefill_ms = self.measured.draft_prefill_ms(batch) * self.trace.num_prompts
-        ms = rounds * self.measured.round_ms(batch, chain.depth) + prefill_ms
-        speedup = tokens * self.measured.round_ms(batch, 0) / ms
-        found = Predicted(speedup=speedup, ms_per_token=ms / tokens, tokens_per_round=tokens / rounds)
-        return PricedChain(chain, found)
-
-    def schedule(self) -> list[BatchPrediction]:
-        """The best length for every batch size up to the largest that was measured, at most the best one for one request; empty if
-        that is one request, or with ``draft_tokens``.
-        """
-        longest, largest = self.fastest().chain.depth, self.measured.batch_sizes[-1]
-        if self.draft_tokens is not None or largest == 1:
-            return []
-        sizes = []
-        for batch in range(1, largest + 1):
-            best = self._fastest_at(batch, longest)
-            speedup = best.predicted.speedup
-            sizes.append((batch, best.chain.depth, speedup) if batch == 1 or speedup > 1.0 else (batch, 0, 1.0))
-        ranges = []
-        for draft_tokens, group in itertools.groupby(sizes, key=lambda size: size[1]):
-            batches, _, speedups = zip(*group, strict=True)
-            ranges.append(
-                BatchPrediction(
-                    start=batches[0], end=batches[-1], draft_tokens=draft_tokens, least_speedup=min(speedups)
-                )
-            )
-        return ranges
 
 
 def prediction(result: Replay, plain_ms: Floats, *, is_estimated: bool) -> Predicted:

@@ -11,8 +11,7 @@ from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import EXPORT, Export, print_export
 from autotune.export.engine import Engine, Pair
-from autotune.export.engine_prices import EnginePrices
-from autotune.export.engine_replay import EngineReplay, MeasuredReplay, PricedChain
+from autotune.export.engine_replay import EngineReplay, PricedChain
 from autotune.export.model_files import find_model
 from autotune.export.selection import Selection, select_for_export
 from autotune.export.transformers import Transformers
@@ -35,7 +34,6 @@ def export_profile(
     study: Path | None = None,
     draft: str | None = None,
     draft_tokens: int | None = None,
-    prices: Path | None = None,
     output: Path | None = None,
 ) -> Export:
     """Write an engine's settings for a profile, and a document with their predictions.
@@ -44,7 +42,6 @@ def export_profile(
         study: folder of the search; None: found next to the profile.
         draft: another recorded draft instead of the point's.
         draft_tokens: the length of the chain to export, however fast it is predicted to be; None: the fastest.
-        prices: file of prices that were measured in the engine, instead of the search's cost table.
         output: folder to write; None: ``exports/ENGINE``.
 
     Raises:
@@ -56,9 +53,9 @@ def export_profile(
     require_writable(folder / EXPORT)
     selected = select_for_export(engine, source, study=study, draft=draft)
     pair, conversions = engine.loadable(_pair(engine, selected), folder)
-    replay = _replay(engine, selected, draft_tokens, prices)
-    fastest, schedule = _fastest(engine, replay), replay.schedule()
-    settings, path = engine.settings(pair, fastest.chain, schedule), folder / engine.settings_file
+    replay = EngineReplay(selected.trace, selected.documents.table, draft_tokens=draft_tokens)
+    fastest = _fastest(engine, replay)
+    settings, path = engine.settings(pair, fastest.chain), folder / engine.settings_file
     result = Export(
         provenance=stamp(),
         engine=engine_name,
@@ -74,13 +71,12 @@ def export_profile(
         tree=fastest.chain,
         predicted=fastest.predicted,
         slowdown=fastest.predicted.ms_per_token / selected.tuned.ms_per_token - 1,
-        by_batch=schedule,
         file=path.name,
         settings=settings.model_dump(exclude_none=True),
         command=engine.command(pair, settings, path),
         lossless=engine.lossless,
         notes=[
-            _prediction_note(selected, replay),
+            _prediction_note(selected),
             *_profile_notes(selected, engine),
             *(conversion.note for conversion in conversions),
             *(f"{name}: {GGUF_NOTE}" for name in (pair.target, pair.draft) if name.endswith(SUFFIX)),
@@ -106,27 +102,13 @@ def _pair(engine: Engine, selected: Selection) -> Pair:
     return pair
 
 
-def _replay(engine: Engine, selected: Selection, draft_tokens: int | None, prices: Path | None) -> EngineReplay:
-    trace, table = selected.trace, selected.documents.table
-    if prices is None:
-        return EngineReplay(trace, table, draft_tokens=draft_tokens)
-    measured = EnginePrices.load(prices)
-    measured.check_is_of(engine.name, engine.version, selected.profile.target, trace.header.draft, source=prices)
-    return MeasuredReplay(trace, table, measured, draft_tokens=draft_tokens)
-
-
 def _fastest(engine: Engine, replay: EngineReplay) -> PricedChain:
     """The fastest chain; refused where plain decoding is faster."""
     found = replay.fastest()
     if (best := found.predicted.speedup) > 1.0 or replay.draft_tokens is not None:
         return found
-    gains = replay.gains() if isinstance(replay, MeasuredReplay) else {}
-    at_once = "".join(
-        f", and at {priced.predicted.speedup:.2f}x with {priced.chain.depth} draft tokens and {size} requests at once"
-        for size, priced in gains.items()
-    )
     raise UserError(
-        f"{engine.name}: its best configuration with {replay.trace.header.draft.id} is predicted at {best:.2f}x of plain decoding{at_once}; "
+        f"{engine.name}: its best configuration with {replay.trace.header.draft.id} is predicted at {best:.2f}x of plain decoding; "
         "serve the target alone, choose another draft with --draft, or export a chain all the same with --draft-tokens"
     )
 
@@ -134,22 +116,13 @@ def _fastest(engine: Engine, replay: EngineReplay) -> PricedChain:
 # --------------------------------------------------------------------------------------------------------------- notes
 
 
-def _prediction_note(selected: Selection, replay: EngineReplay) -> str:
+def _prediction_note(selected: Selection) -> str:
     table = selected.documents.table
-    if isinstance(replay, MeasuredReplay):
-        measured = replay.measured
-        lengths, sizes = (", ".join(map(str, numbers)) for numbers in (measured.draft_lengths, measured.batch_sizes))
-        where = (
-            f"the rounds' times of {measured.engine} {measured.engine_version} on {measured.hardware.model}, measured with {lengths} draft "
-            f"tokens and {sizes} requests at once; the time per token of the profile's point is of autotune's own runtime"
-        )
-    else:
-        steps = "step times estimated from a datasheet" if table.estimated else "step times measured"
-        where = (
-            f"{steps} in autotune's own runtime on {table.device.model}; an engine's steps take other times, and nothing was "
-            "measured in it"
-        )
-    return f"predictions replay {selected.trace.num_prompts} tuning prompts of {selected.profile.workload.name} with {where}"
+    steps = "step times estimated from a datasheet" if table.estimated else "step times measured"
+    return (
+        f"predictions replay {selected.trace.num_prompts} tuning prompts of {selected.profile.workload.name} with {steps} in autotune's "
+        f"own runtime on {table.device.model}; an engine's steps take other times, and nothing was measured in it"
+    )
 
 
 def _profile_notes(selected: Selection, engine: Engine) -> Iterator[str]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from autotune.export.document import BatchPrediction
 from autotune.export.engine import SAMPLING, Engine, Pair
 from autotune.files import Document
 from autotune.trees.chain import ChainPolicy
@@ -40,9 +38,7 @@ class Transformers(Engine):
         "with sampling, assisted generation samples its drafts too, so fewer of them are accepted than predicted",
     )
 
-    def settings(
-        self, pair: Pair, chain: ChainPolicy, schedule: Sequence[BatchPrediction] = ()
-    ) -> TransformersSettings:
+    def settings(self, pair: Pair, chain: ChainPolicy) -> TransformersSettings:
         return TransformersSettings(num_assistant_tokens=chain.depth)
 
     def command(self, pair: Pair, settings: Document, path: Path) -> str:

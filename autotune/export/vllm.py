@@ -1,4 +1,4 @@
-"""vLLM: chains whose length may depend on the batch size, as the JSON of ``--speculative-config``."""
+"""vLLM: chains, as the JSON of ``--speculative-config``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from autotune.export.document import BatchPrediction
 from autotune.export.engine import SAMPLING, Engine, Pair
 from autotune.export.model_files import Conversion, has_short_vision_names, text_part, with_long_vision_names
 from autotune.files import Document
 from autotune.trees.chain import ChainPolicy
-
-MAX_BATCH = 1024
-"""vLLM's largest default of ``max_num_seqs``."""
 
 
 class VllmSettings(Document):
@@ -29,22 +25,7 @@ class VllmSettings(Document):
     method: Literal["draft_model", "eagle3"]
     model: str = Field(min_length=1)
     num_speculative_tokens: int = Field(ge=1)
-    num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = None
-    """(first batch size, last batch size, k): inclusive ranges in ascending order from 1; k = 0 drafts nothing."""
     rejection_sample_method: Literal["standard"] = "standard"
-
-    @model_validator(mode="after")
-    def _schedule_is_in_order(self) -> VllmSettings:
-        last = 0
-        for start, end, draft_tokens in self.num_speculative_tokens_per_batch_size or ():
-            is_after = start > last if last else start == 1
-            if not (is_after and start <= end and 0 <= draft_tokens <= self.num_speculative_tokens):
-                raise ValueError(
-                    f"batch sizes ascend from 1 without overlap and draft at most num_speculative_tokens, {self.num_speculative_tokens}; "
-                    f"got {start} to {end} with {draft_tokens} after {last}"
-                )
-            last = end
-        return self
 
 
 class Vllm(Engine):
@@ -57,9 +38,6 @@ class Vllm(Engine):
     )
     notes = (
         "accepted lengths assume drafts that propose their most probable token (vLLM's default, draft_sample_method greedy)",
-        "with data parallelism vLLM ignores the schedule by batch size; with a schedule the V1 runner captures piecewise graphs only, "
-        "and the V2 runner drafts num_speculative_tokens with a draft_model and masks the rest, so shorter lengths save less than "
-        "predicted; 0 draft tokens cost time too (vllm#49548): measure with and without the schedule",
     )
 
     def refusal(self, pair: Pair) -> str | None:
@@ -101,21 +79,13 @@ class Vllm(Engine):
             draft = str(folder / "draft")
         return dataclasses.replace(pair, target=target, draft=draft), conversions
 
-    def settings(self, pair: Pair, chain: ChainPolicy, schedule: Sequence[BatchPrediction] = ()) -> VllmSettings:
-        ranges = [(batch.start, batch.end, batch.draft_tokens) for batch in schedule]
-        if ranges and ranges[-1][1] < MAX_BATCH:  # vLLM carries the last length on to larger batches
-            start, end, draft_tokens = ranges[-1]
-            ranges[-1:] = [(start, MAX_BATCH, 0)] if draft_tokens == 0 else [ranges[-1], (end + 1, MAX_BATCH, 0)]
+    def settings(self, pair: Pair, chain: ChainPolicy) -> VllmSettings:
+        method = self.served[pair.draft_kind].method
         return VllmSettings.model_validate(
-            {
-                "method": self.served[pair.draft_kind].method,
-                "model": pair.draft,
-                "num_speculative_tokens": chain.depth,
-                "num_speculative_tokens_per_batch_size": ranges or None,
-            }
+            {"method": method, "model": pair.draft, "num_speculative_tokens": chain.depth}
         )
 
     def command(self, pair: Pair, settings: Document, path: Path) -> str:
-        config = json.dumps(settings.model_dump(exclude_none=True))
+        config = json.dumps(settings.model_dump())
         dtype = [] if pair.dtype is None else ["--dtype", pair.dtype]
         return shlex.join(["vllm", "serve", pair.target, *dtype, "--speculative-config", config])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -39,27 +41,31 @@ COUNTERS = {
     "drafted": "vllm:spec_decode_num_draft_tokens_total",
 }
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos_total"  # by the label ``position`` from 0
+SAMPLE = re.compile(r"^(vllm:\w+)(\{.*\})? (\S+)", re.MULTILINE)  # name, labels, value
 
 
 @dataclass(frozen=True)
 class Counters:
     """Counters of vLLM since its start, or between two readings; those of drafts are 0 where it does not speculate."""
 
-    generated: int
+    generated: int = 0
     """Tokens of all answers."""
-    rounds: int
+    rounds: int = 0
     """Verifications of drafts, over all requests."""
-    drafted: int
+    drafted: int = 0
     """Draft tokens that were verified."""
-    accepted: tuple[int, ...]
+    accepted: tuple[int, ...] = ()
     """Accepted draft tokens by position in the chain."""
 
-    def since(self, before: Counters) -> Counters:
-        earlier = (*before.accepted, *[0] * (len(self.accepted) - len(before.accepted)))
+    def since(self, before: Counters, sign: int = -1) -> Counters:
+        pairs = itertools.zip_longest(self.accepted, before.accepted, fillvalue=0)
         return Counters(
-            **{name: getattr(self, name) - getattr(before, name) for name in COUNTERS},
-            accepted=tuple(now - then for now, then in zip(self.accepted, earlier, strict=True)),
+            **{name: getattr(self, name) + sign * getattr(before, name) for name in COUNTERS},
+            accepted=tuple(now + sign * then for now, then in pairs),
         )
+
+    def __add__(self, other: Counters) -> Counters:
+        return self.since(other, 1)
 
 
 @dataclass(frozen=True)
@@ -133,28 +139,21 @@ class EngineClient(EngineHttp):
         super().__init__(url)
         if "vllm:" not in self.read("/metrics", advice="it exposes no metrics").decode(errors="replace"):
             raise UserError(f"--engine {url}: its metrics are not vLLM's; give the address of a vLLM")
-        version, models = self.read_json("/version"), self.read_json("/v1/models")
+        version, self.models = self.read_json("/version"), self.read_json("/v1/models")
         with self.reply_of("/version"):
             self.version = TEXT.validate_python(version["version"], strict=True)
         with self.reply_of("/v1/models"):
-            self.model = TEXT.validate_python(models["data"][0]["id"], strict=True)
+            self.model = TEXT.validate_python(self.models["data"][0]["id"], strict=True)
 
     def counters(self) -> Counters:
         """The counters now, summed over the engine's replicas."""
-        try:
-            from prometheus_client.parser import text_string_to_metric_families
-        except ImportError:
-            raise UserError(
-                'reading an engine\'s metrics needs prometheus-client; pip install "autotune-speculative[metrics]"'
-            ) from None
         sums, accepted = Counter[str](), Counter[int]()
         with self.reply_of("/metrics"):
-            for family in text_string_to_metric_families(self.read("/metrics").decode()):
-                for sample in family.samples:
-                    if sample.name == ACCEPTED:
-                        accepted[int(sample.labels["position"])] += int(sample.value)
-                    elif sample.name in COUNTERS.values():
-                        sums[sample.name] += int(sample.value)
+            for name, labels, value in SAMPLE.findall(self.read("/metrics").decode()):
+                if name == ACCEPTED:
+                    accepted[int(labels.partition('position="')[2].partition('"')[0])] += int(float(value))
+                elif name in COUNTERS.values():
+                    sums[name] += int(float(value))
             TOKENS.validate_python([*accepted, *accepted.values(), *sums.values()])
         return Counters(
             **{name: sums[counter] for name, counter in COUNTERS.items()},
@@ -177,7 +176,7 @@ class EngineClient(EngineHttp):
             time.sleep(0.01)
         return change
 
-    def answer(self, prompt: WorkloadPrompt, prompt_tokens: Sequence[int]) -> EngineAnswer:
+    def complete(self, prompt: WorkloadPrompt, prompt_tokens: Sequence[int]) -> EngineAnswer:
         """Decode one prompt greedily. Text is sent as ``prompt_tokens``; a prompt with images as a chat, whose template is the
         engine's copy of the target's.
 

@@ -17,7 +17,7 @@ from autotune.export.document import Export
 from autotune.serving.client import EngineClient
 from autotune.serving.measuring import EngineRuns, PromptRun, measure_engines
 from autotune.serving.prediction import PredictedPrompt, acceptance_by_position, load_export, predict
-from autotune.serving.server import ServerOptions, started, with_draft_tokens
+from autotune.serving.server import ServerOptions, started, without_speculation
 from autotune.workloads.workload import Workload
 
 SPECULATIVE, PLAIN = "speculative", "plain"
@@ -65,7 +65,7 @@ def bench(
         require_checked(engine, export)
         arms = {SPECULATIVE: nullcontext(engine)}
     else:
-        commands = {SPECULATIVE: export.command, PLAIN: with_draft_tokens(export.command, 0)}
+        commands = {SPECULATIVE: export.command, PLAIN: without_speculation(export.command)}
         arms = {arm: started_checked(command, engine, export, console) for arm, command in commands.items()}
     predicted = predict(export, workload, device, console, DecodingProfile.load(profile).dtype)
     measured = measure_engines(arms, predicted, requests_at_once, console)

@@ -1,4 +1,4 @@
-"""Runs in llama-server for a search: servers in turns, prices, the self-test, the confirmation, requests at once. Loads no torch."""
+"""Runs in an engine for a search: servers in turns, prices, the self-test, the confirmation, requests at once. Loads no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import numpy as np
 
 from autotune.console import Console
 from autotune.documents.engine_profile import (
-    OPTIONS,
     Clock,
     ConfirmedArm,
     NgramType,
@@ -26,12 +25,11 @@ from autotune.documents.engine_profile import (
     ServedLoad,
     Speculation,
     SpeculationCounts,
-    arguments_of,
 )
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import append_line, content_key, read_lines
-from autotune.serving.llama_server import EngineCommand, LlamaServer, started_llama
+from autotune.serving.engine import EngineServer, ServingEngine
 from autotune.serving.ngram_drafters import KnownRequest
 from autotune.serving.ngram_replay import RequestReplay, replay_speculation, total
 from autotune.serving.verification_prices import PRICED_TOKENS, VerificationPrices, measure_verifications, time_of
@@ -40,8 +38,7 @@ from autotune.workloads.prompt import WorkloadPrompt
 SELF_TEST = 4  # prompts
 WARM_UP = 2  # tokens of a request that builds a server's graphs
 DISAGREEMENT = 0.05  # between speedups of wall and of CPU time, above which other processes used the machine
-OFF, DEFAULT = "off", "--spec-default"
-DEFAULT_SETTINGS = Speculation(type="ngram-mod", options=OPTIONS["ngram-mod"])
+OFF = "off"
 Arms = Mapping[str, Sequence[Speculation]]
 Replayed = tuple[ServedAnswer, RequestReplay]
 
@@ -95,7 +92,7 @@ class ArmRuns:
 
 
 def serve_in_turns(
-    servers: EngineCommand | Mapping[str, LlamaServer],
+    servers: ServingEngine | Mapping[str, EngineServer],
     arms: Arms,
     prompts: Sequence[WorkloadPrompt],
     stage: str,
@@ -107,17 +104,18 @@ def serve_in_turns(
     """Answers of every arm's server to the prompts, in turns and in random order.
 
     Args:
-        servers: by arm, in a new state; or the command that starts them, unless the record holds all prompts.
+        servers: by arm, in a new state; or the engine that starts them, unless the record holds all prompts.
         record: keeps a prompt once every arm has answered it; those that it holds are not served again.
     """
     order, process = random.Random(seed), os.urandom(8).hex()
-    key = content_key([{name: arguments_of(one) for name, one in arms.items()}, [prompt.sha256 for prompt in prompts]])
+    labels = {name: [one.label for one in speculations] for name, speculations in arms.items()}
+    key = content_key([labels, [prompt.sha256 for prompt in prompts]])
     rows = [row for row in read_lines(record) if row.get("key") == key] if record else []
     rest = prompts[len(rows) :]
     with ExitStack() as stack, console.stage(stage) as update:
-        if isinstance(servers, EngineCommand):
-            asked = arms if rest else {}
-            servers = {name: stack.enter_context(started_llama(servers, one)) for name, one in asked.items()}
+        if isinstance(servers, ServingEngine):
+            asked, start = arms if rest else {}, servers.started
+            servers = {name: stack.enter_context(start(one)) for name, one in asked.items()}
         for prompt in rest:
             answers = {name: servers[name].ask(prompt).model_dump() for name in order.sample(list(arms), len(arms))}
             counts = {name: server.counts().model_dump() for name, server in servers.items()}
@@ -139,7 +137,7 @@ def serve_in_turns(
 
 
 def recorded_prices(
-    server: LlamaServer, prompts: Sequence[list[int]], path: Path, console: Console, seed: int
+    server: EngineServer, prompts: Sequence[list[int]], path: Path, console: Console, seed: int
 ) -> list[PricedStep]:
     """Prices after the shortest and the longest prompt, measured once."""
     prompts = sorted(prompts, key=len)
@@ -148,19 +146,19 @@ def recorded_prices(
     known = {line["prompts"]: line["steps"] for line in read_lines(path)}
     if key not in known:
         with console.stage("prices of forward passes") as update:
-            steps = measure_verifications(server, ends, prompts[0][-1], update, seed=seed)
+            steps = measure_verifications(server, ends, update, seed=seed)
         known[key] = [step.model_dump() for step in steps]
         append_line(path, {"prompts": key, "steps": known[key]})
     return [PricedStep.model_validate(step) for step in known[key]]
 
 
 def self_test(
-    command: EngineCommand, tested: Sequence[Speculation], prompts: Sequence[WorkloadPrompt], console: Console
+    engine: ServingEngine, tested: Sequence[Speculation], prompts: Sequence[WorkloadPrompt], console: Console
 ) -> dict[NgramType, str]:
     """Types whose counts differ from the replay's, with the reason, by a server for each."""
     left_out: dict[NgramType, str] = {}
     arms = {one.label: [one] for one in tested}
-    for label, served in serve_in_turns(command, arms, prompts, "self-test of each type", console).items():
+    for label, served in serve_in_turns(engine, arms, prompts, "self-test of each type", console).items():
         if served.exact < len(served.answers):
             reason = f"{served.counts.text}; predicted are {served.replayed.text}"
             left_out[served.speculations[0].type] = reason
@@ -171,7 +169,7 @@ def self_test(
 
 
 def confirm(
-    command: EngineCommand,
+    engine: ServingEngine,
     arms: Arms,
     prompts: Sequence[WorkloadPrompt],
     prices: VerificationPrices,
@@ -184,7 +182,7 @@ def confirm(
 
     Returns the arms in their order, and their answers by name.
     """
-    runs = serve_in_turns(command, arms, prompts, "confirmation in turns", console, seed=seed, record=record)
+    runs = serve_in_turns(engine, arms, prompts, "confirmation in turns", console, seed=seed, record=record)
     confirmed = compared(runs, prices)
     if confirmed[0].clock != "wall":
         console.say(
@@ -228,10 +226,11 @@ def compared(runs: Mapping[str, ArmRuns], prices: VerificationPrices) -> list[Co
         times = [np.array([time_of(clock)(answer) for answer in one.answers]) for one in both]
         units = [np.array([max(1.0, len(answer.tokens) - 1) for answer in one.answers]) for one in both]
         predicted = [one.per_token(lambda _, replayed: sum(price(replayed))) for one in both]
+        loop = prices.plain_factor if served.speculations else 1.0
         arm = ConfirmedArm(
             label=served.speculations[0].label if served.speculations else OFF,
             speculation=served.speculations[0] if served.speculations else None,
-            predicted=predicted[0] / predicted[1],
+            predicted=loop * predicted[0] / predicted[1],
             measured=speedup(served, clock),
             ci95=bootstrap_ratio(*times, above_units=units[0], below_units=units[1]),
             clock=clock,
@@ -247,18 +246,16 @@ def compared(runs: Mapping[str, ArmRuns], prices: VerificationPrices) -> list[Co
 
 
 def measure_loads(
-    command: EngineCommand, arms: Arms, answers: Sequence[ServedAnswer], sizes: Sequence[int], console: Console
+    engine: ServingEngine, arms: Arms, answers: Sequence[ServedAnswer], sizes: Sequence[int], console: Console
 ) -> list[ServedLoad]:
     """Serve the prompts of plain answers with each number of requests at a time, each time in a new server for every arm, one
     server after the other; prints a table.
     """
-    # A slot holds the longest request with a draft.
-    slot = max(len(one.prompt_tokens) + one.limit for one in answers) + PRICED_TOKENS[-1]
+    longest = max(len(one.prompt_tokens) + one.limit for one in answers) + PRICED_TOKENS[-1]  # with a draft
     loads, starts = list[ServedLoad](), [(size, name) for size in sizes for name in arms]
     with console.stage("requests at once") as update:
         for number, (size, name) in enumerate(starts, start=1):
-            slots = ("--parallel", f"{size}", "--ctx-size", f"{size * slot}")
-            with started_llama(command, arms[name], slots) as server:
+            with engine.started(arms[name], size, longest) as server:
                 server.stream(answers[0].model_copy(update={"limit": WARM_UP}))
                 started = time.perf_counter()
                 with ThreadPoolExecutor(size) as pool:

@@ -9,28 +9,27 @@ from typing import Any
 from autotune.console import Console
 from autotune.documents.engine_profile import EngineProfile, ServedLoad
 from autotune.errors import NotComparable, UserError
-from autotune.files import known_sha256_of
-from autotune.modeling.gguf import find_gguf
-from autotune.serving.client import TEXT
-from autotune.serving.engine_runs import DEFAULT, DEFAULT_SETTINGS, OFF, ArmRuns, confirm, measure_loads, require_served
-from autotune.serving.llama_server import EngineCommand, find_engine, started_llama
+from autotune.serving.engine import ServingEngine
+from autotune.serving.engine_runs import OFF, ArmRuns, confirm, measure_loads, require_served
+from autotune.serving.engines import ENGINES
 from autotune.serving.verification_prices import VerificationPrices, clock_of
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
 
-def engine_of(profile: EngineProfile, given: str | None) -> EngineCommand:
+def engine_of(profile: EngineProfile, given: str | None) -> ServingEngine:
     """The engine of a profile: the command that it names, or ``--engine-command``.
 
     Raises:
-        UserError: there is none, or the model's file is another one.
+        UserError: there is none, or the model is another one.
     """
-    model = find_gguf(profile.target.id)
-    if model is None or known_sha256_of(model) != profile.target.sha256:
-        raise UserError(f"{profile.target.id}: not the GGUF file that the profile was tuned for; restore that file")
+    kind, target = ENGINES[profile.engine], profile.target
+    found = kind.find_model(target.id)
+    if found is None or not found[1].is_same(target):
+        raise UserError(f"{target.id}: not the model that the profile was tuned for; restore its files")
     if given is None and Path(profile.command[0]).exists():
-        return EngineCommand(Path(profile.command[0]), model.resolve(), tuple(profile.arguments))
-    return find_engine(given, model)
+        return kind(Path(profile.command[0]), found[0], tuple(profile.arguments))
+    return kind.find(given, found[0])
 
 
 def check_engine(source: Path, given: str | None, console: Console) -> int:
@@ -45,7 +44,7 @@ def check_engine(source: Path, given: str | None, console: Console) -> int:
         raise UserError(f"{source}: holds no counts, because it was made with --url; search again without --url")
     known = ArmRuns([profile.checked], [profile.answers], profile.counts, profile.context)
     is_replayed = known.exact == len(profile.answers)
-    with started_llama(engine_of(profile, given), [profile.checked]) as server:
+    with engine_of(profile, given).started([profile.checked]) as server:
         served = [server.answer(answer.prompt_tokens, answer.limit) for answer in profile.answers]
         counted = server.counts()
     differing = sum(a.tokens != b.tokens for a, b in zip(served, profile.answers, strict=True))
@@ -74,12 +73,10 @@ def answer_in_engine(
     """Start the engine as its profile recommends, and answer prompts; yields texts with their counts."""
     profile = EngineProfile.load(source)
     require_served(prompts)
-    with started_llama(engine_of(profile, given), [profile.speculation] if profile.speculation else ()) as server:
+    with engine_of(profile, given).started([profile.speculation] if profile.speculation else ()) as server:
         for prompt in prompts:
             answer = server.ask(prompt)
-            with server.reply_of("/detokenize"):
-                reply = server.read_json("/detokenize", {"tokens": answer.tokens})
-                text = TEXT.validate_python(reply["content"], strict=True)
+            text = server.text(answer.tokens)
             rate = 1e3 * (len(answer.tokens) - 1) / max(answer.wall_ms, 1e-9)
             summary = f"{len(answer.tokens)} tokens, {rate:.1f} tokens/s, {answer.accepted} of {answer.drafted} draft tokens accepted"
             yield {"prompt": prompt.name, "text": text, "summary": summary, **answer.model_dump(mode="json")}
@@ -92,12 +89,12 @@ def bench_engine(
     profile = EngineProfile.load(source)
     require_served(workload.prompts)
     one = profile.speculation or profile.checked
-    prices = VerificationPrices(profile.prices, clock_of(profile.prices), profile.price_factor)
-    arms = {OFF: [], DEFAULT: [DEFAULT_SETTINGS], one.label: [one]}
-    command, loads = engine_of(profile, engine_command), list[ServedLoad]()
-    measured, runs = confirm(command, arms, workload.prompts, prices, console, seed=0)
+    prices = VerificationPrices(profile.prices, clock_of(profile.prices), profile.price_factor, profile.plain_factor)
+    engine, loads = engine_of(profile, engine_command), list[ServedLoad]()
+    arms = {OFF: [], engine.default[0]: [engine.default[1]], one.label: [one]}
+    measured, runs = confirm(engine, arms, workload.prompts, prices, console, seed=0)
     if requests_at_once:
-        loads = measure_loads(command, {OFF: [], one.label: [one]}, runs[OFF].answers, requests_at_once, console)
+        loads = measure_loads(engine, {OFF: [], one.label: [one]}, runs[OFF].answers, requests_at_once, console)
     return {
         name: [row.model_dump(mode="json") for row in rows] for name, rows in (("arms", measured), ("loads", loads))
     }

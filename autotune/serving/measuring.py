@@ -64,7 +64,7 @@ def measure_engines(
                 prompts = []
                 for prompt in predicted:
                     before = engine.counters()
-                    answer = engine.answer(prompt.prompt, prompt.prompt_tokens)
+                    answer = engine.complete(prompt.prompt, prompt.prompt_tokens)
                     prompts.append(PromptRun(answer, engine.counters_after(before, len(answer.tokens))))
                     update(len(prompts), len(predicted), "")
             tokens, rounds = (sum(getattr(run.counts, count) for run in prompts) for count in ("generated", "rounds"))
@@ -78,7 +78,7 @@ def warm_up(engine: EngineClient, predicted: Sequence[PredictedPrompt]) -> None:
     """Decode the first prompt with an image and the first without."""
     before, num_tokens = engine.counters(), 0
     for prompt in {bool(prompt.prompt.pixels): prompt for prompt in reversed(predicted)}.values():
-        num_tokens += len(engine.answer(prompt.prompt, prompt.prompt_tokens).tokens)
+        num_tokens += len(engine.complete(prompt.prompt, prompt.prompt_tokens).tokens)
     engine.counters_after(before, num_tokens)
 
 
@@ -86,7 +86,7 @@ def throughput(engine: EngineClient, predicted: Sequence[PredictedPrompt], at_on
     before = engine.counters()
     started = time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
-        answers = list(pool.map(lambda prompt: engine.answer(prompt.prompt, prompt.prompt_tokens), predicted))
+        answers = list(pool.map(lambda prompt: engine.complete(prompt.prompt, prompt.prompt_tokens), predicted))
     seconds = time.perf_counter() - started
     num_tokens = sum(len(answer.tokens) for answer in answers)
     counts = engine.counters_after(before, num_tokens)

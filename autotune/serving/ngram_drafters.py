@@ -1,7 +1,7 @@
-"""Drafts of llama.cpp's n-gram speculation, from tokens alone. Loads no torch.
+"""Drafts of engines' n-gram speculation, from tokens alone. Loads no torch.
 
-Drafters follow the rules of llama-server b11434, with the state that it keeps from request to request. They are called as there:
-``begin`` after a prompt is read, ``draft`` before a forward pass, ``accept`` after a draft was verified.
+Drafters follow the rules of llama-server b11434, with the state that it keeps from request to request, and of vLLM 0.32.0. They are
+called as in llama-server: ``begin`` after a prompt is read, ``draft`` before a forward pass, ``accept`` after a draft was verified.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class KnownRequest:
 
     def __init__(self, answer: ServedAnswer) -> None:
         self.answer = answer
-        self.tokens = [*answer.prompt_tokens, *answer.tokens]
+        self.tokens = [*answer.prompt_tokens, *answer.tokens, *answer.beyond]
         self.prompt_length = len(answer.prompt_tokens)
         self._grams: dict[int, Grams] = {}
         self._hashes: dict[tuple[int, int, int], list[int]] = {}
@@ -80,6 +80,9 @@ class KnownRequest:
 
 class Drafter(ABC):
     """A type with the state of a server; a new one keeps nothing."""
+
+    ends_with_answer: bool = True
+    """Whether a draft is cut to what the request may still generate, and the end of the answer accepted only as its last token."""
 
     def begin(self, request: KnownRequest) -> None:  # noqa: B027 - not every type has a state
         """Take note of a prompt."""
@@ -316,11 +319,30 @@ def iterated(tokens: Sequence[int]) -> list[int]:
     return order
 
 
+class LookupDrafter(Drafter):
+    """vLLM's ``ngram``: the tokens after the earliest occurrence of the longest n-gram that ends here; without a state. Drafts reach
+    beyond the end of the answer.
+    """
+
+    ends_with_answer = False
+
+    def __init__(self, shortest: int, longest: int, most: int) -> None:
+        self.shortest, self.longest, self.most = shortest, longest, most
+
+    def draft(self, request: KnownRequest, length: int) -> list[int]:
+        for n in range(min(self.longest, length), self.shortest - 1, -1):
+            grams, start = request.grams(n), length + 1 - n
+            if (first := grams.places[grams.ids[start]][0]) < start:
+                return request.tokens[first + n : min(first + n + self.most, length + 1)]
+        return []
+
+
 class FirstDrafter(Drafter):
     """Several types in one server: the first draft that is not empty is verified, and its drafter alone is told the outcome."""
 
     def __init__(self, speculations: Iterable[Speculation]) -> None:
         self.drafters = [DRAFTERS[one.type](*one.options.values()) for one in speculations]
+        self.ends_with_answer = all(one.ends_with_answer for one in self.drafters)
         self.last: Drafter | None = None
 
     def begin(self, request: KnownRequest) -> None:
@@ -345,4 +367,5 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "ngram-map-k4v": MapDrafter,
     "ngram-mod": ModDrafter,
     "ngram-cache": CacheDrafter,
+    "ngram": LookupDrafter,
 }

@@ -1,4 +1,4 @@
-"""Replay of llama.cpp's n-gram speculation over known answers: passes, drafts and what is accepted of them. Loads no torch."""
+"""Replay of n-gram speculation over known answers: passes, drafts and what is accepted of them. Loads no torch."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ def replay_request(drafter: Drafter, request: KnownRequest, context: int) -> Req
     """Replay one request, and leave the drafter in the state that the server has after it.
 
     Args:
-        context: of a slot, in tokens; a draft is cut to it and to what the request may still generate.
+        context: most tokens of a request, to which a draft is cut.
     """
     answer, tokens = request.answer, request.tokens
     drafter.begin(request)
     drafts, steps = [], Counter[tuple[int, int]]()
-    length, end = request.prompt_length, len(tokens) - 1
+    length, ends = request.prompt_length, drafter.ends_with_answer
+    end = length + len(answer.tokens) - 1
     while length < end:
-        room = min(context - length - 2, answer.limit - (length - request.prompt_length) - 2)
+        room = min(context - length, request.prompt_length + answer.limit - length if ends else context) - 2
         draft = drafter.draft(request, length)[:room] if room > 0 else []
         steps[len(draft) + 1, length // CONTEXT_STEP] += 1
         accepted = 0
         for drafted, token in zip(draft, tokens[length + 1 :], strict=False):
-            # A token that ends the answer is accepted only at the end of a draft.
-            if drafted != token or (answer.is_ended and length + accepted + 1 == end and accepted + 1 < len(draft)):
+            is_last = answer.is_ended and length + accepted + 1 == end
+            if drafted != token or (ends and is_last and accepted + 1 < len(draft)):
                 break
             accepted += 1
         if draft:

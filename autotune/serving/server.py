@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import shlex
@@ -60,15 +59,11 @@ def find_executable(given: str | None) -> str:
     return executable
 
 
-def with_draft_tokens(command: str, draft_tokens: int) -> str:
-    """The command of an export with a chain of another length for every batch size; 0: without speculation."""
+def without_speculation(command: str) -> str:
+    """The command of an export for the target alone."""
     words = shlex.split(command)
     at = words.index(SPECULATION)
-    if draft_tokens == 0:
-        return shlex.join([*words[:at], *words[at + 2 :]])
-    settings = json.loads(words[at + 1]) | {"num_speculative_tokens": draft_tokens}
-    settings.pop("num_speculative_tokens_per_batch_size", None)
-    return shlex.join([*words[: at + 1], json.dumps(settings), *words[at + 2 :]])
+    return shlex.join([*words[:at], *words[at + 2 :]])
 
 
 @contextmanager
@@ -143,7 +138,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, name: str) ->
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0):
                 return
-        except OSError:
+        except OSError as error:
+            if getattr(error, "code", None) == 404:
+                raise UserError(f"{name}: what was started has no /health; name the engine's executable") from None
             time.sleep(0.2)
     raise UserError(
         f"{name} did not answer in {START_S / 60:.0f} minutes; start it by hand to see why, and give its address"

@@ -1,41 +1,28 @@
-"""Prices of llama-server's forward passes by the number of tokens verified, from one server. Loads no torch.
-
-A request is exactly one verification of n tokens where its prompt ends in a run of one token, the same token is forced at every
-position, so that the n-gram draft repeats it, and the server cuts the draft to what is left of ``n_predict`` = n + 1.
-"""
+"""Prices of an engine's forward passes by the number of tokens verified, from one server. Loads no torch."""
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autotune.console import Update
-from autotune.documents.engine_profile import Clock, PricedStep, ServedAnswer, Speculation, arguments_of
+from autotune.documents.engine_profile import Clock, PricedStep, ServedAnswer
 from autotune.errors import UserError
-from autotune.serving.llama_server import LlamaServer
+from autotune.serving.engine import EngineServer
 from autotune.serving.ngram_replay import CONTEXT_STEP, RequestReplay
 
 PRICED_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 REPEATS = 3
-RUN = 8  # tokens of the run: more than the pool's n-gram has, and too few for the other types to draft
 CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
 FEWEST = 3  # verifications of a request, and such requests, that refit prices
-PRICING = (
-    Speculation(type="ngram-simple", options={"size-n": 12, "size-m": 16}),
-    Speculation(type="ngram-map-k", options={"size-n": 9, "size-m": 12}),
-    Speculation(type="ngram-map-k4v", options={"size-n": 6, "size-m": 10, "min-hits": 1}),
-    Speculation(type="ngram-mod", options={"n-match": 4, "n-min": 0, "n-max": 64}),
-    Speculation(type="ngram-cache"),
-)
-"""One server of all types, whose drafts are tested and whose passes are priced. The longest n-grams are asked first."""
 
 
 def measure_verifications(
-    server: LlamaServer, prompts: Sequence[list[int]], token: int, update: Update, *, seed: int
+    server: EngineServer, prompts: Sequence[list[int]], update: Update, *, seed: int
 ) -> list[PricedStep]:
     """Time one verification of each length after each prompt, in random order.
 
@@ -44,20 +31,18 @@ def measure_verifications(
     """
     wall, cpu = defaultdict[tuple[int, int], list[float]](list), defaultdict[tuple[int, int], list[float]](list)
     order, passes = random.Random(seed), [prompt for prompt in prompts for _ in range(REPEATS + 1)]
+    priced = [n for n in PRICED_TOKENS if n <= server.longest]
     for done, prompt in enumerate(passes, start=1):
-        tokens = [*prompt, *[token] * RUN]
-        for n in (
-            1,
-            *order.sample(PRICED_TOKENS, len(PRICED_TOKENS)),
-        ):  # after the first, the prompt is in the KV cache
-            answer = server.answer(tokens, n + 1, forced=token)
+        # After the first, the prompt is in the KV cache.
+        for n in (1, *order.sample(priced, len(priced))):
+            answer = server.verify(prompt, n)
             if (answer.drafted, len(answer.tokens)) != (n - 1, n + 1):
-                pool = " ".join(arguments_of([one for one in PRICING if one.type == "ngram-mod"]))
                 raise UserError(
-                    f"{server.url}: a request for one verification of {n} tokens drafted {answer.drafted}; start the server with {pool}"
+                    f"{server.url}: a request for one verification of {n} tokens drafted {answer.drafted}; start the server with "
+                    f"{server.priced_by}"
                 )
-            wall[n, len(tokens)].append(answer.wall_ms)
-            cpu[n, len(tokens)].append(answer.cpu_ms)
+            wall[n, len(prompt)].append(answer.wall_ms)
+            cpu[n, len(prompt)].append(answer.cpu_ms)
         update(done, len(passes), "")
     # The first pass builds the server's graphs.
     return [
@@ -73,7 +58,9 @@ class VerificationPrices:
     steps: Sequence[PricedStep]
     clock: Clock
     factor: float = 1.0
-    """Multiplies the prices of passes that verify a draft (``served_factor``)."""
+    """Multiplies the prices of passes that verify a draft (``served_factors``)."""
+    plain_factor: float = 1.0
+    """Multiplies the prices of passes without speculation, where the engine runs another loop then."""
 
     def ms(self, tokens: int, context: float) -> float:
         contexts = sorted({step.context for step in self.steps})
@@ -101,7 +88,7 @@ def clock_of(steps: Sequence[PricedStep]) -> Clock:
     """The CPU's where the engine computes on it, so that long verifications take its time; else the wall's."""
     least, most = (
         np.median([ms for step in steps if step.tokens == n for ms in step.cpu_ms])
-        for n in (PRICED_TOKENS[0], PRICED_TOKENS[-1])
+        for n in (1, max(step.tokens for step in steps))
     )
     return "cpu" if most > CPU_RATIO * least > 0 else "wall"
 
@@ -110,17 +97,21 @@ def time_of(clock: Clock) -> Callable[[ServedAnswer], float]:
     return lambda answer: answer.wall_ms if clock == "wall" else answer.cpu_ms
 
 
-def served_factor(
+def served_prices(
     prices: VerificationPrices,
     plain: Sequence[tuple[ServedAnswer, RequestReplay]],
     served: Sequence[tuple[ServedAnswer, RequestReplay]],
-) -> float:
-    """Time of verifications in served requests over their prices, where plain passes in served requests have theirs; the median
-    over requests, 1 where too few verify drafts.
+    *,
+    has_one_loop: bool,
+) -> VerificationPrices:
+    """The prices with the factors of served requests. Passes without drafts in requests that verify some take the time of plain
+    decoding in an engine that ``has_one_loop``, else their prices. Medians over requests; 1 where too few verify drafts.
     """
     time = time_of(prices.clock)
     price = prices.pricer(max(len(one.prompt_tokens) + len(one.tokens) for one, _ in (*plain, *served)))
-    step = np.median([time(answer) / sum(price(replayed)) for answer, replayed in plain if replayed.num_tokens])
+    step = float(np.median([time(answer) / sum(price(replayed)) for answer, replayed in plain if replayed.num_tokens]))
+    step, plain_factor = (step, 1.0) if has_one_loop else (1.0, step)
     rows = [(time(one) / step, *price(replayed)) for one, replayed in served if len(replayed.drafts) >= FEWEST]
     factors = [(ms - plain_ms) / verified_ms for ms, plain_ms, verified_ms in rows]
-    return float(np.clip(np.median(factors), 0.5, 3.0)) if len(factors) >= FEWEST else 1.0
+    factor = float(np.clip(np.median(factors), 0.5, 3.0)) if len(factors) >= FEWEST else 1.0
+    return replace(prices, factor=factor, plain_factor=plain_factor)

@@ -1,4 +1,4 @@
-"""Engine replay against sums by hand and against the evaluator; batch schedules; the fastest tree of a space."""
+"""Engine replay against the evaluator; the fastest chain of a space."""
 
 from __future__ import annotations
 

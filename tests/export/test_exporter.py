@@ -116,12 +116,10 @@ def test_eagle3_heads(tmp_path: Path) -> None:
 
 
 def test_vllm_command_contains_the_settings_file(pair: Path) -> None:
-    """Without prices of the engine, one length for every number of requests."""
     found = exported(pair, "vllm")
     words = shlex.split(found.command)
     assert words[:3] == ["vllm", "serve", TARGET.id]
     assert json.loads(words[-1]) == json.loads((pair.parent / "out" / "vllm" / "speculative-config.json").read_text())
-    assert not found.by_batch and "num_speculative_tokens_per_batch_size" not in found.settings
 
 
 def test_the_command_or_the_document_is_printed(pair: Path) -> None:

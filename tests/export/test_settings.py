@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from autotune.cli.export import EXPORT_ENGINES
 from autotune.evaluation.hf_generate import hf_generate
-from autotune.export.document import BatchPrediction
 from autotune.export.engine import Pair
 from autotune.export.exporter import ENGINES
 from autotune.export.vllm import VllmSettings
@@ -21,10 +20,6 @@ from autotune.files import Document
 from autotune.trees.chain import ChainPolicy
 from tests.trees.drafts import TreeSession, random_draft
 
-SCHEDULE = [
-    BatchPrediction(start=start, end=end, draft_tokens=depth, least_speedup=1.0)
-    for start, end, depth in ((1, 2, 5), (3, 7, 3), (8, 64, 0))
-]
 CHAIN = ChainPolicy(depth=5)
 
 
@@ -48,26 +43,18 @@ def test_documentation_lists_every_field_with_its_version() -> None:
 def test_settings_are_complete_without_fields_that_are_none() -> None:
     for name, engine in ENGINES.items():
         for kind in engine.served:
-            for schedule in ((), SCHEDULE):
-                settings = engine.settings(Pair("some/target", "some/draft", kind), CHAIN, schedule)
-                text = json.dumps(settings.model_dump(exclude_none=True))
-                assert type(settings).model_validate_json(text) == settings, (name, kind)
+            settings = engine.settings(Pair("some/target", "some/draft", kind), CHAIN)
+            text = json.dumps(settings.model_dump(exclude_none=True))
+            assert type(settings).model_validate_json(text) == settings, (name, kind)
 
 
-def vllm(*ranges: tuple[int, int, int], k: int = 5) -> dict[str, Any]:
-    settings = {"method": "draft_model", "model": "d", "num_speculative_tokens": k}
-    return settings | {"num_speculative_tokens_per_batch_size": list(ranges)}
+def vllm(k: int = 5) -> dict[str, Any]:
+    return {"method": "draft_model", "model": "d", "num_speculative_tokens": k}
 
 
-VALID: dict[str, tuple[type[Document], dict[str, Any]]] = {
-    "vllm, schedule": (VllmSettings, vllm((1, 4, 5), (5, 64, 1), (100, 200, 0)))
-}
+VALID: dict[str, tuple[type[Document], dict[str, Any]]] = {"vllm": (VllmSettings, vllm())}
 INVALID: dict[str, tuple[type[Document], dict[str, Any], str]] = {
     "vllm, no draft token": (VllmSettings, vllm(k=0), "greater than or equal to 1"),
-    "vllm, too many draft tokens": (VllmSettings, vllm((1, 4, 6)), "at most num_speculative_tokens, 5; got 1 to 4 with 6"),
-    "vllm, overlap": (VllmSettings, vllm((1, 4, 5), (4, 8, 2)), "got 4 to 8 with 2 after 4"),
-    "vllm, backwards": (VllmSettings, vllm((1, 8, 5), (16, 9, 2)), "got 16 to 9 with 2 after 8"),
-    "vllm, not from 1": (VllmSettings, vllm((2, 8, 5)), "got 2 to 8 with 5 after 0"),
     "any engine, unknown key": (VllmSettings, vllm() | {"speculative_topk": 1}, "Extra inputs"),
 }  # fmt: skip
 
@@ -93,11 +80,6 @@ def test_chains_of_engines_equal_ours() -> None:
         found = {name: engine.settings(pair, chain).model_dump() for name, engine in ENGINES.items()}
         assert found["vllm"]["num_speculative_tokens"] == depth
         assert found["transformers"]["num_assistant_tokens"] == depth
-
-
-def test_vllm_gets_ranges_of_batch_sizes_that_end_with_plain_decoding() -> None:
-    settings = ENGINES["vllm"].settings(Pair("t", "d", "independent"), CHAIN, SCHEDULE).model_dump()
-    assert settings["num_speculative_tokens_per_batch_size"] == [(1, 2, 5), (3, 7, 3), (8, 1024, 0)]
 
 
 def test_assisted_generation_drafts_the_exported_number_of_tokens(text_pair: Pair) -> None:

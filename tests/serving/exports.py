@@ -35,7 +35,6 @@ def write_export(
         tree=ChainPolicy(depth=DEPTH),
         predicted=predicted,
         slowdown=0.0,
-        by_batch=[],
         file="settings.json",
         settings=settings,
         command=command,

@@ -18,12 +18,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from autotune.documents.engine_profile import OPTIONS, ServedAnswer, Speculation
+from autotune.documents.engine_profile import OPTIONS, EngineName, ServedAnswer, Speculation
 from autotune.serving.ngram_drafters import FirstDrafter, KnownRequest
 from autotune.serving.ngram_replay import replay_request
 
 TRANSCRIPT = Path(__file__).with_name("llama_transcript.json")
 CONTEXT, STEP_MS, LIMIT, ASKED = 8192, 10.0, 24, 5
+PART_S = 0.0005  # between parts of a streamed reply
 PROMPTS = (
     "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape.",
     "Say it again and again: one potato, two potatoes, three potatoes, one potato, two potatoes, three potatoes.",
@@ -41,19 +42,37 @@ HELP = "--spec-type none,ngram-simple,ngram-map-k,ngram-map-k4v,ngram-mod,ngram-
 class RecordedServer:
     """One server: the settings that it was started with, the state of its drafts, and its counters."""
 
+    transcript = TRANSCRIPT
+
     def __init__(self, arguments: list[str]) -> None:
-        self.recorded = json.loads(TRANSCRIPT.read_text())["prompts"]
+        self.recorded = json.loads(self.transcript.read_text())["prompts"]
         self.switches = {word for word in arguments if word in SWITCHES}
         given = dict(itertools.pairwise(arguments))
-        self.alias, self.slots = given.get("--alias"), int(given["--parallel"])
         self.lock = threading.Lock()
-        types = given["--spec-type"].split(",") if "--spec-type" in given else []
-        options = ({key: int(given[f"--spec-{name}-{key}"]) for key in OPTIONS[name]} for name in types)
-        self.drafter = FirstDrafter(
-            [Speculation(type=name, options=one) for name, one in zip(types, options, strict=True)]
-        )
+        self.drafter = FirstDrafter(self.speculations(given))
         self.counts = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
         self.asked = 0
+
+    def speculations(self, given: dict[str, str]) -> list[Speculation]:
+        """The settings of the command line, by option."""
+        self.alias, self.slots = given.get("--alias"), int(given["--parallel"])
+        types = given["--spec-type"].split(",") if "--spec-type" in given else []
+        options = ({key: int(given[f"--spec-{name}-{key}"]) for key in OPTIONS[name]} for name in types)
+        return [Speculation(type=name, options=one) for name, one in zip(types, options, strict=True)]
+
+    def get(self, path: str) -> Any:
+        lines = [f"llamacpp:spec_decode_num_{name}_total {value}" for name, value in self.counts.items()]
+        shown = {"/metrics": "\n".join(lines), "/health": "{}"}
+        return shown[path] if path in shown else self.reply(path, {})
+
+    def parts(self, body: dict[str, Any], reply: Any) -> list[dict[str, Any]] | None:
+        """A reply that is streamed, by token; None for another."""
+        if not body.get("stream"):
+            return None
+        return [
+            *({"tokens": [token], "stop": False} for token in reply["tokens"]),
+            reply | {"tokens": [], "stop": True},
+        ]
 
     def reply(self, path: str, body: dict[str, Any]) -> Any:
         match path:
@@ -79,6 +98,13 @@ class RecordedServer:
         tokens, is_ended = known["tokens"][:limit], known["is_ended"] and limit >= len(known["tokens"])
         if limit == 1:
             return _reply(tokens, 0, 0, False)
+        answer = self.answered(
+            ServedAnswer(prompt_tokens=body["prompt"], tokens=tokens, limit=limit, is_ended=is_ended)
+        )
+        return _reply(answer.tokens, answer.drafted, answer.accepted, is_ended)
+
+    def answered(self, answer: ServedAnswer) -> ServedAnswer:
+        """The answer as the switches want it, counted; or the server's end."""
         self.asked += 1
         if self.asked == 3 and (
             "--dies" in self.switches or (self.drafter.drafters and "--dies-drafting" in self.switches)
@@ -87,13 +113,15 @@ class RecordedServer:
         if self.asked == 3 and "--killed" in self.switches:
             os.kill(os.getpid(), signal.SIGKILL)
         if "--unsteady" in self.switches and self.asked % 3 == 0:
-            tokens = [*tokens[:-1], tokens[-1] + 1]
-        answer = ServedAnswer(prompt_tokens=body["prompt"], tokens=tokens, limit=limit, is_ended=is_ended)
+            answer = answer.model_copy(update={"tokens": [*answer.tokens[:-1], answer.tokens[-1] + 1]})
+        return self.counted(answer)
+
+    def counted(self, answer: ServedAnswer) -> ServedAnswer:
         counts = replay_request(self.drafter, KnownRequest(answer), CONTEXT).counts
         drafted = counts.drafted + ("--other-rule" in self.switches and bool(self.drafter.drafters))
         for name, number in zip(self.counts, (counts.verifications, drafted, counts.accepted), strict=True):
             self.counts[name] += number
-        return _reply(tokens, drafted, counts.accepted, is_ended)
+        return answer.model_copy(update={"drafted": drafted, "accepted": counts.accepted})
 
 
 def _reply(tokens: list[int], drafted: int, accepted: int, is_ended: bool) -> dict[str, Any]:
@@ -104,7 +132,7 @@ def _reply(tokens: list[int], drafted: int, accepted: int, is_ended: bool) -> di
     return {"tokens": tokens, "stop_type": "eos" if is_ended else "limit", "timings": timings}
 
 
-def serve(arguments: list[str]) -> None:
+def serve(arguments: list[str], kind: type[RecordedServer] = RecordedServer) -> None:
     if "--help" in arguments:
         print(HELP)
         return
@@ -113,7 +141,7 @@ def serve(arguments: list[str]) -> None:
     if "--slow" in arguments:
         with Path("servers.txt").open("a") as file:
             file.write(f"{os.getpid()}\n")
-    server = RecordedServer(arguments)
+    server = kind(arguments)
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
@@ -127,44 +155,47 @@ def serve(arguments: list[str]) -> None:
             self.wfile.write(encoded)
 
         def do_GET(self) -> None:
-            lines = [f"llamacpp:spec_decode_num_{name}_total {value}" for name, value in server.counts.items()]
-            shown = {"/metrics": "\n".join(lines), "/health": "{}"}
-            self._send(shown[self.path] if self.path in shown else server.reply(self.path, {}))
+            self._send(server.get(self.path))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with server.lock:
                 reply = server.reply(self.path, body)
-            if not body.get("stream"):
+            if (parts := server.parts(body, reply)) is None:
                 self._send(reply)
                 return
-            parts = [
-                *({"tokens": [token], "stop": False} for token in reply["tokens"]),
-                reply | {"tokens": [], "stop": True},
-            ]
-            self._send("".join(f"data: {json.dumps(part)}\n\n" for part in parts))
+            self.send_response(200)
+            self.end_headers()
+            for part in parts:
+                self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
+                self.wfile.flush()
+                time.sleep(PART_S)
 
     port = arguments[len(arguments) - arguments[::-1].index("--port")]
     ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
 
 
-def record(model: Path) -> None:
-    """Record the transcript: every setting of the benchmark in one server, over some prompts and the first two again."""
-    from autotune.serving.llama_server import find_engine, started_llama
+def record(name: EngineName, command: str, target: str, transcript: Path, known: list[dict[str, Any]]) -> None:
+    """Record a transcript: every setting of the benchmark in one server, over some prompts and the first two again; those that are
+    ``known`` are not served again.
+    """
+    from autotune.serving.engines import ENGINES
     from autotune.workloads.prompt import Prompt, WorkloadPrompt
     from benchmarks.engine_counts import settings
 
-    command = find_engine("llama-server -t 1", model)
+    found = ENGINES[name].find_model(target)
+    assert found is not None
+    engine = ENGINES[name].find(command, found[0])
     prompts = [WorkloadPrompt("", Prompt(prompt=text, max_new_tokens=LIMIT), ()) for text in PROMPTS]
-    with started_llama(command) as server:
+    with engine.started() as server:
         plain = [server.ask(prompt) for prompt in prompts]
     rows = []
     for text, one in zip(PROMPTS, plain, strict=True):
-        kept = one.model_dump(include={"prompt_tokens", "tokens", "limit", "is_ended"})
+        kept = one.model_dump(include={"prompt_tokens", "tokens", "limit", "is_ended", "beyond"}, exclude_defaults=True)
         rows.append({"text": text, **kept})
-    servers: list[dict[str, Any]] = []
-    for chosen in settings():
-        with started_llama(command, chosen) as server:
+    servers = known
+    for chosen in settings(name)[len(known) :]:
+        with engine.started(chosen) as server:
             found = [server.ask(prompt) for prompt in (*prompts[:ASKED], *prompts[:2])]
             verifications = server.counts().verifications
         same = [one.tokens == other.tokens for one, other in zip(found, [*plain[:ASKED], *plain[:2]], strict=True)]
@@ -174,8 +205,11 @@ def record(model: Path) -> None:
             speculations = [one.model_dump() for one in chosen]
             servers.append({"speculations": speculations, "counts": counts, "verifications": verifications})
         lines = (",\n".join(json.dumps(row) for row in kept) for kept in (rows, servers))
-        TRANSCRIPT.write_text('{{"prompts": [\n{}\n],\n"servers": [\n{}\n]}}\n'.format(*lines))
+        transcript.write_text('{{"prompts": [\n{}\n],\n"servers": [\n{}\n]}}\n'.format(*lines))
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:]) if "--port" in sys.argv or "--help" in sys.argv else record(Path(sys.argv[1]))
+    if "--port" in sys.argv or "--help" in sys.argv:
+        serve(sys.argv[1:])
+    else:
+        record("llama.cpp", "llama-server -t 1", sys.argv[1], TRANSCRIPT, [])

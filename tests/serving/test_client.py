@@ -13,11 +13,14 @@ from unittest.mock import Mock
 
 import pytest
 
+from autotune.documents.engine_profile import ServedAnswer
 from autotune.errors import UserError
 from autotune.serving.client import ACCEPTED, EngineClient
 from autotune.serving.llama_server import COUNTERS, LlamaServer
+from autotune.serving.vllm_server import VllmServer
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 
+PROMPT = WorkloadPrompt("x", Prompt(prompt="x"), ())
 METRICS = "vllm:generation_tokens_total 5.0\n"
 ANSWER = {"choices": [{"token_ids": [1, 2], "prompt_token_ids": [3]}]}
 REPLIES: dict[str, Any] = {
@@ -25,6 +28,20 @@ REPLIES: dict[str, Any] = {
     "/version": {"version": "0.32.0"},
     "/v1/models": {"data": [{"id": "served"}]},
     "/v1/completions": ANSWER,
+}
+PART = {"token_ids": [1, 2], "finish_reason": "length"}
+
+
+def streamed(part: Any) -> str:
+    """A reply of one part, as it is streamed."""
+    return f"data: {json.dumps(part)}\n\ndata: [DONE]\n\n"
+
+
+VLLM_REPLIES: dict[str, Any] = REPLIES | {
+    "/v1/models": {"data": [{"id": "served", "max_model_len": 64}]},
+    "/tokenize": {"tokens": [3]},
+    "/detokenize": {"prompt": "x"},
+    "/v1/completions": streamed({"choices": [PART]}),
 }
 
 
@@ -61,7 +78,15 @@ def ask(replies: dict[str, Any]) -> list[int]:
     with serving(REPLIES | replies) as url:
         client = EngineClient(url)
         client.counters()
-        return client.answer(WorkloadPrompt("x", Prompt(prompt="x"), ()), [3]).tokens
+        return client.complete(PROMPT, [3]).tokens
+
+
+def ask_vllm(replies: dict[str, Any]) -> list[int]:
+    with serving(VLLM_REPLIES | replies) as url:
+        server = VllmServer(url)
+        tokens, _ = server.stream(ServedAnswer(prompt_tokens=server.prompt_tokens(PROMPT), tokens=[1], limit=2))
+        assert server.text(tokens) == "x"
+        return tokens
 
 
 LLAMA_REPLIES: dict[str, Any] = {
@@ -79,9 +104,10 @@ LLAMA_REPLIES: dict[str, Any] = {
 
 def ask_llama(replies: dict[str, Any]) -> list[int]:
     with serving(LLAMA_REPLIES | replies) as url:
-        server = LlamaServer(url, Mock(pid=os.getpid(), **{"poll.return_value": None}))
+        server = LlamaServer(url)
+        server.process = Mock(pid=os.getpid())
         server.counts()
-        return server.ask(WorkloadPrompt("x", Prompt(prompt="x"), ())).tokens
+        return server.ask(PROMPT).tokens
 
 
 CUT = b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\n{}"
@@ -111,7 +137,6 @@ BROKEN: dict[str, tuple[Any, ...]] = {
         *NO_JSON,
         f"{METRICS}vllm:generation_tokens_total NaN\n",
         f"{METRICS}vllm:generation_tokens_total +Inf\n",
-        f"{METRICS}a{{b 5\n",
         f'{METRICS}{ACCEPTED}{{position="x"}} 5\n',
         f"{METRICS}{ACCEPTED} 5\n",
         f"{METRICS}vllm:generation_tokens_total -7\n",
@@ -157,12 +182,26 @@ LLAMA_BROKEN: dict[str, tuple[Any, ...]] = {
         f"llamacpp:spec_decode_num_drafts_total {value}\n" for value in ("x", "NaN", "+Inf", "-1", "1e300", "1_0x")
     ),
 }
+VLLM_BROKEN: dict[str, tuple[Any, ...]] = {
+    "/v1/models": tuple({"data": [{"id": "served", "max_model_len": size}]} for size in (None, "64", 1.5, -1, 2**40)),
+    "/tokenize": LLAMA_BROKEN["/tokenize"],
+    "/detokenize": (*NO_JSON, {}, {"prompt": None}, {"prompt": 5}),
+    "/v1/completions": (
+        CUT,
+        *(
+            streamed(part)
+            for part in ({}, {"choices": []}, {"choices": [5]}, {"choices": [PART, PART]}, {"error": "x"})
+        ),
+        *(streamed({"choices": [PART | {"token_ids": tokens}]}) for tokens in WRONG_TOKENS),
+    ),
+}
 CASES = [(ask, path, reply) for path, replies in BROKEN.items() for reply in replies]
 CASES += [(ask_llama, path, reply) for path, replies in LLAMA_BROKEN.items() for reply in replies]
+CASES += [(ask_vllm, path, reply) for path, replies in VLLM_BROKEN.items() for reply in replies]
 
 
 def test_what_no_engine_replies_is_one_line_with_the_address_and_the_rule() -> None:
-    assert ask({}) == ask_llama({}) == [1, 2]
+    assert ask({}) == ask_llama({}) == ask_vllm({}) == [1, 2]
     for send, path, reply in CASES:
         with pytest.raises(UserError, match=r"http://127.0.0.1:\d+.*; .+") as caught:
             send({path: reply})

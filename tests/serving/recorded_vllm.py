@@ -1,0 +1,90 @@
+"""A transcript of the real vLLM, and a small server that plays it back.
+
+``python -m tests.serving.recorded_vllm FOLDER`` records ``vllm_transcript.json`` from vLLM (0.32.0 on a CPU and SmolLM2-135M-Instruct
+in bfloat16 here), as ``recorded_llama`` does; a setting that it holds is not recorded again. As an executable the module is a vLLM
+that knows these prompts alone; its drafts are the replay's, whose counts the transcript checks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autotune.documents.engine_profile import ServedAnswer, Speculation
+from autotune.serving.ngram_drafters import KnownRequest
+from autotune.serving.ngram_replay import replay_request
+from tests.serving.recorded_llama import CONTEXT, RecordedServer, record, serve
+
+TRANSCRIPT = Path(__file__).with_name("vllm_transcript.json")
+COMMAND = "vllm --gpu-memory-utilization 0.1 --enforce-eager"
+
+
+class RecordedVllm(RecordedServer):
+    transcript = TRANSCRIPT
+    generated = 0
+
+    def speculations(self, given: dict[str, str]) -> list[Speculation]:
+        self.alias = given["--served-model-name"]
+        options = json.loads(given.get("--speculative-config", "{}"))
+        return [Speculation(type=options.pop("method"), options=options)] if options else []
+
+    def get(self, path: str) -> Any:
+        by_name = {"generation_tokens": self.generated, "spec_decode_num_drafts": self.counts["drafts"]}
+        by_name["spec_decode_num_draft_tokens"] = self.counts["draft_tokens"]
+        lines = [f'vllm:{name}_total{{engine="0"}} {value}.0' for name, value in by_name.items()]
+        per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        lines.append(f'{per_position}{{engine="0",position="0"}} {self.counts["accepted_tokens"]}.0')
+        shown = {"/metrics": "\n".join(lines), "/health": "", "/version": {"version": "0.32.0"}}
+        return shown.get(path) or {"data": [{"id": self.alias, "max_model_len": CONTEXT}]}
+
+    def reply(self, path: str, body: dict[str, Any]) -> Any:
+        assert body["model"] == self.alias
+        match path:
+            case "/tokenize":
+                text = body["messages"][-1]["content"]
+                return {"tokens": next(one["prompt_tokens"] for one in self.recorded if one["text"] == text)}
+            case "/detokenize":
+                return {"prompt": " ".join(map(str, body["tokens"]))}
+        assert path == "/v1/completions" and body["temperature"] == 0.0 and body["return_token_ids"]
+        prompt, limit = body["prompt"], body["max_tokens"]
+        if "allowed_token_ids" in body:
+            return self.passes(
+                ServedAnswer(prompt_tokens=prompt, tokens=body["allowed_token_ids"] * limit, limit=limit)
+            )
+        (known,) = (one for one in self.recorded if prompt[: len(one["prompt_tokens"])] == one["prompt_tokens"])
+        every = [*known["tokens"], *known["beyond"]]
+        done = len(prompt) - len(known["prompt_tokens"])
+        if body.get("ignore_eos"):
+            return self.passes(ServedAnswer(prompt_tokens=prompt, tokens=every[done : done + limit], limit=limit))
+        tokens = known["tokens"][:limit]
+        answer = ServedAnswer(prompt_tokens=prompt, tokens=tokens, limit=limit, beyond=every[len(tokens) :])
+        return self.passes(answer.model_copy(update={"is_ended": known.get("is_ended", False)}), self.answered)
+
+    def passes(
+        self, answer: ServedAnswer, counted: Callable[[ServedAnswer], ServedAnswer] | None = None
+    ) -> list[dict[str, Any]]:
+        """The tokens of an answer by forward pass, counted."""
+        answer = (counted or self.counted)(answer)
+        self.generated += len(answer.tokens)
+        drafts, tokens, parts = replay_request(self.drafter, KnownRequest(answer), CONTEXT).drafts, answer.tokens, []
+        for length in (1, *(accepted + 1 for _, accepted in drafts), *[1] * len(tokens)):
+            parts.append({"token_ids": tokens[:length], "finish_reason": None})
+            tokens = tokens[length:]
+            if not tokens:
+                break
+        parts[-1]["finish_reason"] = "stop" if answer.is_ended else "length"
+        return parts
+
+    def parts(self, body: dict[str, Any], reply: Any) -> list[dict[str, Any]] | None:
+        return [{"choices": [part]} for part in reply] if body.get("stream") else None
+
+
+if __name__ == "__main__":
+    if "--port" in sys.argv:
+        serve(sys.argv[2:], RecordedVllm)
+    else:
+        done = json.loads(TRANSCRIPT.read_text())["servers"] if TRANSCRIPT.exists() else []
+        record("vllm", COMMAND, sys.argv[1], TRANSCRIPT, done)

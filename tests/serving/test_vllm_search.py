@@ -1,0 +1,229 @@
+"""A search in vLLM: its replay against a transcript of the real one, its stages with a small one, and its bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from PIL import Image
+from pydantic import ValidationError
+
+from autotune.documents.engine_profile import OPTIONS, TYPES, EngineProfile, ServedAnswer, Speculation
+from autotune.files import user_cache
+from autotune.serving import vllm_server
+from autotune.serving.engine_search import speculation_space
+from autotune.serving.ngram_drafters import FirstDrafter, KnownRequest
+from autotune.serving.ngram_replay import replay_speculation, total
+from autotune.serving.server import EXECUTABLE_VARIABLE, running
+from autotune.serving.vllm_server import PRICED_BY, VllmEngine, vllm_arguments
+from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS
+from tests.serving.recorded_vllm import COMMAND, TRANSCRIPT
+from tests.serving.test_engine_search import autotune, said
+
+TRANSCRIBED = json.loads(TRANSCRIPT.read_text())
+SCRIPT = """#!{python}
+import sys
+sys.path.insert(0, {root!r})
+from tests.serving.recorded_llama import serve
+from tests.serving.recorded_vllm import RecordedVllm
+serve(sys.argv[1:], RecordedVllm)
+"""
+
+
+def lookup(shortest: int, longest: int, k: int) -> Speculation:
+    return Speculation(type="ngram", options=dict(zip(OPTIONS["ngram"], (shortest, longest, k), strict=True)))
+
+
+@pytest.mark.parametrize("server", TRANSCRIBED["servers"], ids=lambda server: str(server["speculations"][0]["options"]))
+def test_replay_gives_the_counts_of_the_real_server(server: dict) -> None:
+    rows = [{key: value for key, value in row.items() if key != "text"} for row in TRANSCRIBED["prompts"]]
+    requests = [KnownRequest(ServedAnswer(**row)) for row in (*rows[:ASKED], *rows[:2])]
+    replays = replay_speculation([Speculation(**one) for one in server["speculations"]], requests, CONTEXT)
+    assert [[one.counts.drafted, one.counts.accepted] for one in replays] == server["counts"]
+    assert total(one.counts for one in replays).verifications == server["verifications"]
+
+
+def test_the_transcript_has_drafts_that_were_accepted() -> None:
+    accepted = [sum(one for _, one in server["counts"]) for server in TRANSCRIBED["servers"]]
+    assert len(accepted) >= 6 and all(accepted)
+
+
+def obvious(tokens: list[int], shortest: int, longest: int, k: int) -> list[int]:
+    for n in range(longest, shortest - 1, -1):
+        for start in range(len(tokens) - n):
+            if tokens[start : start + n] == tokens[-n:]:
+                return tokens[start + n :][:k]
+    return []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fast_drafts_are_those_of_the_obvious_rule(seed: int) -> None:
+    draw = random.Random(seed)
+    tokens = [draw.randrange(3) for _ in range(80)]
+    request = KnownRequest(ServedAnswer(prompt_tokens=tokens[:10], tokens=tokens[10:50], beyond=tokens[50:], limit=40))
+    for numbers in ((1, 1, 3), (2, 4, 8), (5, 5, 2), (1, 12, 30)):
+        drafter = FirstDrafter([lookup(*numbers)])
+        for length in range(1, 60):
+            assert drafter.draft(request, length) == obvious(tokens[: length + 1], *numbers)
+
+
+def test_drafts_are_accepted_beyond_the_end_of_an_answer() -> None:
+    """As vLLM counts them: it cuts a draft to the context alone, and an answer after it was verified."""
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8] * 4
+    for beyond, context, drafts in (
+        ([5, 6, 7, 8, 3], CONTEXT, [(8, 7)]),
+        ([5, 6], CONTEXT, [(8, 5)]),
+        ([5, 6, 7, 8, 3], 36, [(2, 2)]),
+    ):
+        answer = ServedAnswer(prompt_tokens=tokens, tokens=[1, 2, 3, 4], limit=4, beyond=beyond, is_ended=True)
+        (replayed,) = replay_speculation([lookup(2, 2, 8)], [KnownRequest(answer)], context)
+        assert replayed.drafts[:1] == drafts and replayed.num_tokens == 3
+
+
+def test_the_space_holds_each_setting_once_and_the_default() -> None:
+    settings = speculation_space(VllmEngine, TYPES["vllm"])
+    assert len({one.label for one in settings}) == len(settings) > 500
+    assert VllmEngine.default[1] in settings
+    with pytest.raises(ValidationError, match="prompt_lookup_min is at most prompt_lookup_max"):
+        lookup(5, 4, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------- search
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a model's folder, a workload, and an executable that plays the transcript back."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    write_prompts(tmp_path)
+    script = tmp_path / "vllm"
+    script.write_text(SCRIPT.format(python=sys.executable, root=str(Path(__file__).parents[2])))
+    script.chmod(0o755)
+    monkeypatch.setattr(vllm_server, "SIZES", (1, 2, 4))
+    return tmp_path
+
+
+def write_prompts(folder: Path) -> None:
+    lines = (json.dumps({"prompt": text, "max_new_tokens": LIMIT}) + "\n" for text in PROMPTS)
+    (folder / "prompts.jsonl").write_text("".join(lines))
+
+
+def searched(folder: Path, *words: str, server: str = "", target: str = "model") -> Result:
+    where = ("--target", target, "--workload", "prompts.jsonl", "--engine-command", f"{folder / 'vllm'} {server}")
+    return autotune("search", "--engine", "vllm", *where, *words)
+
+
+def test_a_search_confirms_counts_and_check_run_and_bench_take_its_profile(folder: Path) -> None:
+    done = searched(folder, "--requests-at-once", "2")
+    assert done.exit_code == 0, done.output
+    profile = EngineProfile.load("profile.json")
+    assert profile.engine == "vllm" and profile.build == "0.32.0" and profile.plain_factor > 0
+    assert [arm.label for arm in profile.arms][:2] == ["off", "ngram(4,4,5)"] and len(profile.arms) == 3
+    assert all(arm.exact == arm.prompts == arm.identical == 4 and arm.replayed == arm.counts for arm in profile.arms)
+    assert profile.arms[-1].counts.drafted > 0 and "4 of 4" in said(done)
+    assert profile.command[:3] == [str(folder / "vllm"), "serve", str(folder / "model")]
+    assert ("--speculative-config" in profile.command) == (profile.speculation is not None)
+    assert [load.requests_at_once for load in profile.loads] == [2, 2]
+    assert all(load.identical == load.requests == 4 for load in profile.loads)
+    assert autotune("check", "profile.json").exit_code == 0
+    other = autotune("check", "profile.json", "--engine-command", f"{folder / 'vllm'} --other-rule")
+    assert other.exit_code == 1 and "the build has another rule" in said(other)
+    assert autotune("report", "profile.json").exit_code == 0
+    assert "ngram" in (folder / "report.html").read_text()
+    answered = autotune("run", "profile.json", "--prompt", PROMPTS[0], "--max-new-tokens", str(LIMIT))
+    assert answered.exit_code == 0 and "draft tokens accepted" in said(answered)
+    benched = autotune("bench", "profile.json", "--workload", "prompts.jsonl", "--json")
+    assert benched.exit_code == 0 and len(json.loads(benched.stdout)["arms"]) >= 2
+
+
+def test_a_search_goes_on_where_it_was_ended(folder: Path) -> None:
+    dead = searched(folder, server="--dies")
+    assert dead.exit_code == 2 and "vllm ended while it was used" in said(dead)
+    (answers,) = folder.glob(".autotune/engines/*/answers.jsonl")
+    assert len(answers.read_text().splitlines()) == 2
+
+
+@pytest.mark.nightly
+def test_a_server_that_runs_is_priced_and_not_confirmed(folder: Path) -> None:
+    def at(url: str) -> Result:
+        where = ("--target", "model", "--workload", "prompts.jsonl", "--url", url)
+        return autotune("search", "--engine", "vllm", *where)
+
+    start = (str(folder / "vllm"), "serve", "model", "--served-model-name", "x")
+    with running([*start, *vllm_arguments([PRICED_BY])], "vllm") as (url, _):
+        assert at(url).exit_code == 0
+    profile = EngineProfile.load("profile.json")
+    assert profile.speculation and not profile.arms and "which --url does not confirm" in profile.verdict
+    with running([*start], "vllm") as (url, _):
+        unpriced = at(url)
+    assert unpriced.exit_code == 2 and "start the server with --speculative-config" in said(unpriced)
+
+
+@pytest.mark.parametrize(
+    ("server", "target", "message"),
+    [
+        ("--bogus", "model", "vllm ended when it started: invalid argument: --bogus"),
+        ("--port=8080", "model", "--engine-command: --port=8080 is set by the search"),
+        ("--speculative_config {}", "model", "--engine-command: --speculative_config is set by the search"),
+        ("--served_model_name x", "model", "--engine-command: --served_model_name is set by the search"),
+        ("--killed", "model", "vllm ended while it was used: signal 9"),
+        ("", "gone", "--target gone: vllm loads a folder with config.json, or an id of the Hugging Face hub; give one"),
+        ("", "prompts.jsonl", "--target prompts.jsonl: vllm loads a folder"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(folder: Path, server: str, target: str, message: str) -> None:
+    done = searched(folder, server=server, target=target)
+    assert done.exit_code == 2 and message in said(done) and len(done.output.splitlines()[-1]) < 400, done.output
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("vllm", b"#!/bin/sh\nexec python3 -m http.server --bind 127.0.0.1 $8\n", "what was started has no /health"),
+        ("vllm", b"#!/bin/sh\necho a shell\n", "vllm ended when it started: a shell"),
+        ("vllm", b"no program", "cannot be started"),
+        ("prompts.jsonl", b'{"prompt": "a", "images": ["red.png"]}\n{"prompt": "b"}\n', "has an image"),
+    ],
+)
+def test_files_that_cannot_be_used_are_told_in_one_line(folder: Path, file: str, content: bytes, message: str) -> None:
+    Image.new("RGB", (8, 8)).save(folder / "red.png")
+    (folder / file).write_bytes(content)
+    done = searched(folder)
+    assert done.exit_code == 2 and message in said(done), done.output
+
+
+def test_a_page_of_another_program_is_no_vllm(folder: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_address[1]}"
+        done = autotune("search", "--engine", "vllm", "--target", "model", "--workload", "prompts.jsonl", "--url", url)
+        other.shutdown()
+    assert done.exit_code == 2 and "/metrics: the engine answers 404" in said(done)
+
+
+@pytest.mark.nightly
+@pytest.mark.long
+def test_the_real_server_drafts_as_the_replay_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = user_cache().parent / "autotune-engines" / VllmEngine.built
+    executable = os.environ.get(EXECUTABLE_VARIABLE, str(built))
+    if not Path(executable).exists():
+        pytest.skip("vLLM is not installed; run make engines ENGINE=vllm")
+    from benchmarks.dequantized import dequantize
+
+    dequantize("smollm2", tmp_path / "model")
+    write_prompts(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    where = ("--target", "model", "--workload", "prompts.jsonl")
+    done = autotune("search", "--engine", "vllm", *where, "--engine-command", COMMAND.replace("vllm", executable, 1))
+    assert done.exit_code == 0, done.output
+    assert all(arm.exact == arm.prompts for arm in EngineProfile.load("profile.json").arms)
+    assert autotune("check", "profile.json").exit_code in (0, 4)
