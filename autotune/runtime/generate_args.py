@@ -210,7 +210,7 @@ def check_values(values: Mapping[str, Any]) -> None:
             f"input_ids are integers [prompts, tokens], at least one of each; got {found}; pass return_tensors='pt' to the processor"
         )
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape):
-        found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        found = f"{list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise UserError(f"attention_mask is as large as input_ids, {list(tokens.shape)}; got {found}; give another")
     if mask is not None and not bool(mask.bool().any(1).all()):
         raise UserError("every prompt has a token to attend to; attention_mask has a row of zeros; drop that prompt")

@@ -72,7 +72,7 @@ def test_left_out_errors_are_those_of_fits_without_each_observation(kind: str) -
 
 
 def test_precise_observations_are_reproduced() -> None:
-    """Of one subnet of each network: what several share they do not tell apart."""
+    """The parts have one subnet of each network, because several do not tell apart what they share."""
     given = parts(3, has_live=False, is_exact=True)[:2]
     points = [point for part in given for point in part.points]
     for point, mean in zip(points, Posterior(given)._mean, strict=True):

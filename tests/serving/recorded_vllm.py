@@ -61,7 +61,8 @@ class RecordedVllm(RecordedServer):
             return self.passes(ServedAnswer(prompt_tokens=prompt, tokens=every[done : done + limit], limit=limit))
         tokens = known["tokens"][:limit]
         answer = ServedAnswer(prompt_tokens=prompt, tokens=tokens, limit=limit, beyond=every[len(tokens) :])
-        return self.passes(answer.model_copy(update={"is_ended": known.get("is_ended", False)}), self.answered)
+        answer = answer.model_copy(update={"is_ended": known.get("is_ended", False)})
+        return self.passes(answer, self.answered if limit > 1 else None)
 
     def passes(
         self, answer: ServedAnswer, counted: Callable[[ServedAnswer], ServedAnswer] | None = None

@@ -11,7 +11,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from click.testing import Result
+from click.testing import CliRunner, Result
 from PIL import Image
 from pydantic import ValidationError
 
@@ -149,7 +149,11 @@ def test_a_search_goes_on_where_it_was_ended(folder: Path) -> None:
     dead = searched(folder, server="--dies")
     assert dead.exit_code == 2 and "vllm ended while it was used" in said(dead)
     (answers,) = folder.glob(".autotune/engines/*/answers.jsonl")
-    assert len(answers.read_text().splitlines()) == 2
+    recorded = answers.read_text()
+    assert len(recorded.splitlines()) == 2
+    ended = searched(folder, server="--dies")
+    assert ended.exit_code == 2 and answers.read_text().startswith(recorded)
+    assert len(answers.read_text().splitlines()) == 4
 
 
 @pytest.mark.nightly
@@ -217,9 +221,9 @@ def test_the_real_server_drafts_as_the_replay_says(tmp_path: Path, monkeypatch: 
     executable = os.environ.get(EXECUTABLE_VARIABLE, str(built))
     if not Path(executable).exists():
         pytest.skip("vLLM is not installed; run make engines ENGINE=vllm")
-    from benchmarks.dequantized import dequantize
+    from benchmarks.dequantized import main
 
-    dequantize("smollm2", tmp_path / "model")
+    assert CliRunner().invoke(main, ["smollm2", str(tmp_path / "model")]).exit_code == 0
     write_prompts(tmp_path)
     monkeypatch.chdir(tmp_path)
     where = ("--target", "model", "--workload", "prompts.jsonl")
