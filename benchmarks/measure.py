@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -278,24 +279,27 @@ def prediction_values(samples: dict[str, Rows]) -> dict[str, Rows]:
 
 
 @main.command()
-@pair_option
+@click.option("--pair", type=click.Choice(list(SEARCHES)), help="One pair. Left out: all that are bundled.")
 @again_option
 @click.option("--prompts", default=16, show_default=True)
-def peers(pair: str | None, again: bool, prompts: int) -> None:
-    """The profile beside transformers' own ways to decode, and flashspec, in one run."""
+@click.option("--engine", "engines", nargs=3, multiple=True, help="Passed on, with paths from here.")
+def peers(pair: str | None, again: bool, prompts: int, engines: tuple[tuple[str, str, str], ...]) -> None:
+    """The profile beside transformers' own ways to decode, flashspec and serving engines, in one run."""
     for name in pairs_of(pair):
         if is_there(f"peers-{name}", again):
             continue
         folder = study_of(name)
-        arguments = [searches.PROFILE, "--prompts", f"{prompts}", "--output", "peers.json"]
-        arguments += ["--flashspec", str(WORK / "flashspec")]
+        arguments = [searches.PROFILE, "--prompts", f"{prompts}"]
+        for engine, model, command in engines:
+            arguments += ["--engine", engine, str(Path(model).absolute()), command]
         if again or not (folder / "peers.json").exists():
-            script(folder, "peers.log", "peers", *arguments)
+            kept = ["--output", "peers.json", "--flashspec", str(WORK / "flashspec")]
+            script(folder, "peers.log", "peers", *arguments, *kept)
         measured = json.loads((folder / "peers.json").read_text())
         write(
             stamped(
                 f"peers-{name}",
-                command=f"python benchmarks/peers.py profile.json --prompts {prompts}",
+                command=shlex.join(["python", "benchmarks/peers.py", *(word.rpartition("/")[2] for word in arguments)]),
                 minutes=round(measured["seconds"] / 60, 1),
                 contention=Contention.model_validate_json(json.dumps(measured["contention"])),
                 note=measured["note"],

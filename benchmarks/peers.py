@@ -2,10 +2,12 @@
 
 Arms: plain decoding (``ar``), the profile (``tuned``), transformers' ``generate`` (``hf``), its assisted generation where the profile's draft is a whole
 model (``hf-assisted``) and its prompt lookup (``hf-prompt-lookup``), and flashspec 0.3.1 for text targets: with prompt lookup (``flashspec-lookup``), and
-with its default where the draft is a whole model (``flashspec``). All arms decode greedily with the same loaded target. flashspec is installed
-without its dependencies into a folder of its own, so that it changes no other package. Takes about 10 minutes with 16 prompts.
+with its default where the draft is a whole model (``flashspec``). All these arms decode greedily with the same loaded target. flashspec is installed
+without its dependencies into a folder of its own, so that it changes no other package. ``--engine`` adds a serving engine, which loads the model in its
+own format and is sent the same tokens: without speculation, and with the settings that it recommends. Takes about 10 minutes with 16 prompts.
 
     python benchmarks/peers.py profile.json [--prompts 16] [--output peers.json] [--flashspec FOLDER]
+    python benchmarks/peers.py profile.json --engine llama.cpp model.gguf llama-server --engine vllm FOLDER 'vllm --gpu-memory-utilization 0.1'
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import click
 from autotune.console import Console
 from autotune.contention_monitor import ContentionMonitor
 from autotune.documents.decoding_profile import AR, HF, TUNED
+from autotune.documents.engine_profile import EngineName, ServedAnswer
 from autotune.documents.published_defaults import HF_ASSISTED
 from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
 from autotune.evaluation.bench import assistant_of
@@ -31,6 +35,8 @@ from autotune.modeling.threads import limited_threads
 from autotune.modeling.vision_timing import timed_forwards, vision_parts
 from autotune.runtime.load import load
 from autotune.runtime.stats import DecodingStats
+from autotune.serving.engine import EngineServer
+from autotune.serving.engines import ENGINES
 from autotune.workloads.prompt import Prompt
 from autotune.workloads.workload import load_workload
 
@@ -89,6 +95,35 @@ class FlashSpecArm(Arm):
         )
 
 
+class EngineArm(Arm):
+    """A serving engine, which decodes the tokens of a prompt greedily and streams its answer."""
+
+    def __init__(self, name: str, server: EngineServer) -> None:
+        self.name = self.key = name
+        self.server = server
+
+    def decode(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
+        prompt = inputs["input_ids"][0].tolist()
+        request = ServedAnswer(prompt_tokens=prompt, tokens=prompt[-1:], limit=settings.max_new_tokens)
+        tokens, seconds = self.server.stream(request)
+        return tokens, DecodingStats(
+            prompt_tokens=len(prompt),
+            new_tokens=len(tokens),
+            target_prefill_ms=1e3 * seconds[0],
+            decode_ms=1e3 * (seconds[-1] - seconds[0]),
+        )
+
+
+def engine_arms(name: EngineName, model: str, command: str, stack: ExitStack) -> list[Arm]:
+    """An engine without speculation and with the settings that it recommends, each in a server that ends with the stack."""
+    if (found := ENGINES[name].find_model(model)) is None:
+        raise click.UsageError(f"--engine {name}: {model} is not {ENGINES[name].models}")
+    engine = ENGINES[name].find(command, found[0])
+    label, speculation = engine.default
+    settings = {name: [], f"{name} {label} {speculation.label}": [speculation]}
+    return [EngineArm(arm, stack.enter_context(engine.started(one))) for arm, one in settings.items()]
+
+
 def install_flashspec(folder: Path) -> None:
     """Install flashspec without dependencies into a folder, unless it is there."""
     if not (folder / "flashspec").is_dir():
@@ -133,6 +168,14 @@ def peers_of(runner: ArmRunner, flashspec: Path | None) -> tuple[list[Arm], list
 @click.option(
     "--flashspec", type=click.Path(path_type=Path), help="Folder of flashspec, installed there. Left out: without it."
 )
+@click.option(
+    "--engine",
+    "engines",
+    nargs=3,
+    multiple=True,
+    type=(click.Choice(list(ENGINES)), str, str),
+    help="Name of an engine, its model, and the command that starts it with further arguments.",
+)
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write all runs as JSON.")
 @click.option("--seed", default=0, show_default=True)
 def main(
@@ -141,10 +184,11 @@ def main(
     workload: str | None,
     max_new_tokens: int | None,
     flashspec: Path | None,
+    engines: tuple[tuple[EngineName, str, str], ...],
     output: Path | None,
     seed: int,
 ) -> None:
-    console, began = Console(), time.monotonic()
+    console, began, stack = Console(), time.monotonic(), ExitStack()
     decoder = load(profile, context_tokens=0, console=console)
     runner = ArmRunner(decoder, decoder.processor)
     document = decoder.profile
@@ -152,6 +196,7 @@ def main(
     chosen = load_workload(workload or document.workload.name, "evaluate", num_prompts=prompts)
     chosen = chosen.cut(prompts, max_new_tokens or document.workload.max_new_tokens)
     others, notes = peers_of(runner, flashspec)
+    others += [arm for one in engines for arm in engine_arms(*one, stack)]
     tuned = [DecoderArm(TUNED, decoder)] if decoder.draft is not None else []
     kept: list[Arm] = [runner.plain, *tuned]
     for arm in others:  # a program that cannot decode these prompts is left out, and the reason is said
@@ -163,7 +208,7 @@ def main(
     for note in notes:
         console.say(note)
     monitor = ContentionMonitor(str(decoder.target.device))
-    with console.stage("peers") as update:
+    with stack, console.stage("peers") as update:
         runs = runner.compare(kept, chosen, seed=seed, report=lambda done, of: update(done, of, ""))
     contention = monitor.contention()
     console.say(contention.describe("while runs were timed"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +15,9 @@ from autotune.evaluation.runner import ArmRunner  # noqa: E402
 from autotune.runtime.decoder import Decoder  # noqa: E402
 from autotune.workloads.prompt import Prompt  # noqa: E402
 from benchmarks import peers  # noqa: E402
+from tests.imports import ROOT  # noqa: E402
+from tests.serving.recorded_llama import PART_S  # noqa: E402
+from tests.serving.test_engine_search import SCRIPT, TRANSCRIBED  # noqa: E402
 
 if TYPE_CHECKING:
     from tests.tiny_models import Pair
@@ -30,3 +36,19 @@ def test_peers_emit_the_tokens_of_plain_decoding(text_pair: Pair) -> None:
         found, stats = arm.decode(inputs, settings)
         assert found == expected and stats.new_tokens == len(expected), arm.name
     assert text_pair.target.generation_config.prompt_lookup_num_tokens is None
+
+
+def test_engines_emit_what_their_servers_stream(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF metadata tokenizer.chat_template")
+    script = tmp_path / "llama-server"
+    script.write_text(SCRIPT.format(python=sys.executable, root=str(ROOT)))
+    script.chmod(0o755)
+    with ExitStack() as stack:
+        arms = peers.engine_arms("llama.cpp", str(tmp_path / "model.gguf"), str(script), stack)
+        assert [arm.name for arm in arms] == ["llama.cpp", "llama.cpp --spec-default ngram-mod(24,48,64)"]
+        for row in TRANSCRIBED["prompts"][:2]:
+            inputs = {"input_ids": torch.tensor([row["prompt_tokens"]])}
+            for arm in arms:
+                found, stats = arm.decode(inputs, Prompt(prompt="", max_new_tokens=8))
+                assert found == row["tokens"][:8] and stats.new_tokens == 8
+                assert stats.decode_ms > 7e3 * PART_S and stats.target_prefill_ms > 0
