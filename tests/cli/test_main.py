@@ -316,6 +316,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "negative seed": (["run", "profile.json", "--prompt", "x", "--seed", "-3"], "seed"),
     "server for other machines": (["serve", "profile.json", "--host", "0.0.0.0"], "other machines can reach this address, which needs a key"),
     "server at no address": (["serve", "profile.json", "--host", "x..y"], "no server can listen .*choose another --port or --host"),
+    "password in an argument": (["report", "profile.json", "postgresql://u:SECRET@host/x"], r"postgresql://u:\*\*\*@host/x"),
     "empty key": (["serve", "profile.json", "--api-key", ""], "--api-key: a key has one character at least"),
     "image token without an image": (["run", "profile.json", "--prompt", "x <image> y"], "<image>"),
 }  # fmt: skip
