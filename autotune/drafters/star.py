@@ -54,7 +54,7 @@ class StarNetwork(DreamNetwork):
 
     kind = "star"
     config_type = StarConfig
-    loss_weights = (1.0, 0.2)  # STAR, eq. 3
+    loss_weights = (1.0, 0.2)  # STAR, section 4
     config: StarConfig
     is_supernet = True
 
