@@ -20,7 +20,7 @@ from autotune.errors import UserError, masked, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 VERBS = (
     *("doctor", "measure", "record", "search", "run", "serve", "bench", "bench-server", "check"),
     *("report", "export", "train"),
@@ -65,7 +65,8 @@ class Commands(click.Group):
         except OSError as error:
             if error.errno not in DISK_ERRORS:
                 raise
-            _say(f"{error.filename or 'a file'}: cannot be written ({error.strerror}); free some space")
+            file = error.filename or "a file"
+            _say(f"{file}: cannot be read or written ({error.strerror}); free some space, or check its permissions")
             sys.exit(UserError.exit_code)
         sys.exit(code or 0)
 

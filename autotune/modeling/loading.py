@@ -359,7 +359,7 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
     source, gguf = _pretrained(name)
     if gguf:
         with load_errors(name), gguf_errors(Path(gguf["gguf_file"]), name):
-            return AutoTokenizer.from_pretrained(source, **gguf)
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **gguf)
     if or_bundled and not _has_tokenizer(name):
         return load_processor(BUNDLED_TARGET).tokenizer
     try:
