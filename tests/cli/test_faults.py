@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import sqlalchemy
@@ -207,7 +208,7 @@ def test_read_only_folders_are_one_line_and_the_command_completes(
 def set_the_clock() -> None:
     """From here on this process's clock, and its ledgers', are a day early, right or a day late whenever they are looked at."""
     now, days = time.time, itertools.cycle((0.0, 1.0, -1.0))
-    time.time = lambda: now() + 86400.0 * next(days)
+    patch.object(time, "time", lambda: now() + 86400.0 * next(days)).start()
     NOW["sqlite"] += " + (random() % 2) * 86400.0"
 
 

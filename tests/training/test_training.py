@@ -309,14 +309,15 @@ def test_a_damaged_checkpoint_is_one_line(recipe: Callable[..., Path]) -> None:
         metadata = file.metadata()
     tensors = load_file(checkpoint)
     first = next(name for name in tensors if name.startswith("model.") and tensors[name].ndim == 2)
-    for change, told, message in (
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({first: None}, {}, rf"damaged \({first[6:]} is missing"),
         ({first: torch.zeros(3)}, {}, "damaged .*size mismatch"),
         ({first: tensors[first] * torch.nan}, {}, f"the weights {first} are not finite; restore the file"),
         ({"model.x": torch.zeros(1)}, {}, r"damaged \(x is missing, or none of the draft's\); delete it to start over"),
         ({}, {"stage": "x"}, "damaged .*; delete it to start over"),
         ({}, {"step": None}, "damaged .*; delete it to start over"),
-    ):
+    ]
+    for change, told, message in cases:
         changed = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
         save_file(changed, checkpoint, {name: value for name, value in (metadata | told).items() if value is not None})
         with pytest.raises(UserError, match=rf"state.safetensors: .*{message}"):
