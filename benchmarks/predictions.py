@@ -3,7 +3,8 @@
 Needs a study folder of ``autotune search``: its cost table is used, and missing traces are recorded first. Prints how often
 rounds and accepted lengths agree; the errors of predicted decoding times and speedups; their rank correlation with
 measured times, beside that of one measurement with another; how much faster replay is than decoding; and, with
-``--profile``, how many of the configurations are faster than the one that the search chose. Takes about 15 minutes.
+``--profile``, how many of the configurations, and of the ten that replay ranks next to it, are faster than the one that the
+search chose. Takes about 15 minutes.
 
     python benchmarks/predictions.py .autotune/STUDY [--profile profile.json] [--configurations 12] [--prompts 4]
 """
@@ -36,6 +37,7 @@ from autotune.study.document import PROFILE, load_study
 from autotune.trees.policy import POLICIES
 from autotune.workloads.workload import Workload, load_workload
 
+NEXT_BEST, SWEPT = 10, 9  # trees beside the winner; log2 of the trees of a policy among which they are
 PARTS = ("draft_prefill_ms", "draft_ms", "verify_ms")  # of decode_ms; the rest is overhead
 
 
@@ -66,6 +68,27 @@ def random_configurations(
         )
         configurations.append(Configuration(tree=tree, draft=variant[0], subnet=variant[1]))
     return configurations
+
+
+def next_best(
+    space: SearchSpace, evaluator: Evaluator, winner: Configuration, count: int, rng: random.Random
+) -> list[Configuration]:
+    """The trees for the winner's subnet that replay ranks highest among hundreds of every policy, without the winner's."""
+    assert winner.draft is not None
+    variant = (winner.draft, winner.subnet)
+    trees = [
+        tree
+        for policy in space.trees
+        for tree in (
+            evaluator.template_trees(variant, space.values(policy))
+            if POLICIES[policy].is_template()
+            else space.sweep(policy, 1 << SWEPT, rng.randrange(1 << 31))
+        )
+        if tree != winner.tree
+    ]
+    found = (Configuration(tree=tree, draft=variant[0], subnet=variant[1]) for tree in trees)
+    by_key = {one.key: one for one in found}
+    return sorted(by_key.values(), key=lambda one: float(evaluator.replay(one).decode_ms.sum()))[:count]
 
 
 def compare_with_replay(
@@ -129,13 +152,17 @@ def main(
 
     rng, searched = random.Random(seed), load_space(space)
     pairs = random_variants(searched, model_pool, configurations, rng)
+    winner = None if profile is None else configuration_of(DecodingProfile.load(profile).point)
     variants = list(dict.fromkeys(variant for _, variant in pairs))
+    if winner is not None and winner.draft is not None:
+        variants = list(dict.fromkeys([*variants, (winner.draft, winner.subnet)]))
     traces = record_traces(model_pool, variants, chosen, study, Console(), bounds=bounds_of(searched))
     evaluator = Evaluator(traces, costs)
     drawn = random_configurations(searched, evaluator, pairs, rng)
+    if winner is not None:
+        drawn += next_best(searched, evaluator, winner, NEXT_BEST, rng)
     runner = model_pool.runner(costs)
     arms = [runner.plain, *(runner.arm(f"{number}", configuration) for number, configuration in enumerate(drawn))]
-    winner = None if profile is None else configuration_of(DecodingProfile.load(profile).point)
     if winner is not None:
         arms.append(runner.arm("winner", winner))
     passes = [
