@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from autotune.errors import masked
+
 QUIET_S = 600  # longest time without a line where standard error is not a terminal
 Update = Callable[[int, int, str], None]
 """Called as update(done, total, note)."""
@@ -34,7 +36,7 @@ class Console:
         self._rich = _StandardError(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 150)
 
     def say(self, text: str) -> None:
-        self._rich.print(text, markup=False)
+        self._rich.print(masked(text), markup=False)
 
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, emphasised: int | None = None
@@ -49,7 +51,7 @@ class Console:
             else:
                 table.add_column(Text(column), justify="right", no_wrap=True)
         for number, row in enumerate(rows):
-            table.add_row(*map(Text, row), style="bold" if number == emphasised else None)
+            table.add_row(*(Text(masked(cell)) for cell in row), style="bold" if number == emphasised else None)
         self._rich.print(table)
         self._rich.print()
 
