@@ -21,6 +21,11 @@ FACTOR = 0.3  # relative deviation of a draft from others that are fitted togeth
 class _LinearCosts(Document):
     """Costs that are multiplied by counts."""
 
+    held_out_error: float | None = None
+    """Median relative error in leave-one-out cross-validation; None with too few samples."""
+    uncertainty: float | None = None
+    """Relative standard error of a prefill or of a round's overhead; None without samples."""
+
     @classmethod
     def names(cls) -> list[str]:
         """The fields of the costs."""
@@ -29,6 +34,11 @@ class _LinearCosts(Document):
     def scaled(self, factor: float) -> Self:
         """The costs where everything takes ``factor`` times as long."""
         return self.model_copy(update={name: factor * getattr(self, name) for name in self.names()})
+
+    def describe(self) -> str:
+        """The costs in a line."""
+        words = {name: name.removesuffix("_ms").replace("_", " ") for name in self.names()}
+        return ", ".join(f"{text} {getattr(self, name):.3g} ms" for name, text in words.items())
 
 
 class PrefillCost(_LinearCosts):
@@ -39,14 +49,6 @@ class PrefillCost(_LinearCosts):
     image_ms: float
     samples: list[tuple[int, int, float]]
     """(tokens, images, ms)"""
-    held_out_error: float | None = None
-    """Median relative error in leave-one-out cross-validation; None with too few sizes."""
-    uncertainty: float | None = None
-    """Relative standard error of a latency; None without samples."""
-
-    def describe(self) -> str:
-        """The costs in a line."""
-        return f"{self.intercept_ms:.1f} ms + {self.per_token_ms:.3f} ms/token + {self.image_ms:.1f} ms for images"
 
     def ms(self, tokens: np.ndarray, has_image: np.ndarray) -> Floats:
         latency: Floats = self.intercept_ms + self.per_token_ms * tokens + self.image_ms * has_image
@@ -65,17 +67,6 @@ class Overhead(_LinearCosts):
     """Added to a round of a tree with ``retrieval``."""
     samples: list[tuple[int, int, int, int, float]] = Field(default_factory=list)
     """(rounds, draft forwards, verified nodes, rounds with retrieval, ms) per run."""
-    held_out_error: float | None = None
-    """As of ``PrefillCost``."""
-    uncertainty: float | None = None
-    """Relative standard error of a round's overhead; None without samples."""
-
-    def describe(self) -> str:
-        """The costs in a line."""
-        return (
-            f"{self.round_ms:.2f} ms/round + {self.level_ms:.2f} ms/draft level + {1e3 * self.node_ms:.0f} us/node + "
-            f"{self.retrieval_ms:.2f} ms/round with retrieval"
-        )
 
 
 Costs = TypeVar("Costs", PrefillCost, Overhead)

@@ -182,7 +182,7 @@ def print_table(table: CostTable, console: Console) -> None:
     for name, part in table.parts.items():
         if not isinstance(part, Surface):
             errors = f"leave-one-out error {percent(part.held_out_error)}, uncertainty {percent(part.uncertainty)}"
-            console.say(f"{name} {part.describe()} ({errors})")
+            console.say(f"{name}: {part.describe()} ({errors})")
     for costs in table.drafts:
         if costs.num_parameters and costs.kv_bytes_per_token is not None:
             size = f"{costs.num_parameters / 1e6:.3g}M own parameters"

@@ -101,7 +101,7 @@ def test_prices_by_hand() -> None:
     assert prices.draft_level_ms[10, 2] == pytest.approx(0.2 + 0.01 * 10 + 0.0001 * 40)
     assert prices.draft_first_ms[10, 2] == pytest.approx(0.3 + 0.01 * 10 + 0.0001 * 40)
     assert prices.decode_ms[2] == pytest.approx(1.0 + 0.001 * 40)
-    assert (prices.overhead_round_ms, prices.overhead_level_ms, prices.overhead_node_ms) == (0.05, 0.01, 0.0)
+    assert prices.overhead == Overhead(round_ms=0.05, level_ms=0.01)
     assert prices.draft_prefill == table.drafts[0].prefill
 
 
@@ -150,7 +150,7 @@ def test_subnets_are_identified_by_their_heads() -> None:
     assert table.costs_of(whole.draft, Subnet(heads=0.5, injection_layer=9)) == half
     assert table.costs_of(whole.draft, Subnet(heads=(0.5, 0.5, 0.5))) == half
     with pytest.raises(
-        UserError, match=r"with these weights and heads 0\.25; it has: .*, .* \(heads 0\.5\); measure that"
+        UserError, match=r"with these weights and heads=0\.25; it has: [^ ,]+, [^ ,]+ heads-0\.5; measure that"
     ):
         table.costs_of(whole.draft, Subnet(heads=0.25))
 

@@ -138,7 +138,7 @@ def test_a_cost_table_prices_vocabularies_apart() -> None:
     assert both.costs_of(whole.draft, Subnet(vocabulary=SHARE)) is cut
     assert both.costs_of(whole.draft) is whole
     assert cut.name == f"{whole.name} vocabulary-0.5"
-    with pytest.raises(UserError, match=r"and vocabulary 0\.25; it has: .*; measure that draft first"):
+    with pytest.raises(UserError, match=r"and vocabulary=0\.25; it has: .*; measure that draft first"):
         both.costs_of(whole.draft, Subnet(vocabulary=0.25))
 
 
