@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -13,8 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 QUIET_S = 600  # longest time without a line where standard error is not a terminal
-Update = Callable[[int, int, str], None]
-"""Called as update(done, total, note)."""
+
+
+class Update(Protocol):
+    """Shows the progress of a stage of work."""
+
+    def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
 
 def percent(value: float | None, digits: int = 1) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from autotune.acceptance.replay import Replay
-from autotune.documents.configuration import Configuration, DraftVariant, Tree
+from autotune.console import Update
+from autotune.documents.configuration import Configuration, DraftVariant, Tree, variants_json
 from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.errors import UserError
 from autotune.files import content_key
@@ -26,8 +27,6 @@ from autotune.study.ledger import Ledger, Record
 from autotune.study.storage import optuna_storage
 from autotune.trees.policy import POLICIES
 from autotune.trees.tree import Floats
-
-Report = Callable[[int, int, str], None]
 
 NUM_SWEPT = 2048  # trees of each policy and subnet; a power of two, for Sobol's sequence
 SWEEP_SIZE = 256  # trees in a unit of work
@@ -66,7 +65,7 @@ def search_trees(
     documents: Any,
     seed: int = 0,
     deadline: float | None = None,
-    report: Report | None = None,
+    report: Update = lambda done, total, note="": None,
 ) -> TreeSearchResult:
     """Search the trees of a space over all draft variants of the evaluator.
 
@@ -79,9 +78,8 @@ def search_trees(
     stage = _TreeStage(evaluator, space, ledger, [version_of(DISTRIBUTION), documents], seed)
 
     def report_best(done: int, of: int) -> None:
-        if report is not None:
-            best = stage.best
-            report(done, of, "" if best is None else f"best so far: {best.speedup:.2f}x ({best.policy})")
+        best = stage.best
+        report(done, of, "" if best is None else f"best so far: {best.speedup:.2f}x ({best.policy})")
 
     sweeps = stage.sweeps()
     records = list(ledger.work("trees", sweeps, deadline=deadline, report=report_best).values())
@@ -118,11 +116,7 @@ class _TreeStage:
         self.ledger = ledger
         self.seed = seed
         self.variants = list(evaluator.traces)
-        described = [[draft, subnet.model_dump(mode="json")] for draft, subnet in self.variants]
-        trees = {
-            policy: {n: d.model_dump() for n, d in dimensions.items()} for policy, dimensions in space.trees.items()
-        }
-        self.key = content_key([documents, described, trees, seed])
+        self.key = content_key([documents, variants_json(self.variants), space.model_dump()["trees"], seed])
         tasks = np.array(evaluator.tasks)
         self.task_prompts = {task: np.flatnonzero(tasks == task) for task in dict.fromkeys(evaluator.tasks)}
         self.first_prompts = np.sort(
@@ -139,11 +133,11 @@ class _TreeStage:
         that is cut short has tried every policy.
         """
         return {
-            content_key([self.key, part, policy, draft, subnet.model_dump(mode="json")]): partial(
-                self._sweep, part, policy, (draft, subnet)
+            content_key([self.key, part, policy, *variants_json([variant])[0]]): partial(
+                self._sweep, part, policy, variant
             )
             for part in range(NUM_SWEPT // SWEEP_SIZE)
-            for draft, subnet in self.variants
+            for variant in self.variants
             for policy in self.space.trees
             if part == 0 or policy in self.sampled_policies
         }
@@ -228,32 +222,29 @@ class _TreeStage:
     def _sample(self, start: list[Candidate], first: int, count: int) -> Record:
         """Trials ``first`` to ``first + count``, by a sampler that starts from the candidates ``start``."""
         import optuna
-        from optuna.distributions import CategoricalDistribution
-        from optuna.trial import create_trial
+        from optuna.trial import FixedTrial, create_trial
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         names = [f"{draft} {subnet.label}" for draft, subnet in self.variants]
         sampler = optuna.samplers.TPESampler(seed=self.seed + first, multivariate=True, n_startup_trials=0)
         study = optuna.create_study(direction="minimize", sampler=sampler)
-        policies = self.sampled_policies
-        distributions: dict[str, Any] = {
-            f"{policy}.{name}": dimension.distribution
-            for policy in policies
-            for name, dimension in self.space.trees[policy].items()
-        }
-        distributions |= {"policy": CategoricalDistribution(policies), "subnet": CategoricalDistribution(names)}
+
+        def suggest(trial: optuna.trial.BaseTrial) -> tuple[DraftVariant, Tree]:
+            variant = self.variants[names.index(trial.suggest_categorical("subnet", names))]
+            return variant, self.space.suggest(trial, self.sampled_policies)
+
         for candidate in start:
             c = candidate.configuration
             name = names[self.variants.index((c.draft or "", c.subnet))]
-            parameters = {"subnet": name, **self.space.parameters(c.tree)}
-            known = {name: distributions[name] for name in parameters}
-            study.add_trial(create_trial(params=parameters, distributions=known, value=candidate.ms_per_token))
+            fixed = FixedTrial({"subnet": name, **self.space.parameters(c.tree)})
+            suggest(fixed)
+            known = {"params": fixed.params, "distributions": fixed.distributions}
+            study.add_trial(create_trial(value=candidate.ms_per_token, **known))
         configurations, results = [], []
         for _ in range(count):
             trial = study.ask()
             trial.set_user_attr(UNIT, first)
-            variant = self.variants[names.index(trial.suggest_categorical("subnet", names))]
-            configurations.append(self._configuration(variant, self.space.suggest(trial, policies)))
+            configurations.append(self._configuration(*suggest(trial)))
             results.append(self.evaluator.replay(configurations[-1]))
             study.tell(trial, results[-1].ms_per_token)
         self._publish(study.get_trials(deepcopy=False)[-count:], first)
