@@ -19,7 +19,7 @@ from typing import Any
 from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
 from autotune.cost.table import CostTable
-from autotune.documents.configuration import Configuration, DraftVariant
+from autotune.documents.configuration import Configuration, DraftVariant, variants_json
 from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.documents.subnet import Subnet
 from autotune.files import content_key
@@ -28,7 +28,6 @@ from autotune.recording.chain_recorder import chain_traces
 from autotune.search.finalists import NAMES, print_labels
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import LEAST_SHARE
-from autotune.search.traces import record_trace
 from autotune.study.ledger import Ledger, Record, Report
 from autotune.study.records import ScreenedSubnet, record_of, screened_in
 from autotune.trees.chain import ChainPolicy
@@ -70,12 +69,7 @@ def screen(
         console.stage("screening") as update,
         model_pool.worker_pool(jobs, screen_in_worker, ledger.storage, given, times, deadline=deadline) as workers,
     ):
-
-        def report(done: int, of: int) -> None:
-            update(done, of, "")
-            workers.report(done, of)
-
-        screened = _screen(_screening_units(model_pool, *given), ledger, report, *times)
+        screened = _screen(_screening_units(model_pool, *given), ledger, workers.reporting(update), *times)
     if len(screened) < len(variants):
         console.say(f"{len(screened)} of {len(variants)} subnets were screened in their share of the budget")
     return screened
@@ -172,7 +166,7 @@ def _screening_units(
     def screen_together(group: Group) -> Record:
         draft, subnets = group[0][0], [subnet for _, subnet in group]
         if len(group) == 1:
-            traces = [record_trace(model_pool, recorder, group[0], prompts, BOUNDS)]
+            traces = [model_pool.trace(recorder, group[0], prompts, BOUNDS)]
         else:
             supernet = model_pool.draft(draft, Subnet(vocabulary=subnets[0].vocabulary))
             reference = model_pool.references[draft]
@@ -183,10 +177,7 @@ def _screening_units(
     documents = ["best chains", table.content_hash, prompts.sha256, BOUNDS.model_dump()]
     common = [version_of(DISTRIBUTION), model_pool.key, documents]
     groups = _recorded_together(model_pool, variants)
-    return {
-        content_key([common, [[draft, subnet.model_dump(mode="json")] for draft, subnet in group]]): group
-        for group in groups
-    }, screen_together
+    return {content_key([common, variants_json(group)]): group for group in groups}, screen_together
 
 
 def _recorded_together(model_pool: ModelPool, variants: Sequence[DraftVariant]) -> list[Group]:
@@ -209,14 +200,8 @@ def _recorded_together(model_pool: ModelPool, variants: Sequence[DraftVariant]) 
 def _best_chain(evaluator: Evaluator, draft: str, subnet: Subnet) -> ScreenedSubnet:
     chains = [Configuration(tree={"policy": "chain", "depth": d}, draft=draft, subnet=subnet) for d in DEPTHS]
     best = min((evaluator.evaluate(chain) for chain in chains), key=lambda candidate: candidate.ms_per_token)
-    return ScreenedSubnet(
-        draft=draft,
-        subnet=subnet,
-        depth=best.configuration.tree["depth"],
-        tokens_per_round=best.tokens_per_round,
-        ms_per_token=best.ms_per_token,
-        speedup=best.speedup,
-    )
+    speed = best.model_dump(include={"tokens_per_round", "ms_per_token", "speedup"})
+    return ScreenedSubnet(draft=draft, subnet=subnet, depth=best.configuration.tree["depth"], **speed)
 
 
 def _ranked(records: Mapping[str, Record]) -> list[ScreenedSubnet]:
