@@ -216,13 +216,8 @@ def estimate_table(
     """
     datasheet = find_limits(name)
     assert datasheet is not None, f"no datasheet of {name}"
-    anchors = [
-        table
-        for table in measured
-        if (table.device.name, table.precision, table.mode) == (name, precision, mode)
-        and not table.estimated
-        and table.target_shape is not None
-    ]
+    same = [table for table in measured if (table.device.name, table.precision, table.mode) == (name, precision, mode)]
+    anchors = [table for table in same if not table.estimated and table.target_shape is not None]
     limits = anchored(datasheet, anchors, mode)
     tokens = capture_sizes or TOKENS
     overhead = Overhead(round_ms=limits.round_ms, level_ms=float(np.round(limits.round_ms / 8, 3)))

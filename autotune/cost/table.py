@@ -181,11 +181,9 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
             UserError: another target, device or precision.
         """
 
-        def describe(model: ModelReference) -> str:
-            return f"{model.id!r} ({model.sha256[:8] or 'no hash'})"
-
+        names = [f"{model.id!r} ({model.sha256[:8] or 'no hash'})" for model in (self.target, target)]
         for what, recorded, given, is_same in (
-            ("model", describe(self.target), describe(target), self.target.is_same(target)),
+            ("model", *names, self.target.is_same(target)),
             ("device", repr(self.device.key), repr(device.key), self.device.key == device.key),
             ("precision", self.precision, precision, self.precision == precision),
         ):
@@ -263,14 +261,12 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
             padded = np.array(padded_lengths(padded_length(int(attended.max()))), np.float64)
             return np.take_along_axis(surface.latency_ms(tokens, padded), np.searchsorted(padded, attended), 1)
 
-        def dense(ms: Floats) -> Floats:
-            return np.concatenate([np.zeros((1, len(lengths))), ms])
-
+        no_tokens = ((1, 0), (0, 0))  # cost nothing
         return DensePrices(
             decode_ms=priced(self.decode, np.ones(1))[0],
-            draft_first_ms=dense(between(lambda c: priced(c.draft_first))),
-            draft_level_ms=dense(between(lambda c: priced(c.draft_level))),
-            verify_ms=dense(between(attrgetter("verify_ratio")) * priced(self.verify)),
+            draft_first_ms=np.pad(between(lambda c: priced(c.draft_first)), no_tokens),
+            draft_level_ms=np.pad(between(lambda c: priced(c.draft_level)), no_tokens),
+            verify_ms=np.pad(between(attrgetter("verify_ratio")) * priced(self.verify), no_tokens),
             kv_step=KV_STEP,
             overhead=costs.overhead,
             draft_prefill=costs.prefill.model_copy(
