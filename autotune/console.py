@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -57,6 +58,11 @@ class Console:
             table.add_row(*map(Text, row), style="bold" if number == emphasised else None)
         self._rich.print(table)
         self._rich.print()
+
+    def labels(self, labels: Mapping[str, str]) -> None:
+        """Print what names in a table stand for, in lines of at most 120 characters."""
+        for name, label in labels.items():
+            self.say(textwrap.fill(f"{name}: {label}", 120, subsequent_indent="   ", break_on_hyphens=False))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Update]:

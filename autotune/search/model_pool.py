@@ -37,7 +37,7 @@ PROCESS_BYTES = 1 << 30  # of a worker in addition to its weights: torch, and pr
 
 
 def _run_task(
-    rank: int, arguments: tuple[Any, ...], num_cores: int, num_threads: int, task: Callable[..., None], *further: Any
+    rank: int, arguments: tuple[Any, ...], num_cores: int, num_threads: int, task: Callable[..., object], *further: Any
 ) -> None:
     """Load the models of a pool with these ``arguments`` in a worker, and run ``task``.
 
@@ -94,7 +94,7 @@ class ModelPool:
 
     @contextmanager
     def worker_pool(
-        self, jobs: int | None, task: Callable[..., None], *arguments: Any, deadline: float
+        self, jobs: int | None, task: Callable[..., object], *arguments: Any, deadline: float
     ) -> Iterator[WorkerPool]:
         """A pool of workers that load the same models and run ``task(model_pool, rank, *arguments)`` until ``deadline``, ``jobs``
         processes in all (None: one per core), which share torch's threads.
@@ -217,8 +217,7 @@ class ModelPool:
 
     def _check_choosable(self, is_choosable: bool, who_has: str, what: str) -> None:
         if not is_choosable:
-            got = ", ".join(self._full_drafts)
-            raise UserError(f"only {who_has} {what} to choose; got {got}; leave {what} out")
+            raise UserError(f"only {who_has} {what} to choose; got {', '.join(self._full_drafts)}; leave {what} out")
 
     @property
     def key(self) -> str:

@@ -185,9 +185,8 @@ class _SearchRun:
             target=self.model_pool.target_reference,
             target_shape=self.model_pool.target.shape,
             drafts=[
-                StudyDraft(kind=draft.kind, reference=reference, shape=draft.shape)
-                for id, reference in self.model_pool.references.items()
-                for draft in [self.model_pool.draft(id)]
+                StudyDraft(kind=self.model_pool.kind(id), reference=known, shape=self.model_pool.draft(id).shape)
+                for id, known in self.model_pool.references.items()
             ],
             hardware=table.device,
             workload=settings.workload,
@@ -221,12 +220,9 @@ class _SearchRun:
     def record(self, variants: Sequence[DraftVariant]) -> list[Trace]:
         """Traces of the variants on the tuning prompts that are recorded in time."""
         record = partial(record_traces, self.model_pool, variants, jobs=self.settings.jobs, bounds=self.bounds)
-        times: dict[str, Any] = {
-            "deadline": self.clock.deadline_of("traces"),
-            "limit": self.clock.limit_of("traces"),
-        }
+        deadline, limit = self.clock.deadline_of("traces"), self.clock.limit_of("traces")
         longest_s = self.plan.rates.answer_s(max(prompt.settings.max_new_tokens for prompt in self.tune.prompts))
-        traces = record(self.tune, self.folder, self.console, answer_s=longest_s, **times)
+        traces = record(self.tune, self.folder, self.console, answer_s=longest_s, deadline=deadline, limit=limit)
         documents = [variants_json(variants), self.tune.sha256, self.bounds.model_dump()]
         num_prompts = self.shared_decision("num_prompts", documents, lambda: traces[0].num_prompts)
         self.tune = self.tune.cut(num_prompts)

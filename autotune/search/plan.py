@@ -22,7 +22,7 @@ from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.search import thresholds
-from autotune.search.thresholds import KEPT_PROMPTS, KEPT_TOKENS, LEAST_TOKENS, STAGES
+from autotune.search.thresholds import ANSWERS_SHARE, KEPT_PROMPTS, KEPT_TOKENS, LEAST_TOKENS, STAGES
 from autotune.workloads.workload import Workload
 
 UNTIMED_STAGES = ("screening", "traces", "tree search")
@@ -95,11 +95,9 @@ class SearchSize:
 
     def full_s(self, rates: Rates) -> float:
         """Estimated duration of a search that cuts nothing, in seconds."""
-        num_tokens, step_s = fmean(self.answer_tokens), rates.step_s
-        counted = len(self.answer_tokens) * (
-            rates.answer_s(num_tokens) + self.num_survivors * num_tokens * TRACE_STEPS * step_s
-        )
-        counted += self.screening_s(rates) * self.num_processes
+        num_tokens = fmean(self.answer_tokens)
+        traced_s = rates.answer_s(num_tokens) + self.num_survivors * num_tokens * TRACE_STEPS * rates.step_s
+        counted = len(self.answer_tokens) * traced_s + self.screening_s(rates) * self.num_processes
         num_runs = FULL_FINALIST_RUNS + EVALUATED_ARMS * self.num_evaluate_prompts
         timed = FULL_TABLE * rates.table_s(self.num_priced) + num_runs * rates.answer_s(num_tokens)
         return (self.is_measured * timed + counted / self.num_processes) / (1 - STAGES["tree search"])
@@ -119,9 +117,8 @@ class SearchSize:
             kept["cost table"] = rates.table_s(self.num_priced)
             warm_up_s = min(WARM_UP_S, traced_s)
             kept["finalists"] = (1 + num_finalists + num_defaults) * (num_raced * answer_s + warm_up_s)
-            num_runs = (
-                2 * num_judged + thresholds.HELD_OUT_PROMPTS + thresholds.MIN_PROMPTS
-            )  # the best default and Hugging Face run fewer
+            # The best default and Hugging Face run fewer.
+            num_runs = 2 * num_judged + thresholds.HELD_OUT_PROMPTS + thresholds.MIN_PROMPTS
             kept["evaluation"] = num_runs * answer_s + EVALUATED_ARMS * warm_up_s
         return kept
 
@@ -196,14 +193,12 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
         num_tokens = fmean(min(limit, num_tokens) for num_tokens in size.answer_tokens)
         kept_s = size.kept_s(rates, num_tokens, kept_prompts) | {"tree search": trees_s}
         free_s = left_s - sum(kept_s.values())
-        answers_s = (
-            thresholds.ANSWERS_SHARE * size.num_processes * (kept_s["traces"] + STAGES["traces"] * max(0.0, free_s))
-        )
+        answers_s = ANSWERS_SHARE * size.num_processes * (kept_s["traces"] + STAGES["traces"] * max(0.0, free_s))
         is_answered = min(num_prompts, thresholds.MIN_TUNE_PROMPTS) * rates.answer_s(num_tokens) <= answers_s
         if is_answered and free_s >= (1 - thresholds.KEPT_SHARE) * left_s:
             break
     # Answers may end before their limits, so twice as many are tried; the deadline of their stage ends it.
-    num_tried = int(2 * answers_s / rates.answer_s(num_tokens))
+    num_tried, screening_share = int(2 * answers_s / rates.answer_s(num_tokens)), size.screening_s(rates) / seconds
     return Plan(
         seconds=seconds,
         rates=rates,
@@ -212,9 +207,7 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
         full_s=spent_s + size.full_s(rates),
         kept_s=kept_s,
         kept_prompts=kept_prompts,
-        screening_share=min(
-            thresholds.MAX_SCREENING_SHARE, max(STAGES["screening"], size.screening_s(rates) / seconds)
-        ),
+        screening_share=min(thresholds.MAX_SCREENING_SHARE, max(STAGES["screening"], screening_share)),
     )
 
 

@@ -90,10 +90,8 @@ def search_trees(
         raise UserError(f"no tree of space {space.name} was found within the budget; raise it, or widen the space")
     of_tasks: list[Candidate] = []
     for task in stage.task_prompts:
-        leaders = sorted(
-            (leader for record in records for leader in record["of_task"].get(task, ())),
-            key=lambda leader: (leader["ms"], content_key(leader["candidate"])),
-        )
+        leaders = [leader for record in records for leader in record["of_task"].get(task, ())]
+        leaders.sort(key=lambda leader: (leader["ms"], content_key(leader["candidate"])))
         of_tasks += _candidates(leader["candidate"] for leader in leaders[:NUM_KEPT])
     return TreeSearchResult(
         fastest=sorted(fastest.values(), key=lambda candidate: candidate.rank),
@@ -119,12 +117,10 @@ class _TreeStage:
         self.key = content_key([documents, variants_json(self.variants), space.model_dump()["trees"], seed])
         tasks = np.array(evaluator.tasks)
         self.task_prompts = {task: np.flatnonzero(tasks == task) for task in dict.fromkeys(evaluator.tasks)}
-        self.first_prompts = np.sort(
-            np.concatenate([p[: max(2, len(p) // FIRST_PROMPTS)] for p in self.task_prompts.values()])
-        )
-        self.sampled_policies = [
-            p for p in space.trees if not POLICIES[p].is_template() and space.enumerated(p) is None
-        ]
+        first = [prompts[: max(2, len(prompts) // FIRST_PROMPTS)] for prompts in self.task_prompts.values()]
+        self.first_prompts = np.sort(np.concatenate(first))
+        policies = [policy for policy in space.trees if not POLICIES[policy].is_template()]
+        self.sampled_policies = [policy for policy in policies if space.enumerated(policy) is None]
         self.optuna_study = f"trees-{self.key}"
         self.best: Candidate | None = None
 
@@ -132,23 +128,19 @@ class _TreeStage:
         """Units that enumerate or sweep: a part of every policy with the best subnet, then with the next one, and so on, so that a search
         that is cut short has tried every policy.
         """
-        return {
-            content_key([self.key, part, policy, *variants_json([variant])[0]]): partial(
-                self._sweep, part, policy, variant
-            )
-            for part in range(NUM_SWEPT // SWEEP_SIZE)
-            for variant in self.variants
-            for policy in self.space.trees
-            if part == 0 or policy in self.sampled_policies
-        }
+        units: dict[str, Callable[[], Record]] = {}
+        for part, variant, policy in itertools.product(range(NUM_SWEPT // SWEEP_SIZE), self.variants, self.space.trees):
+            if part == 0 or policy in self.sampled_policies:
+                key = content_key([self.key, part, policy, *variants_json([variant])[0]])
+                units[key] = partial(self._sweep, part, policy, variant)
+        return units
 
     def _sweep(self, part: int, policy: str, variant: DraftVariant) -> Record:
         if POLICIES[policy].is_template():
             trees = self.evaluator.template_trees(variant, self.space.values(policy))
         else:
-            trees = self.space.enumerated(policy) or self.space.sweep(
-                policy, SWEEP_SIZE, self.seed, first=part * SWEEP_SIZE
-            )
+            sweep = partial(self.space.sweep, policy, SWEEP_SIZE, self.seed, first=part * SWEEP_SIZE)
+            trees = self.space.enumerated(policy) or sweep()
         configurations = [self._configuration(variant, tree) for tree in trees]
         fastest = self._promoted(configurations)
         return self._record(fastest, self.evaluator.replay_many(fastest), num_replayed=len(configurations))

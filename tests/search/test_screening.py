@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from autotune.search import screening
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
 from autotune.search.model_pool import _run_task as run_worker
-from autotune.search.screening import DEPTHS, MAX_TOGETHER, print_screened, screen, screen_in_worker, survivors
+from autotune.search.screening import DEPTHS, MAX_TOGETHER, print_screened, screen, screen_units, survivors
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.thresholds import MIN_TRACED_PROMPTS
 from autotune.search.traces import Recording, record_in_worker, record_traces
@@ -236,8 +237,9 @@ def test_records_of_workers_are_reused(
     variants = model_pool.subnets(SearchSpace.model_validate(GRID))
     threads = torch.get_num_threads()
     try:
-        work = tmp_path / "ledger.sqlite", (variants, table, workload, tmp_path), (math.inf, math.inf, 1)
-        run_worker(1, model_pool.arguments, threads, 1, screen_in_worker, *work)
+        ledger = pickle.loads(pickle.dumps(Ledger(tmp_path / "ledger.sqlite")))
+        work = ledger, (variants, table, workload, tmp_path), (math.inf, math.inf, 1)
+        run_worker(1, model_pool.arguments, threads, 1, screen_units, *work)
         recording = {"variants": variants[:3], "workload": workload, "folder": tmp_path}
         run_worker(1, model_pool.arguments, threads, 1, record_in_worker, recording)
     finally:
