@@ -80,6 +80,10 @@ class Ledger:
             raise self._error(error) from None
         self.missing([""])
 
+    def __reduce__(self) -> Any:
+        """A copy in another process is another worker of the same storage."""
+        return Ledger, (self.storage,)
+
     def _error(self, error: Exception) -> UserError:
         """An error of the storage in one line."""
         reason, cause = next(iter(str(error).splitlines()), type(error).__name__), getattr(error, "orig", None)
