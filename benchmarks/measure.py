@@ -8,11 +8,12 @@ Leave the machine alone meanwhile. A set that is there is skipped unless ``--aga
     python -m benchmarks.measure steps                      # 3 minutes a pair
     python -m benchmarks.measure predictions                # 15 minutes a pair, after its default search
     python -m benchmarks.measure peers                      # 10 minutes a pair, after its default search
+    python -m benchmarks.measure engine-search ENGINE MODEL COMMAND    # 10 minutes; the engine must be there: make engines
     python -m benchmarks.measure dimensions                 # 50 minutes, digits only
     python -m benchmarks.measure acceptance                 # a second: collects drafts/*/*/acceptance.jsonl
     python -m benchmarks.measure published                  # seconds: estimates from datasheets against papers
 
-``--pair digits`` or ``--pair smollm2`` measures one pair. ``default-searches --pair benchmarks`` and ``--pair sampled`` need the file
+``--pair digits`` or ``--pair smollm2`` measures one pair. ``default-searches --pair benchmarks``, ``--pair sampled`` and ``engine-search`` need the file
 ``.autotune/results/benchmarks.jsonl``, which ``benchmarks/published_prompts.py`` writes. Also as ``python benchmarks/measure.py``; a set takes minutes, as listed.
 """
 
@@ -31,6 +32,8 @@ from typing import Any
 import click
 
 from autotune.documents.contention import Contention
+from autotune.documents.engine_profile import EngineProfile
+from autotune.serving.engines import ENGINES
 from benchmarks.evidence import searches
 from benchmarks.evidence.result import RESULTS, ROOT, WORK, Result, Rows, load_result, path_of, stamped
 
@@ -308,6 +311,65 @@ def peers(pair: str | None, again: bool, prompts: int, engines: tuple[tuple[str,
         )
 
 
+@main.command("engine-search")
+@click.argument("engine", type=click.Choice(["llama.cpp", "vllm"]))
+@click.argument("model")
+@click.argument("command")
+@again_option
+def engine_search(engine: str, model: str, command: str, again: bool) -> None:
+    """A search of a serving engine for MODEL with the prompts of ``benchmarks/published_prompts.py``; COMMAND starts the engine."""
+    name = f"engine-{engine}"
+    if is_there(name, again):
+        return
+    folder, words = WORK / name, ["search", "--engine", engine, "--workload", f"../../{PUBLISHED}"]
+    words += ["--max-new-tokens", "64", "--target", str(Path(model).absolute()), "--engine-command", command]
+    seconds = None
+    if again or not (folder / searches.PROFILE).exists():
+        seconds = autotune(folder, searches.LOG, *words, "-o", searches.PROFILE)
+    profile = EngineProfile.load(folder / searches.PROFILE)
+    shown = ("label", "predicted", "measured", "ci95", "tokens_per_step", "exact", "prompts", "clock")
+    label, default = ENGINES[profile.engine].default
+    roles = {None: "off", default.label: label}
+    arms = [
+        {
+            "engine": engine,
+            "role": roles.get(arm.speculation and arm.speculation.label, "searched"),
+            **arm.model_dump(include=set(shown)),
+        }
+        for arm in profile.arms
+    ]
+    samples = {"arms": arms, "verdict": [{"recommended": profile.speculation and profile.speculation.label}]}
+    write(
+        stamped(
+            name,
+            command=shlex.join(["autotune", *(word.rpartition("/")[2] for word in words)]),
+            minutes=seconds and round(seconds / 60, 1),
+            note=f"speedups of {profile.arms[0].clock} time",
+            samples=samples,
+            values=engine_values(samples),
+        )
+    )
+
+
+def engine_values(samples: dict[str, Rows]) -> dict[str, Rows]:
+    """The settings that ran in turns on held-out prompts, with their speedups over no speculation."""
+    recommended = samples["verdict"][0]["recommended"]
+    return {
+        "arms": [
+            {
+                **{key: arm[key] for key in ("engine", "role", "label", "exact", "prompts")},
+                "is_recommended": arm["label"] == recommended,
+                "speedup": round(arm["measured"], 4),
+                "low": round(arm["ci95"][0], 4),
+                "high": round(arm["ci95"][1], 4),
+                "predicted": round(arm["predicted"], 4),
+                "tokens_per_step": round(arm["tokens_per_step"], 4),
+            }
+            for arm in samples["arms"]
+        ]
+    }
+
+
 def peer_values(samples: dict[str, Rows]) -> dict[str, Rows]:
     """Speedups of every arm over plain decoding, without and with the prefill, and how many outputs are the same."""
     runs = samples["runs"]
@@ -428,6 +490,7 @@ def derived(result: Result) -> dict[str, Rows] | None:
         "steps": step_values,
         "predictions": prediction_values,
         "peers": peer_values,
+        "engine": engine_values,
         "dimensions": lambda samples: {"arms": samples["arms"]},
         "acceptance": lambda samples: {"drafts": samples["drafts"]},
     }

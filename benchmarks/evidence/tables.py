@@ -229,6 +229,25 @@ def peers(results: Results) -> str:
     return "\n\n".join([table(columns, rows), *notes]) if rows else NOT_YET
 
 
+def engines(results: Results) -> str:
+    """Settings of serving engines that ran in turns on held-out prompts."""
+    rows = []
+    for name in (name for name in results if name.startswith("engine-")):
+        for row in results[name].values["arms"]:
+            settings = f"`{row['label']}`" if row["role"] != "off" else "no speculation"
+            role = {"searched": "found by replay", "off": "-"}.get(row["role"], f"the engine's example, {row['role']}")
+            shown = [
+                row["engine"],
+                settings,
+                role,
+                f"{row['predicted']:.2f}x",
+                with_interval(row, strong=row["is_recommended"]),
+            ]
+            rows.append([*shown, f"{row['tokens_per_step']:.2f}", f"{row['exact']}/{row['prompts']}"])
+    columns = ["engine", "settings", "from", "predicted", "measured", "tokens a pass", "counts as predicted"]
+    return table(columns, rows) if rows else NOT_YET
+
+
 def coverage(results: Results) -> str:
     """What is measured, estimated and neither, by device, mode and kind of model."""
     kinds = {"vision-language": "digits", "text": "smollm2"}
@@ -317,6 +336,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "steps": steps,
     "acceptance": acceptance,
     "peers": peers,
+    "engines": engines,
     "coverage": coverage,
     "published": published,
     "dimensions": dimensions,
@@ -393,6 +413,11 @@ def single_values(results: Results) -> dict[str, str]:
         rows = results["dimensions-digits"].values["arms"]
         values["dimensions.none"] = f"{rows[0]['measured']:.2f}x"
         values["dimensions.tree"] = f"{rows[1]['measured']:.2f}x"
+    for name in (name for name in results if name.startswith("engine-")):
+        for row in results[name].values["arms"]:
+            role = "tuned" if row["is_recommended"] else "default" if row["role"] not in ("off", "searched") else None
+            if role:
+                values[f"{row['engine']}.{role}"] = f"{row['speedup']:.2f}x"
     if "published-estimates" in results:
         values["published.median-error"] = (
             f"{100 * results['published-estimates'].values['summary'][0]['median_error']:.0f} %"
