@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from autotune.errors import masked
+
 QUIET_S = 600  # longest time without a line where standard error is not a terminal
-Update = Callable[[int, int, str], None]
-"""Called as update(done, total, note)."""
+
+
+class Update(Protocol):
+    """Shows the progress of a stage of work."""
+
+    def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -34,7 +42,7 @@ class Console:
         self._rich = _StandardError(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 150)
 
     def say(self, text: str) -> None:
-        self._rich.print(text, markup=False)
+        self._rich.print(masked(text), markup=False)
 
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, emphasised: int | None = None
@@ -49,9 +57,14 @@ class Console:
             else:
                 table.add_column(Text(column), justify="right", no_wrap=True)
         for number, row in enumerate(rows):
-            table.add_row(*map(Text, row), style="bold" if number == emphasised else None)
+            table.add_row(*(Text(masked(cell)) for cell in row), style="bold" if number == emphasised else None)
         self._rich.print(table)
         self._rich.print()
+
+    def labels(self, labels: Mapping[str, str]) -> None:
+        """Print what names in a table stand for, in lines of at most 120 characters."""
+        for name, label in labels.items():
+            self.say(textwrap.fill(f"{name}: {label}", 120, subsequent_indent="   ", break_on_hyphens=False))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Update]:

@@ -268,13 +268,11 @@ def require_writable(path: Path, option: str = "-o") -> None:
 @contextlib.contextmanager
 def write_errors(path: Path, advice: str = "choose another output with -o") -> Iterator[None]:
     """Turn the errors of a file that is written into one line."""
-    from safetensors import SafetensorError  # has errors of its own for those of the disk
-
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name with a zero byte
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         reason = getattr(error, "strerror", None) or error
-        if getattr(error, "errno", None) in DISK_FULL or isinstance(error, SafetensorError):
+        if getattr(error, "errno", None) in DISK_FULL:
             advice = "free some space, and run the same command to continue"
         raise UserError(f"{path}: cannot be written ({reason}); {advice}") from None
 
@@ -352,10 +350,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return []
     records = []
     for line in path.read_bytes().splitlines():
-        try:
-            record = parse_json(line.decode())
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
+        with contextlib.suppress(ValueError):
+            if isinstance(record := parse_json(line.decode()), dict):
+                records.append(record)
     return records

@@ -75,7 +75,7 @@ def searched(condition: str, arguments: tuple[str, ...], log: Path | None) -> di
         profile = DecodingProfile.load(Path(folder) / "profile.json")
     loading = re.search(r"models loaded in (\d+) s", done.stdout)
     finalists = re.search(r"Finalists and published defaults.*?\n\n(.*?)\n\n", done.stdout, re.DOTALL)
-    arms = [] if finalists is None else [line.split(":")[0] for line in finalists[1].splitlines() if ":" in line[:8]]
+    arms = [] if finalists is None else re.findall(r"^(\w[\w -]*):", finalists[1], re.MULTILINE)
     evidence, point = profile.evidence, profile.point
     over_default = [g for g in evidence.gains if g.task == "all" and g.over == evidence.best_default]
     over_plain = [g for g in evidence.gains if g.task == "all" and g.over == AR]
@@ -85,8 +85,8 @@ def searched(condition: str, arguments: tuple[str, ...], log: Path | None) -> di
         "condition": condition,
         "seconds": seconds,
         "of budget": seconds - float(loading[1] if loading else 0),
-        "finalists": sum(arm.isupper() for arm in arms),
-        "defaults": sum(arm.islower() for arm in arms),
+        "finalists": sum(arm.startswith("finalist ") for arm in arms),
+        "defaults": sum(not arm.startswith("finalist ") for arm in arms),
         "predicted": predicted,
         "measured": measured,
         "error": predicted / measured - 1,

@@ -24,9 +24,8 @@ from autotune.evaluation.summary import summarize
 from autotune.files import write_table
 from autotune.prediction.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
-from autotune.search.pipeline import bounds_of
 from autotune.search.screening import ScreenedSubnet, screen
-from autotune.search.space import load_space
+from autotune.search.space import bounds_of, load_space
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
 from autotune.study.document import LEDGER, RUNS

@@ -190,7 +190,6 @@ def prices_of(table: Any) -> Rows:
     """Prices in milliseconds at the middle KV length, of the target's step and of a whole draft's levels after the first."""
     import numpy as np
 
-    from autotune.cost.table import choices_of
     from autotune.report.cost_curves import middle_kv_length
 
     kv_length = middle_kv_length(table)
@@ -198,7 +197,7 @@ def prices_of(table: Any) -> Rows:
     plain_ms = float(table.decode.latency_ms(np.ones(1), lengths)[0, 0])
     rows: Rows = [{"part": "plain step", "tokens": 1, "kv_length": kv_length, "ms": round(plain_ms, 4)}]
     parts = {"target": table.verify}
-    parts |= {costs.draft.id: costs.draft_level for costs in table.drafts if not choices_of(costs)}
+    parts |= {costs.draft.id: costs.draft_level for costs in table.drafts if not costs.subnet.label}
     for part, surface in parts.items():
         most = max(point.tokens for point in surface.points)
         tokens = np.array([n for n in STEP_TOKENS if n <= most], np.float64)

@@ -29,9 +29,8 @@ from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import write_table
 from autotune.prediction.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
-from autotune.search.pipeline import bounds_of
 from autotune.search.settings import SearchSettings
-from autotune.search.space import SearchSpace, load_space
+from autotune.search.space import SearchSpace, bounds_of, load_space
 from autotune.search.traces import record_traces
 from autotune.study.document import PROFILE, load_study
 from autotune.trees.policy import POLICIES

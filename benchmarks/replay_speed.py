@@ -20,7 +20,7 @@ import numpy as np
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import Trace, bounds_for, load_trace
 from autotune.console import Console
-from autotune.cost.request_costs import PrefillCost
+from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.table import DensePrices
 from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
@@ -51,7 +51,7 @@ def prices() -> DensePrices:
     free = PrefillCost(intercept_ms=0.0, per_token_ms=0.0, image_ms=0.0, samples=[])
     nodes = np.repeat(np.arange(130.0)[:, None], 40, axis=1)
     draft, verify = 0.15 + 0.01 * nodes, 1.0 + 0.02 * nodes
-    return DensePrices(np.ones(40), draft, draft, verify, 16, 0.0, 0.0, 0.0, free)
+    return DensePrices(np.ones(40), draft, draft, verify, 16, Overhead(round_ms=0, level_ms=0), free)
 
 
 def ms_of(trace: Trace, policy: Policy, at: DensePrices) -> float:

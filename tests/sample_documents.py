@@ -189,7 +189,7 @@ def observed_table(error: float, **fields: Any) -> CostTable:
 def free_prices() -> DensePrices:
     """Prices of 0, for tests of counts."""
     nothing = np.zeros((2, 1))
-    return DensePrices(nothing[0], nothing, nothing, nothing, 16, 0.0, 0.0, 0.0, NO_PREFILL)
+    return DensePrices(nothing[0], nothing, nothing, nothing, 16, Overhead(round_ms=0, level_ms=0), NO_PREFILL)
 
 
 # -------------------------------------------------------------------------------------------------------------- profiles

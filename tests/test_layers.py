@@ -12,8 +12,8 @@ from tests.imports import MODULES, heavy_import, imported_names, own_imports
 # From the bottom to the top, one row for a floor. A module may import modules of its own entry and of lower rows, at module
 # level and inside functions alike.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "console", "strict_parsing"),
-    ("files",),
+    ("errors", "strict_parsing"),
+    ("files", "console"),
     ("option_fields", "trees"),
     ("documents", "execution"),
     ("contention_monitor", "device", "workloads", "cost"),

@@ -122,6 +122,7 @@ def replay(
         accepted,
     )
     rounds, draft_forwards, nodes, missing, plain_steps = counts.T
+    overhead = prices.overhead
     return Replay(
         tokens=tokens,
         rounds=rounds,
@@ -134,9 +135,9 @@ def replay(
         ],
         draft_ms=times[:, _DRAFT_MS],
         verify_ms=times[:, _VERIFY_MS],
-        overhead_ms=prices.overhead_round_ms * (rounds - plain_steps)
-        + prices.overhead_level_ms * draft_forwards
-        + prices.overhead_node_ms * nodes,
+        overhead_ms=overhead.round_ms * (rounds - plain_steps)
+        + overhead.level_ms * draft_forwards
+        + overhead.node_ms * nodes,
         draft_prefill_ms=prices.draft_prefill.ms(trace.draft_prompt_length, trace.num_visual_tokens > 0) * (rounds > 0),
         step_ms=step_ms,
     )

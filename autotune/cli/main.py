@@ -16,11 +16,11 @@ from typing import Any
 import click
 
 from autotune.documents.provenance import DISTRIBUTION, version_of
-from autotune.errors import UserError, nearest
+from autotune.errors import UserError, masked, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 VERBS = (
     *("doctor", "measure", "record", "search", "run", "serve", "bench", "bench-server", "check"),
     *("report", "export", "train"),
@@ -56,11 +56,8 @@ class Commands(click.Group):
         try:
             with _ending_signals():
                 code = super().main(args, prog_name="autotune", standalone_mode=False)
-        except (UserError, click.UsageError) as error:
-            message = str(error)
-            if isinstance(error, click.UsageError):  # click may list choices line by line
-                message = " ".join(error.format_message().split())
-            _say(message)
+        except (UserError, click.UsageError) as error:  # click may list choices line by line
+            _say(str(error) if isinstance(error, UserError) else " ".join(error.format_message().split()))
             sys.exit(error.exit_code)
         except click.Abort as abort:
             _say("interrupted; run the same command to continue")
@@ -68,7 +65,8 @@ class Commands(click.Group):
         except OSError as error:
             if error.errno not in DISK_ERRORS:
                 raise
-            _say(f"{error.filename or 'a file'}: cannot be written ({error.strerror}); free some space")
+            file = error.filename or "a file"
+            _say(f"{file}: cannot be read or written ({error.strerror}); free some space, or check its permissions")
             sys.exit(UserError.exit_code)
         sys.exit(code or 0)
 
@@ -85,7 +83,7 @@ class Commands(click.Group):
 def _say(message: str) -> None:
     """Print a line on standard error, unless its reader has gone."""
     try:
-        click.echo(f"autotune: {message}", err=True)
+        click.echo(f"autotune: {masked(message)}", err=True)
     except BrokenPipeError:
         _drop_output()
 
@@ -111,9 +109,8 @@ def _end(number: int, _frame: object) -> None:
 def _ending_signals() -> Iterator[None]:
     """Inside the context SIGTERM and SIGHUP end the command as SIGINT does; a caller that ignores one of them, as nohup, is obeyed."""
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    numbers = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in numbers if is_main and signal.getsignal(number) is signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, _end)
     try:

@@ -63,8 +63,7 @@ def _prior(a: Steps, b: Steps) -> Floats:
 
     def near(x: Ints, y: Ints, octaves: float) -> Floats:
         distance = np.log2(np.maximum(x, 1)) - np.log2(np.maximum(y, 1))
-        smooth: Floats = np.exp(-0.5 * np.square(distance / octaves))
-        return smooth
+        return np.exp(-0.5 * np.square(distance / octaves))
 
     curve = near(a.tokens, b.tokens, CURVE_OCTAVES)
     context = near(a.kv_length, b.kv_length, CONTEXT_OCTAVES)
@@ -76,13 +75,12 @@ def _prior(a: Steps, b: Steps) -> Floats:
         + (1 + curve) / 2 * (CONTEXT**2 * context + CHOICE**2 * choices)
         + KERNELS**2 * same_kernels
     )
-    covariance: Floats = (
+    return (
         (a.kind == b.kind) * (SHARED_CURVE**2 * curve + SHARED_KERNELS**2 * same_kernels)
         + (a.group == b.group) * (of_network + NETWORK_LIVE**2 * of_decoding)
         + (a.member == b.member) * (MEMBER**2 * (1 + curve) / 2)
         + LIVE**2 * of_decoding
     )
-    return covariance
 
 
 class SurfaceSteps(NamedTuple):
@@ -140,9 +138,7 @@ class Posterior:
 
     def _covariance(self) -> Floats:
         """Covariance of the logarithms of latencies, [points, points]."""
-        prior = _prior(self._steps[:, None], self._steps)
-        covariance: Floats = prior - self._across @ self._inverse @ self._across.T
-        return covariance
+        return _prior(self._steps[:, None], self._steps) - self._across @ self._inverse @ self._across.T
 
     def deviations(self) -> list[Floats]:
         """Standard deviations of the logarithms of all latencies, by part."""
@@ -185,10 +181,9 @@ class Posterior:
     def surfaces(self) -> list[Surface]:
         """The surface of every part, whose points get the prices of the fit."""
         left_out = self._by_part(np.expm1(np.abs(self._left_out()[0])))
+        of_parts = zip(self._parts, self.log_ms(), self.deviations(), left_out, strict=True)
         surfaces = []
-        for part, log_ms, deviations, errors in zip(
-            self._parts, self.log_ms(), self.deviations(), left_out, strict=True
-        ):
+        for part, log_ms, deviations, errors in of_parts:
             prices = zip(part.points, np.exp(log_ms).tolist(), strict=True)
             of_timed = errors[[point.observed is not None for point in part.points]]
             surface = Surface(

@@ -21,6 +21,11 @@ FACTOR = 0.3  # relative deviation of a draft from others that are fitted togeth
 class _LinearCosts(Document):
     """Costs that are multiplied by counts."""
 
+    held_out_error: float | None = None
+    """Median relative error in leave-one-out cross-validation; None with too few samples."""
+    uncertainty: float | None = None
+    """Relative standard error of a prefill or of a round's overhead; None without samples."""
+
     @classmethod
     def names(cls) -> list[str]:
         """The fields of the costs."""
@@ -29,6 +34,11 @@ class _LinearCosts(Document):
     def scaled(self, factor: float) -> Self:
         """The costs where everything takes ``factor`` times as long."""
         return self.model_copy(update={name: factor * getattr(self, name) for name in self.names()})
+
+    def describe(self) -> str:
+        """The costs in a line."""
+        words = {name: name.removesuffix("_ms").replace("_", " ") for name in self.names()}
+        return ", ".join(f"{text} {getattr(self, name):.3g} ms" for name, text in words.items())
 
 
 class PrefillCost(_LinearCosts):
@@ -39,18 +49,9 @@ class PrefillCost(_LinearCosts):
     image_ms: float
     samples: list[tuple[int, int, float]]
     """(tokens, images, ms)"""
-    held_out_error: float | None = None
-    """Median relative error in leave-one-out cross-validation; None with too few sizes."""
-    uncertainty: float | None = None
-    """Relative standard error of a latency; None without samples."""
-
-    def describe(self) -> str:
-        """The costs in a line."""
-        return f"{self.intercept_ms:.1f} ms + {self.per_token_ms:.3f} ms/token + {self.image_ms:.1f} ms for images"
 
     def ms(self, tokens: np.ndarray, has_image: np.ndarray) -> Floats:
-        latency: Floats = self.intercept_ms + self.per_token_ms * tokens + self.image_ms * has_image
-        return np.maximum(latency, 0.0)
+        return np.maximum(self.intercept_ms + self.per_token_ms * tokens + self.image_ms * has_image, 0.0)
 
 
 class Overhead(_LinearCosts):
@@ -65,56 +66,33 @@ class Overhead(_LinearCosts):
     """Added to a round of a tree with ``retrieval``."""
     samples: list[tuple[int, int, int, int, float]] = Field(default_factory=list)
     """(rounds, draft forwards, verified nodes, rounds with retrieval, ms) per run."""
-    held_out_error: float | None = None
-    """As of ``PrefillCost``."""
-    uncertainty: float | None = None
-    """Relative standard error of a round's overhead; None without samples."""
-
-    def describe(self) -> str:
-        """The costs in a line."""
-        return (
-            f"{self.round_ms:.2f} ms/round + {self.level_ms:.2f} ms/draft level + {1e3 * self.node_ms:.0f} us/node + "
-            f"{self.retrieval_ms:.2f} ms/round with retrieval"
-        )
 
 
 Costs = TypeVar("Costs", PrefillCost, Overhead)
 
 
-def fit_prefills(samples: Sequence[list[tuple[int, int, float]]]) -> list[PrefillCost]:
-    """Fit the prefills of a network's subnets, each with its samples (tokens, images, ms), by one line, which a factor scales for each."""
-    return _fitted(PrefillCost, samples, [[(1, *row) for row in rows] for rows in samples])
-
-
-def fit_overheads(samples: Sequence[list[tuple[int, int, int, int, float]]]) -> list[Overhead]:
-    """Fit the overheads of drafts, each with its samples (rounds, draft forwards, verified nodes, rounds with retrieval, ms): the
-    runtime's work is the same for all of them, and a factor scales it for each.
-    """
-    return _fitted(Overhead, samples, samples)
-
-
-def _fitted(
-    document: type[Costs], samples: Sequence[list[Any]], rows: Sequence[Sequence[tuple[float, ...]]]
-) -> list[Costs]:
-    """Documents of costs that are fitted together, ``ms ~ factor * (counts @ costs)``: the factor of each is pooled towards 1 by its
-    standard error, and the error in cross-validation is of all.
+def fit_costs(document: type[Costs], samples: Sequence[list[Any]]) -> list[Costs]:
+    """Fit the costs of members together, ``ms ~ factor * (counts @ costs)``: the prefills of a network's subnets, which have one line, or
+    the overheads of drafts, which are the same work of the runtime. The factor of each is pooled towards 1 by its standard error, and
+    the error in cross-validation is of all.
 
     Args:
-        rows: counts, in the order of the costs, and ms of the samples of each.
+        samples: of each member, as in its document. The intercept of a prefill counts once.
     """
-    names = document.names()
-    flat = np.array([row for own in rows for row in own], np.float64).reshape(-1, len(names) + 1)
+    names, num_members = document.names(), len(samples)
+    flat = np.array([sample for own in samples for sample in own], np.float64)
+    if not len(flat):  # every output ended with its first token
+        return [document(samples=[], **dict.fromkeys(names, 0.0)) for _ in samples]
+    flat = np.insert(flat, 0, 1.0, axis=1)[:, -len(names) - 1 :]
     counts, ms = flat[:, :-1], np.maximum(flat[:, -1], LEAST_MS)
-    of_member = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
-    if not len(ms):  # every output ended with its first token
-        return [document(samples=[], **dict.fromkeys(names, 0.0)) for _ in rows]
-    logs, variances = np.zeros(len(rows)), np.zeros(len(rows))
+    of_member = np.repeat(np.arange(num_members), [len(own) for own in samples])
+    logs, variances = np.zeros(num_members), np.zeros(num_members)
     for _ in range(FIT_ITERATIONS):
         costs = _fit(counts, ms / np.exp(logs[of_member]))
         residuals = np.log(ms / np.maximum(counts @ costs, 1e-9))
         spread = max(LEAST_SPREAD, robust_deviation(residuals - logs[of_member]))
-        weights = np.bincount(of_member, minlength=len(rows)) / spread**2
-        medians = [float(np.median(residuals[of_member == k])) if weights[k] else 0.0 for k in range(len(rows))]
+        weights = np.bincount(of_member, minlength=num_members) / spread**2
+        medians = [float(np.median(residuals[of_member == k])) if weights[k] else 0.0 for k in range(num_members)]
         variances = 1 / (weights + FACTOR**-2)
         logs = weights * medians * variances
     error = _left_out_error(counts, ms / np.exp(logs[of_member]))

@@ -63,19 +63,14 @@ def datasheets() -> dict[str, Path]:
 
 
 def find_limits(name: str) -> DatasheetLimits | None:
-    """Limits of a device in ``datasheets()`` or of one of its MIG slices, ``h100-mig-1g.10gb``; None if there are none."""
+    """Limits of a device in ``datasheets()``, or of a MIG slice, ``h100-mig-1g.10gb`` or ``h100-mig-1c.3g.40gb``: a GPU has seven slices
+    of compute and eight of memory, which divide capacity and bandwidth equally (MIG user guide, partitioning). None if there are none.
+    """
     device, _, part = name.partition("-mig-")
     path = datasheets().get(device)
-    if path is None:
-        return None
-    limits = DatasheetLimits.load(path)
-    return limits if name == device else _slice_limits(limits, part)
-
-
-def _slice_limits(limits: DatasheetLimits, part: str) -> DatasheetLimits | None:
-    """Limits of a MIG slice, ``1g.10gb`` or ``1c.3g.40gb``: a GPU has seven slices of compute and eight of memory, which
-    divide capacity and bandwidth equally (MIG user guide, partitioning). None for a part that the GPU does not have.
-    """
+    limits = None if path is None else DatasheetLimits.load(path)
+    if limits is None or name == device:
+        return limits
     match = re.fullmatch(r"(?:(\d)c\.)?(\d)g\.(\d+)gb", part)
     if match is None or not limits.has_mig:
         return None
@@ -221,13 +216,8 @@ def estimate_table(
     """
     datasheet = find_limits(name)
     assert datasheet is not None, f"no datasheet of {name}"
-    anchors = [
-        table
-        for table in measured
-        if (table.device.name, table.precision, table.mode) == (name, precision, mode)
-        and not table.estimated
-        and table.target_shape is not None
-    ]
+    same = [table for table in measured if (table.device.name, table.precision, table.mode) == (name, precision, mode)]
+    anchors = [table for table in same if not table.estimated and table.target_shape is not None]
     limits = anchored(datasheet, anchors, mode)
     tokens = capture_sizes or TOKENS
     overhead = Overhead(round_ms=limits.round_ms, level_ms=float(np.round(limits.round_ms / 8, 3)))

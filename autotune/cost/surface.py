@@ -24,8 +24,7 @@ def robust_deviation(samples: Sequence[float] | Floats) -> float:
 
 def robust_weights(deviations: Floats) -> Floats:
     """Weights of errors, given in standard deviations, by Student's t distribution (Lange, Little and Taylor, 1989): large ones count less."""
-    weights: Floats = (DEGREES + 1) / (DEGREES + np.square(deviations))
-    return weights
+    return (DEGREES + 1) / (DEGREES + np.square(deviations))
 
 
 def standard_error(samples: Sequence[float]) -> float:
@@ -78,17 +77,6 @@ class Surface(Document):
             raise ValueError("every point has samples_ms or fitted_ms")
         return points
 
-    def _grid(self) -> tuple[Floats, Floats, Floats]:
-        tokens = sorted({point.tokens for point in self.points})
-        lengths = sorted({point.kv_length for point in self.points})
-        known = {(point.tokens, point.kv_length): point.latency_ms for point in self.points}
-        if len(known) != len(tokens) * len(lengths):
-            raise UserError(
-                f"a cost surface is a full grid; got {len(known)} points for {len(tokens)} x {len(lengths)}; measure again"
-            )
-        latency = np.array([[known[n, m] for m in lengths] for n in tokens])
-        return np.array(tokens, np.float64), np.array(lengths, np.float64), latency
-
     @property
     def max_tokens(self) -> int:
         return max(point.tokens for point in self.points)
@@ -107,7 +95,11 @@ class Surface(Document):
         Raises:
             UserError: more tokens than measured, or a KV length beyond the extrapolation.
         """
-        grid_tokens, grid_lengths, latency = self._grid()
+        grid_tokens, grid_lengths = (np.unique([getattr(p, x) for p in self.points]) for x in ("tokens", "kv_length"))
+        known = {(point.tokens, point.kv_length): point.latency_ms for point in self.points}
+        if len(known) != (size := len(grid_tokens) * len(grid_lengths)):
+            raise UserError(f"a cost surface is a full grid; got {len(known)} of its {size} points; measure again")
+        latency = np.array([[known[n, m] for m in grid_lengths] for n in grid_tokens])
         if tokens.max() > grid_tokens[-1] or kv_length.max() > MAX_EXTRAPOLATION * grid_lengths[-1]:
             raise UserError(
                 f"the cost table was measured up to {grid_tokens[-1]:.0f} tokens and a KV length of {grid_lengths[-1]:.0f}; "

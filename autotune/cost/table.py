@@ -101,16 +101,8 @@ class DraftCosts(Document):
         """Name in tables: ``digits/star heads-0.5``."""
         return " ".join([self.draft.id, self.subnet.label.replace("=", "-")]).strip()
 
-    @property
-    def head_share(self) -> float | None:
-        """The share of heads, if it is the same in all blocks."""
-        shares = set(self.subnet.head_shares)
-        return shares.pop() if len(shares) == 1 else None
-
     def is_of(self, draft: ModelReference, subnet: Subnet) -> bool:
-        """Whether these are the latencies of a draft with the heads and vocabulary of a subnet. Without hashes, names are
-        compared.
-        """
+        """Whether they are those of a draft with the heads and vocabulary of a subnet. Without hashes, names are compared."""
         choices = self.subnet.head_shares, self.vocabulary
         return self.draft.is_same(draft) and choices == (subnet.head_shares, subnet.vocabulary)
 
@@ -189,11 +181,9 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
             UserError: another target, device or precision.
         """
 
-        def describe(model: ModelReference) -> str:
-            return f"{model.id!r} ({model.sha256[:8] or 'no hash'})"
-
+        names = [f"{model.id!r} ({model.sha256[:8] or 'no hash'})" for model in (self.target, target)]
         for what, recorded, given, is_same in (
-            ("model", describe(self.target), describe(target), self.target.is_same(target)),
+            ("model", *names, self.target.is_same(target)),
             ("device", repr(self.device.key), repr(device.key), self.device.key == device.key),
             ("precision", self.precision, precision, self.precision == precision),
         ):
@@ -221,11 +211,8 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
         Raises:
             UserError: the table has no costs of the draft around this mean.
         """
-        equal = {
-            costs.head_share: costs
-            for costs in self.drafts
-            if costs.head_share is not None and costs.draft.is_same(draft) and costs.vocabulary == subnet.vocabulary
-        }
+        known = [c for c in self.drafts if c.draft.is_same(draft) and c.vocabulary == subnet.vocabulary]
+        equal = {costs.subnet.head_shares[0]: costs for costs in known if len(set(costs.subnet.head_shares)) == 1}
         mean = sum(subnet.head_shares) / len(subnet.head_shares)
         below, above = [s for s in equal if s <= mean], [s for s in equal if s >= mean]
         if self.holds(draft, subnet) or len(set(subnet.head_shares)) == 1 or not below or not above:
@@ -244,8 +231,9 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
         for costs in self.drafts:
             if costs.is_of(draft, subnet):
                 return costs
-        known = ", ".join(" ".join([c.draft.id, *(f"({choice})" for choice in choices_of(c))]) for c in self.drafts)
-        wanted = " and ".join(["these weights", *choices_of(subnet)])
+        known = ", ".join(costs.name for costs in self.drafts)
+        choices = Subnet(heads=subnet.heads, vocabulary=subnet.vocabulary).label
+        wanted = f"these weights and {choices}" if choices else "these weights"
         raise UserError(
             f"the cost table has no draft {draft.id!r} with {wanted}; it has: {known}; measure that draft first"
         )
@@ -273,19 +261,14 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
             padded = np.array(padded_lengths(padded_length(int(attended.max()))), np.float64)
             return np.take_along_axis(surface.latency_ms(tokens, padded), np.searchsorted(padded, attended), 1)
 
-        def dense(ms: Floats) -> Floats:
-            return np.concatenate([np.zeros((1, len(lengths))), ms])
-
+        no_tokens = ((1, 0), (0, 0))  # cost nothing
         return DensePrices(
             decode_ms=priced(self.decode, np.ones(1))[0],
-            draft_first_ms=dense(between(lambda c: priced(c.draft_first))),
-            draft_level_ms=dense(between(lambda c: priced(c.draft_level))),
-            verify_ms=dense(between(attrgetter("verify_ratio")) * priced(self.verify)),
+            draft_first_ms=np.pad(between(lambda c: priced(c.draft_first)), no_tokens),
+            draft_level_ms=np.pad(between(lambda c: priced(c.draft_level)), no_tokens),
+            verify_ms=np.pad(between(attrgetter("verify_ratio")) * priced(self.verify), no_tokens),
             kv_step=KV_STEP,
-            overhead_round_ms=costs.overhead.round_ms,
-            overhead_level_ms=costs.overhead.level_ms,
-            overhead_node_ms=costs.overhead.node_ms,
-            overhead_retrieval_ms=costs.overhead.retrieval_ms,
+            overhead=costs.overhead,
             draft_prefill=costs.prefill.model_copy(
                 update={name: between(attrgetter(f"prefill.{name}")) for name in PrefillCost.names()}
             ),
@@ -302,20 +285,10 @@ class DensePrices:
     draft_level_ms: Floats
     verify_ms: Floats
     kv_step: int
-    overhead_round_ms: float
-    overhead_level_ms: float
-    overhead_node_ms: float
+    overhead: Overhead
     draft_prefill: PrefillCost
     crossing_share: float = 0.0
     """As in ``ModelShape``, of the draft."""
-    overhead_retrieval_ms: float = 0.0
-    """Added to ``overhead_round_ms`` for trees with retrieval."""
-
-
-def choices_of(costs: DraftCosts | Subnet) -> list[str]:
-    """The choices that change the cost of a step, where they are not the draft's own."""
-    choices = {"heads": costs.heads, "vocabulary": costs.vocabulary}
-    return [f"{name} {value}" for name, value in choices.items() if value is not None]
 
 
 def shipped_tables() -> dict[str, list[Path]]:

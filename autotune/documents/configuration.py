@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -19,6 +20,11 @@ Tree = dict[str, Any]
 
 DraftVariant = tuple[str, Subnet]
 """A draft's id and a subnet."""
+
+
+def variants_json(variants: Iterable[DraftVariant]) -> list[list[Any]]:
+    """Draft variants as JSON, of which keys are made."""
+    return [[draft, subnet.model_dump(mode="json")] for draft, subnet in variants]
 
 
 class Configuration(Document):

@@ -104,9 +104,10 @@ def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
 def decoded_pairs(runs: Sequence[Run], baseline: Sequence[Run]) -> NDArray[np.float64]:
     """Decoding times in ms and decoded tokens of runs and of their baseline, [4, prompts].
 
-    Only prompts for which both answers have more than one token; the prefill emits the first.
+    Only the first prompts, that both have run, and only those for which both answers have more than one token; the prefill emits the first.
     """
-    rows = [(a.decode_ms, a.new_tokens - 1, b.decode_ms, b.new_tokens - 1) for a, b in zip(runs, baseline, strict=True)]
+    pairs = zip(runs, baseline, strict=False)
+    rows = [(a.decode_ms, a.new_tokens - 1, b.decode_ms, b.new_tokens - 1) for a, b in pairs]
     columns = np.array(rows, np.float64).reshape(-1, 4).T
     return columns[:, (columns[1] > 0) & (columns[3] > 0)]
 

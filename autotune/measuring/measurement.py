@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autotune.contention_monitor import ContentionMonitor
-from autotune.cost.request_costs import PrefillCost, fit_overheads, fit_prefills
+from autotune.cost.request_costs import Overhead, PrefillCost, fit_costs
 from autotune.cost.table import KV_STEP, CostTable, DraftCosts
 from autotune.device import fingerprint
 from autotune.documents.provenance import ModelReference, stamp
@@ -128,13 +128,15 @@ def measure_costs(
         )
     observations, unit_ms = sampler.observations(), sampler.plain_ms
     surfaces, ratios = sampler.surfaces(observations), observations.verify_ratios
-    (prefill,) = fit_prefills([_in_ms(prefills.target_samples, unit_ms)])
-    overheads = dict(zip(runs, fit_overheads([_in_ms(of_draft, unit_ms) for of_draft in runs.values()]), strict=True))
+    (prefill,) = fit_costs(PrefillCost, [_in_ms(prefills.target_samples, unit_ms)])
+    fitted = fit_costs(Overhead, [_in_ms(of_draft, unit_ms) for of_draft in runs.values()])
+    overheads = dict(zip(runs, fitted, strict=True))
     draft_prefills = [_in_ms(samples, unit_ms) for samples in prefills.draft_samples]
     prefill_costs: dict[int, PrefillCost] = {}
     for network in networks.values():
         numbers = [number for number, (own, _) in enumerate(subnets) if own == network]
-        prefill_costs |= dict(zip(numbers, fit_prefills([draft_prefills[number] for number in numbers]), strict=True))
+        costs = fit_costs(PrefillCost, [draft_prefills[number] for number in numbers])
+        prefill_costs |= dict(zip(numbers, costs, strict=True))
     return CostTable(
         provenance=stamp(monitor.contention()),
         device=fingerprint(str(target.device)),

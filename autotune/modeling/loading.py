@@ -12,7 +12,7 @@ from autotune.device import check_room, multiplies_bfloat16
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
-from autotune.files import data_root, known_sha256_of, write_errors
+from autotune.files import data_root, known_sha256_of, write_bytes
 from autotune.modeling.gguf import PACKAGED, UNQUANTIZED, file_type, find_gguf, gguf_errors, read_metadata
 from autotune.modeling.quantization import (
     check_packed_weights,
@@ -290,17 +290,10 @@ def check_finite(tensors: Mapping[str, Any], *, source: object) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, as ``write_bytes`` writes others."""
-    from safetensors.torch import save_file
+    """Write a safetensors file by ``write_bytes``: safetensors' own files are their owner's alone, and a killed process leaves parts."""
+    from safetensors.torch import save
 
-    temporary = path.with_suffix(".new")
-    with write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    write_bytes(path, save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))
 
 
 def _check_sizes(config: Any, *, name: str) -> None:
@@ -340,13 +333,10 @@ def _weight_bytes(factory: Any, config: Any, options: Mapping[str, Any]) -> int:
 
 def load_tokenizer(name: str) -> Any | None:
     """The tokenizer in a model's folder; None if there is none."""
-    if not _has_tokenizer(name):  # transformers would make an empty one for some model types
-        return None
-    try:
-        processor = load_processor(name)
-    except UserError:
-        return None
-    return getattr(processor, "tokenizer", processor)
+    if _has_tokenizer(name):  # transformers would make an empty one for some model types
+        with suppress(UserError):
+            return getattr(processor := load_processor(name), "tokenizer", processor)
+    return None
 
 
 def _has_tokenizer(name: str) -> bool:
@@ -369,7 +359,7 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
     source, gguf = _pretrained(name)
     if gguf:
         with load_errors(name), gguf_errors(Path(gguf["gguf_file"]), name):
-            return AutoTokenizer.from_pretrained(source, **gguf)
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **gguf)
     if or_bundled and not _has_tokenizer(name):
         return load_processor(BUNDLED_TARGET).tokenizer
     try:

@@ -89,13 +89,6 @@ class Evaluator:
         """The evaluator of the same traces with other prices."""
         return Evaluator(self.traces.values(), table, jobs=self.jobs)
 
-    def prices_for(self, variant: DraftVariant, policy: Policy) -> DensePrices:
-        """Prices of a policy's rounds; the prices of a tree with retrieval include its time."""
-        prices = self.prices[variant]
-        if not policy.uses_retrieval:
-            return prices
-        return replace(prices, overhead_round_ms=prices.overhead_round_ms + prices.overhead_retrieval_ms)
-
     def _prices_of(self, trace: Trace) -> DensePrices:
         draft, subnet = trace.header.draft, trace.header.subnet
         *costs, _ = self.table.costs_around(draft, subnet)
@@ -136,8 +129,10 @@ class Evaluator:
                 f"no trace has {configuration.draft} {configuration.subnet.label}; there are {known}; "
                 "record it, or narrow the space"
             )
-        trace, policy = self.traces[variant], parse_policy(configuration.tree)
-        prices = self.prices_for(variant, policy)
+        trace, policy, prices = self.traces[variant], parse_policy(configuration.tree), self.prices[variant]
+        if policy.uses_retrieval:
+            round_ms = prices.overhead.round_ms + prices.overhead.retrieval_ms
+            prices = replace(prices, overhead=prices.overhead.model_copy(update={"round_ms": round_ms}))
         check_reach(trace, policy)
         largest = prices.verify_ms.shape[0] - 1
         if policy.max_step > largest:
@@ -195,13 +190,13 @@ class Evaluator:
         verify_ms = prices.verify_ms.mean(1)
         largest = parse_policy(configuration.tree).max_nodes + 1
         node_ms = max(0.0, float(verify_ms[largest] - verify_ms[1]) / (largest - 1))
-        level_ms = float(result.draft_ms.sum()) / levels + prices.overhead_level_ms
-        round_ms = (float(result.verify_ms.sum()) - node_ms * nodes) / rounds + prices.overhead_round_ms
+        level_ms = float(result.draft_ms.sum()) / levels + prices.overhead.level_ms
+        round_ms = (float(result.verify_ms.sum()) - node_ms * nodes) / rounds + prices.overhead.round_ms
         step_ms = self.ar_ms_per_token
         return RoundPrice(
             round_steps=max(round_ms / step_ms, 0.01),
             level_steps=level_ms / step_ms,
-            node_steps=(node_ms + prices.overhead_node_ms) / step_ms,
+            node_steps=(node_ms + prices.overhead.node_ms) / step_ms,
         )
 
     def with_fallback(self, candidate: Candidate) -> Candidate:

@@ -52,8 +52,8 @@ def tree_prices(trace: Trace, prices: DensePrices, *, width: int, nodes: int) ->
     draft = np.clip((contexts - num_pruned) // prices.kv_step, 0, last)
     step_ms = prices.decode_ms[target][:, None]
     widths, sizes = np.arange(width + 1), np.arange(nodes + 1)
-    level_ms = prices.draft_level_ms[widths][:, draft].T + prices.overhead_level_ms * (widths > 0)
-    verify_ms = prices.verify_ms[sizes + 1][:, target].T + prices.overhead_node_ms * sizes
+    level_ms = prices.draft_level_ms[widths][:, draft].T + prices.overhead.level_ms * (widths > 0)
+    verify_ms = prices.verify_ms[sizes + 1][:, target].T + prices.overhead.node_ms * sizes
     return TreePrices(
         contexts=tuple(contexts.tolist()),
         level=tuple(map(tuple, np.round(level_ms / step_ms, DIGITS).tolist())),

@@ -13,7 +13,7 @@ from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, shipped_tables
 from autotune.device import gib
 from autotune.documents.configuration import DraftVariant
-from autotune.documents.subnet import NUM_BLOCKS, Subnet
+from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
 from autotune.files import content_key
@@ -82,10 +82,8 @@ def priced_variants(variants: Sequence[DraftVariant]) -> list[DraftVariant]:
         if len(by_shares) > MAX_PRICED:
             shares = sorted({share for triple in by_shares for share in triple}, reverse=True)
             some = next(iter(by_shares.values()))
-            priced[key] = {
-                (share,) * NUM_BLOCKS: some.model_copy(update={"heads": share if share < 1.0 else None})
-                for share in shares
-            }
+            equal = [some.model_copy(update={"heads": share if share < 1.0 else None}) for share in shares]
+            priced[key] = {subnet.head_shares: subnet for subnet in equal}
     return [(draft, subnet) for (draft, _), by_shares in priced.items() for subnet in by_shares.values()]
 
 
@@ -156,7 +154,7 @@ def measure_table(
                 time_limit_s=time_limit_s,
             ),
             log=log,
-            report=lambda done, of: update(done, of, ""),
+            report=update,
             say=console.say,
         )
     if model_pool.mode != EAGER:
@@ -182,7 +180,7 @@ def print_table(table: CostTable, console: Console) -> None:
     for name, part in table.parts.items():
         if not isinstance(part, Surface):
             errors = f"leave-one-out error {percent(part.held_out_error)}, uncertainty {percent(part.uncertainty)}"
-            console.say(f"{name} {part.describe()} ({errors})")
+            console.say(f"{name}: {part.describe()} ({errors})")
     for costs in table.drafts:
         if costs.num_parameters and costs.kv_bytes_per_token is not None:
             size = f"{costs.num_parameters / 1e6:.3g}M own parameters"
@@ -197,8 +195,7 @@ def print_table(table: CostTable, console: Console) -> None:
             parts = f"over {len(by_part)} parts, largest {percent(largest)} ({worst})"
             console.say(f"{kind}: median {percent(float(median))} {parts}")
     if not table.estimated:
-        console.say(
-            f"{table.num_samples} steps timed; the device's speed changed during {table.disturbed_samples} of them"
-        )
+        disturbed = f"the device's speed changed during {table.disturbed_samples} of them"
+        console.say(f"{table.num_samples} steps timed; {disturbed}")
     if (contention := table.provenance.contention) is not None:
         console.say(contention.describe("while steps were timed"))

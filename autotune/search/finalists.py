@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
@@ -30,8 +28,6 @@ from autotune.search.model_pool import ModelPool
 from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
 from autotune.study.document import MeasuredConfiguration
 from autotune.trees.policy import parse_policy
-
-NAMES = [*ascii_uppercase, *map("".join, itertools.product(ascii_uppercase, repeat=2))]  # of rows: A to Z, AA, AB, ...
 
 
 def published_defaults(model_pool: ModelPool) -> dict[str, Configuration]:
@@ -103,7 +99,7 @@ def measure_finalists(
     prompts: TuningPrompts,
     console: Console,
     *,
-    all_candidates: Sequence[Candidate] = (),
+    all_candidates: Sequence[Candidate],
     least: tuple[int, int, int | None] = thresholds.ROUNDS[-1],
     seed: int,
     deadline: float,
@@ -124,11 +120,9 @@ def measure_finalists(
         f"finalist {number}": confirming.with_fallback(candidate).configuration
         for number, candidate in enumerate(candidates, start=1)
     }
-    first_share = 1.0 - thresholds.SECOND_RACE_SHARE * bool(all_candidates)
-    first_deadline = time.monotonic() + first_share * (deadline - time.monotonic())
-    prompts_per_block, fitting, fitting_defaults = _fitting(
-        finalists, defaults, confirming, {**dict.fromkeys(thresholds.ROUNDS[:-1], first_deadline), least: deadline}
-    )
+    first_deadline = time.monotonic() + (1.0 - thresholds.SECOND_RACE_SHARE) * (deadline - time.monotonic())
+    deadlines = {**dict.fromkeys(thresholds.ROUNDS[:-1], first_deadline), least: deadline}
+    prompts_per_block, fitting, fitting_defaults = _fitting(finalists, defaults, confirming, deadlines)
     if len(fitting) + len(fitting_defaults) < len(finalists) + len(defaults):
         console.say(
             f"in the time left, {len(fitting)} of {len(finalists)} finalists and {len(fitting_defaults)} of "
@@ -150,15 +144,13 @@ def measure_finalists(
                 risk=thresholds.RISK,
                 prompts_per_block=prompts_per_block,
                 passes=thresholds.MAX_PASSES,
-                report=lambda done, of: update(done, of, ""),
+                report=update,
                 **times,
             )
-        documents = {
-            name: _document(name, configuration, measured, at.confirming) for name, configuration in arms.items()
-        }
+        documents = {name: _document(name, c, measured, at.confirming) for name, c in arms.items()}
         print_finalists(documents, console)
         estimates = {name: estimated_speedup(documents[name], at.full) for name in finalists}
-        runs = {name: (configuration, measured.runs[name]) for name, configuration in arms.items()}
+        runs = {name: (c, measured.runs[name]) for name, c in arms.items()}
         table = updated_table(at.confirming, runs, measured.runs[AR])
         return measured, documents, documents[winner_of(measured, estimates)], at.with_table(table)
 
@@ -181,7 +173,7 @@ def measure_finalists(
             _, more, winner, updated = compete(
                 again, {}, updated, min_prompts=thresholds.MIN_PROMPTS, seed=seed + 1, deadline=deadline
             )
-            documents |= {name: document for name, document in more.items() if name not in documents}
+            documents |= more | documents
             winner = documents[winner.name]
     return MeasuredFinalists(
         winner,
@@ -198,22 +190,17 @@ def leaders(
     """Up to ``MAX_LEADERS`` configurations, none with a key in ``measured``, that are predicted to be faster than the winner; the
     fastest first.
     """
-    if not candidates or not prompts.full.can_replay(winner):
+    if not prompts.full.can_replay(winner):
         return []
     best_ms = min(candidate.ms_per_token for candidate in candidates)
     near = [candidate for candidate in candidates if candidate.ms_per_token <= thresholds.MAX_MOVED_PRICE * best_ms]
     results = prompts.choosing.replay_many([candidate.configuration for candidate in near])
     here = [prompts.choosing.candidate(c.configuration, result) for c, result in zip(near, results, strict=True)]
-    fastest = choose_finalists(
-        confirmable(sorted(here, key=lambda c: c.rank)), prompts.confirming, thresholds.MAX_LEADERS
-    )
-    with_fallbacks = [prompts.confirming.with_fallback(candidate) for candidate in fastest]
+    ranked = confirmable(sorted(here, key=lambda c: c.rank))
+    fastest = choose_finalists(ranked, prompts.confirming, thresholds.MAX_LEADERS)
+    new = [c for c in map(prompts.confirming.with_fallback, fastest) if c.key not in measured]
     least = thresholds.MAX_TIE * prompts.full.evaluate(winner).speedup
-    return [
-        candidate
-        for candidate in with_fallbacks
-        if candidate.key not in measured and prompts.full.evaluate(candidate.configuration).speedup > least
-    ]
+    return [candidate for candidate in new if prompts.full.evaluate(candidate.configuration).speedup > least]
 
 
 def _fitting(
@@ -289,9 +276,8 @@ def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
     fastest_name, fastest = min((finalists | defaults).items(), key=lambda arm: ms_per_token(arm[1]))
 
     def is_open(runs: Sequence[Run]) -> bool:
-        # Arms that left late have fewer runs.
-        is_behind = any(speedup(*_common(runs, default)) < 1.0 for default in defaults.values())
-        return not is_behind and time_ratio(*_common(runs, fastest))[0] <= 1.0
+        is_behind = any(speedup(runs, default) < 1.0 for default in defaults.values())
+        return not is_behind and time_ratio(runs, fastest)[0] <= 1.0
 
     open_finalists = [name for name, runs in finalists.items() if is_open(runs)]
     if not open_finalists:
@@ -301,19 +287,13 @@ def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
     return min(tied, key=lambda name: _nodes_per_round(finalists[name]))
 
 
-def _common(runs: Sequence[Run], reference: Sequence[Run]) -> tuple[Sequence[Run], Sequence[Run]]:
-    """The runs of two arms on the prompts that both have run."""
-    count = min(len(runs), len(reference))
-    return runs[:count], reference[:count]
-
-
 def _nodes_per_round(runs: Sequence[Run]) -> float:
     return sum(run.verified_nodes or 0 for run in runs) / max(1, sum(run.rounds for run in runs))
 
 
 def print_finalists(documents: Mapping[str, MeasuredConfiguration], console: Console) -> None:
     """Print predicted and measured speedups of finalists and defaults, and the configurations below the table."""
-    letters, rows, labels = iter(NAMES), [], {}
+    rows = []
     for name, measured in documents.items():
         prediction = ["-", "-", "-"]
         if measured.predicted_speedup is not None and measured.interval90 is not None:
@@ -322,15 +302,7 @@ def print_finalists(documents: Mapping[str, MeasuredConfiguration], console: Con
             prediction = [f"{predicted:.2f}x", f"{low:.2f}-{high:.2f}", error]
         measurement = [f"{measured.speedup:.2f}x", f"{measured.ci95[0]:.2f}-{measured.ci95[1]:.2f}"]
         num_runs = f"{measured.num_runs}" + (", eliminated" if measured.is_eliminated else "")
-        row = next(letters) if name.startswith("finalist ") else name
-        rows.append([row, *prediction[:2], *measurement, prediction[2], num_runs])
-        labels[row] = measured.configuration.label
+        rows.append([name, *prediction[:2], *measurement, prediction[2], num_runs])
     columns = ["finalist or default", "predicted", "90 % interval", "measured", "95 % CI", "prediction error", "runs"]
     console.table("Finalists and published defaults on tuning prompts", columns, rows)
-    print_labels(labels, console)
-
-
-def print_labels(labels: Mapping[str, str], console: Console) -> None:
-    """Print the configurations of a table's rows, in lines of at most 120 characters."""
-    for name, label in labels.items():
-        console.say(textwrap.fill(f"{name}: {label}", 120, subsequent_indent="   ", break_on_hyphens=False))
+    console.labels({name: measured.configuration.label for name, measured in documents.items()})

@@ -23,15 +23,15 @@ from autotune.documents.decoding_profile import (
 )
 from autotune.documents.run import Run, prompt_evidence
 from autotune.evaluation.arms import DecoderArm
+from autotune.evaluation.bench_tables import ARM_COLUMNS
 from autotune.evaluation.divergence import divergences_from_plain
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import Summary, summarize
-from autotune.search.finalists import print_labels
 from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import MeasuredConfiguration
 from autotune.workloads.workload import Workload
 
-D = TypeVar("D", ComparedArm, Measured)
+D = TypeVar("D", ComparedArm, Gain, Measured)
 
 ALL = "all"
 """Stands for the prompts of all tasks in tables of gains."""
@@ -63,13 +63,10 @@ class Evaluation:
             pairs = list(zip(self.runs[TUNED], self.runs[over], strict=False))  # some arms have fewer runs
             tasks = list(dict.fromkeys(run.task or "" for run, _ in pairs))
             for task in (*(tasks if len(tasks) > 1 else ()), ALL):
-                task_pairs = [pair for pair in pairs if task in (ALL, pair[0].task)]
-                if not any(run.new_tokens > 1 and base.new_tokens > 1 for run, base in task_pairs):
-                    continue  # nothing was decoded after the first token
-                summary = summarize(TUNED, *map(list, zip(*task_pairs, strict=True)))
-                gains.append(
-                    Gain(task=task, over=over, speedup=summary.speedup, ci95=summary.ci95, num_prompts=len(task_pairs))
-                )
+                of_task = [pair for pair in pairs if task in (ALL, pair[0].task)]
+                if any(run.new_tokens > 1 and base.new_tokens > 1 for run, base in of_task):  # else nothing was decoded
+                    summary = summarize(TUNED, *map(list, zip(*of_task, strict=True)))
+                    gains.append(_from_summary(Gain, summary, task=task, over=over))
         return gains
 
 
@@ -88,26 +85,14 @@ def differences_of(
 
 def print_evaluation(evaluation: Evaluation, num_points: int, console: Console) -> None:
     """Print every arm's figures, the configurations below the table, and what tuning gained, by task."""
-    summaries, plain = evaluation.summaries, evaluation.summaries[AR]
-    rows = [
-        [
-            name,
-            "-" if (predicted := evaluation.predicted.get(name)) is None else f"{predicted:.2f}x",
-            f"{summary.speedup:.2f}x",
-            f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}",
-            f"{summary.tokens_per_round:.2f}" if summary.tokens_per_round else "-",
-            f"{summary.tokens_per_second:.0f}",
-            f"{summary.num_prompts}",
-            f"{summary.identical_outputs}/{summary.num_prompts}",
-        ]
-        for name, summary in summaries.items()
-    ]
-    console.table(
-        f"Evaluation on {plain.num_prompts} held-out prompts, {plain.num_tokens} tokens",
-        ["arm", "predicted", "measured", "95 % CI", "M", "tokens/s", "prompts", "same output"],
-        rows,
-        emphasised=len(rows) - 1,
-    )
+    columns, rows = ("speedup", "interval", "M", "tokens/s", "same output"), []
+    for name, summary in evaluation.summaries.items():
+        predicted = evaluation.predicted.get(name)
+        prediction = "-" if predicted is None else f"{predicted:.2f}x"
+        rows.append([name, prediction, *(ARM_COLUMNS[column](summary) for column in columns)])
+    plain, header = evaluation.summaries[AR], ["arm", "predicted", "measured", "95 % CI", *columns[2:]]
+    title = f"Evaluation on {plain.num_prompts} held-out prompts, {plain.num_tokens} tokens"
+    console.table(title, header, rows, emphasised=len(rows) - 1)
     found = evaluation.differences
     if num := found.rounding + len(found.other) + found.unexamined:
         parts = f"{found.rounding} by rounding alone, after near ties; {len(found.other)} for another reason"
@@ -116,7 +101,7 @@ def print_evaluation(evaluation: Evaluation, num_points: int, console: Console) 
     for difference in found.other:
         console.say(f"  {difference}")
     labels = {name: configuration.label for name, configuration in evaluation.configurations.items() if configuration}
-    print_labels(labels | ({TUNED: f"{num_points} operating points"} if num_points > 1 else {}), console)
+    console.labels(labels | ({TUNED: f"{num_points} operating points"} if num_points > 1 else {}))
     _print_gains(evaluation.gains, evaluation.best_default, console)
 
 
@@ -125,18 +110,13 @@ def _print_gains(gains: Sequence[Gain], best_default: str | None, console: Conso
     over = {AR: "over plain decoding", HF: "over Hugging Face", best_default: f"over {best_default}, the best default"}
     columns = [name for name in over if any(gain.over == name for gain in gains)]
     by_cell = {(gain.task, gain.over): gain for gain in gains}
-    tasks = list(dict.fromkeys(gain.task for gain in gains))
     rows = []
-    for task in tasks:
+    for task in dict.fromkeys(gain.task for gain in gains):
         cells = [by_cell.get((task, name or "")) for name in columns]
         texts = ["-" if g is None else f"{g.speedup:.2f}x ({g.ci95[0]:.2f}-{g.ci95[1]:.2f})" for g in cells]
         rows.append([f"{task} ({max(g.num_prompts for g in cells if g is not None)} prompts)", *texts])
-    console.table(
-        "What tuning gained on held-out prompts, with 95 % intervals",
-        ["task", *(over[name] for name in columns)],
-        rows,
-        emphasised=len(rows) - 1,
-    )
+    title = "What tuning gained on held-out prompts, with 95 % intervals"
+    console.table(title, ["task", *(over[name] for name in columns)], rows, emphasised=len(rows) - 1)
 
 
 def with_evidence(
@@ -145,23 +125,15 @@ def with_evidence(
     """The profile with its measured points and its evidence; it decodes plainly, by ``plain_point``, where that is faster."""
     runs, summaries = evaluation.runs, evaluation.summaries
     is_faster = summaries[TUNED].speedup >= 1.0
+    points = [plain_point.model_copy(update={"measured": _measured(summaries[AR], summaries[AR])})]
     if is_faster:
-        points = [
-            point.model_copy(update={"measured": measured_point(number, runs[TUNED], runs[AR])})
-            for number, point in enumerate(profile.points)
-        ]
-    else:
-        points = [plain_point.model_copy(update={"measured": _measured(summaries[AR], summaries[AR])})]
-    compared = [
-        _from_summary(
-            ComparedArm,
-            summaries[name],
-            tree=configuration.tree if configuration else None,
-            visual_keep=configuration.visual_keep if configuration else None,
-            predicted_speedup=evaluation.predicted.get(name),
-        )
-        for name, configuration in evaluation.configurations.items()
-    ]
+        measured = [measured_point(number, runs[TUNED], runs[AR]) for number in range(len(profile.points))]
+        points = [p.model_copy(update={"measured": m}) for p, m in zip(profile.points, measured, strict=True)]
+    compared = []
+    for name, c in evaluation.configurations.items():
+        known = {"tree": c and c.tree, "visual_keep": c and c.visual_keep}
+        predicted = evaluation.predicted.get(name)
+        compared.append(_from_summary(ComparedArm, summaries[name], predicted_speedup=predicted, **known))
     decoded = runs[TUNED] if is_faster else runs[AR]  # checks compare with what the profile decodes
     evidence = profile.evidence.model_copy(
         update={
@@ -218,8 +190,7 @@ def print_shrinkage(shrinkage: Shrinkage, prompts: TuningPrompts, console: Conso
     choosing, confirming = shrinkage.predicted_on_choosing, shrinkage.predicted_on_confirming
     if choosing is not None and confirming is not None:
         console.say(
-            f"the tuned configuration: predicted {choosing:.2f}x on the {len(prompts.choosing.tasks)} prompts that "
-            f"chose it and {confirming:.2f}x on {len(prompts.confirming.tasks)} others, measured "
-            f"{shrinkage.measured_on_confirming:.2f}x on these and {shrinkage.measured_on_held_out:.2f}x on held-out "
-            "prompts"
+            f"the tuned configuration: predicted {choosing:.2f}x on the {len(prompts.choosing.tasks)} prompts that chose it and "
+            f"{confirming:.2f}x on {len(prompts.confirming.tasks)} others, measured {shrinkage.measured_on_confirming:.2f}x on "
+            f"these and {shrinkage.measured_on_held_out:.2f}x on held-out prompts"
         )

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from autotune.acceptance.trace import ForestBounds, Trace
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.device import fingerprint, free_memory
 from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.provenance import ModelReference, version_of
-from autotune.documents.subnet import Subnet
+from autotune.documents.subnet import Subnet, VisualInput
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
@@ -29,13 +30,14 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.preparation import decoding_mode
 from autotune.search.space import SearchSpace
 from autotune.search.worker_pool import MAX_WORKERS, WorkerPool
+from autotune.workloads.workload import Workload
 
 MEMORY_SHARE = 0.5  # of the free memory, for workers
 PROCESS_BYTES = 1 << 30  # of a worker in addition to its weights: torch, and processed prompts
 
 
 def _run_task(
-    rank: int, arguments: tuple[Any, ...], num_cores: int, num_threads: int, task: Callable[..., None], *further: Any
+    rank: int, arguments: tuple[Any, ...], num_cores: int, num_threads: int, task: Callable[..., object], *further: Any
 ) -> None:
     """Load the models of a pool with these ``arguments`` in a worker, and run ``task``.
 
@@ -92,7 +94,7 @@ class ModelPool:
 
     @contextmanager
     def worker_pool(
-        self, jobs: int | None, task: Callable[..., None], *arguments: Any, deadline: float
+        self, jobs: int | None, task: Callable[..., object], *arguments: Any, deadline: float
     ) -> Iterator[WorkerPool]:
         """A pool of workers that load the same models and run ``task(model_pool, rank, *arguments)`` until ``deadline``, ``jobs``
         processes in all (None: one per core), which share torch's threads.
@@ -146,16 +148,23 @@ class ModelPool:
         """A recorder of traces that keeps its documents in ``folder``."""
         return Recorder(self.target, self.target_reference, self.processor, folder, mode=self.mode)
 
+    def trace(
+        self,
+        recorder: Recorder,
+        variant: DraftVariant,
+        workload: Workload,
+        bounds: ForestBounds,
+        visual_input: VisualInput = "features",
+    ) -> Trace:
+        """The trace of a draft variant."""
+        (draft, subnet), pruning = variant, {"visual_keep", "visual_ranking"}
+        options: dict[str, Any] = {"bounds": bounds, "visual_input": visual_input, **subnet.model_dump(include=pruning)}
+        return recorder.trace(self.draft(draft, subnet), self.references[draft], workload, **options)
+
     def plain_decoder(self, threads: int | None = None, prefill_threads: int | None = None) -> Decoder:
         """Decodes with the target alone, on so many CPU threads; None: as many as torch uses."""
-        return Decoder(
-            self.target,
-            capture_sizes=self.capture_sizes,
-            mode=self.mode,
-            threads=threads,
-            prefill_threads=prefill_threads,
-            processor=self.processor,
-        )
+        options: dict[str, Any] = {"capture_sizes": self.capture_sizes, "mode": self.mode, "processor": self.processor}
+        return Decoder(self.target, threads=threads, prefill_threads=prefill_threads, **options)
 
     def runner(self, table: CostTable | None, ledger: Path | None = None) -> ArmRunner:
         """A runner of arms with any of the drafts, on the CPU threads of a cost table; None for torch's default."""
@@ -176,16 +185,12 @@ class ModelPool:
                 token frequencies.
         """
         dimensions = [draft.dimensions for draft in self._full_drafts.values()]
-        names = ", ".join(self._full_drafts)
-        if "gate" not in space.operators and not any(known.operators for known in dimensions):
-            raise UserError(
-                f"only a specvlm draft with a compressor has operators to choose; got {names}; leave operators out"
-            )
-        if 1.0 not in space.vocabularies and not any(known.has_vocabularies for known in dimensions):
-            raise UserError(
-                "only drafts with token frequencies, which autotune train counts, have vocabularies to choose; got "
-                f"{names}; leave vocabularies out"
-            )
+        if "gate" not in space.operators:
+            compressors = any(known.operators for known in dimensions)
+            self._check_choosable(compressors, "a specvlm draft with a compressor has", "operators")
+        if 1.0 not in space.vocabularies:
+            counting = "drafts with token frequencies, which autotune train counts, have"
+            self._check_choosable(any(known.has_vocabularies for known in dimensions), counting, "vocabularies")
         blind = space.without_images()
         return [
             (id, subnet)
@@ -208,11 +213,11 @@ class ModelPool:
         Raises:
             UserError: no draft is a supernet.
         """
-        if not any(map(self.supernet_layers, self._full_drafts)):
-            raise UserError(
-                f"only a star draft has heads and layers to choose; got {', '.join(self._full_drafts)}; "
-                "leave heads and layers out"
-            )
+        self._check_choosable(any(map(self.supernet_layers, self._full_drafts)), "a star draft has", "heads and layers")
+
+    def _check_choosable(self, is_choosable: bool, who_has: str, what: str) -> None:
+        if not is_choosable:
+            raise UserError(f"only {who_has} {what} to choose; got {', '.join(self._full_drafts)}; leave {what} out")
 
     @property
     def key(self) -> str:

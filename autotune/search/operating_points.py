@@ -9,7 +9,8 @@ significance level is divided by the number of groups tried (Bonferroni).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -43,19 +44,20 @@ class Proposal(NamedTuple):
     """Share of the group's decoding time saved against the common configuration, on held-out halves; 0 for that one."""
 
 
+def _grouping(groups: Iterable[tuple[Condition, Flags]]) -> Grouping:
+    """The groups that have requests; none if all requests are of one group."""
+    some = tuple(Group(condition, is_member) for condition, is_member in groups if is_member.any())
+    return some if len(some) > 1 else ()
+
+
 def by_workload(tags: Sequence[str]) -> Grouping:
-    """One group per tag; none if all requests have the same one."""
-    names = np.array(tags)
-    distinct = list(dict.fromkeys(tags))
-    return tuple(Group(Condition(workload=name), names == name) for name in distinct if len(distinct) > 1)
+    """One group per tag."""
+    return _grouping((Condition(workload=name), np.array(tags) == name) for name in dict.fromkeys(tags))
 
 
 def by_image(has_image: Sequence[bool] | Flags) -> Grouping:
-    """Requests with and without images; none if all requests are of one kind."""
-    flags = np.array(has_image)
-    return tuple(
-        Group(Condition(has_image=value), flags == value) for value in (True, False) if flags.any() and not flags.all()
-    )
+    """Requests with and without images."""
+    return _grouping((Condition(has_image=value), np.array(has_image) == value) for value in (True, False))
 
 
 def by_prompt_tokens(lengths: Sequence[int] | Ints) -> list[Grouping]:
@@ -76,11 +78,9 @@ def by_temperature(temperatures: Sequence[float]) -> Grouping:
     recorded = np.array(temperatures)
     known = np.unique(recorded)
     between = [float(middle) for middle in (known[1:] + known[:-1]) / 2]
-    return tuple(
-        Group(Condition(temperature=Range(min=low, max=high)), recorded == value)
-        for low, value, high in zip([None, *between], known, [*between, None], strict=True)
-        if (low, high) != (None, None)
-    )
+    ends = itertools.pairwise([None, *between, None]) if between else ()
+    ranges = {float(value): Range(min=low, max=high) for value, (low, high) in zip(known, ends, strict=False)}
+    return _grouping((Condition(temperature=limits), recorded == value) for value, limits in ranges.items())
 
 
 def choose_points(ms: Floats, groupings: Sequence[Grouping], common: int, *, seed: int = 0) -> list[Proposal]:

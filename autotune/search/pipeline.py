@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Literal
 
-from autotune.acceptance.trace import ForestBounds, Trace, bounds_for
+from autotune.acceptance.trace import Trace
 from autotune.console import Console
 from autotune.contention_monitor import wait_until_idle
 from autotune.cost.table import TOKENS, CostTable
-from autotune.documents.configuration import DraftVariant
+from autotune.documents.configuration import DraftVariant, variants_json
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.documents.subnet import Subnet
-from autotune.errors import UserError
 from autotune.execution import EAGER
 from autotune.files import content_key, write_table
 from autotune.measuring.settings import CostSettings
@@ -28,7 +28,7 @@ from autotune.search.plan import UNTIMED_STAGES, Plan, SearchSize, StageClock, m
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.screening import print_screened, screen, survivors
 from autotune.search.settings import SearchSettings, check_settings, device_for
-from autotune.search.space import SearchSpace, largest_policies, load_space
+from autotune.search.space import SearchSpace, bounds_of, load_space
 from autotune.search.thresholds import ANSWERS_SHARE, CONFIRMING, MIN_TREE_SEARCH_S, STAGES
 from autotune.search.traces import print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, search_trees
@@ -150,7 +150,7 @@ class _SearchRun:
             spent_s = time.monotonic() - self.started
             return make_plan(size, rates, seconds=settings.budget_s, spent_s=spent_s).model_dump(mode="json")
 
-        documents = [pool.key, settings.budget_s, self.tune.sha256, self.evaluate.sha256, asdict(size)]
+        documents = [self.tune.sha256, self.evaluate.sha256, asdict(size)]
         self.plan = Plan.model_validate(self.shared_decision("plan", documents, make), strict=False)
         self.console.say(self.plan.describe(size))
         self.clock.set_share("screening", self.plan.screening_share)
@@ -185,9 +185,8 @@ class _SearchRun:
             target=self.model_pool.target_reference,
             target_shape=self.model_pool.target.shape,
             drafts=[
-                StudyDraft(kind=draft.kind, reference=reference, shape=draft.shape)
-                for id, reference in self.model_pool.references.items()
-                for draft in [self.model_pool.draft(id)]
+                StudyDraft(kind=self.model_pool.kind(id), reference=known, shape=self.model_pool.draft(id).shape)
+                for id, known in self.model_pool.references.items()
             ],
             hardware=table.device,
             workload=settings.workload,
@@ -204,13 +203,10 @@ class _SearchRun:
         times = {"deadline": self.clock.deadline_of("screening"), "limit": self.clock.limit_of("screening")}
         jobs = self.settings.jobs
         screened = screen(pool, self.variants, table, tune, self.folder, ledger, console, jobs=jobs, **times)
-        documents = [pool.key, _described(self.variants), table.content_hash, tune.sha256]
-        described = self.shared_decision(
-            "survivors",
-            [*documents, self.settings.budget_s],
-            lambda: _described(survivors(screened, self.space.survivors)),
-        )
-        chosen = [(draft, Subnet.model_validate(subnet, strict=False)) for draft, subnet in described]
+        documents = [variants_json(self.variants), table.content_hash, tune.sha256]
+        best = survivors(screened, self.space.survivors)
+        decided = self.shared_decision("survivors", documents, lambda: variants_json(best))
+        chosen = [(draft, Subnet.model_validate(subnet, strict=False)) for draft, subnet in decided]
         print_screened(screened, chosen, console)
         return chosen
 
@@ -218,26 +214,20 @@ class _SearchRun:
         """A decision that depends on how much was done in time. It is a record: workers that share a ledger agree on it, and
         the same command continues with it.
         """
-        key = content_key([what, documents])
+        key = content_key([what, self.model_pool.key, self.settings.budget_s, documents])
         return self.ledger.work("decisions", {key: lambda: {what: decide()}})[key][what]
 
     def record(self, variants: Sequence[DraftVariant]) -> list[Trace]:
         """Traces of the variants on the tuning prompts that are recorded in time."""
-
-        def record(**times: Any) -> list[Trace]:
-            given = self.model_pool, variants, self.tune, self.folder, self.console
-            return record_traces(*given, bounds=self.bounds, jobs=self.settings.jobs, **times)
-
+        record = partial(record_traces, self.model_pool, variants, jobs=self.settings.jobs, bounds=self.bounds)
         deadline, limit = self.clock.deadline_of("traces"), self.clock.limit_of("traces")
-        longest = max(prompt.settings.max_new_tokens for prompt in self.tune.prompts)
-        traces = record(deadline=deadline, limit=limit, answer_s=self.plan.rates.answer_s(longest))
-        documents = [self.model_pool.key, _described(variants), self.tune.sha256, self.bounds.model_dump()]
-        num_prompts = self.shared_decision(
-            "num_prompts", [*documents, self.settings.budget_s], lambda: traces[0].num_prompts
-        )
+        longest_s = self.plan.rates.answer_s(max(prompt.settings.max_new_tokens for prompt in self.tune.prompts))
+        traces = record(self.tune, self.folder, self.console, answer_s=longest_s, deadline=deadline, limit=limit)
+        documents = [variants_json(variants), self.tune.sha256, self.bounds.model_dump()]
+        num_prompts = self.shared_decision("num_prompts", documents, lambda: traces[0].num_prompts)
         self.tune = self.tune.cut(num_prompts)
         if traces[0].num_prompts != num_prompts:  # another worker or run had time for more or fewer
-            traces = record()
+            traces = record(self.tune, self.folder, self.console)
         self.study["tune_sha256"] = self.tune.sha256
         print_agreement(traces, self.console)
         return traces
@@ -288,11 +278,6 @@ class _SearchRun:
         return profile.model_copy(update={"workload": workload})
 
 
-def _described(variants: Sequence[DraftVariant]) -> list[Any]:
-    """Draft variants as JSON."""
-    return [[draft, subnet.model_dump(mode="json")] for draft, subnet in variants]
-
-
 def narrowed_space(settings: SearchSettings, *, has_images: bool = True) -> SearchSpace:
     """The search space, with its heads, layers and operators replaced by the values of the settings. Without images, visual
     tokens are not searched.
@@ -308,19 +293,3 @@ def narrowed_space(settings: SearchSettings, *, has_images: bool = True) -> Sear
     if settings.operator is not None:
         changes["operator_ratios"] = [] if settings.operator_ratio is None else [settings.operator_ratio]
     return (space if has_images else space.without_images()).model_copy(update=changes)
-
-
-def bounds_of(space: SearchSpace, max_tokens: int = TOKENS[-1]) -> ForestBounds:
-    """Bounds of the forests that traces need for a space.
-
-    Raises:
-        UserError: the space has trees with steps of more than ``max_tokens`` tokens, which the cost table does not price.
-    """
-    policies = list(largest_policies(space))
-    for policy in policies:
-        if policy.max_step > max_tokens:
-            raise UserError(
-                f"space {space.name}: steps are priced up to {max_tokens} tokens; {policy.policy} verifies up to "
-                f"{policy.max_nodes + 1} and drafts up to {policy.max_width} at once; narrow the space"
-            )
-    return bounds_for(policies)

@@ -21,20 +21,8 @@ from autotune.files import Document
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
-from autotune.search.thresholds import (
-    ANSWERS_SHARE,
-    HELD_OUT_PROMPTS,
-    KEPT_PROMPTS,
-    KEPT_SHARE,
-    KEPT_TOKENS,
-    LEAST_TOKENS,
-    MAX_SCREENING_SHARE,
-    MIN_PROMPTS,
-    MIN_TRACED_PROMPTS,
-    MIN_TREE_SEARCH_S,
-    MIN_TUNE_PROMPTS,
-    STAGES,
-)
+from autotune.search import thresholds
+from autotune.search.thresholds import ANSWERS_SHARE, KEPT_PROMPTS, KEPT_TOKENS, LEAST_TOKENS, STAGES
 from autotune.workloads.workload import Workload
 
 UNTIMED_STAGES = ("screening", "traces", "tree search")
@@ -66,6 +54,10 @@ class Rates(Document):
     def table_s(self, num_priced: int) -> float:
         """Duration of the smallest cost table."""
         return (TABLE_STEPS + TABLE_STEPS_OF_DRAFT * num_priced) * self.step_s
+
+    def describe(self) -> str:
+        """Both, in milliseconds."""
+        return f"prefill {1e3 * self.prefill_s:.0f} ms, plain step {1e3 * self.step_s:.1f} ms"
 
 
 def measure_rates(plain: Decoder, workload: Workload) -> Rates:
@@ -103,11 +95,9 @@ class SearchSize:
 
     def full_s(self, rates: Rates) -> float:
         """Estimated duration of a search that cuts nothing, in seconds."""
-        num_tokens, step_s = fmean(self.answer_tokens), rates.step_s
-        counted = len(self.answer_tokens) * (
-            rates.answer_s(num_tokens) + self.num_survivors * num_tokens * TRACE_STEPS * step_s
-        )
-        counted += self.screening_s(rates) * self.num_processes
+        num_tokens = fmean(self.answer_tokens)
+        traced_s = rates.answer_s(num_tokens) + self.num_survivors * num_tokens * TRACE_STEPS * rates.step_s
+        counted = len(self.answer_tokens) * traced_s + self.screening_s(rates) * self.num_processes
         num_runs = FULL_FINALIST_RUNS + EVALUATED_ARMS * self.num_evaluate_prompts
         timed = FULL_TABLE * rates.table_s(self.num_priced) + num_runs * rates.answer_s(num_tokens)
         return (self.is_measured * timed + counted / self.num_processes) / (1 - STAGES["tree search"])
@@ -122,12 +112,13 @@ class SearchSize:
         num_judged, num_raced, num_finalists, num_defaults = kept_prompts
         answer_s = rates.answer_s(num_tokens)
         traced_s = answer_s + self.num_survivors * num_tokens * TRACE_STEPS * rates.step_s
-        kept = {"traces": MIN_TRACED_PROMPTS * traced_s}
+        kept = {"traces": thresholds.MIN_TRACED_PROMPTS * traced_s}
         if self.is_measured:
             kept["cost table"] = rates.table_s(self.num_priced)
             warm_up_s = min(WARM_UP_S, traced_s)
             kept["finalists"] = (1 + num_finalists + num_defaults) * (num_raced * answer_s + warm_up_s)
-            num_runs = 2 * num_judged + HELD_OUT_PROMPTS + MIN_PROMPTS  # the best default and Hugging Face run fewer
+            # The best default and Hugging Face run fewer.
+            num_runs = 2 * num_judged + thresholds.HELD_OUT_PROMPTS + thresholds.MIN_PROMPTS
             kept["evaluation"] = num_runs * answer_s + EVALUATED_ARMS * warm_up_s
         return kept
 
@@ -167,11 +158,10 @@ class Plan(Document):
             cuts.append(f"answers of at most {self.max_new_tokens} tokens instead of {longest}")
         num_judged, num_raced, *_ = self.kept_prompts
         kept = f"; time is kept for {num_raced} prompts of finalists and {num_judged} held-out ones"
-        speed = f"prefill {1e3 * self.rates.prefill_s:.0f} ms, plain step {1e3 * self.rates.step_s:.1f} ms"
         fits = ", ".join(cuts) or f"all {num_prompts} tuning prompts and their full answers"
         if self.full_s > self.seconds:
             fits += f"; a search that cuts nothing would take about {self.full_s / 60:.0f} min"
-        return f"plan for {self.seconds:.0f} s ({speed}): {fits}{kept if size.is_measured else ''}"
+        return f"plan for {self.seconds:.0f} s ({self.rates.describe()}): {fits}{kept if size.is_measured else ''}"
 
 
 def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float = 0.0) -> Plan:
@@ -187,15 +177,14 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
     least = replace(size, num_survivors=1).kept_s(rates, LEAST_TOKENS, KEPT_PROMPTS[-1])
     if (least_s := sum(least.values()) / (1 - STAGES["tree search"])) > left_s:
         raise UserError(
-            f"--budget {seconds:.0f}s: on this machine (prefill {1e3 * rates.prefill_s:.0f} ms, plain step "
-            f"{1e3 * rates.step_s:.1f} ms) a sound profile takes about {spent_s + least_s:.0f} s; give "
-            f"--budget {1.1 * (spent_s + least_s):.0f}s or more"
+            f"--budget {seconds:.0f}s: on this machine ({rates.describe()}) a sound profile takes about "
+            f"{spent_s + least_s:.0f} s; give --budget {1.1 * (spent_s + least_s):.0f}s or more"
         )
     num_prompts, longest = len(size.answer_tokens), max(size.answer_tokens)
     limits = [longest]
     while limits[-1] // 2 >= LEAST_TOKENS:
         limits.append(max(limits[-1] // 2, KEPT_TOKENS) if limits[-1] > KEPT_TOKENS else limits[-1] // 2)
-    trees_s = min(MIN_TREE_SEARCH_S, STAGES["tree search"] * left_s)
+    trees_s = min(thresholds.MIN_TREE_SEARCH_S, STAGES["tree search"] * left_s)
     whole = [limit for limit in limits if limit >= min(KEPT_TOKENS, longest)]
     least_arms = min(KEPT_PROMPTS[-1][2:]) if size.num_variants > size.num_survivors else 1
     counted = [kept for kept in KEPT_PROMPTS if min(kept[2:]) >= least_arms]
@@ -205,20 +194,20 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
         kept_s = size.kept_s(rates, num_tokens, kept_prompts) | {"tree search": trees_s}
         free_s = left_s - sum(kept_s.values())
         answers_s = ANSWERS_SHARE * size.num_processes * (kept_s["traces"] + STAGES["traces"] * max(0.0, free_s))
-        is_answered = min(num_prompts, MIN_TUNE_PROMPTS) * rates.answer_s(num_tokens) <= answers_s
-        if is_answered and free_s >= (1 - KEPT_SHARE) * left_s:
+        is_answered = min(num_prompts, thresholds.MIN_TUNE_PROMPTS) * rates.answer_s(num_tokens) <= answers_s
+        if is_answered and free_s >= (1 - thresholds.KEPT_SHARE) * left_s:
             break
     # Answers may end before their limits, so twice as many are tried; the deadline of their stage ends it.
-    num_tried = int(2 * answers_s / rates.answer_s(num_tokens))
+    num_tried, screening_share = int(2 * answers_s / rates.answer_s(num_tokens)), size.screening_s(rates) / seconds
     return Plan(
         seconds=seconds,
         rates=rates,
-        num_tune_prompts=min(num_prompts, max(MIN_TRACED_PROMPTS, num_tried)),
+        num_tune_prompts=min(num_prompts, max(thresholds.MIN_TRACED_PROMPTS, num_tried)),
         max_new_tokens=None if limit == longest else limit,
         full_s=spent_s + size.full_s(rates),
         kept_s=kept_s,
         kept_prompts=kept_prompts,
-        screening_share=min(MAX_SCREENING_SHARE, max(STAGES["screening"], size.screening_s(rates) / seconds)),
+        screening_share=min(thresholds.MAX_SCREENING_SHARE, max(STAGES["screening"], screening_share)),
     )
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,6 @@ from autotune.search.finalists import (
     choose_finalists,
     confirmable,
     measure_finalists,
-    print_labels,
     published_defaults,
 )
 from autotune.search.held_out import (
@@ -150,8 +150,7 @@ class ProfileSelection:
     ) -> list[tuple[Condition, Configuration]]:
         """The points that beat the winner and the best published default on the tuning prompts that meet their conditions."""
         deadline = self.clock.deadline_of("operating points")
-        best = [finalists.winner.configuration, *finalists.best_defaults.values()]
-        rivals = dict(zip(("winner", "default"), best, strict=False))
+        rivals = {"winner": finalists.winner.configuration, "default": next(iter(finalists.best_defaults.values()))}
         kept: list[tuple[Condition, Configuration]] = []
         rows: list[list[str]] = []
         labels: dict[str, str] = {}
@@ -161,9 +160,8 @@ class ProfileSelection:
                 continue
             arms = [self.runner.arm(name, c) for name, c in {**rivals, POINT: candidate}.items()]
             if time.monotonic() + thresholds.MIN_PROMPTS * self.runner.prompt_s(arms) > deadline:
-                self.console.say(
-                    f"{len(points) - number} operating points were not confirmed in their share of the budget"
-                )
+                num_left = len(points) - number
+                self.console.say(f"{num_left} operating points were not confirmed in their share of the budget")
                 break
             requests = zip(self.prompts.workload.prompts, self._requests(), strict=True)
             prompts = tuple(prompt for prompt, request in requests if condition.matches(**request))
@@ -178,19 +176,18 @@ class ProfileSelection:
                 seed=self.seed,
                 deadline=deadline,
             ).runs
-            # An arm that left before the others has fewer runs.
-            ratios = {name: speedup(runs[name], runs[POINT][: len(runs[name])]) for name in rivals}
-            is_faster = max(ratios.values()) <= 1 - thresholds.MIN_GAIN
+            ratios = [speedup(runs[name], runs[POINT]) for name in rivals]
+            is_faster = max(ratios) <= 1 - thresholds.MIN_GAIN
             name = f"{len(rows) + 1}"
             labels[name] = f"{condition.label}: {candidate.label}"
-            cells = [f"{ratios[rival]:.2f}" if rival in ratios else "-" for rival in ("winner", "default")]
-            rows.append([name, *cells, f"{len(runs[POINT])}", "yes" if is_faster else "no"])
+            cells = [*(f"{ratio:.2f}" for ratio in ratios), f"{len(runs[POINT])}", "yes" if is_faster else "no"]
+            rows.append([name, *cells])
             if is_faster:
                 kept.append((condition, candidate))
         if rows:
             columns = ["point", "time / winner's time", "time / best default's", "prompts", "kept"]
             self.console.table("Operating points on tuning prompts", columns, rows)
-            print_labels(labels, self.console)
+            self.console.labels(labels)
         return kept
 
     def evaluated(self, profile: DecodingProfile, finalists: MeasuredFinalists) -> DecodingProfile:
@@ -202,9 +199,8 @@ class ProfileSelection:
         print_shrinkage(shrinkage, self.prompts, self.console)
         measured_profile = with_evidence(profile, evaluation, shrinkage, self._plain_point())
         if measured_profile.point.draft is None:
-            self.console.say(
-                "plain decoding is faster than the tuned configuration: the profile decodes without a draft"
-            )
+            why = "plain decoding is faster than the tuned configuration"
+            self.console.say(f"{why}: the profile decodes without a draft")
         return measured_profile
 
     def evaluation(self, profile: DecodingProfile, defaults: Mapping[str, Configuration]) -> Evaluation:
@@ -225,16 +221,13 @@ class ProfileSelection:
         last = configuration_of(profile.point)
         assert last is not None, "a profile that decodes plainly has nothing to compare"
         tuned_to = {name for name, default in defaults.items() if len(points) == 1 and default.key == last.key}
-        if self.evaluator.can_replay(last):
-            defaults = {
-                name: default
-                for number, (name, default) in enumerate(defaults.items())
-                if number == 0
-                or not self.evaluator.can_replay(default)
-                or not _is_slower(default, last, self.evaluator)
-            }
+        if (evaluator := self.evaluator).can_replay(last):
+            others = [name for name in [*defaults][1:] if evaluator.can_replay(defaults[name])]
+            beaten = [name for name in others if _is_slower(defaults[name], last, evaluator)]
+            defaults = {name: default for name, default in defaults.items() if name not in beaten}
         tuned = DecoderArm(TUNED, decoder, key=last.key)
-        whole_s = block_s([last, *defaults.values()], self.evaluator, thresholds.HELD_OUT_PROMPTS)
+        whole_s = block_s([last, *defaults.values()], evaluator, thresholds.HELD_OUT_PROMPTS)
+        is_long = 3 * whole_s > deadline - time.monotonic()
         may_differ = not pool.target.text.is_exact
         examination_s = may_differ * thresholds.EXAMINATION_SHARE * max(0.0, deadline - time.monotonic())
         with self.console.stage("evaluation, measured") as update:
@@ -246,15 +239,13 @@ class ProfileSelection:
                 briefly=[HuggingFaceArm(HF, decoder.target.model, threads=decoder.threads)],
                 defaults=[runner.arm(name, default) for name, default in defaults.items() if name not in tuned_to],
                 risk=thresholds.RISK,
-                prompts_per_block=thresholds.HELD_OUT_PROMPTS
-                if 3 * whole_s <= deadline - time.monotonic()
-                else thresholds.MIN_PROMPTS,
+                prompts_per_block=thresholds.MIN_PROMPTS if is_long else thresholds.HELD_OUT_PROMPTS,
                 min_prompts=thresholds.MIN_PROMPTS,
                 kept_prompts=self.kept_prompts[0],
                 ends=lambda _: False,
                 seed=self.seed + 1,
                 deadline=deadline - examination_s,
-                report=lambda done, of: update(done, of, ""),
+                report=update,
             )
         runs = measured.runs | {name: measured.runs[TUNED] for name in tuned_to}
         remaining = [*measured.remaining_defaults, *tuned_to]
@@ -271,6 +262,7 @@ class ProfileSelection:
     def profile_of(self, device: Fingerprint, points: Sequence[tuple[Condition, Configuration]]) -> DecodingProfile:
         """A profile of operating points that are not measured; without any, it decodes plainly."""
         table, tune = self.evaluator.table, self.prompts.workload
+        modes = "precision", "capture_sizes", "mode", "attention_backends", "threads", "prefill_threads"
         return DecodingProfile(
             provenance=stamp(),
             target=self.model_pool.target_reference,
@@ -282,12 +274,7 @@ class ProfileSelection:
                 num_evaluate_prompts=len(self.evaluate.prompts),
             ),
             hardware=device,
-            precision=table.precision,
-            capture_sizes=table.capture_sizes,
-            mode=table.mode,
-            attention_backends=table.attention_backends,
-            threads=table.threads,
-            prefill_threads=table.prefill_threads,
+            **{name: getattr(table, name) for name in modes},
             points=self._predicted_points(points) or [self._plain_point()],
             evidence=Evidence(configurations_replayed=self.trees.num_replayed),
         )
@@ -308,24 +295,13 @@ class ProfileSelection:
             evaluator = self.evaluator.select(prompts) if len(prompts) else self.evaluator
             reference, predicted = self.model_pool.references[c.draft or ""], None
             if evaluator.can_replay(c):
-                candidate = evaluator.evaluate(c)
-                predicted = Predicted(
-                    speedup=candidate.speedup,
-                    ms_per_token=candidate.ms_per_token,
-                    tokens_per_round=candidate.tokens_per_round,
-                    interval90=speedup_interval(evaluator, c, other_prompts=True),
-                    estimated=evaluator.table.estimated,
-                )
+                speed = evaluator.evaluate(c).model_dump(include={"speedup", "ms_per_token", "tokens_per_round"})
+                interval90 = speedup_interval(evaluator, c, other_prompts=True)
+                predicted = Predicted(**speed, interval90=interval90, estimated=evaluator.table.estimated)
             kind = self.model_pool.kind(reference.id)
-            point = OperatingPoint(
-                when=condition,
-                draft=DraftChoice(kind=kind, id=reference.id, sha256=reference.sha256, subnet=c.subnet),
-                tree=parse_policy(c.tree),
-                fallback=c.fallback,
-                predicted=predicted,
-                measured=None,
-            )
-            made.append(point)
+            draft = DraftChoice(kind=kind, id=reference.id, sha256=reference.sha256, subnet=c.subnet)
+            point: dict[str, Any] = {"tree": parse_policy(c.tree), "fallback": c.fallback, "predicted": predicted}
+            made.append(OperatingPoint(when=condition, draft=draft, measured=None, **point))
         return made
 
     def _requests(self) -> list[RequestProperties]:

@@ -10,6 +10,7 @@ traces, up to rounding, so nothing is estimated but the cost of unequal shares o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,16 +20,14 @@ from typing import Any
 from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
 from autotune.cost.table import CostTable
-from autotune.documents.configuration import Configuration, DraftVariant
+from autotune.documents.configuration import Configuration, DraftVariant, variants_json
 from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.documents.subnet import Subnet
 from autotune.files import content_key
 from autotune.prediction.evaluator import Evaluator
 from autotune.recording.chain_recorder import chain_traces
-from autotune.search.finalists import NAMES, print_labels
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import LEAST_SHARE
-from autotune.search.traces import record_trace
 from autotune.study.ledger import Ledger, Record, Report
 from autotune.study.records import ScreenedSubnet, record_of, screened_in
 from autotune.trees.chain import ChainPolicy
@@ -68,31 +67,24 @@ def screen(
     given, times = (variants, table, workload, folder), (deadline, limit, num_processes)
     with (
         console.stage("screening") as update,
-        model_pool.worker_pool(jobs, screen_in_worker, ledger.storage, given, times, deadline=deadline) as workers,
+        model_pool.worker_pool(jobs, screen_units, ledger, given, times, deadline=deadline) as workers,
     ):
-
-        def report(done: int, of: int) -> None:
-            update(done, of, "")
-            workers.report(done, of)
-
-        screened = _screen(_screening_units(model_pool, *given), ledger, report, *times)
+        screened = screen_units(model_pool, 0, ledger, given, times, workers.reporting(update))
     if len(screened) < len(variants):
         console.say(f"{len(screened)} of {len(variants)} subnets were screened in their share of the budget")
     return screened
 
 
-def screen_in_worker(
-    model_pool: ModelPool, rank: int, storage: str | Path, given: tuple[Any, ...], times: tuple[float, float, int]
-) -> None:
-    """Screen the variants that no other process screens."""
-    _screen(_screening_units(model_pool, *given), Ledger(storage), lambda done, of: None, *times)
-
-
-def _screen(
-    units: Units, ledger: Ledger, report: Report, deadline: float, limit: float, num_processes: int
+def screen_units(
+    model_pool: ModelPool,
+    rank: int,
+    ledger: Ledger,
+    given: Any,
+    times: tuple[float, float, int],
+    report: Report = lambda done, of: None,
 ) -> list[ScreenedSubnet]:
-    """Make the records of all units, the promising ones first; returns what is known, the fastest first."""
-    waiting, screen_together = units
+    """Make the records that no other process makes, the promising ones first; returns what is known, the fastest first."""
+    (waiting, screen_together), (deadline, limit, num_processes) = _screening_units(model_pool, *given), times
     num_units, records = len(waiting), dict[str, Record]()
     whole: dict[str, str] = {}
     for key, group in waiting.items():
@@ -159,20 +151,14 @@ def _screening_units(
     """
     prompts = workload.cut(NUM_PROMPTS)
     recorder = model_pool.recorder(folder)
-    layers = {
-        layer
-        for draft, subnet in variants
-        for layer in (
-            model_pool.draft(draft).aux_layers if subnet.injection_layer is None else [subnet.injection_layer]
-        )
-    }
-    recorder.layers = tuple(sorted(layers))
+    read = [model_pool.draft(d).aux_layers if s.injection_layer is None else [s.injection_layer] for d, s in variants]
+    recorder.layers = tuple(sorted(set(itertools.chain.from_iterable(read))))
     recorder.answers(prompts)
 
     def screen_together(group: Group) -> Record:
         draft, subnets = group[0][0], [subnet for _, subnet in group]
         if len(group) == 1:
-            traces = [record_trace(model_pool, recorder, group[0], prompts, BOUNDS)]
+            traces = [model_pool.trace(recorder, group[0], prompts, BOUNDS)]
         else:
             supernet = model_pool.draft(draft, Subnet(vocabulary=subnets[0].vocabulary))
             reference = model_pool.references[draft]
@@ -183,10 +169,7 @@ def _screening_units(
     documents = ["best chains", table.content_hash, prompts.sha256, BOUNDS.model_dump()]
     common = [version_of(DISTRIBUTION), model_pool.key, documents]
     groups = _recorded_together(model_pool, variants)
-    return {
-        content_key([common, [[draft, subnet.model_dump(mode="json")] for draft, subnet in group]]): group
-        for group in groups
-    }, screen_together
+    return {content_key([common, variants_json(group)]): group for group in groups}, screen_together
 
 
 def _recorded_together(model_pool: ModelPool, variants: Sequence[DraftVariant]) -> list[Group]:
@@ -209,14 +192,8 @@ def _recorded_together(model_pool: ModelPool, variants: Sequence[DraftVariant]) 
 def _best_chain(evaluator: Evaluator, draft: str, subnet: Subnet) -> ScreenedSubnet:
     chains = [Configuration(tree={"policy": "chain", "depth": d}, draft=draft, subnet=subnet) for d in DEPTHS]
     best = min((evaluator.evaluate(chain) for chain in chains), key=lambda candidate: candidate.ms_per_token)
-    return ScreenedSubnet(
-        draft=draft,
-        subnet=subnet,
-        depth=best.configuration.tree["depth"],
-        tokens_per_round=best.tokens_per_round,
-        ms_per_token=best.ms_per_token,
-        speedup=best.speedup,
-    )
+    speed = best.model_dump(include={"tokens_per_round", "ms_per_token", "speedup"})
+    return ScreenedSubnet(draft=draft, subnet=subnet, depth=best.configuration.tree["depth"], **speed)
 
 
 def _ranked(records: Mapping[str, Record]) -> list[ScreenedSubnet]:
@@ -241,18 +218,15 @@ def survivors(screened: Sequence[ScreenedSubnet], count: int) -> list[DraftVaria
 
 def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVariant], console: Console) -> None:
     """Print the survivors, and the range of all speedups."""
-    named = dict(zip(NAMES, (subnet for subnet in screened if subnet.variant in chosen), strict=False))
-    rows = [
-        [name, f"{subnet.depth}", f"{subnet.tokens_per_round:.2f}", f"{subnet.speedup:.2f}x"]
-        for name, subnet in named.items()
-    ]
+    found = [subnet for subnet in screened if subnet.variant in chosen]
+    rows = [[f"{n}", f"{s.depth}", f"{s.tokens_per_round:.2f}", f"{s.speedup:.2f}x"] for n, s in enumerate(found, 1)]
     speedups = [subnet.speedup for subnet in screened]
     console.table(
         f"{len(screened)} subnets screened ({min(speedups):.2f}x to {max(speedups):.2f}x), {len(chosen)} survivors",
         ["survivor", "best chain's depth", "M", "predicted"],
         rows,
     )
-    print_labels({name: f"{subnet.draft} {subnet.subnet.label}".strip() for name, subnet in named.items()}, console)
+    console.labels({f"{n}": f"{subnet.draft} {subnet.subnet.label}".strip() for n, subnet in enumerate(found, 1)})
     for draft in dict.fromkeys(subnet.draft for subnet in screened):
         _print_equal_shares([subnet for subnet in screened if subnet.draft == draft], console)
 

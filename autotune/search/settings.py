@@ -102,9 +102,7 @@ class SearchSettings(Document):
         "How forward passes run: eagerly, or as CUDA graphs; auto: graphs on a GPU where they pass a self-test, else eagerly.",
     )
     output: Path = setting(Path("profile.json"), "File for the decoding profile.")
-
     table: Path | None = setting(None, "Write a row for every replayed configuration to a .csv or .parquet file.")
-
     num_tune_prompts: int = setting(48, "Number of prompts that choose the configuration.", option=None, ge=1)
     num_evaluate_prompts: int = setting(64, "Number of held-out prompts for the evaluation.", option=None, ge=1)
     folder: Path = setting(WORKSPACE, "Folder in which studies keep their documents.", option=None)
@@ -114,10 +112,8 @@ class SearchSettings(Document):
     def _defaults_of_target(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Drafts and prompts that are not given are taken from the target's pair."""
         target = str(values.get("target") or BUNDLED_TARGET)
-        drafts, workload = (
-            values.get("drafts") or default_drafts(target),
-            values.get("workload") or default_workload(target),
-        )
+        drafts = values.get("drafts") or default_drafts(target)
+        workload = values.get("workload") or default_workload(target)
         return {**values, "drafts": tuple(drafts), "workload": workload}
 
     @property

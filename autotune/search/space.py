@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from autotune.cost.table import TOKENS
 from autotune.documents.subnet import (
     NUM_BLOCKS,
     OPERATORS_WITH_RATIO,
@@ -25,8 +26,8 @@ from autotune.files import Document, content_key, data_root
 if TYPE_CHECKING:
     import optuna
 
+    from autotune.acceptance.trace import ForestBounds
     from autotune.documents.configuration import Tree
-    from autotune.trees.policy import Policy
 
 MAX_ENUMERATED = 3000
 MAX_VALUES = 100_000
@@ -93,25 +94,13 @@ class Dimension(Document):
             value = low * (high / low) ** share if self.log else low + share * (high - low)
         return int(value) if self._is_integer else float(value)
 
-    @property
-    def distribution(self) -> optuna.distributions.BaseDistribution:
-        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
-        if self.choices is not None:
-            return CategoricalDistribution(self.choices)
-        return (IntDistribution if self._is_integer else FloatDistribution)(**self._range)
-
-    @property
-    def _range(self) -> dict[str, Any]:
-        """The parameters of a range in Optuna."""
-        step = int(self.step or 1) if self._is_integer else self.step
-        return {"low": self.low, "high": self.high, "step": step, "log": self.log}
-
-    def suggest(self, trial: optuna.Trial, name: str) -> Any:
+    def suggest(self, trial: optuna.trial.BaseTrial, name: str) -> Any:
         """A value drawn by Optuna's sampler."""
         if self.choices is not None:
             return trial.suggest_categorical(name, self.choices)
-        return (trial.suggest_int if self._is_integer else trial.suggest_float)(name, **self._range)
+        if self._is_integer:
+            return trial.suggest_int(name, self.low, self.high, step=int(self.step or 1), log=self.log)
+        return trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log)
 
 
 class SearchSpace(Document, kind="search-space"):
@@ -225,19 +214,17 @@ class SearchSpace(Document, kind="search-space"):
     def _operator_choices(self, draft: str, known: Sequence[Operator]) -> list[tuple[Operator | None, int | None]]:
         """Operators of a draft's compressor (None: the gate's choice), each with its ratio (None: the training's)."""
         choices: list[tuple[Operator | None, int | None]] = []
-        names: list[Literal["gate"] | Operator] = self.operators if known else ["gate"]
-        for name in names:
+        for name in self.operators if known else ():
             if name == "gate":
                 choices.append((None, None))
-                continue
-            if name not in known:
+            elif name not in known:
                 raise UserError(
                     f"space {self.name}: the compressor of {draft} has the operators {', '.join(known)}; got {name}; "
                     "name one of them, or gate"
                 )
-            has_ratios = name in OPERATORS_WITH_RATIO and self.operator_ratios
-            choices += [(name, ratio) for ratio in (self.operator_ratios if has_ratios else [None])]
-        return choices
+            else:
+                choices += [(name, r) for r in self.operator_ratios if name in OPERATORS_WITH_RATIO] or [(name, None)]
+        return choices or [(None, None)]
 
     def values(self, policy: str) -> dict[str, list[Any]]:
         """The values of a policy's finite dimensions."""
@@ -263,7 +250,7 @@ class SearchSpace(Document, kind="search-space"):
         points = ([d.quantile(float(x)) for d, x in zip(dimensions, p, strict=True)] for p in sequence.random(count))
         return [ordered(policy, dict(zip(names, point, strict=True))) for point in points]
 
-    def suggest(self, trial: optuna.Trial, policies: list[str]) -> Tree:
+    def suggest(self, trial: optuna.trial.BaseTrial, policies: list[str]) -> Tree:
         """A tree of one of the policies, drawn by Optuna's sampler."""
         policy = trial.suggest_categorical("policy", policies)
         values = {name: dimension.suggest(trial, f"{policy}.{name}") for name, dimension in self.trees[policy].items()}
@@ -356,9 +343,21 @@ def _largest(dimensions: dict[str, Dimension]) -> dict[str, Any]:
     return {name: dimension.largest for name, dimension in dimensions.items()}
 
 
-def largest_policies(space: SearchSpace) -> Iterator[Policy]:
-    """For each policy of the space, the one whose hyperparameters are all at their upper ends."""
+def bounds_of(space: SearchSpace, max_tokens: int = TOKENS[-1]) -> ForestBounds:
+    """Bounds of the forests that traces need for a space: of each policy with all hyperparameters at their upper ends.
+
+    Raises:
+        UserError: the space has trees with steps of more than ``max_tokens`` tokens, which the cost table does not price.
+    """
+    from autotune.acceptance.trace import bounds_for
     from autotune.trees.policy import POLICIES, parse_policy
 
-    for policy, dimensions in space.trees.items():
-        yield parse_policy(ordered(policy, POLICIES[policy].largest(_largest(dimensions))))
+    largest = {name: POLICIES[name].largest(_largest(dimensions)) for name, dimensions in space.trees.items()}
+    policies = [parse_policy(ordered(name, values)) for name, values in largest.items()]
+    for policy in policies:
+        if policy.max_step > max_tokens:
+            raise UserError(
+                f"space {space.name}: steps are priced up to {max_tokens} tokens; {policy.policy} verifies up to "
+                f"{policy.max_nodes + 1} and drafts up to {policy.max_width} at once; narrow the space"
+            )
+    return bounds_for(policies)

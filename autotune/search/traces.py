@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.subnet import VisualInput
 from autotune.recording.answers import ANSWERS_AT_ONCE
-from autotune.recording.recorder import Recorder, Report, check_visual_input
+from autotune.recording.recorder import Report, check_visual_input
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import ANSWERS_SHARE, MIN_TRACED_PROMPTS
 from autotune.workloads.workload import Workload
@@ -32,43 +33,31 @@ def record_traces(
     folder: Path,
     console: Console,
     *,
-    visual_input: VisualInput = "features",
-    bounds: ForestBounds | None = None,
     jobs: int | None = None,
-    deadline: float = math.inf,
-    limit: float = math.inf,
     answer_s: float = 0.0,
+    deadline: float = math.inf,
+    **options: Any,
 ) -> list[Trace]:
     """Record the target's answers, then a trace of every variant, and save them under ``folder``.
 
     Where that takes long, ``jobs`` processes share the work (None: one per core). The traces are of the first prompts of the
     workload, the same for all variants: those whose records end before ``deadline``, of ``time.monotonic``, and
     ``MIN_TRACED_PROMPTS`` that end before ``limit``. Fewer answers are decoded together where one takes so long, ``answer_s``, that
-    a batch may pass the deadline.
+    a batch may pass the deadline. Other ``options`` are those of ``Recording``.
     """
-    num_processes = 1 + model_pool.worker_limits(jobs)[0]
     at_once = ANSWERS_AT_ONCE if model_pool.target.text.is_exact else PROMPTS_AT_ONCE  # the latter are not batched
     left_s = deadline - time.monotonic()
     while at_once > PROMPTS_AT_ONCE and at_once * BATCHED_SHARE * answer_s > BATCH_SHARE * left_s:
         at_once //= 2
-    bounds = bounds or ForestBounds()
-    work = variants, workload, folder, bounds, num_processes, at_once, deadline, limit, visual_input
-    recording = Recording(model_pool, 0, *work)
-    with model_pool.worker_pool(jobs, record_in_worker, *work, deadline=deadline) as workers:
+    shared = {"num_processes": 1 + model_pool.worker_limits(jobs)[0], "answers_at_once": at_once, "deadline": deadline}
+    work = {"variants": variants, "workload": workload, "folder": folder, **shared, **options}
+    recording = Recording(model_pool, **work)
+    with model_pool.worker_pool(jobs, record_in_worker, work, deadline=deadline) as workers:
         with console.stage("target's answers") as update:
-
-            def report_answers(done: int, of: int) -> None:
-                update(done, of, "")
-                workers.report(done, of * (1 + len(variants)))
-
-            answered = recording.answer_all(report_answers)
+            num_forests = len(variants) * len(workload.prompts)
+            answered = recording.answer_all(workers.reporting(update, after=num_forests))
         with console.stage("traces") as update:
-
-            def report(done: int, of: int) -> None:
-                update(done, of, "")
-                workers.report(answered + done, answered + of)
-
-            num_prompts = recording.trace_all(answered, report)
+            num_prompts = recording.trace_all(answered, workers.reporting(update, before=answered))
     if num_prompts < len(workload.prompts):
         console.say(f"{num_prompts} of {len(workload.prompts)} prompts were recorded in their share of the budget")
     traces = recording.traces(workload.cut(num_prompts))
@@ -78,9 +67,9 @@ def record_traces(
     return traces
 
 
-def record_in_worker(model_pool: ModelPool, rank: int, *work: Any) -> None:
+def record_in_worker(model_pool: ModelPool, rank: int, work: Mapping[str, Any]) -> None:
     """Record the prompts of this worker."""
-    recording = Recording(model_pool, rank, *work)
+    recording = Recording(model_pool, rank=rank, **work)
     recording.trace_all(recording.answer_all())
 
 
@@ -93,13 +82,13 @@ class Recording:
     """
 
     model_pool: ModelPool
-    rank: int
     variants: Sequence[DraftVariant]
     workload: Workload
     folder: Path
     """Keeps the traces."""
-    bounds: ForestBounds
+    rank: int = 0
     num_processes: int = 1
+    bounds: ForestBounds = field(default_factory=ForestBounds)
     answers_at_once: int = ANSWERS_AT_ONCE
     deadline: float = math.inf
     """A value of ``time.monotonic``."""
@@ -127,10 +116,8 @@ class Recording:
 
     def traces(self, workload: Workload) -> list[Trace]:
         """The traces of all variants; what is on disk is not recorded again."""
-        return [
-            record_trace(self.model_pool, self.recorder, variant, workload, self.bounds, self.visual_input)
-            for variant in self.variants
-        ]
+        trace = partial(self.model_pool.trace, workload=workload, bounds=self.bounds, visual_input=self.visual_input)
+        return [trace(self.recorder, variant) for variant in self.variants]
 
     def record(
         self,
@@ -150,32 +137,11 @@ class Recording:
             if begin > 0 and began + max(durations) > until:
                 return begin
             end = min(begin + size, total)
-            record_part(Workload(workload.name, workload.split, prompts[begin:end]))
+            record_part(replace(workload, prompts=prompts[begin:end]))
             durations.append(time.monotonic() - began)
             if report is not None:
                 report(end, total)
         return total
-
-
-def record_trace(
-    model_pool: ModelPool,
-    recorder: Recorder,
-    variant: DraftVariant,
-    workload: Workload,
-    bounds: ForestBounds,
-    visual_input: VisualInput = "features",
-) -> Trace:
-    """The trace of one variant."""
-    draft, subnet = variant
-    return recorder.trace(
-        model_pool.draft(draft, subnet),
-        model_pool.references[draft],
-        workload,
-        visual_keep=subnet.visual_keep,
-        visual_ranking=subnet.visual_ranking,
-        visual_input=visual_input,
-        bounds=bounds,
-    )
 
 
 def print_agreement(traces: Sequence[Trace], console: Console) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from autotune.acceptance.replay import Replay
-from autotune.documents.configuration import Configuration, DraftVariant, Tree
+from autotune.console import Update
+from autotune.documents.configuration import Configuration, DraftVariant, Tree, variants_json
 from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.errors import UserError
 from autotune.files import content_key
@@ -26,8 +27,6 @@ from autotune.study.ledger import Ledger, Record
 from autotune.study.storage import optuna_storage
 from autotune.trees.policy import POLICIES
 from autotune.trees.tree import Floats
-
-Report = Callable[[int, int, str], None]
 
 NUM_SWEPT = 2048  # trees of each policy and subnet; a power of two, for Sobol's sequence
 SWEEP_SIZE = 256  # trees in a unit of work
@@ -66,7 +65,7 @@ def search_trees(
     documents: Any,
     seed: int = 0,
     deadline: float | None = None,
-    report: Report | None = None,
+    report: Update = lambda done, total, note="": None,
 ) -> TreeSearchResult:
     """Search the trees of a space over all draft variants of the evaluator.
 
@@ -79,9 +78,8 @@ def search_trees(
     stage = _TreeStage(evaluator, space, ledger, [version_of(DISTRIBUTION), documents], seed)
 
     def report_best(done: int, of: int) -> None:
-        if report is not None:
-            best = stage.best
-            report(done, of, "" if best is None else f"best so far: {best.speedup:.2f}x ({best.policy})")
+        best = stage.best
+        report(done, of, "" if best is None else f"best so far: {best.speedup:.2f}x ({best.policy})")
 
     sweeps = stage.sweeps()
     records = list(ledger.work("trees", sweeps, deadline=deadline, report=report_best).values())
@@ -92,10 +90,8 @@ def search_trees(
         raise UserError(f"no tree of space {space.name} was found within the budget; raise it, or widen the space")
     of_tasks: list[Candidate] = []
     for task in stage.task_prompts:
-        leaders = sorted(
-            (leader for record in records for leader in record["of_task"].get(task, ())),
-            key=lambda leader: (leader["ms"], content_key(leader["candidate"])),
-        )
+        leaders = [leader for record in records for leader in record["of_task"].get(task, ())]
+        leaders.sort(key=lambda leader: (leader["ms"], content_key(leader["candidate"])))
         of_tasks += _candidates(leader["candidate"] for leader in leaders[:NUM_KEPT])
     return TreeSearchResult(
         fastest=sorted(fastest.values(), key=lambda candidate: candidate.rank),
@@ -118,19 +114,13 @@ class _TreeStage:
         self.ledger = ledger
         self.seed = seed
         self.variants = list(evaluator.traces)
-        described = [[draft, subnet.model_dump(mode="json")] for draft, subnet in self.variants]
-        trees = {
-            policy: {n: d.model_dump() for n, d in dimensions.items()} for policy, dimensions in space.trees.items()
-        }
-        self.key = content_key([documents, described, trees, seed])
+        self.key = content_key([documents, variants_json(self.variants), space.model_dump()["trees"], seed])
         tasks = np.array(evaluator.tasks)
         self.task_prompts = {task: np.flatnonzero(tasks == task) for task in dict.fromkeys(evaluator.tasks)}
-        self.first_prompts = np.sort(
-            np.concatenate([p[: max(2, len(p) // FIRST_PROMPTS)] for p in self.task_prompts.values()])
-        )
-        self.sampled_policies = [
-            p for p in space.trees if not POLICIES[p].is_template() and space.enumerated(p) is None
-        ]
+        first = [prompts[: max(2, len(prompts) // FIRST_PROMPTS)] for prompts in self.task_prompts.values()]
+        self.first_prompts = np.sort(np.concatenate(first))
+        policies = [policy for policy in space.trees if not POLICIES[policy].is_template()]
+        self.sampled_policies = [policy for policy in policies if space.enumerated(policy) is None]
         self.optuna_study = f"trees-{self.key}"
         self.best: Candidate | None = None
 
@@ -138,23 +128,19 @@ class _TreeStage:
         """Units that enumerate or sweep: a part of every policy with the best subnet, then with the next one, and so on, so that a search
         that is cut short has tried every policy.
         """
-        return {
-            content_key([self.key, part, policy, draft, subnet.model_dump(mode="json")]): partial(
-                self._sweep, part, policy, (draft, subnet)
-            )
-            for part in range(NUM_SWEPT // SWEEP_SIZE)
-            for draft, subnet in self.variants
-            for policy in self.space.trees
-            if part == 0 or policy in self.sampled_policies
-        }
+        units: dict[str, Callable[[], Record]] = {}
+        for part, variant, policy in itertools.product(range(NUM_SWEPT // SWEEP_SIZE), self.variants, self.space.trees):
+            if part == 0 or policy in self.sampled_policies:
+                key = content_key([self.key, part, policy, *variants_json([variant])[0]])
+                units[key] = partial(self._sweep, part, policy, variant)
+        return units
 
     def _sweep(self, part: int, policy: str, variant: DraftVariant) -> Record:
         if POLICIES[policy].is_template():
             trees = self.evaluator.template_trees(variant, self.space.values(policy))
         else:
-            trees = self.space.enumerated(policy) or self.space.sweep(
-                policy, SWEEP_SIZE, self.seed, first=part * SWEEP_SIZE
-            )
+            sweep = partial(self.space.sweep, policy, SWEEP_SIZE, self.seed, first=part * SWEEP_SIZE)
+            trees = self.space.enumerated(policy) or sweep()
         configurations = [self._configuration(variant, tree) for tree in trees]
         fastest = self._promoted(configurations)
         return self._record(fastest, self.evaluator.replay_many(fastest), num_replayed=len(configurations))
@@ -228,32 +214,29 @@ class _TreeStage:
     def _sample(self, start: list[Candidate], first: int, count: int) -> Record:
         """Trials ``first`` to ``first + count``, by a sampler that starts from the candidates ``start``."""
         import optuna
-        from optuna.distributions import CategoricalDistribution
-        from optuna.trial import create_trial
+        from optuna.trial import FixedTrial, create_trial
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         names = [f"{draft} {subnet.label}" for draft, subnet in self.variants]
         sampler = optuna.samplers.TPESampler(seed=self.seed + first, multivariate=True, n_startup_trials=0)
         study = optuna.create_study(direction="minimize", sampler=sampler)
-        policies = self.sampled_policies
-        distributions: dict[str, Any] = {
-            f"{policy}.{name}": dimension.distribution
-            for policy in policies
-            for name, dimension in self.space.trees[policy].items()
-        }
-        distributions |= {"policy": CategoricalDistribution(policies), "subnet": CategoricalDistribution(names)}
+
+        def suggest(trial: optuna.trial.BaseTrial) -> tuple[DraftVariant, Tree]:
+            variant = self.variants[names.index(trial.suggest_categorical("subnet", names))]
+            return variant, self.space.suggest(trial, self.sampled_policies)
+
         for candidate in start:
             c = candidate.configuration
             name = names[self.variants.index((c.draft or "", c.subnet))]
-            parameters = {"subnet": name, **self.space.parameters(c.tree)}
-            known = {name: distributions[name] for name in parameters}
-            study.add_trial(create_trial(params=parameters, distributions=known, value=candidate.ms_per_token))
+            fixed = FixedTrial({"subnet": name, **self.space.parameters(c.tree)})
+            suggest(fixed)
+            known = {"params": fixed.params, "distributions": fixed.distributions}
+            study.add_trial(create_trial(value=candidate.ms_per_token, **known))
         configurations, results = [], []
         for _ in range(count):
             trial = study.ask()
             trial.set_user_attr(UNIT, first)
-            variant = self.variants[names.index(trial.suggest_categorical("subnet", names))]
-            configurations.append(self._configuration(variant, self.space.suggest(trial, policies)))
+            configurations.append(self._configuration(*suggest(trial)))
             results.append(self.evaluator.replay(configurations[-1]))
             study.tell(trial, results[-1].ms_per_token)
         self._publish(study.get_trials(deepcopy=False)[-count:], first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,15 +40,9 @@ class TuningPrompts:
         if len(workload.prompts) < MIN_SPLIT:
             return cls(workload, evaluator, evaluator, evaluator, workload)
         is_confirming = confirms(evaluator.tasks)
-        chosen = np.flatnonzero(is_confirming)
-        prompts = tuple(workload.prompts[number] for number in chosen)
-        return cls(
-            workload,
-            evaluator,
-            evaluator.select(np.flatnonzero(~is_confirming)),
-            evaluator.select(chosen),
-            Workload(workload.name, workload.split, prompts),
-        )
+        choosing, confirming = (evaluator.select(np.flatnonzero(flags)) for flags in (~is_confirming, is_confirming))
+        prompts = tuple(itertools.compress(workload.prompts, is_confirming))
+        return cls(workload, evaluator, choosing, confirming, replace(workload, prompts=prompts))
 
     def with_table(self, table: CostTable) -> TuningPrompts:
         """The same split with other prices."""

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from autotune.console import Update
+
 MIN_REMAINING_S = 25.0  # of work: a worker has to load torch and the models first, which takes 8 s of one core
 MAX_WORKERS = 7  # more of them wait for memory
 
@@ -44,6 +46,15 @@ class WorkerPool:
             process.terminate()
         for process in self.processes:
             process.join()
+
+    def reporting(self, update: Update, *, before: int = 0, after: int = 0) -> Callable[[int, int], None]:
+        """Reports progress to a stage and to this pool, of whose pieces of work so many come before and after those of the stage."""
+
+        def report(done: int, of: int) -> None:
+            update(done, of)
+            self.report(before + done, before + of + after)
+
+        return report
 
     def report(self, done: int, of: int) -> None:
         """Report progress in pieces of work; starts the workers when the rest would take ``MIN_REMAINING_S``."""

@@ -80,6 +80,10 @@ class Ledger:
             raise self._error(error) from None
         self.missing([""])
 
+    def __reduce__(self) -> Any:
+        """A copy in another process is another worker of the same storage."""
+        return Ledger, (self.storage,)
+
     def _error(self, error: Exception) -> UserError:
         """An error of the storage in one line."""
         reason, cause = next(iter(str(error).splitlines()), type(error).__name__), getattr(error, "orig", None)
@@ -99,13 +103,21 @@ class Ledger:
         return reading(f"{self.name}: a record is damaged", REPAIR)
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sql.Connection]:
-        """A connection whose changes are committed together; errors of the storage, as of a full disk, are one line."""
+    def _answering(self) -> Iterator[None]:
+        """Inside the context errors of the storage, as of a full disk, are one line; also Optuna's, which uses the same database."""
         try:
-            with self._engine.begin() as connection:
-                yield connection
-        except sql.exc.SQLAlchemyError as error:
-            raise self._error(error) from None
+            yield
+        except Exception as error:
+            cause = error if isinstance(error, sql.exc.SQLAlchemyError) else error.__cause__
+            if not isinstance(cause, sql.exc.SQLAlchemyError):
+                raise
+            raise self._error(cause) from None
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sql.Connection]:
+        """A connection whose changes are committed together."""
+        with self._answering(), self._engine.begin() as connection:
+            yield connection
 
     @property
     def used_keys(self) -> dict[str, list[str]]:
@@ -152,12 +164,12 @@ class Ledger:
             return connection.execute(statement.returning(table.c.key)).first() is not None
 
     def put(self, key: str, record: Record) -> None:
-        """Write a record that this worker has claimed. A finished record is never replaced."""
+        """Write a record that this worker has claimed. A finished record is never replaced, and names no worker."""
         table = self._table
         text = json.dumps(record, allow_nan=False)
         with self._transaction() as connection:
             chosen = (table.c.key == key) & table.c.record.is_(None)
-            connection.execute(table.update().where(chosen).values(record=text, owner=self.owner))
+            connection.execute(table.update().where(chosen).values(record=text, owner=""))
 
     def work(
         self,
@@ -183,7 +195,7 @@ class Ledger:
             if mine is None:  # other workers have claimed the rest
                 time.sleep(POLL_S)
                 continue
-            with self._held(mine):
+            with self._answering(), self._held(mine):
                 self.put(mine, units[mine]())
             durations.append(time.monotonic() - began)
         if report is not None:

@@ -29,7 +29,7 @@ PANELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 def logged(log: Path) -> list[dict[str, Any]]:
     """The steps of a log in order. After a restart from a checkpoint, repeated steps replace the earlier ones."""
     steps: list[dict[str, Any]] = []
-    for record in read_lines(log):
+    for record in (line for line in read_lines(log) if {"stage", "step"} <= line.keys()):
         while steps and (steps[-1]["stage"], steps[-1]["step"]) >= (record["stage"], record["step"]):
             steps.pop()
         steps.append(record)

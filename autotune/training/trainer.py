@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import nn
 from autotune.console import Console
 from autotune.errors import UserError
 from autotune.files import append_line, content_key, sha256_of
-from autotune.modeling.loading import Dtype, save_tensors
+from autotune.modeling.loading import Dtype, check_finite, save_tensors
 from autotune.training.curve import draw_curve, expected_agreement
 from autotune.training.draft_task import DraftTask, autocast_dtype
 from autotune.training.recipe import Recipe, Stage, load_recipe
@@ -56,40 +56,47 @@ class Checkpoint:
         save_tensors(self.path, tensors, {"stage": str(stage), "step": str(step), "recipe": self.recipe_key})
 
     def position(self) -> tuple[int, int]:
-        """The (stage, step) to continue from; (0, 0) without a checkpoint.
-
-        Raises:
-            UserError: the checkpoint is damaged, or was made by another recipe.
-        """
+        """The (stage, step) to continue from; (0, 0) without a checkpoint, a ``UserError`` for a damaged or another recipe's one."""
         if not self.path.exists():
             return 0, 0
+        with self._reading(), safe_open(self.path, "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("recipe") != self.recipe_key:
+                raise UserError(
+                    f"{self.path}: the recipe or its file of examples has changed since this checkpoint; delete the checkpoint to "
+                    "start over, or restore the files"
+                )
+            return int(metadata["stage"]), int(metadata["step"])
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Inside the context the file is read, which may be damaged."""
         try:
-            with safe_open(self.path, "pt") as file:
-                metadata = file.metadata() or {}
-        except SafetensorError as error:
-            raise UserError(f"{self.path}: the checkpoint is damaged ({error}); delete it to start over") from None
-        if metadata.get("recipe") != self.recipe_key:
-            raise UserError(
-                f"{self.path}: the recipe or its file of examples has changed since this checkpoint; delete the checkpoint to "
-                "start over, or restore the files"
-            )
-        return int(metadata["stage"]), int(metadata["step"])
+            yield
+        except (SafetensorError, OSError, LookupError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{self.path}: the checkpoint is damaged ({reason}); delete it to start over") from None
 
     def load_model(self, module: nn.Module) -> None:
-        tensors = load_file(self.path).items()
-        state = {name.removeprefix("model."): tensor for name, tensor in tensors if name.startswith("model.")}
-        missing, unexpected = module.load_state_dict(state, strict=False)
-        assert not unexpected and not own_names(module) & set(missing), (missing, unexpected)
+        with self._reading():
+            check_finite(tensors := load_file(self.path), source=self.path)
+            state = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+            missing, unexpected = module.load_state_dict(state, strict=False)
+            if wrong := [*unexpected, *sorted(own_names(module) & set(missing))]:
+                raise ValueError(f"{wrong[0]} is missing, or none of the draft's")
 
     def load_optimizers(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        tensors = load_file(self.path)
         names = {parameter: name for name, parameter in module.named_parameters()}
-        for optimizer in optimizers:
-            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-                keys = {moment: f"{moment}.{names[parameter]}" for moment in MOMENTS[type(optimizer)]}
-                if all(key in tensors for key in keys.values()):
-                    state = {moment: tensors[key].to(parameter.device) for moment, key in keys.items()}
-                    optimizer.state[parameter] = state
+        with self._reading():
+            tensors = load_file(self.path)
+            for optimizer in optimizers:
+                for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+                    keys = {moment: f"{moment}.{names[parameter]}" for moment in MOMENTS[type(optimizer)]}
+                    if all(key in tensors for key in keys.values()):
+                        state = {moment: tensors[key].to(parameter.device) for moment, key in keys.items()}
+                        if any(value.ndim and value.shape != parameter.shape for value in state.values()):
+                            raise ValueError(f"moments of {names[parameter]} have another shape")
+                        optimizer.state[parameter] = state
 
 
 def own_names(module: nn.Module) -> set[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from autotune.acceptance.replay import _level_price, plain_decode_ms, replay
 from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, bounds_for, join
-from autotune.cost.request_costs import PrefillCost
+from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.table import DensePrices
 from autotune.documents.configuration import Configuration
 from autotune.documents.provenance import ModelReference
@@ -212,7 +212,8 @@ def test_replay_counts_the_rounds_of_sampled_requests(
 def test_an_answer_of_one_token_takes_no_round(traces: dict[float, Trace], workload: Workload) -> None:
     """Its prefill of the draft is not priced."""
     single = [prompt.settings.max_new_tokens for prompt in workload.prompts].index(1)
-    prices = DensePrices(np.ones(1), *[np.ones((2, 1))] * 3, 16, 1.0, 1.0, 1.0, one_ms_per_prefill())
+    overhead = Overhead(round_ms=1, level_ms=1, node_ms=1)
+    prices = DensePrices(np.ones(1), *[np.ones((2, 1))] * 3, 16, overhead, one_ms_per_prefill())
     replayed = replay(traces[1.0], ChainPolicy(), prices)
     assert replayed.rounds[single] == 0 and replayed.decode_ms[single] == 0
     assert (np.delete(replayed.draft_prefill_ms, single) == 1).all()
@@ -332,7 +333,8 @@ def prices_by_hand() -> DensePrices:
     tokens, bins = np.arange(5.0)[:, None], np.arange(6.0)[None, :]
     prefill = PrefillCost(intercept_ms=1, per_token_ms=0.5, image_ms=2, samples=[])
     draft = tokens + 0.1 * bins
-    return DensePrices(5 + bins[0], draft + 0.5, draft, 10 * tokens + bins, 4, 0.25, 0.125, 0.0625, prefill)
+    overhead = Overhead(round_ms=0.25, level_ms=0.125, node_ms=0.0625)
+    return DensePrices(5 + bins[0], draft + 0.5, draft, 10 * tokens + bins, 4, overhead, prefill)
 
 
 def test_a_chain_by_hand() -> None:

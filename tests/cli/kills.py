@@ -72,7 +72,7 @@ def kept(folder: Path) -> dict[str, str]:
 def assert_whole(folder: Path) -> None:
     """No temporary file is left, and every document can be read."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    assert not [path for path in files if path.suffix in (".tmp", ".new")]
+    assert not [path for path in files if path.suffix in (".tmp", ".new") or path.name.startswith(".tmp")]
     for path in files:
         if path.suffix == ".json":
             json.loads(path.read_text())

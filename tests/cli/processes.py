@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,11 +29,15 @@ class Done:
     stderr: str
 
 
-def start_command(*arguments: object, folder: Path, log: Path | None = None) -> BaseProcess:
-    """Start ``autotune`` with these arguments in a folder; its standard output and error go to ``log``.out and ``log``.err."""
+def start_command(
+    *arguments: object, folder: Path, log: Path | None = None, prepare: Callable[[], None] | None = None
+) -> BaseProcess:
+    """Start ``autotune`` with these arguments in a folder, after ``prepare`` there; its standard output and error go to ``log``.out and
+    ``log``.err.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    process = context.Process(target=_command, args=([*map(str, arguments)], folder, log))
+    process = context.Process(target=_command, args=([*map(str, arguments)], folder, log, prepare))
     process.start()
     return process
 
@@ -47,11 +52,13 @@ def run_command(*arguments: object, folder: Path) -> Done:
     return Done(process.exitcode, *texts)
 
 
-def _command(arguments: list[str], folder: Path, log: Path | None) -> None:
+def _command(arguments: list[str], folder: Path, log: Path | None, prepare: Callable[[], None] | None) -> None:
     os.chdir(folder)
     for descriptor, suffix in ((1, ".out"), (2, ".err")):
         file = os.open(os.devnull if log is None else log.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, descriptor)
     from autotune.cli.main import main
 
+    if prepare is not None:
+        prepare()
     main(arguments)

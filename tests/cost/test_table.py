@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.cost.request_costs import FACTOR, Overhead, PrefillCost, fit_overheads, fit_prefills
+from autotune.cost.request_costs import FACTOR, Overhead, PrefillCost, fit_costs
 from autotune.cost.table import KV_STEP, CostTable, DensePrices, ModelShape, shipped_tables
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
@@ -18,12 +18,12 @@ from tests.sample_documents import DEVICE, DRAFT, TARGET, cost_table, surface
 
 
 def fit_prefill(samples: list[tuple[int, int, float]]) -> PrefillCost:
-    (cost,) = fit_prefills([samples])
+    (cost,) = fit_costs(PrefillCost, [samples])
     return cost
 
 
 def fit_overhead(samples: list[tuple[int, int, int, int, float]]) -> Overhead:
-    (overhead,) = fit_overheads([samples])
+    (overhead,) = fit_costs(Overhead, [samples])
     return overhead
 
 
@@ -101,7 +101,7 @@ def test_prices_by_hand() -> None:
     assert prices.draft_level_ms[10, 2] == pytest.approx(0.2 + 0.01 * 10 + 0.0001 * 40)
     assert prices.draft_first_ms[10, 2] == pytest.approx(0.3 + 0.01 * 10 + 0.0001 * 40)
     assert prices.decode_ms[2] == pytest.approx(1.0 + 0.001 * 40)
-    assert (prices.overhead_round_ms, prices.overhead_level_ms, prices.overhead_node_ms) == (0.05, 0.01, 0.0)
+    assert prices.overhead == Overhead(round_ms=0.05, level_ms=0.01)
     assert prices.draft_prefill == table.drafts[0].prefill
 
 
@@ -150,7 +150,7 @@ def test_subnets_are_identified_by_their_heads() -> None:
     assert table.costs_of(whole.draft, Subnet(heads=0.5, injection_layer=9)) == half
     assert table.costs_of(whole.draft, Subnet(heads=(0.5, 0.5, 0.5))) == half
     with pytest.raises(
-        UserError, match=r"with these weights and heads 0\.25; it has: .*, .* \(heads 0\.5\); measure that"
+        UserError, match=r"with these weights and heads=0\.25; it has: [^ ,]+, [^ ,]+ heads-0\.5; measure that"
     ):
         table.costs_of(whole.draft, Subnet(heads=0.25))
 
@@ -191,7 +191,7 @@ def test_drafts_with_few_samples_have_the_overhead_of_the_others() -> None:
     usual = [(*counts, ms * float(np.exp(rng.normal(0, 0.3)))) for counts, ms in zip(runs, exact, strict=True)]
     slow = [(*runs[4], 3 * exact[4])]
     twice = [(*row[:4], 2 * row[4]) for row in usual]
-    known, other, slower = fit_overheads([usual, slow, twice])
+    known, other, slower = fit_costs(Overhead, [usual, slow, twice])
     assert known.round_ms < slower.round_ms < 2.1 * known.round_ms
     assert known.round_ms < other.round_ms < 0.9 * 3 * known.round_ms
     assert known.uncertainty is not None and other.uncertainty is not None
@@ -202,7 +202,7 @@ def test_subnets_share_the_line_of_a_prefill() -> None:
     """Two prompts tell the scale of a subnet, not its own intercept."""
     whole = [(n, 0, 2.0 + 0.02 * n) for n in (50, 100, 150, 200) for _ in range(3)]
     half = [(n, 0, 0.7 * (2.0 + 0.02 * n)) for n in (100, 150) for _ in range(3)]
-    both = fit_prefills([whole, half])
+    both = fit_costs(PrefillCost, [whole, half])
     assert both[1].per_token_ms / both[0].per_token_ms == pytest.approx(both[1].intercept_ms / both[0].intercept_ms)
     assert both[1].per_token_ms == pytest.approx(0.7 * 0.02, rel=0.05)
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import resource
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -265,11 +269,37 @@ def test_weights_that_do_not_fit_the_disk_are_one_line(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(
-            UserError, match=r"model.safetensors: cannot be written \(.*large.*\); free some space, and run"
-        ):
+        with pytest.raises(UserError, match=r"model.safetensors: cannot be written \(File too large\); choose another"):
             save_tensors(path, {"a": torch.zeros(10_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
     assert torch.equal(load_file(path)["a"], weights["a"])
+
+
+def test_weights_are_written_as_other_files_are(tmp_path: Path) -> None:
+    """With the umask's permissions and then their own, through links; safetensors would leave them to their owner alone."""
+    path, link, before = tmp_path / "model.safetensors", tmp_path / "link.safetensors", os.umask(0o027)
+    link.symlink_to(path.name)
+    try:
+        for mode in (0o640, 0o604):
+            save_tensors(link, {"a": torch.full([3], float(mode))}, {"format": "pt"})
+            assert path.stat().st_mode & 0o777 == mode and link.is_symlink()
+            assert load_file(path)["a"].tolist() == [mode] * 3
+            path.chmod(0o604)
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.nightly
+def test_a_process_that_is_killed_while_it_writes_weights_leaves_nothing(tmp_path: Path) -> None:
+    """At three moments; safetensors writes a temporary file of its own."""
+    program = "import sys, torch; from pathlib import Path; from autotune.modeling.loading import save_tensors; "
+    program += "weights = {'a': torch.zeros(20_000_000)}; print('ready', flush=True); [save_tensors(Path(sys.argv[1]), weights) for _ in range(99)]"
+    for turn in range(3):
+        process = subprocess.Popen([sys.executable, "-c", program, tmp_path / "a.safetensors"], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        time.sleep(0.05 + 0.03 * turn)
+        process.kill()
+        process.communicate()
+        assert {file.name for file in tmp_path.iterdir()} <= {"a.safetensors"}

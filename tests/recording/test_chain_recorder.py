@@ -18,7 +18,6 @@ from autotune.recording import chain_recorder
 from autotune.recording.chain_recorder import chain_traces
 from autotune.recording.recorder import Recorder
 from autotune.search.model_pool import ModelPool
-from autotune.search.traces import record_trace
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.static import NO_TOKEN
 from autotune.workloads.workload import Workload, load_workload
@@ -87,7 +86,7 @@ def test_chains_of_all_subnets_equal_those_recorded_one_by_one(
         subnets = [Subnet(heads=shares, injection_layer=layer, visual_keep=keep) for shares in SHARES]
         together = chain_traces(recorder, draft, model_pool.references[name], workload, subnets, BOUNDS)
         for subnet, found in zip(subnets, together, strict=True):
-            alone = record_trace(model_pool, recorder, (name, subnet), workload, BOUNDS)
+            alone = model_pool.trace(recorder, (name, subnet), workload, BOUNDS)
             assert found.header.model_copy(update={"provenance": alone.header.provenance}) == alone.header
             for field in ("answer_start", "prompt_length", "draft_prompt_length", "num_visual_tokens"):
                 np.testing.assert_array_equal(getattr(found, field), getattr(alone, field))
@@ -109,7 +108,7 @@ def test_probabilities_equal_those_recorded_one_by_one(
     together = chain_traces(recorder, draft, model_pool.references[name], workload, subnets, BOUNDS)
     compared = 0
     for subnet, found in zip(subnets, together, strict=True):
-        alone = record_trace(model_pool, recorder, (name, subnet), workload, BOUNDS)
+        alone = model_pool.trace(recorder, (name, subnet), workload, BOUNDS)
         _, _, ours = found.roots()
         _, _, theirs = alone.roots()
         while len(ours):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.retrieval import RetrievalDraft
@@ -242,6 +243,49 @@ def test_decoders_that_share_a_draft_take_turns(pair: Pair, prompts: dict[str, I
         for decoder in (*decoders, *reversed(decoders)):
             out = decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS)
             assert torch.equal(out.sequences, greedy("image")) and out.stats.rounds < NEW_TOKENS
+
+
+def hooks_of(model: Any) -> int:
+    return sum(len(part._forward_pre_hooks) + len(part._forward_hooks) for part in model.modules())
+
+
+def test_between_two_tokens_and_after_an_error_in_any_layer_the_model_is_the_user_s(
+    pair: Pair, prompts: dict[str, Inputs], greedy: Greedy
+) -> None:
+    """No attention is swapped and no hook is left while a stream waits; an error at any call of a layer leaves nothing either."""
+    draft = agreeing_draft("dream", Target(pair.target), injection_layer=4)
+    decoder = Decoder(model := pair.target, draft, tree=TREES["sage"], visual_keep=0.5)
+    text, inputs = decoder.target.text, prompts["image"]
+    before = model.config.to_dict(), text.config._attn_implementation, hooks_of(model), sorted(ALL_ATTENTION_FUNCTIONS)
+
+    def state() -> Any:
+        return (
+            model.config.to_dict(),
+            text.config._attn_implementation,
+            hooks_of(model),
+            sorted(ALL_ATTENTION_FUNCTIONS),
+        )
+
+    stream = decoder.stream(**inputs, max_new_tokens=NEW_TOKENS)
+    for number, _ in enumerate(stream):
+        assert state() == before
+        if number % 10 == 3:
+            own = model(input_ids=prompts["text"]["input_ids"]).logits
+            assert own.isfinite().all() and state() == before
+    for part in (text.layers[0], text.layers[-1], text.module, draft.network):
+        for number in range(3):
+            left = iter(range(number))
+
+            def fail(*_: Any, left: Any = left) -> None:
+                if next(left, None) is None:
+                    raise ZeroDivisionError
+
+            handle = part.register_forward_pre_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                decoder.generate(**inputs, max_new_tokens=NEW_TOKENS)
+            handle.remove()
+            assert state() == before
+            assert torch.equal(decoder.generate(**inputs, max_new_tokens=NEW_TOKENS).sequences, greedy("image"))
 
 
 # ----------------------------------------------------------------------------------------------------------- streaming

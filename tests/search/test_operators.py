@@ -19,7 +19,6 @@ from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import narrowed_space
 from autotune.search.settings import SearchSettings
 from autotune.search.space import SearchSpace, load_space
-from autotune.search.traces import record_trace
 from autotune.trees.chain import ChainPolicy
 from autotune.workloads.workload import load_workload
 from tests.drafters.test_feature_draft import agreeing_draft
@@ -129,7 +128,7 @@ def test_traces_record_the_operator(model_pool: ModelPool, tmp_path: Path) -> No
     traces = {}
     for operator in ("convolve", "text_only"):
         subnet = Subnet(operator=operator)
-        trace = record_trace(model_pool, recorder, (specvlm, subnet), prompts, bounds_for([ChainPolicy(depth=2)]))
+        trace = model_pool.trace(recorder, (specvlm, subnet), prompts, bounds_for([ChainPolicy(depth=2)]))
         assert trace.header.subnet.operator == operator
         traces[operator] = trace
     lengths = {name: int(trace.draft_prompt_length[0]) for name, trace in traces.items()}

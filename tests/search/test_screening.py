@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from autotune.acceptance.trace import ForestBounds
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.subnet import Subnet
@@ -26,10 +26,10 @@ from autotune.search import screening
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
 from autotune.search.model_pool import _run_task as run_worker
-from autotune.search.screening import DEPTHS, MAX_TOGETHER, print_screened, screen, screen_in_worker, survivors
+from autotune.search.screening import DEPTHS, MAX_TOGETHER, print_screened, screen, screen_units, survivors
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.thresholds import MIN_TRACED_PROMPTS
-from autotune.search.traces import Recording, record_in_worker, record_trace, record_traces
+from autotune.search.traces import Recording, record_in_worker, record_traces
 from autotune.search.worker_pool import MAX_WORKERS
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet, record_of
@@ -152,15 +152,17 @@ def test_screening_resumes_from_its_records(
     assert sorted(map(len, groups)) == [1, 1] + [2] * ((len(variants) - 2) // 2)
     recorded: list[Subnet] = []
 
+    trace = ModelPool.trace
+
     def alone(pool: ModelPool, recorder: Recorder, variant: Any, *args: Any) -> Any:
         recorded.append(variant)
-        return record_trace(pool, recorder, variant, *args)
+        return trace(pool, recorder, variant, *args)
 
     def together(recorder: Recorder, draft: Any, reference: Any, prompts: Any, subnets: Any, bounds: Any) -> Any:
         recorded.extend((reference.id, subnet) for subnet in subnets)
         return chain_traces(recorder, draft, reference, prompts, subnets, bounds)
 
-    monkeypatch.setattr(screening, "record_trace", alone)
+    monkeypatch.setattr(ModelPool, "trace", alone)
     monkeypatch.setattr(screening, "chain_traces", together)
     ledger = Ledger(tmp_path / "ledger.sqlite")
     some = [variant for group in groups[:3] for variant in group]
@@ -235,10 +237,11 @@ def test_records_of_workers_are_reused(
     variants = model_pool.subnets(SearchSpace.model_validate(GRID))
     threads = torch.get_num_threads()
     try:
-        work = tmp_path / "ledger.sqlite", (variants, table, workload, tmp_path), (math.inf, math.inf, 1)
-        run_worker(1, model_pool.arguments, threads, 1, screen_in_worker, *work)
-        recording = variants[:3], workload, tmp_path, ForestBounds()
-        run_worker(1, model_pool.arguments, threads, 1, record_in_worker, *recording)
+        ledger = pickle.loads(pickle.dumps(Ledger(tmp_path / "ledger.sqlite")))
+        work = ledger, (variants, table, workload, tmp_path), (math.inf, math.inf, 1)
+        run_worker(1, model_pool.arguments, threads, 1, screen_units, *work)
+        recording = {"variants": variants[:3], "workload": workload, "folder": tmp_path}
+        run_worker(1, model_pool.arguments, threads, 1, record_in_worker, recording)
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setattr("autotune.recording.recorder.record_forest", lambda *_: pytest.fail("recorded twice"))
@@ -291,7 +294,7 @@ def test_recording_begins_nothing_that_would_end_late(
     monkeypatch.setattr("autotune.search.traces.time", clock)
     for deadline, limit, count in ((60.0, 90.0, 12), (15.0, 90.0, MIN_TRACED_PROMPTS), (15.0, 29.0, 4), (0.0, 0.0, 2)):
         clock.now = 0.0
-        recording = Recording(model_pool, 0, [], many, tmp_path, ForestBounds(), 2, limit=limit)
+        recording = Recording(model_pool, [], many, tmp_path, num_processes=2, limit=limit)
         done = recording.record(many, 2, deadline, lambda _: setattr(clock, "now", clock.now + 10.0))
         assert done == count, (deadline, limit)
         assert clock.now <= max(deadline, limit, 10.0)
@@ -302,7 +305,7 @@ def test_every_prompt_is_recorded_by_one_process(model_pool: ModelPool, workload
     many = Workload("x", "tune", tuple(replace(p, name=f"{n}") for n in range(12) for p in workload.prompts))
     made: list[list[str]] = []
     for rank in range(3):
-        recording = Recording(model_pool, rank, [], many, tmp_path, ForestBounds(), 3)
+        recording = Recording(model_pool, [], many, tmp_path, rank=rank, num_processes=3)
         parts: list[str] = []
         recording.record(many, 2, math.inf, lambda part, parts=parts: parts.extend(p.name for p in part.prompts))
         made.append(parts)

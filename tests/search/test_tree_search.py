@@ -164,7 +164,13 @@ def test_search_resumes_from_its_records(tmp_path: Path, monkeypatch: pytest.Mon
     """After 50 trials, a search with 120 trials draws 70."""
     drawn: list[dict[str, Any]] = []
     suggest = SearchSpace.suggest
-    monkeypatch.setattr(SearchSpace, "suggest", lambda self, *a: (drawn.append(suggest(self, *a)), drawn[-1])[1])
+
+    def counted(self: SearchSpace, trial: Any, policies: list[str]) -> dict[str, Any]:
+        tree = suggest(self, trial, policies)
+        drawn.extend([tree] if isinstance(trial, optuna.Trial) else ())  # the others are of the sweeps
+        return tree
+
+    monkeypatch.setattr(SearchSpace, "suggest", counted)
     first = search(evaluator(), LARGE, tmp_path / "l", num_trials=50)
     assert len(drawn) == 50
     second = search(evaluator(), LARGE, tmp_path / "l", num_trials=120)

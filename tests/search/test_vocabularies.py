@@ -23,7 +23,6 @@ from autotune.search.pipeline import narrowed_space
 from autotune.search.screening import _recorded_together
 from autotune.search.settings import SearchSettings
 from autotune.search.space import SearchSpace
-from autotune.search.traces import record_trace
 from autotune.workloads.workload import Workload, load_workload
 from tests.drafters.test_feature_draft import KINDS, agreeing_draft
 from tests.sample_documents import cost_table, write_image, write_workload
@@ -125,7 +124,7 @@ def test_a_space_lists_vocabularies_of_drafts_that_know_frequencies(
     assert [len({subnet.vocabulary for _, subnet in group}) for group in groups] == [1, 1]
     recorder = pool.recorder(tmp_path)
     bounds = ForestBounds(depth=2, num_proposals=3)
-    trace = record_trace(pool, recorder, (star, Subnet(vocabulary=SHARE)), workload, bounds)
+    trace = pool.trace(recorder, (star, Subnet(vocabulary=SHARE)), workload, bounds)
     proposed = trace.forest.child_token[trace.forest.child_logprob > -np.inf]
     assert trace.header.subnet.vocabulary == SHARE and len(proposed) > 0 and (proposed % 2 == 1).all()
 
@@ -138,7 +137,7 @@ def test_a_cost_table_prices_vocabularies_apart() -> None:
     assert both.costs_of(whole.draft, Subnet(vocabulary=SHARE)) is cut
     assert both.costs_of(whole.draft) is whole
     assert cut.name == f"{whole.name} vocabulary-0.5"
-    with pytest.raises(UserError, match=r"and vocabulary 0\.25; it has: .*; measure that draft first"):
+    with pytest.raises(UserError, match=r"and vocabulary=0\.25; it has: .*; measure that draft first"):
         both.costs_of(whole.draft, Subnet(vocabulary=0.25))
 
 

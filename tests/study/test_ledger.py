@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import sqlalchemy
 
 from autotune.errors import UserError
 from autotune.study import ledger as module
@@ -270,8 +272,41 @@ def test_a_damaged_owner_is_one_that_lives(owner: str, tmp_path: Path) -> None:
 
 
 def test_a_ledger_names_no_machine(tmp_path: Path) -> None:
-    assert Ledger(path := tmp_path / "ledger.sqlite").claim("a", "squares")
+    """The record of a finished unit names no process either."""
+    path = tmp_path / "ledger.sqlite"
+    assert Ledger(path).claim("a", "squares")
     assert socket.gethostname().encode() not in path.read_bytes()
+    (ledger := Ledger(path)).work("squares", {"b": lambda: {"square": 1}})
+    with ledger._engine.begin() as connection:
+        owners = dict(connection.exec_driver_sql("select key, owner from autotune_ledger").tuples().all())
+    assert owners["b"] == "" and str(os.getpid()) in owners["a"]
+
+
+def test_a_storage_that_is_lost_during_the_work_is_one_line(tmp_path: Path) -> None:
+    """Its file, or the database while Optuna writes its trials."""
+    ledger = Ledger(path := tmp_path / "ledger.sqlite")
+
+    def lose_file() -> dict[str, int]:
+        path.unlink()
+        return {"square": 1}
+
+    def lose_optuna() -> dict[str, int]:
+        raise RuntimeError("during the commit") from sqlalchemy.exc.OperationalError("insert", {}, Exception("gone"))
+
+    with pytest.raises(UserError, match=r"the storage does not answer .*gone.*; .*run the same command to continue"):
+        ledger.work("squares", {"b": lose_optuna})
+    with pytest.raises(UserError, match=r"the storage cannot be used .*; .*, and run the same command to continue"):
+        ledger.work("squares", {"a": lose_file})
+
+
+def test_a_clock_that_is_set_during_the_work_loses_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at it is a day early, right or a day late. Two workers may compute a record twice; the first one stays."""
+    monkeypatch.setitem(module.NOW, "sqlite", f"{module.NOW['sqlite']} + (random() % 2) * 86400.0")
+    units = {f"unit-{number}": lambda number=number: {"square": number**2} for number in range(40)}
+    ledgers = [Ledger(tmp_path / "ledger.sqlite") for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda ledger: ledger.work("squares", units), ledgers))
+    assert found[0] == found[1] == {key: unit() for key, unit in units.items()}
 
 
 def test_an_incomplete_line_of_the_journal_is_cut_before_another_is_added(tmp_path: Path) -> None:

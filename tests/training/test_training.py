@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save
+from safetensors import safe_open
+from safetensors.torch import load_file, save, save_file
 from transformers import AutoModelForImageTextToText
 
 from autotune.drafters.checkpoint import load_draft
@@ -32,11 +33,12 @@ from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.training import trainer
+from autotune.training.curve import logged
 from autotune.training.draft_task import DraftTask
 from autotune.training.examples import Example
 from autotune.training.recipe import Stage, load_recipe
 from autotune.training.teacher import Teacher, TeacherBatches
-from autotune.training.trainer import make_optimizers, train
+from autotune.training.trainer import Checkpoint, make_optimizers, train
 from tests.obvious import refused
 from tests.tiny_models import TARGET_LAYERS, Inputs, Pair
 from tests.training.conftest import SIZES, STAGE, write_examples, write_recipe
@@ -302,6 +304,41 @@ def test_a_damaged_checkpoint_is_one_line(recipe: Callable[..., Path]) -> None:
         with pytest.raises(UserError, match=rf"state.safetensors: .*{message}") as caught:
             train(path, output=folder)
         assert "\n" not in str(caught.value)
+    checkpoint.write_bytes(whole)
+    with safe_open(checkpoint, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(checkpoint)
+    first = next(name for name in tensors if name.startswith("model.") and tensors[name].ndim == 2)
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({first: None}, {}, rf"damaged \({first[6:]} is missing"),
+        ({first: torch.zeros(3)}, {}, "damaged .*size mismatch"),
+        ({first: tensors[first] * torch.nan}, {}, f"the weights {first} are not finite; restore the file"),
+        ({"model.x": torch.zeros(1)}, {}, r"damaged \(x is missing, or none of the draft's\); delete it to start over"),
+        ({}, {"stage": "x"}, "damaged .*; delete it to start over"),
+        ({}, {"step": None}, "damaged .*; delete it to start over"),
+    ]
+    for change, told, message in cases:
+        changed = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+        save_file(changed, checkpoint, {name: value for name, value in (metadata | told).items() if value is not None})
+        with pytest.raises(UserError, match=rf"state.safetensors: .*{message}"):
+            train(path, output=folder)
+
+
+def test_moments_of_another_network_are_refused(tmp_path: Path) -> None:
+    module, other = (torch.nn.Linear(size, 2) for size in (3, 4))
+    checkpoint, optimizers = Checkpoint(tmp_path / "a.safetensors", "key"), [torch.optim.AdamW(module.parameters())]
+    module(torch.ones(1, 3)).sum().backward()
+    optimizers[0].step()
+    checkpoint.save(module, optimizers, 0, 1)
+    checkpoint.load_optimizers(module, [torch.optim.AdamW(module.parameters())])
+    with pytest.raises(UserError, match=r"damaged \(moments of weight have another shape\); delete it to start over"):
+        checkpoint.load_optimizers(other, [torch.optim.AdamW(other.parameters())])
+
+
+def test_lines_of_a_log_without_a_step_are_no_steps(tmp_path: Path) -> None:
+    lines = '{"loss": 1.0}\n{"stage": 0, "step": 25, "loss": 2.0}\n{"stage": 0}\n'
+    (tmp_path / "training.jsonl").write_text(lines)
+    assert [record["loss"] for record in logged(tmp_path / "training.jsonl")] == [2.0]
 
 
 def test_answers_and_training_are_announced(recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

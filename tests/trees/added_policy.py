@@ -13,14 +13,13 @@ from pathlib import Path
 from transformers import AutoProcessor
 
 from autotune.acceptance.replay import replay
-from autotune.acceptance.trace import bounds_for
 from autotune.drafters.independent import IndependentDraft
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.prediction.evaluator import Evaluator
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
-from autotune.search.space import largest_policies, load_space
+from autotune.search.space import bounds_of, load_space
 from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger
 from autotune.trees.policy import parse_policy
@@ -43,7 +42,7 @@ def main(folder: Path, tree: dict[str, object], space_path: str) -> None:
     workload = load_workload(str(write_workload(folder, lines)), "tune")
     policy, space = parse_policy(tree), load_space(space_path)
     recorder = Recorder(target, reference(str(pair.target_folder)), processor, folder / "records")
-    bounds = bounds_for([policy, *largest_policies(space)])
+    bounds = bounds_of(space)
     trace = recorder.trace(draft, draft_reference, workload, visual_keep=1.0, bounds=bounds)
 
     replayed = replay(trace, policy, free_prices())
