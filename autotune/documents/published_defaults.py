@@ -1,4 +1,4 @@
-"""Settings that papers and engines publish as their defaults, variants that papers compare with, and their configurations."""
+"""Settings that papers and engines publish as their defaults, variants of them, and their configurations."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ ABLATIONS: dict[str, PublishedDefault] = {
         for name, threshold in {"wetap-lossy": 1.0, "wetap-lossy-0.5": 0.5, "wetap-lossy-0.1": 0.1}.items()
     },
 }
-"""Variants of a paper's default that the paper compares it with."""
+"""Variants of a paper's default: those that the paper compares it with, and those with its own lossy acceptance."""
 
 
 def _configuration(published: PublishedDefault) -> Configuration:

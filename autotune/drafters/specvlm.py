@@ -1,5 +1,6 @@
 """``specvlm``: one block over embeddings fused with the inputs of the target's head, as in EAGLE-2, with normalized
-inputs; an elastic compressor shortens the visual tokens (SpecVLM, sections 3.3 and 3.4).
+inputs; an elastic compressor shortens the visual tokens (SpecVLM, sections 3.3 and 3.4). Unlike the paper's decoder layer,
+attention and MLP of the block run in parallel (``blocks.py``).
 """
 
 from __future__ import annotations
