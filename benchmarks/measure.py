@@ -291,7 +291,9 @@ def peers(pair: str | None, again: bool, prompts: int, engines: tuple[tuple[str,
         if is_there(f"peers-{name}", again):
             continue
         folder = study_of(name)
-        arguments = [searches.PROFILE, "--prompts", f"{prompts}"]
+        arguments, search = [searches.PROFILE, "--prompts", f"{prompts}"], SEARCHES[name]
+        if "--workload" in search:  # a profile keeps the name alone
+            arguments += ["--workload", search[search.index("--workload") + 1]]
         for engine, model, command in engines:
             arguments += ["--engine", engine, str(Path(model).absolute()), command]
         if again or not (folder / "peers.json").exists():
