@@ -83,6 +83,7 @@ def searched(condition: str, arguments: tuple[str, ...], log: Path | None) -> di
     measured = point.measured.speedup if point.measured else float("nan")
     return {
         "condition": condition,
+        "arguments": " ".join(arguments),
         "seconds": seconds,
         "of budget": seconds - float(loading[1] if loading else 0),
         "finalists": sum(arm.startswith("finalist ") for arm in arms),
@@ -118,7 +119,7 @@ def main(conditions: tuple[str, ...], results: Path | None) -> None:
                 file.write(json.dumps(rows[-1]) + "\n")
     frame = pd.DataFrame(rows)
     frame["absolute error"] = frame.error.abs()
-    click.echo(frame.round(3).to_string(index=False))
+    click.echo(frame.drop(columns="arguments").round(3).to_string(index=False))
     columns = ["predicted", "measured", "absolute error", "tuned", "over default", "prompts", "of budget"]
     medians = frame.groupby("condition", sort=False)[columns].agg(lambda values: float(np.median(values)))
     click.echo(medians.round(3).to_string())

@@ -5,6 +5,7 @@ Leave the machine alone meanwhile. A set that is there is skipped unless ``--aga
 
     python -m benchmarks.measure all                        # make results: about two hours for both pairs, without dimensions
     python -m benchmarks.measure default-searches           # 7 minutes a search of digits, 12 of smollm2; --repeats 5 for the spread
+    python -m benchmarks.measure repeated-searches FILE ... # a second: collects what default_searches.py has written
     python -m benchmarks.measure steps                      # 3 minutes a pair
     python -m benchmarks.measure predictions                # 15 minutes a pair, after its default search
     python -m benchmarks.measure peers                      # 10 minutes a pair, after its default search
@@ -33,6 +34,7 @@ import click
 
 from autotune.documents.contention import Contention
 from autotune.documents.engine_profile import EngineProfile
+from autotune.files import read_lines
 from autotune.serving.engines import ENGINES
 from benchmarks.evidence import searches
 from benchmarks.evidence.result import RESULTS, ROOT, WORK, Result, Rows, load_result, path_of, stamped
@@ -162,6 +164,45 @@ def save_search(name: str, command: str, samples: dict[str, Rows], folder: Path,
             values=searches.values_of(samples),
         )
     )
+
+
+@main.command("repeated-searches")
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+def repeated_searches(files: tuple[Path, ...]) -> None:
+    """Collect searches of digits beside other processes, from FILES that ``benchmarks/default_searches.py --results`` has written."""
+    samples = {"searches": [row for file in files for row in read_lines(file)]}
+    minutes = round(sum(row["seconds"] for row in samples["searches"]) / 60, 1)
+    command = "python benchmarks/default_searches.py CONDITION ... --results FILE"
+    values = repeated_values(samples)
+    write(stamped("repeated-searches-digits", command=command, minutes=minutes, samples=samples, values=values))
+
+
+DISTURBED = {
+    "quiet": "quiet",
+    "busy": "one core busy half of the time",
+    "burning": "one core busy all the time",
+    "bursts": "three processes in bursts while the cost table was measured",
+}
+"""Conditions of ``benchmarks/default_searches.py``."""
+
+
+def repeated_values(samples: dict[str, Rows]) -> dict[str, Rows]:
+    """Speedups by condition, and predictions of the winners."""
+    found: dict[str, Rows] = {}
+    for row in samples["searches"]:
+        found.setdefault(" ".join([DISTURBED[row["condition"]], row["arguments"]]).strip(), []).append(row)
+    columns = {"tuned": "tuned", "over_default": "over default", "prompts": "prompts", "budget_s": "of budget"}
+    return {
+        "searches": [
+            {"condition": name, **{key: [round(row[column], 2) for row in rows] for key, column in columns.items()}}
+            for name, rows in found.items()
+        ],
+        "predictions": [
+            {"label": name, **{key: round(row[key], 4) for key in ("predicted", "measured", "error")}}
+            for name, rows in found.items()
+            for row in rows
+        ],
+    }
 
 
 @main.command()
@@ -489,6 +530,7 @@ def derived(result: Result) -> dict[str, Rows] | None:
     """The values that a result's samples give; None for those without samples."""
     derive: dict[str, Callable[[dict[str, Rows]], dict[str, Rows]]] = {
         "default-search": searches.values_of,
+        "repeated-searches": repeated_values,
         "steps": step_values,
         "predictions": prediction_values,
         "peers": peer_values,

@@ -94,7 +94,7 @@ def test_a_set_that_is_there_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_pat
     for arguments in (["default-searches", "--pair", "digits"], ["steps", "--pair", "digits"]):
         done = CliRunner().invoke(measure.main, arguments)
         assert done.exit_code == 0 and "skipped; --again" in done.output, done.output
-    assert RESULTS["repeated-searches"].source == "diary" and not measure.is_there("repeated-searches", again=False)
+    assert RESULTS["dimensions-digits"].source == "diary" and not measure.is_there("dimensions-digits", again=False)
 
 
 def test_acceptance_is_that_of_the_drafts_present_weights() -> None:

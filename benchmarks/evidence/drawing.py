@@ -128,7 +128,7 @@ def predictions(results: Results) -> Figure:
         for kind, label in (
             ("default-search", "finalists, winner"),
             ("predictions", "random trees"),
-            ("search-predictions", "winners, diary"),
+            ("repeated-searches", "winners of repeated searches"),
         ):
             if f"{kind}-{pair}" in results:
                 groups[f"{pair}: {label}"] = results[f"{kind}-{pair}"].values["predictions"]
@@ -277,7 +277,7 @@ PICTURES: dict[str, Picture] = {
     "predictions": Picture(
         predictions,
         lambda results: "Predicted against measured speedups; a band shows where both differ by less than 10 %.",
-        _named("default-search", "predictions", "search-predictions"),
+        _named("default-search", "predictions", "repeated-searches"),
     ),
     "steps": Picture(
         steps,

@@ -23,6 +23,10 @@ PEERS = {
     "hf-prompt-lookup": "transformers' prompt lookup",
     "flashspec-lookup": "flashspec 0.3.1, prompt lookup",
     "flashspec": "flashspec 0.3.1, its default strategy",
+    "llama.cpp": "llama.cpp b11434, quantized weights (Q4_1)",
+    "llama.cpp --spec-default ngram-mod(24,48,64)": "llama.cpp b11434, Q4_1, `--spec-default`",
+    "vllm": "vLLM 0.32.0, bfloat16",
+    "vllm documented ngram(4,4,5)": "vLLM 0.32.0, bfloat16, the n-grams of its documentation",
 }
 QUIET_CORES = 0.15
 """Cores that other processes may use on a machine that is called quiet."""
@@ -118,10 +122,11 @@ def spread(results: Results) -> str:
         span = f"{summary['smallest']:.2f}x to {summary['largest']:.2f}x"
         over = f"{summary['smallest_over_default']:.2f}x to {summary['largest_over_default']:.2f}x"
         rows.append([f"`{pair}`, {result.machine}", condition(result), f"{summary['searches']}", span, over])
-    for row in results["repeated-searches"].values["searches"] if "repeated-searches" in results else ():
-        tuned, over = row["tuned"], row["over_default"]
-        cells = [f"{min(values):.2f}x to {max(values):.2f}x" for values in (tuned, over)]
-        rows.append([f"`{row['pair']}`, {row['machine']}", row["condition"], str(len(tuned)), *cells])
+    for pair in pairs_with(results, "repeated-searches"):
+        result = results[f"repeated-searches-{pair}"]
+        for row in result.values["searches"]:
+            cells = [f"{min(row[key]):.2f}x to {max(row[key]):.2f}x" for key in ("tuned", "over_default")]
+            rows.append([f"`{pair}`, {result.machine}", row["condition"], str(len(row["tuned"])), *cells])
     return table(["pair, machine", "condition", "searches", "tuned over plain decoding", "over the best default"], rows)
 
 
@@ -157,7 +162,7 @@ def prediction_errors(results: Results) -> str:
 DESCRIBED = {
     "default-search": "finalists (before their rounds) and winner of default searches",
     "predictions": "random configurations of every policy",
-    "search-predictions": "winners of six default searches (diary)",
+    "repeated-searches": "winners of searches beside other processes",
 }
 
 
