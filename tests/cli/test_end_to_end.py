@@ -79,7 +79,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     assert header.workload_sha256 == load_workload(workload[1], "tune").sampled(0.0).cut(4, 5).sha256
     assert header.visual_input == "placeholders"
 
-    small = ["--space", "small.yaml", "--trials", "8", "--budget", "8s"]
+    small = ["--space", "small.yaml", "--trials", "8", "--budget", "20s"]
     profile = stage("search", *models, *workload, *small, "-o", "profile.json", "--table", "trials.csv")
     assert {"speedup", "policy", "d_max"} <= set(pd.read_csv(tmp_path / "trials.csv").columns)
     assert profile == json.loads((tmp_path / "profile.json").read_text())
