@@ -130,6 +130,7 @@ def load_model(
         UserError: transformers cannot load it or read its packed weights, it does not fit on the device, it is quantized and
             cannot run there, or it cannot run in ``dtype``.
     """
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GgufConfig
     from transformers.utils import logging
 
@@ -156,7 +157,8 @@ def load_model(
                     "quantization_config"
                 )
             check_room(device, {"weights": _weight_bytes(factory, config, options)}, what=name, advice=advice)
-            model = factory.from_config(config, dtype=options.get("dtype", config.dtype)).to(device)
+            with torch.device(device):  # a processor takes minutes for billions of weights
+                model = factory.from_config(config, dtype=options.get("dtype", config.dtype)).to(device)
         else:
             files = [*Path(source).glob("*.safetensors")]  # none of an id
             weights = sum(path.stat().st_size for path in files)
@@ -283,10 +285,8 @@ def check_finite(tensors: Mapping[str, Any], *, source: object) -> None:
         names = [name for name, value in sums.items() if value.device == device]
         is_finite = torch.stack([sums[name] for name in names]).isfinite().tolist()
         if not all(is_finite):
-            name = names[is_finite.index(False)]
-            raise UserError(
-                f"{source}: the weights {name} are not finite; restore the file, or load another checkpoint"
-            )
+            damaged = f"{source}: the weights {names[is_finite.index(False)]} are not finite"
+            raise UserError(f"{damaged}; restore the file, or load another checkpoint")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None = None) -> None:

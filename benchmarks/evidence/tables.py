@@ -253,6 +253,65 @@ def engines(results: Results) -> str:
     return table(columns, rows) if rows else NOT_YET
 
 
+def gpu(results: Results) -> str:
+    """The search of SmolLM2 on a GPU: its arms on held-out prompts."""
+    rows = [
+        [
+            f"**{row['arm']}**" if row["arm"] == "tuned" else PEERS.get(row["arm"], f"`{row['arm']}`"),
+            f"{row['predicted']:.2f}x" if row["predicted"] else "-",
+            with_interval(row),
+            f"{row['tokens_per_round']:.2f}",
+            f"{row['tokens_per_second']}",
+            row["same_output"],
+        ]
+        for row in results["gpu-h100"].values["arms"]
+    ]
+    return table(["decoded by", "predicted", "measured", "M", "tokens/s", "same output"], rows)
+
+
+def gpu_tasks(results: Results) -> str:
+    """The same by task."""
+    rows = [
+        [
+            row["task"],
+            with_interval(row),
+            f"{row['over_default']:.2f}x ({row['over_low']:.2f}-{row['over_high']:.2f})",
+            f"{row['prompts']}",
+        ]
+        for row in results["gpu-h100"].values["tasks"]
+    ]
+    return table(["task", "over plain decoding", "over `sage`, the best published default", "prompts"], rows)
+
+
+def gpu_rounds(results: Results) -> str:
+    """Times of rounds on a GPU."""
+    times = ("eager_ms", "captured_ms", "sampled_ms", "nucleus_ms")
+    plain = {
+        row["target"]: row["captured_ms"] for row in results["gpu-h100"].values["rounds"] if row["tree"] == "plain"
+    }
+    rows = [
+        [
+            row["target"],
+            "plain step" if row["tree"] == "plain" else f"`{row['tree']}`",
+            f"{row['levels']:.1f}, {row['nodes']:.0f}",
+            *(f"{row[name]:.1f}" for name in times),
+            f"{row['captured_ms'] / plain[row['target']]:.2f}",
+        ]
+        for row in results["gpu-h100"].values["rounds"]
+    ]
+    columns = [
+        "target",
+        "round",
+        "levels, nodes",
+        "eager, ms",
+        "captured, ms",
+        "T = 1",
+        "T = 1, top-p 0.9",
+        "plain steps",
+    ]
+    return table(columns, rows)
+
+
 def coverage(results: Results) -> str:
     """What is measured, estimated and neither, by device, mode and kind of model."""
     kinds = {"vision-language": "digits", "text": "smollm2"}
@@ -261,6 +320,14 @@ def coverage(results: Results) -> str:
     gpus = len(list((ROOT / "profiles" / "devices").glob("*.yaml")))
     rows = [
         ["CPU, Linux", "`eager`", *cpu, "neither", "neither"],
+        [
+            "NVIDIA H100",
+            "`cuda-graph`, `eager`",
+            "**measured**",
+            "steps measured, weights at random",
+            "neither",
+            "neither",
+        ],
         [
             f"{gpus} GPUs and variants with a datasheet",
             "`cuda-graph`",
@@ -342,6 +409,9 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "acceptance": acceptance,
     "peers": peers,
     "engines": engines,
+    "gpu": gpu,
+    "gpu-tasks": gpu_tasks,
+    "gpu-rounds": gpu_rounds,
     "coverage": coverage,
     "published": published,
     "dimensions": dimensions,
@@ -423,6 +493,15 @@ def single_values(results: Results) -> dict[str, str]:
             role = "tuned" if row["is_recommended"] else "default" if row["role"] not in ("off", "searched") else None
             if role:
                 values[f"{row['engine']}.{role}"] = f"{row['speedup']:.2f}x"
+    if "gpu-h100" in results:
+        for row in results["gpu-h100"].values["arms"]:
+            values |= {f"gpu.{row['arm']}": f"{row['speedup']:.2f}x", f"gpu.{row['arm']}-interval": with_interval(row)}
+        for row in results["gpu-h100"].values["tasks"]:
+            name = row["task"].replace(" ", "-")
+            values |= {
+                f"gpu.{name}": f"{row['speedup']:.2f}x",
+                f"gpu.{name}-over-default": f"{row['over_default']:.2f}x",
+            }
     if "published-estimates" in results:
         values["published.median-error"] = (
             f"{100 * results['published-estimates'].values['summary'][0]['median_error']:.0f} %"

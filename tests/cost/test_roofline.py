@@ -96,10 +96,10 @@ def test_every_shipped_datasheet_gives_a_table() -> None:
 
 
 def test_captured_forward_passes_are_estimated_at_the_sizes_of_captures() -> None:
-    """Capture sizes and padded KV lengths. Steps take the time of their kernels, 40 of a layer and 40 outside, besides that of their
-    traffic; prefills are eager.
+    """Capture sizes and padded KV lengths. Steps take the time of their kernels, 40 of a layer and 177 outside, besides that of
+    their traffic; prefills are eager.
     """
-    assert step_ms(SHAPE, LIMITS, 1, 999, CUDA_GRAPH) == pytest.approx(2.001 / 0.88 + 80 * 0.002)
+    assert step_ms(SHAPE, LIMITS, 1, 999, CUDA_GRAPH) == pytest.approx(2.001 / 0.88 + 217 * 0.002)
     eager = estimated(SHAPE, SHAPE)
     captured = estimated(SHAPE, SHAPE, mode=CUDA_GRAPH, capture_sizes=(1, 8, 160))
     assert (eager.mode, captured.mode, captured.capture_sizes) == ("eager", "cuda-graph", (1, 8, 160))
@@ -107,12 +107,12 @@ def test_captured_forward_passes_are_estimated_at_the_sizes_of_captures() -> Non
         assert point.latency_ms == step_ms(SHAPE, find_limits("h100"), point.tokens, point.kv_length, CUDA_GRAPH)
     assert {point.tokens for point in captured.verify.points} == {1, 8, 160}
     assert {point.kv_length for point in captured.verify.points} == {256, 512, 1024, 2048, 4096, 8192}
-    assert eager.decode.points[0].latency_ms > 3 * captured.decode.points[0].latency_ms
+    assert eager.decode.points[0].latency_ms > 2 * captured.decode.points[0].latency_ms
     assert captured.prefill == eager.prefill
 
 
 def test_a_small_independent_draft_pays_for_its_kernels() -> None:
-    """Qwen3-8B and chains of 5 of Qwen3-0.6B on an H100: 28 layers of 56 kernels take most of a level's 3 ms."""
+    """Qwen3-8B and chains of 5 of Qwen3-0.6B on an H100: 28 layers of 56 kernels take most of a level's 5 ms."""
     known = {"vision_parameters": 0, "bytes_per_parameter": 2, "layer_kernels": 56}
     target = {"num_layers": 36, "hidden_size": 4096, "text_parameters": 7_568_000_000, "kv_bytes_per_token": 147_456}
     draft = {"num_layers": 28, "hidden_size": 1024, "text_parameters": 596_000_000, "kv_bytes_per_token": 114_688}
@@ -120,7 +120,7 @@ def test_a_small_independent_draft_pays_for_its_kernels() -> None:
     table = estimated(*shapes, mode=CUDA_GRAPH, capture_sizes=DEFAULT_CAPTURE_SIZES)
     prices = table.prices(DRAFT, max_tokens=6, max_kv_length=400)
     plain, level = prices.decode_ms[-1], prices.draft_level_ms[1, -1]
-    assert level == pytest.approx(3.1, rel=0.1) and plain == pytest.approx(8.8, rel=0.05)
+    assert level == pytest.approx(5.1, rel=0.05) and plain == pytest.approx(11.4, rel=0.1)
     round_ms = 5 * (level + prices.overhead.level_ms) + prices.verify_ms[6, -1] + prices.overhead.round_ms
     assert 3.5 * plain / round_ms < 1.2 * 1.3
 
