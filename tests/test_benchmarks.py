@@ -25,9 +25,9 @@ def test_constants_of_estimates_are_those_that_published_figures_give() -> None:
     assert module.fit_layers_outside(pairs, inputs) == pytest.approx(roofline.LAYERS_OUTSIDE, abs=0.1)
     times = module.plain_layer_ms(inputs)
     assert np.exp(np.log(times).mean()) == pytest.approx(roofline.EAGER_LAYER_MS, abs=0.05)
-    kernel_ms, kernels_outside = module.fit_captured(inputs)
+    kernel_ms, host_kernels = module.fit_captured(inputs)
     assert kernel_ms == pytest.approx(roofline.KERNEL_MS, abs=1e-4)
-    assert kernels_outside == pytest.approx(roofline.KERNELS_OUTSIDE, abs=5)
+    assert host_kernels == pytest.approx(roofline.HOST_KERNELS, abs=5)
     for name, limit in (
         ("measured_steps", 0.1),
         ("captured_steps", 0.15),

@@ -35,7 +35,7 @@ REACHED_BANDWIDTH = 0.88  # of the datasheet's
 EAGER_LAYER_MS = 0.9  # the host launches the kernels of a layer; published plain steps lie between 0.25 and 1.55
 KERNEL_MS = 0.0027  # a kernel of a captured step, besides its memory traffic
 LAYERS_OUTSIDE = 2.4  # an eager step launches as much outside its layers (embedding, head, choice) as in this many
-KERNELS_OUTSIDE = 177  # what a captured step does outside its layers, above all the host's copy and wait, in kernels
+KERNELS_OUTSIDE, HOST_KERNELS = 40, 137  # masks, embedding, head; what the host's copy and wait take, in kernels
 ROUND_MS = 0.18  # a round outside the models, measured on the host of an H100; a level takes an eighth of it
 REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
 
@@ -119,7 +119,7 @@ def _parts_ms(
     if mode == EAGER:
         kernels_ms = (shape.num_layers + limits.layers_outside) * limits.eager_layer_ms
     else:
-        kernels_ms = (shape.num_layers * shape.layer_kernels + KERNELS_OUTSIDE) * limits.kernel_ms
+        kernels_ms = (shape.num_layers * shape.layer_kernels + KERNELS_OUTSIDE + HOST_KERNELS) * limits.kernel_ms
     return (
         read / (REACHED_BANDWIDTH * limits.memory_gb_per_second * 1e6),
         operations(shape, tokens, kv_length) / (peak * 1e9),
