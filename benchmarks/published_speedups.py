@@ -3,7 +3,7 @@
 ``published_speedups.csv`` has the pairs of (tokens per round, speedup) with their paper, table and row, and
 ``published_speedups.yaml`` the rule by which rows were taken, the models' shapes, the methods' rounds, and published times of eager and
 captured plain steps. Constants of ``autotune/cost/roofline.py`` are fitted here: ``EAGER_LAYER_MS`` to the eager steps, ``KERNEL_MS``
-and ``HOST_KERNELS`` to captured steps that were measured on an H100, and ``LAYERS_OUTSIDE`` to the speedups, which are eager, where every paper and page weighs the
+and ``HOST_MS`` to captured steps that were measured on an H100, and ``LAYERS_OUTSIDE`` to the speedups, which are eager, where every paper and page weighs the
 same. Every paper is also predicted with the constant that the others give::
 
     python benchmarks/published_speedups.py
@@ -132,21 +132,21 @@ def captured_steps(steps: list[dict[str, Any]], inputs: dict[str, Any]) -> pd.Da
 
 
 def fit_captured(inputs: dict[str, Any]) -> tuple[float, float]:
-    """Time of a kernel, and the host's time of a step in kernels, of least mean squared log error over the measured steps."""
+    """``kernel_ms`` and ``host_ms`` of least mean squared log error over the captured steps that were measured."""
     from scipy.optimize import minimize
 
     steps = inputs["measured_steps"]
     shapes = [shape_of(inputs["models"][step["model"]], step.get("layers")) for step in steps]
     kernels = np.array([shape.num_layers * shape.layer_kernels + roofline.KERNELS_OUTSIDE for shape in shapes])
     frame = captured_steps(steps, inputs)
-    device_ms = frame.predicted.to_numpy() - (kernels + roofline.HOST_KERNELS) * roofline.KERNEL_MS
+    device_ms = frame.predicted - kernels * roofline.KERNEL_MS - roofline.HOST_MS
 
     def error(constants: Floats) -> float:
         kernel_ms, host_ms = constants
         return float((np.log((device_ms + kernels * kernel_ms + host_ms) / frame.ms) ** 2).mean())
 
     kernel_ms, host_ms = minimize(error, [0.002, 0.2], method="Nelder-Mead", options={"xatol": 1e-6}).x
-    return float(kernel_ms), float(host_ms / kernel_ms)
+    return float(kernel_ms), float(host_ms)
 
 
 def errors_table(pairs: pd.DataFrame, found: Floats, by: list[str]) -> pd.DataFrame:
@@ -163,9 +163,9 @@ def main() -> None:
     pairs, inputs = load()
     times = plain_layer_ms(inputs)
     click.echo(f"eager_layer_ms {np.exp(np.log(times).mean()):.2f} ({times.min():.2f} to {times.max():.2f})")
-    kernel_ms, host = fit_captured(inputs)
+    kernel_ms, host_ms = fit_captured(inputs)
     click.echo(
-        f"kernel_ms {kernel_ms:.5f}, host {host:.0f} kernels; with {roofline.KERNEL_MS} and {roofline.HOST_KERNELS}:"
+        f"kernel_ms {kernel_ms:.5f}, host_ms {host_ms:.2f}; captured steps with {roofline.KERNEL_MS}, {roofline.HOST_MS}:"
     )
     for name in ("measured_steps", "captured_steps"):
         steps = captured_steps(inputs[name], inputs)

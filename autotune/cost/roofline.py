@@ -1,9 +1,9 @@
 """Estimated cost tables from the limits in a device's datasheet (roofline model).
 
 Traffic takes bytes over reached bandwidth, and arithmetic operations over peak throughput. An eager step takes the longest of both and
-the host's kernel launches; a captured step the longer of both, and the time of its kernels. Limits are scaled to tables that were
-measured on the device with other models. Everything made from an estimate is marked ``estimated``. Eager speedups that papers published
-are predicted with a median error of 13 %, captured steps that were measured on an H100 with one of 9 % (``benchmarks/published_speedups.py``),
+the host's kernel launches; a captured step the longer of both, and the times of its kernels and of the host. Limits are scaled to tables
+that were measured on the device with other models. Everything made from an estimate is marked ``estimated``. Eager speedups that papers
+published, and captured steps that engines published, are predicted with a median error of 13 % (``benchmarks/published_speedups.py``),
 single ones with far larger ones: an estimate serves to rank configurations.
 """
 
@@ -35,7 +35,8 @@ REACHED_BANDWIDTH = 0.88  # of the datasheet's
 EAGER_LAYER_MS = 0.9  # the host launches the kernels of a layer; published plain steps lie between 0.25 and 1.55
 KERNEL_MS = 0.0027  # a kernel of a captured step, besides its memory traffic
 LAYERS_OUTSIDE = 2.4  # an eager step launches as much outside its layers (embedding, head, choice) as in this many
-KERNELS_OUTSIDE, HOST_KERNELS = 40, 137  # masks, embedding, head; what the host's copy and wait take, in kernels
+KERNELS_OUTSIDE = 40  # a captured step has so many outside its layers (masks, embedding, head)
+HOST_MS = 0.37  # the host's part of a captured step, which copies its input, replays the graph and awaits the result
 ROUND_MS = 0.18  # a round outside the models, measured on the host of an H100; a level takes an eighth of it
 REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
 
@@ -51,6 +52,7 @@ class DatasheetLimits(Document, kind="device-limits"):
     float32_tflops: float = Field(gt=0)
     eager_layer_ms: float = Field(default=EAGER_LAYER_MS, gt=0)
     kernel_ms: float = Field(default=KERNEL_MS, gt=0)
+    host_ms: float = Field(default=HOST_MS, gt=0)
     layers_outside: float = Field(default=LAYERS_OUTSIDE, ge=0)
     round_ms: float = Field(default=ROUND_MS, ge=0)
     has_mig: bool = False
@@ -109,8 +111,8 @@ def operations(shape: ModelShape, tokens: float, kv_length: float) -> float:
 def _parts_ms(
     shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float, mode: str
 ) -> tuple[float, float, float]:
-    """Times of a forward: memory traffic, arithmetic, and the host's launches or else the captured kernels; 0 for a draft
-    without forward passes.
+    """Times of a forward: memory traffic, arithmetic, and the host's launches or else the captured kernels with the host's part; 0
+    for a draft without forward passes.
     """
     if not shape.has_forward_pass:
         return 0.0, 0.0, 0.0
@@ -119,7 +121,7 @@ def _parts_ms(
     if mode == EAGER:
         kernels_ms = (shape.num_layers + limits.layers_outside) * limits.eager_layer_ms
     else:
-        kernels_ms = (shape.num_layers * shape.layer_kernels + KERNELS_OUTSIDE + HOST_KERNELS) * limits.kernel_ms
+        kernels_ms = (shape.num_layers * shape.layer_kernels + KERNELS_OUTSIDE) * limits.kernel_ms + limits.host_ms
     return (
         read / (REACHED_BANDWIDTH * limits.memory_gb_per_second * 1e6),
         operations(shape, tokens, kv_length) / (peak * 1e9),
@@ -135,8 +137,8 @@ def _latency_ms(parts_ms: Floats, mode: str) -> Floats:
 
 
 def anchored(limits: DatasheetLimits, measured: Sequence[CostTable], mode: str = EAGER) -> DatasheetLimits:
-    """Scale bandwidth, peak throughput and the time of launches, or else of captured kernels, to tables measured on the device in a
-    mode, by least squares of log latency.
+    """Scale bandwidth, peak throughput and the time of launches, or else of captured kernels and the host, to tables measured on the
+    device in a mode, by least squares of log latency.
 
     Limits that no measured point depends on are not changed. ``round_ms`` becomes the median of the tables.
     """
@@ -165,14 +167,14 @@ def anchored(limits: DatasheetLimits, measured: Sequence[CostTable], mode: str =
     fits = [minimize(error, start, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-10}) for start in starts]
     memory, arithmetic, kernels = np.exp(min(fits, key=lambda fit: float(fit.fun)).x).tolist()
     kernel_time = "eager_layer_ms" if mode == EAGER else "kernel_ms"
-    rounds = [draft.overhead.round_ms for table in measured for draft in table.drafts]
     return limits.model_copy(
         update={
             "memory_gb_per_second": limits.memory_gb_per_second / memory,
             "bfloat16_tflops": limits.bfloat16_tflops / arithmetic,
             "float32_tflops": limits.float32_tflops / arithmetic,
             kernel_time: getattr(limits, kernel_time) * kernels,
-            "round_ms": float(np.median(rounds)),
+            "host_ms": limits.host_ms * (1 if mode == EAGER else kernels),
+            "round_ms": float(np.median([draft.overhead.round_ms for table in measured for draft in table.drafts])),
         }
     )
 
@@ -221,10 +223,11 @@ def estimate_table(
     limits = anchored(datasheet, anchors, mode)
     tokens = capture_sizes or TOKENS
     overhead = Overhead(round_ms=limits.round_ms, level_ms=float(np.round(limits.round_ms / 8, 3)))
-    memory_bytes = int(limits.memory_gb * 1e9)
     return CostTable(
         provenance=stamp(),
-        device=Fingerprint(name=name, kind="cuda", model=limits.model, num_cores=0, memory_bytes=memory_bytes),
+        device=Fingerprint(
+            name=name, kind="cuda", model=limits.model, num_cores=0, memory_bytes=int(limits.memory_gb * 1e9)
+        ),
         precision=precision,
         mode=mode,
         capture_sizes=capture_sizes,

@@ -173,11 +173,10 @@ def load_model(
                 weights = whole if whole > 4 * weights else weights
             check_room(device, {"weights": weights}, what=name, advice=advice)
             # Straight to the device: the host never holds all weights of a GPU, and some quantized models cannot be moved.
-            device_map = {"": device}
             model, info = factory.from_pretrained(
                 source,
                 output_loading_info=True,
-                device_map=device_map,
+                device_map={"": device},
                 ignore_mismatched_sizes=True,  # ``_check_weights`` names them
                 trust_remote_code=False,
                 **options,

@@ -9,6 +9,7 @@ import pytest
 
 from autotune.acceptance.trace import Forest, RecordedPrompt, join
 from autotune.cost.roofline import (
+    HOST_MS,
     DatasheetLimits,
     anchored,
     datasheets,
@@ -96,10 +97,10 @@ def test_every_shipped_datasheet_gives_a_table() -> None:
 
 
 def test_captured_forward_passes_are_estimated_at_the_sizes_of_captures() -> None:
-    """Capture sizes and padded KV lengths. Steps take the time of their kernels, 40 of a layer and 177 outside, besides that of
-    their traffic; prefills are eager.
+    """Capture sizes and padded KV lengths. Steps take the time of their kernels, 40 of a layer and 40 outside, and of the host,
+    besides that of their traffic; prefills are eager.
     """
-    assert step_ms(SHAPE, LIMITS, 1, 999, CUDA_GRAPH) == pytest.approx(2.001 / 0.88 + 217 * 0.002)
+    assert step_ms(SHAPE, LIMITS, 1, 999, CUDA_GRAPH) == pytest.approx(2.001 / 0.88 + 80 * 0.002 + HOST_MS)
     eager = estimated(SHAPE, SHAPE)
     captured = estimated(SHAPE, SHAPE, mode=CUDA_GRAPH, capture_sizes=(1, 8, 160))
     assert (eager.mode, captured.mode, captured.capture_sizes) == ("eager", "cuda-graph", (1, 8, 160))
@@ -107,7 +108,8 @@ def test_captured_forward_passes_are_estimated_at_the_sizes_of_captures() -> Non
         assert point.latency_ms == step_ms(SHAPE, find_limits("h100"), point.tokens, point.kv_length, CUDA_GRAPH)
     assert {point.tokens for point in captured.verify.points} == {1, 8, 160}
     assert {point.kv_length for point in captured.verify.points} == {256, 512, 1024, 2048, 4096, 8192}
-    assert eager.decode.points[0].latency_ms > 2 * captured.decode.points[0].latency_ms
+    deep = SHAPE.model_copy(update={"num_layers": 32})
+    assert step_ms(deep, find_limits("h100"), 1, 256) > 3 * step_ms(deep, find_limits("h100"), 1, 256, CUDA_GRAPH)
     assert captured.prefill == eager.prefill
 
 
@@ -208,10 +210,11 @@ def test_limits_are_scaled_to_measurements(mode: str, kernel_time: str) -> None:
             "memory_gb_per_second": 0.75 * known.memory_gb_per_second,
             "bfloat16_tflops": known.bfloat16_tflops / 30,
             kernel_time: 2 * getattr(known, kernel_time),
+            "host_ms": (1 if mode == EAGER else 2) * known.host_ms,
         }
     )
     scaled = anchored(known, [measured_table(reached, mode)], mode)
-    for name in ("memory_gb_per_second", "bfloat16_tflops", kernel_time):
+    for name in ("memory_gb_per_second", "bfloat16_tflops", kernel_time, "host_ms"):
         assert getattr(scaled, name) == pytest.approx(getattr(reached, name), rel=0.01), name
     assert scaled.round_ms == 0.7
     assert anchored(known, []) == known
