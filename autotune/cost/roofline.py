@@ -34,8 +34,7 @@ REACHED_BANDWIDTH = 0.88  # of the datasheet's
 # Whatever the GPU; fitted by benchmarks/published_speedups.py, eager steps to what papers and others published, captured ones to an H100.
 EAGER_LAYER_MS = 0.9  # the host launches the kernels of a layer; published plain steps lie between 0.25 and 1.55
 KERNEL_MS = 0.0027  # a kernel of a captured step, besides its memory traffic
-LAYERS_OUTSIDE = 2.4  # an eager step launches as much outside its layers (embedding, head, choice) as in this many
-KERNELS_OUTSIDE = 40  # a captured step has so many outside its layers (masks, embedding, head)
+LAYERS_OUTSIDE, KERNELS_OUTSIDE = 2.4, 40  # outside the layers: eager launches, in layers; captured kernels
 HOST_MS = 0.37  # the host's part of a captured step, which copies its input, replays the graph and awaits the result
 ROUND_MS = 0.18  # a round outside the models, measured on the host of an H100; a level takes an eighth of it
 REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
@@ -222,12 +221,11 @@ def estimate_table(
     anchors = [table for table in same if not table.estimated and table.target_shape is not None]
     limits = anchored(datasheet, anchors, mode)
     tokens = capture_sizes or TOKENS
+    memory_bytes = int(limits.memory_gb * 1e9)
     overhead = Overhead(round_ms=limits.round_ms, level_ms=float(np.round(limits.round_ms / 8, 3)))
     return CostTable(
         provenance=stamp(),
-        device=Fingerprint(
-            name=name, kind="cuda", model=limits.model, num_cores=0, memory_bytes=int(limits.memory_gb * 1e9)
-        ),
+        device=Fingerprint(name=name, kind="cuda", model=limits.model, num_cores=0, memory_bytes=memory_bytes),
         precision=precision,
         mode=mode,
         capture_sizes=capture_sizes,
