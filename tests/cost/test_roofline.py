@@ -122,7 +122,7 @@ def test_a_small_independent_draft_pays_for_its_kernels() -> None:
     table = estimated(*shapes, mode=CUDA_GRAPH, capture_sizes=DEFAULT_CAPTURE_SIZES)
     prices = table.prices(DRAFT, max_tokens=6, max_kv_length=400)
     plain, level = prices.decode_ms[-1], prices.draft_level_ms[1, -1]
-    assert level == pytest.approx(5.1, rel=0.05) and plain == pytest.approx(11.4, rel=0.1)
+    assert level == pytest.approx(5.1, rel=0.05) and plain == pytest.approx(11.1, rel=0.05)
     round_ms = 5 * (level + prices.overhead.level_ms) + prices.verify_ms[6, -1] + prices.overhead.round_ms
     assert 3.5 * plain / round_ms < 1.2 * 1.3
 
