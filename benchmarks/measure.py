@@ -358,13 +358,19 @@ def peers(pair: str | None, again: bool, prompts: int, engines: tuple[tuple[str,
 @click.argument("engine", type=click.Choice(["llama.cpp", "vllm"]))
 @click.argument("model")
 @click.argument("command")
+@click.option("--draft", help="A draft model beside the n-grams.")
+@click.option("--requests-at-once", type=int, multiple=True)
 @again_option
-def engine_search(engine: str, model: str, command: str, again: bool) -> None:
+def engine_search(
+    engine: str, model: str, command: str, draft: str | None, requests_at_once: tuple[int, ...], again: bool
+) -> None:
     """A search of a serving engine for MODEL with the prompts of ``benchmarks/published_prompts.py``; COMMAND starts the engine."""
     name = f"engine-{engine}"
     if is_there(name, again):
         return
-    folder, words = WORK / name, ["search", "--engine", engine, "--workload", f"../../{PUBLISHED}"]
+    folder, words = WORK / name, ["search", "--engine", engine, "--workload", f"../{PUBLISHED}"]
+    words += ["--draft", draft] if draft else []
+    words += [word for number in requests_at_once for word in ("--requests-at-once", str(number))]
     words += ["--max-new-tokens", "64", "--target", str(Path(model).absolute()), "--engine-command", command]
     seconds = None
     if again or not (folder / searches.PROFILE).exists():

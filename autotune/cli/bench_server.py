@@ -18,8 +18,7 @@ from autotune.cli import options
     "--engine",
     default="vllm",
     show_default=True,
-    help="Address of a vLLM that runs the exported settings, http://HOST:PORT, or 'vllm' to start vLLM with them and without "
-    "speculation.",
+    help="Address of a vLLM that runs the exported settings, http://HOST:PORT, or 'vllm' to start vLLM with them.",
 )
 @click.option(
     "--export",
@@ -28,7 +27,6 @@ from autotune.cli import options
     default=None,
     help="Folder of the export that the engine runs.  [default: exports/vllm]",
 )
-@options.requests_at_once
 @click.option(
     "--executable",
     envvar="AUTOTUNE_VLLM",
@@ -44,7 +42,7 @@ from autotune.cli import options
 @options.device
 @options.as_json
 def command(profile: Path, engine: str, as_json: bool, **choices: Any) -> None:
-    """Send prompts to a vLLM that runs exported settings, and compare its answers, rounds and speed with the prediction
+    """Send prompts to a vLLM that runs exported settings, and compare its answers and rounds with the prediction
     of the export.
     """
     from autotune.cli.preflight import evaluation_prompts
@@ -65,7 +63,6 @@ def command(profile: Path, engine: str, as_json: bool, **choices: Any) -> None:
     from autotune.serving.comparison import bench
 
     what = (profile, prompts, choose_device(choices["device"]), Console())
-    folder, sizes = choices["folder"], choices["requests_at_once"] or (1,)
-    result = bench(*what, engine=chosen_engine, folder=folder, requests_at_once=sizes)
+    result = bench(*what, engine=chosen_engine, folder=choices["folder"])
     if as_json:
         options.print_json(result)

@@ -9,7 +9,7 @@ import click
 
 from autotune.cli import options
 
-EXPORT_ENGINES = ("vllm", "transformers")
+EXPORT_ENGINES = ("vllm",)
 
 
 @click.command(short_help="Write the nearest configuration of a serving engine.")

@@ -27,7 +27,7 @@ ONLY_ENGINES = ("engine_command", "url", "requests_at_once")
     "--engine",
     type=click.Choice(ENGINES),
     default=None,
-    help="Tune the n-gram speculation of this serving engine instead of a draft of this runtime; needs --target and --workload.",
+    help="Tune the speculation of this serving engine instead of this runtime's: by n-grams, and in vllm by a --draft; needs --target and --workload.",
 )
 @click.option(
     "--engine-command",
@@ -52,16 +52,21 @@ def command(context: click.Context, /, as_json: bool, engine: EngineName | None,
         from autotune.serving.engine_search import EngineSearchSettings, search_engine
 
         given = [p for p in context.params if context.get_parameter_source(p) is ParameterSource.COMMANDLINE]
-        known = {*OF_ENGINES, *ONLY_ENGINES, "engine", "as_json"}
+        known = {*OF_ENGINES, *ONLY_ENGINES, "drafts", "engine", "as_json"}
         if refused := [name for name in given if name not in known]:
             raise UserError(
-                f"--{refused[0].replace('_', '-')}: not an option of a search in {engine}, which tunes n-grams in that engine; drop it"
+                f"--{refused[0].replace('_', '-')}: not an option of a search in {engine}, which tunes speculation in that engine; drop it"
             )
+        drafts = values["drafts"] if "drafts" in given else ()
+        if len(drafts) > 1:
+            raise UserError(f"--draft: a search in {engine} tunes one draft model; give one")
         if missing := [name for name in ("target", "workload") if name not in given]:
             raise UserError(f"--engine {engine} needs --{missing[0]}; give a model and a file of prompts")
         require_workload(values["workload"], values["workload_format"])
         chosen = {name: values[name] for name in OF_ENGINES}
-        profile = search_engine(EngineSearchSettings(engine, **chosen, **own), Console())
+        profile = search_engine(
+            EngineSearchSettings(engine, **chosen, **own, draft=next(iter(drafts), None)), Console()
+        )
         if as_json:
             click.echo(profile.dump())
         return

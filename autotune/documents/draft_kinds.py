@@ -26,20 +26,19 @@ class DraftKind:
     """By the name of an engine; engines that are missing cannot serve the kind."""
     is_complete_model: bool = False
     """Whether it is a Hugging Face model by itself, which serving engines load as it is."""
+    is_target_layer: bool = False
+    """Whether it is one layer of the target's type after a projection, which vLLM runs as a head of MiMo."""
     token_draft: str | None = None
     """``module:Class`` of a draft without files, which is loaded by the name of its kind (``drafters.token_draft.TokenDraft``)."""
 
 
 KINDS: dict[str, DraftKind] = {
-    "independent": DraftKind(
-        {"vllm": Served("draft_model", "placeholders"), "transformers": Served("assistant_model", "placeholders")},
-        is_complete_model=True,
-    ),
+    "independent": DraftKind({"vllm": Served("draft_model", "placeholders")}, is_complete_model=True),
     "eagle3": DraftKind({"vllm": Served("eagle3")}),
     "star": DraftKind(),
     "dream": DraftKind(),
     "specvlm": DraftKind(),
-    "mtp": DraftKind(),
+    "mtp": DraftKind(is_target_layer=True),
     "dflash": DraftKind(),
     "retrieval": DraftKind(token_draft="autotune.drafters.retrieval:RetrievalDraft"),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -12,32 +12,38 @@ from autotune.files import Document
 
 EngineName = Literal["llama.cpp", "vllm"]
 NgramType = Literal["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "ngram"]
+ModelType = Literal["draft_model", "eagle3", "mtp"]
+SpeculationType = NgramType | ModelType
 Clock = Literal["wall", "cpu"]
 Natural = Annotated[int, Field(ge=0, lt=1 << 31)]
 """A token's id, or a number of tokens."""
 Milliseconds = Annotated[float, Field(ge=0)]
-OPTIONS: dict[NgramType, dict[str, int]] = {
+OPTIONS: dict[SpeculationType, dict[str, int]] = {
     "ngram-simple": {"size-n": 12, "size-m": 48},
     "ngram-map-k": {"size-n": 12, "size-m": 48},
     "ngram-map-k4v": {"size-n": 12, "size-m": 48, "min-hits": 1},
     "ngram-mod": {"n-match": 24, "n-min": 48, "n-max": 64},
     "ngram-cache": {},
     "ngram": {"prompt_lookup_min": 4, "prompt_lookup_max": 4, "num_speculative_tokens": 5},
+    **{name: {"num_speculative_tokens": 3} for name in get_args(ModelType)},
 }
 """The options that change a type's drafts, with llama-server's defaults, in the order in which a server of several types asks them;
-of vLLM's ``ngram`` the values of its documentation.
+of vLLM's types the values of its documentation.
 """
-TYPES: dict[EngineName, list[NgramType]] = {
-    "llama.cpp": [name for name in OPTIONS if name != "ngram"],
+TYPES: dict[EngineName, list[SpeculationType]] = {
+    "llama.cpp": [name for name in OPTIONS if name.startswith("ngram-")],
     "vllm": ["ngram"],
 }
+"""The types that need no draft model."""
 
 
 class Speculation(Document):
-    """One type of an engine's n-gram speculation with all of its options: llama.cpp's by their names without ``--spec-TYPE-``."""
+    """One type of an engine's speculation with all of its options: llama.cpp's by their names without ``--spec-TYPE-``."""
 
-    type: NgramType
+    type: SpeculationType
     options: dict[str, int] = Field(default_factory=dict)
+    model: str = ""
+    """Folder or Hugging Face id of the draft model, of a type that has one."""
 
     @model_validator(mode="after")
     def _has_its_options(self) -> Speculation:
@@ -47,6 +53,8 @@ class Speculation(Document):
             raise ValueError("options are 1 to 1024, and n-min may be 0")
         if self.options.get("prompt_lookup_min", 0) > self.options.get("prompt_lookup_max", 0):
             raise ValueError("prompt_lookup_min is at most prompt_lookup_max")
+        if bool(self.model) != (self.type in get_args(ModelType)):
+            raise ValueError(f"{self.type} {'has no' if self.model else 'needs a'} model")
         return self
 
     @property
@@ -77,6 +85,8 @@ class ServedAnswer(Document):
     """Whether the last token ends the generation."""
     beyond: list[Natural] = Field(default_factory=list)
     """Tokens that greedy decoding gives after the end, of an engine whose drafts reach there."""
+    rounds: list[Natural] = Field(default_factory=list)
+    """Accepted draft tokens of every forward pass after the prompt, in a server whose draft model drafts before each."""
     drafted: Natural = 0
     accepted: Natural = 0
     wall_ms: Milliseconds = 0.0
@@ -113,8 +123,8 @@ class ConfirmedArm(Document):
     replayed: SpeculationCounts
     counts: SpeculationCounts
     """Counted by the engine; ``replayed`` are the predicted ones."""
-    exact: int
-    """Prompts whose counts are the replay's."""
+    exact: int | None
+    """Prompts whose counts are the replay's; None with a draft model, whose chain is replayed from its own rounds."""
     identical: int
     """Prompts with plain decoding's answer."""
     prompts: int
@@ -145,7 +155,7 @@ class ServedLoad(Document):
     """Requests with plain decoding's answer, one request at a time."""
 
 
-class EngineProfile(Document, kind="engine-profile", version=3, made_by="autotune search --engine"):
+class EngineProfile(Document, kind="engine-profile", version=4, made_by="autotune search --engine"):
     """The fastest speculation settings of one engine for a model, a workload and a machine; or that it should be off."""
 
     provenance: Provenance
@@ -165,9 +175,9 @@ class EngineProfile(Document, kind="engine-profile", version=3, made_by="autotun
     hardware: Fingerprint
     context: int = Field(ge=1)
     """Most tokens of a request."""
-    left_out: dict[NgramType, str]
+    left_out: dict[SpeculationType, str]
     """Types that the build does not have, or whose counts are not the replay's, with the reason."""
-    num_replayed: dict[NgramType, int]
+    num_replayed: dict[SpeculationType, int]
     """Settings of each type that were replayed."""
     fastest: list[PredictedSettings] = Field(min_length=1)
     """The fastest three of each type, and its default."""
@@ -176,6 +186,8 @@ class EngineProfile(Document, kind="engine-profile", version=3, made_by="autotun
     """Time of verifications in served requests over the prices' own."""
     plain_factor: float
     """Time of passes without speculation over the prices' own, in an engine that runs another loop then; else 1."""
+    draft_ms: tuple[float, float]
+    """Time of a draft model for a verification, and for each draft token; 0 without one."""
     arms: list[ConfirmedArm]
     """Empty where a server that ran was not to be started anew."""
     loads: list[ServedLoad]

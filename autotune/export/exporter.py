@@ -10,18 +10,16 @@ from autotune.console import Console
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import EXPORT, Export, print_export
-from autotune.export.engine import Engine, Pair
 from autotune.export.engine_replay import EngineReplay, PricedChain
 from autotune.export.model_files import find_model
 from autotune.export.selection import Selection, select_for_export
-from autotune.export.transformers import Transformers
-from autotune.export.vllm import Vllm
+from autotune.export.vllm import Pair, Vllm
 from autotune.files import require_writable, write_bytes
 from autotune.modeling.gguf import PACKAGED, SUFFIX
 from autotune.modeling.loading import bundled_models, resolve
 from autotune.trees.chain import ChainPolicy
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Vllm(), Transformers())}
+ENGINES = {Vllm.name: Vllm()}
 
 GGUF_NOTE = "predictions are of its dequantized weights; an engine that keeps them quantized may choose other tokens"
 
@@ -73,7 +71,7 @@ def export_profile(
         slowdown=fastest.predicted.ms_per_token / selected.tuned.ms_per_token - 1,
         file=path.name,
         settings=settings.model_dump(exclude_none=True),
-        command=engine.command(pair, settings, path),
+        command=engine.command(pair, settings),
         lossless=engine.lossless,
         notes=[
             _prediction_note(selected),
@@ -92,7 +90,7 @@ def export_profile(
     return result
 
 
-def _pair(engine: Engine, selected: Selection) -> Pair:
+def _pair(engine: Vllm, selected: Selection) -> Pair:
     """The models as an engine is given them, which does not know the names of bundled models."""
     folders, target, draft = bundled_models(), selected.profile.target.id, selected.trace.header.draft.id
     path = lambda name: resolve(name) if name in PACKAGED else str(folders.get(name, name))  # noqa: E731
@@ -102,7 +100,7 @@ def _pair(engine: Engine, selected: Selection) -> Pair:
     return pair
 
 
-def _fastest(engine: Engine, replay: EngineReplay) -> PricedChain:
+def _fastest(engine: Vllm, replay: EngineReplay) -> PricedChain:
     """The fastest chain; refused where plain decoding is faster."""
     found = replay.fastest()
     if (best := found.predicted.speedup) > 1.0 or replay.draft_tokens is not None:
@@ -125,7 +123,7 @@ def _prediction_note(selected: Selection) -> str:
     )
 
 
-def _profile_notes(selected: Selection, engine: Engine) -> Iterator[str]:
+def _profile_notes(selected: Selection, engine: Vllm) -> Iterator[str]:
     """Notes on what the engine leaves out of the profile."""
     profile, point, documents = selected.profile, selected.profile.point, selected.documents
     if documents.reproduces(point) is False and point.predicted is not None:
@@ -144,6 +142,6 @@ def _profile_notes(selected: Selection, engine: Engine) -> Iterator[str]:
             "couple, and accept fewer tokens than predicted"
         )
     if isinstance(point.tree, ChainPolicy) and point.tree.has_floor:
-        yield f"the profile's {point.tree.label} has a floor; {engine.floor_note}, so chains are exported without one"
+        yield f"the profile's {point.tree.label} has a floor; the engine has no such setting, so chains are exported without one"
     if not point.lossless:
         yield "the profile's point is lossy; engines verify losslessly and are compared with its lossless speed"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.documents.draft_kinds import KINDS
+from autotune.documents.engine_profile import ModelType
 from autotune.errors import UserError
-from autotune.files import read_json, write_bytes
+from autotune.files import content_key, known_sha256_of, read_json, write_bytes
 from autotune.modeling.loading import bundled_models, save_tensors
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "*.safetensors"
@@ -24,6 +27,16 @@ TOWERS_RENAMED = ("clip_vision_model", "siglip_vision_model")
 VISION_PREFIX, VISION_MODEL_PREFIX = "vision_tower.", "vision_tower.vision_model."
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """Prefixes of a text model's weights inside a vision-language model, with the prefix that it has alone."""
+
+FREQUENCIES = "token_frequencies"
+QUERY = re.compile(r"[qkv]_proj\.weight$")
+MIMO_NAMES = {
+    "enorm.weight": "token_layernorm.weight",
+    "hnorm.weight": "hidden_layernorm.weight",
+    "norm.weight": "final_layernorm.weight",
+    "eh_proj.weight": "input_proj.weight",
+}
+"""Names of an mtp head's weights in MiMo's checkpoints, which have the others without ``layer.``."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +160,60 @@ def with_long_vision_names(source: ModelFiles, folder: Path) -> Conversion:
 
     note = f"{folder} holds the target with weights named {VISION_MODEL_PREFIX}*, as before transformers 5.20"
     return Conversion(source, folder, note, source.config, rename, left_out=(CONFIG, INDEX))
+
+
+def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]:
+    """How vLLM drafts with a model: the type of its speculation, and the folder that it loads. An ``mtp`` head of this project is
+    written below ``folder`` as one of MiMo, whose layer and norms are the same.
+
+    Raises:
+        UserError: vLLM does not draft with it for this target.
+    """
+    draft, served = find_model(name), find_model(target)
+    if draft is None or served is None:
+        raise UserError(f"--draft {name}: no such folder; give a complete model, an EAGLE-3 head or an mtp head")
+    if "draft_vocab_size" in draft.config or draft.config.get("speculators_model_type") == "eagle3":
+        return "eagle3", draft.folder.resolve()
+    if (kind := KINDS.get(str(draft.config.get("kind")))) and kind.is_target_layer:
+        return "mtp", _as_mimo(draft, served, folder).resolve()
+    if draft.vocab_size is None or draft.vocab_size != served.vocab_size:
+        raise UserError(
+            f"--draft {name}: vLLM drafts with complete models of the target's {served.vocab_size} tokens, EAGLE-3 heads and mtp heads; this "
+            f"is {draft.config.get('kind') or f'a model of {draft.vocab_size} tokens'}; choose another draft"
+        )
+    return "draft_model", draft.folder.resolve()
+
+
+def _as_mimo(draft: ModelFiles, target: ModelFiles, folder: Path) -> Path:
+    """The folder of a head in the form of MiMo's checkpoints, which is written unless it is there."""
+    import torch
+    from safetensors.torch import load_file
+
+    config, source = target.text_config, draft.folder / "model.safetensors"
+    if (kind := config.get("model_type")) not in ("llama", "qwen2"):
+        raise UserError(
+            f"--draft {draft.folder}: vLLM runs mtp heads of Llama and Qwen2 targets, not of {kind}; choose another draft"
+        )
+    written = folder / content_key([known_sha256_of(source), config])
+    if (written / CONFIG).exists():
+        return written
+    tensors, size = load_file(source), config["hidden_size"]
+    tensors["eh_proj.weight"] = tensors["eh_proj.weight"].roll(size, 1)  # MiMo's reads the features first
+    biases = {
+        name.replace("weight", "bias"): torch.zeros_like(t[:, 0]) for name, t in tensors.items() if QUERY.search(name)
+    }
+    names = {old: f"model.mtp_layers.0.{MIMO_NAMES.get(old, old.removeprefix('layer.'))}" for old in (biases | tensors)}
+    written.mkdir(parents=True, exist_ok=True)
+    weights = {names[old]: tensor for old, tensor in (biases | tensors).items() if old != FREQUENCIES}
+    save_tensors(written / "model.safetensors", weights, {"format": "pt"})
+    own = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "num_hidden_layers": 1,
+        "num_nextn_predict_layers": 1,
+    }
+    write_bytes(written / CONFIG, (json.dumps(config | own, indent=1) + "\n").encode())
+    return written
 
 
 def _text_name(name: str) -> str | None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from autotune.acceptance.trace import Trace
 from autotune.documents.decoding_profile import DecodingProfile, Predicted
 from autotune.errors import UserError
-from autotune.export.engine import Engine
 from autotune.export.search_documents import SearchDocuments, find_search_documents
+from autotune.export.vllm import Vllm
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,7 @@ class Selection:
         return self.documents.predict(self.profile.point, self.trace)
 
 
-def select_for_export(
-    engine: Engine, source: Path, *, study: Path | None = None, draft: str | None = None
-) -> Selection:
+def select_for_export(engine: Vllm, source: Path, *, study: Path | None = None, draft: str | None = None) -> Selection:
     """Choose the draft of an export; see ``export_profile`` for the arguments.
 
     Raises:
@@ -51,7 +49,7 @@ def select_for_export(
     return Selection(profile, documents, kind, _engine_trace(engine, documents, profile, draft, kind))
 
 
-def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: Engine, draft: str) -> str:
+def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: Vllm, draft: str) -> str:
     """The kind of a draft that was recorded and that the engine serves."""
     methods, recorded = engine.served, {one.draft.id: one.draft_kind for one in documents.headers.values()}
     kinds = recorded | {point.draft.id: point.draft.kind for point in profile.points if point.draft is not None}
@@ -66,7 +64,7 @@ def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: E
     return kinds[draft]
 
 
-def _engine_trace(engine: Engine, documents: SearchDocuments, profile: DecodingProfile, draft: str, kind: str) -> Trace:
+def _engine_trace(engine: Vllm, documents: SearchDocuments, profile: DecodingProfile, draft: str, kind: str) -> Trace:
     """The trace of the draft as the engine runs it and shows it images."""
     vision = engine.served[kind].images
     if (trace := documents.engine_trace(draft, vision)) is not None:

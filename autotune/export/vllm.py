@@ -5,16 +5,48 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from autotune.export.engine import SAMPLING, Engine, Pair
-from autotune.export.model_files import Conversion, has_short_vision_names, text_part, with_long_vision_names
+from autotune.documents.draft_kinds import KINDS, Served
+from autotune.export.model_files import (
+    Conversion,
+    ModelFiles,
+    has_short_vision_names,
+    text_part,
+    with_long_vision_names,
+)
 from autotune.files import Document
 from autotune.trees.chain import ChainPolicy
+
+SAMPLING = (
+    "at temperature 0 these are the target's own tokens, except for near ties in reduced precision; above 0 the sampled tokens "
+    "differ from autotune's, whose noise is keyed by seed and position"
+)
+"""How a lossless engine's tokens compare with this project's; part of each engine's ``lossless``."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The models to serve, by the names or folders that the engine is given."""
+
+    target: str
+    draft: str
+    draft_kind: str
+    target_files: ModelFiles | None = None
+    """None if the model is not on this machine."""
+    draft_files: ModelFiles | None = None
+    dtype: str | None = None
+    """For the engine's ``--dtype``; None: its own choice, which may be 16 bits for models in float32."""
+
+    @property
+    def is_complete_model(self) -> bool:
+        """Whether the draft is a Hugging Face model by itself."""
+        return KINDS[self.draft_kind].is_complete_model
 
 
 class VllmSettings(Document):
@@ -28,9 +60,12 @@ class VllmSettings(Document):
     rejection_sample_method: Literal["standard"] = "standard"
 
 
-class Vllm(Engine):
+class Vllm:
+    """Translates chains into vLLM's settings."""
+
     name = "vllm"
     version = "0.32.0"
+    """The version whose rules these settings were checked against."""
     settings_file = "speculative-config.json"
     lossless = (
         "rejection_sample_method standard, as exported, preserves the target's distribution at any temperature (block does too, "
@@ -39,8 +74,11 @@ class Vllm(Engine):
     notes = (
         "accepted lengths assume drafts that propose their most probable token (vLLM's default, draft_sample_method greedy)",
     )
+    served: Mapping[str, Served] = {name: kind.served["vllm"] for name, kind in KINDS.items() if "vllm" in kind.served}
+    """The kinds of drafts that vLLM serves."""
 
     def refusal(self, pair: Pair) -> str | None:
+        """Why vLLM would refuse the pair, by the files of the two models, as far as they are on this machine; or None."""
         target, draft = pair.target_files, pair.draft_files
         if draft is None or not pair.is_complete_model:
             return None
@@ -55,6 +93,7 @@ class Vllm(Engine):
         return None
 
     def caveats(self, pair: Pair) -> Sequence[str]:
+        """Limitations of vLLM with this pair."""
         if not pair.is_complete_model:
             return ()
         notes = [
@@ -69,7 +108,12 @@ class Vllm(Engine):
         return notes
 
     def loadable(self, pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
-        """The text part of a draft, and a vision tower whose weights have the names that vLLM knows."""
+        """The pair with models that vLLM loads, and the checkpoints in ``folder`` that have to be written for it: the text part of a
+        draft, and a vision tower whose weights have the names that vLLM knows.
+
+        Raises:
+            UserError: a model cannot be converted.
+        """
         target, draft, conversions = pair.target, pair.draft, []
         if pair.target_files is not None and has_short_vision_names(pair.target_files):
             conversions.append(with_long_vision_names(pair.target_files, folder / "target"))
@@ -85,7 +129,8 @@ class Vllm(Engine):
             {"method": method, "model": pair.draft, "num_speculative_tokens": chain.depth}
         )
 
-    def command(self, pair: Pair, settings: Document, path: Path) -> str:
+    def command(self, pair: Pair, settings: Document) -> str:
+        """The command that starts vLLM with these settings."""
         config = json.dumps(settings.model_dump())
         dtype = [] if pair.dtype is None else ["--dtype", pair.dtype]
         return shlex.join(["vllm", "serve", pair.target, *dtype, "--speculative-config", config])

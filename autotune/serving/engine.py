@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
-from autotune.documents.engine_profile import TYPES, EngineName, NgramType, ServedAnswer, Speculation, SpeculationCounts
+from autotune.documents.engine_profile import (
+    TYPES,
+    EngineName,
+    ServedAnswer,
+    Speculation,
+    SpeculationCounts,
+    SpeculationType,
+)
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.files import user_cache
@@ -42,12 +49,16 @@ class EngineServer(EngineHttp, ABC):
     """The model's name there."""
     context: int
     """Tokens of a request."""
+    has_draft: bool = False
+    """Whether a draft model drafts before every pass."""
     process: subprocess.Popen[bytes] | None = None
     """None of a server that was not started here."""
     priced_by: ClassVar[str]
     """Arguments with which a server drafts as ``verify`` needs."""
     longest: ClassVar[int]
     """Most tokens of a verification that is priced."""
+    spins_s: ClassVar[float] = 0.0
+    """Time after an answer for which the server keeps a core busy without work."""
 
     def ask(self, prompt: WorkloadPrompt) -> ServedAnswer:
         return self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens)
@@ -139,6 +150,15 @@ class ServingEngine(ABC):
         """The name that the engine is given for a target, and the target's weights; None if it cannot load them."""
 
     @classmethod
+    def chains(cls, draft: str, target: str) -> list[Speculation]:
+        """Every length of a draft model's chain, the shortest first.
+
+        Raises:
+            UserError: the engine does not draft with it.
+        """
+        raise UserError(f"--draft {draft}: drafts with a model are tuned in vllm, not in {cls.name}; leave it out")
+
+    @classmethod
     @abstractmethod
     def space(cls) -> list[Speculation]:
         """Every setting that is replayed, the defaults of a type first."""
@@ -151,7 +171,7 @@ class ServingEngine(ABC):
     def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:
         """Arguments that the search adds: of a server for ``at_once`` requests of at most ``longest`` tokens, or 0 for any."""
 
-    def types(self) -> list[NgramType]:
+    def types(self) -> list[SpeculationType]:
         """The types that the build has.
 
         Raises:
@@ -171,7 +191,7 @@ class ServingEngine(ABC):
         words = [*self.words(speculations), *self.own_words(alias, at_once, longest)]
         with running(words, self.program) as (url, process):
             server = self.server(url)
-            server.process = process
+            server.process, server.has_draft = process, any(one.model for one in speculations)
             if server.alias != alias:
                 raise UserError(
                     f"{url}: another program took this port while {self.program} started; give the command again"

@@ -19,19 +19,19 @@ from autotune.console import Console
 from autotune.documents.engine_profile import (
     Clock,
     ConfirmedArm,
-    NgramType,
     PricedStep,
     ServedAnswer,
     ServedLoad,
     Speculation,
     SpeculationCounts,
+    SpeculationType,
 )
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import append_line, content_key, read_lines
 from autotune.serving.engine import EngineServer, ServingEngine
 from autotune.serving.ngram_drafters import KnownRequest
-from autotune.serving.ngram_replay import RequestReplay, replay_speculation, total
+from autotune.serving.ngram_replay import Replayed, RequestReplay, replay_speculation, total
 from autotune.serving.verification_prices import PRICED_TOKENS, VerificationPrices, measure_verifications, time_of
 from autotune.workloads.prompt import WorkloadPrompt
 
@@ -40,7 +40,6 @@ WARM_UP = 2  # tokens of a request that builds a server's graphs
 DISAGREEMENT = 0.05  # between speedups of wall and of CPU time, above which other processes used the machine
 OFF = "off"
 Arms = Mapping[str, Sequence[Speculation]]
-Replayed = tuple[ServedAnswer, RequestReplay]
 
 
 def require_served(prompts: Sequence[WorkloadPrompt]) -> None:
@@ -117,7 +116,10 @@ def serve_in_turns(
             asked, start = arms if rest else {}, servers.started
             servers = {name: stack.enter_context(start(one)) for name, one in asked.items()}
         for prompt in rest:
-            answers = {name: servers[name].ask(prompt).model_dump() for name in order.sample(list(arms), len(arms))}
+            answers = {}
+            for name in order.sample(list(arms), len(arms)):
+                answers[name] = servers[name].ask(prompt).model_dump()
+                time.sleep(servers[name].spins_s if len(arms) > 1 else 0.0)
             counts = {name: server.counts().model_dump() for name, server in servers.items()}
             context = {name: server.context for name, server in servers.items()}
             rows.append({"key": key, "process": process, "answers": answers, "counts": counts, "context": context})
@@ -154,9 +156,9 @@ def recorded_prices(
 
 def self_test(
     engine: ServingEngine, tested: Sequence[Speculation], prompts: Sequence[WorkloadPrompt], console: Console
-) -> dict[NgramType, str]:
+) -> dict[SpeculationType, str]:
     """Types whose counts differ from the replay's, with the reason, by a server for each."""
-    left_out: dict[NgramType, str] = {}
+    left_out: dict[SpeculationType, str] = {}
     arms = {one.label: [one] for one in tested}
     for label, served in serve_in_turns(engine, arms, prompts, "self-test of each type", console).items():
         if served.exact < len(served.answers):
@@ -198,7 +200,7 @@ def confirm(
                 *(f"{value:.2f}x" for value in (arm.predicted, arm.measured)),
                 "{:.2f} to {:.2f}".format(*arm.ci95),
                 f"{arm.tokens_per_step:.2f}",
-                *(f"{number}/{arm.prompts}" for number in (arm.exact, arm.identical)),
+                *("-" if number is None else f"{number}/{arm.prompts}" for number in (arm.exact, arm.identical)),
             ]
             for name, arm in zip(arms, confirmed, strict=True)
         ],
@@ -237,7 +239,7 @@ def compared(runs: Mapping[str, ArmRuns], prices: VerificationPrices) -> list[Co
             tokens_per_step=1 / served.per_token(lambda _, replayed: sum(replayed.steps.values())),
             replayed=served.replayed,
             counts=served.counts,
-            exact=served.exact,
+            exact=None if any(one.model for one in served.speculations) else served.exact,
             identical=sum(a.tokens == b.tokens for a, b in zip(served.answers, off.answers, strict=True)),
             prompts=len(served.answers),
         )

@@ -1,7 +1,7 @@
-"""``autotune search --engine``: the fastest n-gram speculation of a serving engine, or that it should be off. Loads no torch.
+"""``autotune search --engine``: the fastest speculation of a serving engine, or that it should be off. Loads no torch.
 
-The engine records plain answers once, its drafts are replayed from their tokens, and its own forward passes are the prices. Only the
-best settings are served, in turns with none and with the engine's default.
+The engine records plain answers once, its n-gram drafts are replayed from their tokens, a draft model's chains from the rounds of the
+longest, and its own forward passes are the prices. Only the best settings are served, in turns with none and with the engine's default.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from autotune.documents.engine_profile import (
     ConfirmedArm,
     EngineName,
     EngineProfile,
-    NgramType,
     PredictedSettings,
     PricedStep,
     ServedAnswer,
     ServedLoad,
     Speculation,
+    SpeculationType,
 )
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
@@ -41,7 +41,6 @@ from autotune.serving.engine_runs import (
     OFF,
     SELF_TEST,
     ArmRuns,
-    Replayed,
     confirm,
     is_exact,
     measure_loads,
@@ -53,14 +52,15 @@ from autotune.serving.engine_runs import (
 )
 from autotune.serving.engines import ENGINES
 from autotune.serving.ngram_drafters import KnownRequest
-from autotune.serving.ngram_replay import replay_speculation, total
-from autotune.serving.verification_prices import VerificationPrices, clock_of, served_prices
+from autotune.serving.ngram_replay import Replayed, replay_speculation, total
+from autotune.serving.verification_prices import VerificationPrices, clock_of, served_prices, with_draft
 from autotune.study.document import PROFILE
 from autotune.workloads.formats import Format
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 
 NUM_PROMPTS: dict[WorkloadSplit, int] = {"tune": 24, "evaluate": 18}
+SHORT = 2  # draft tokens of the chain beside the longest
 SHOWN = 3  # fastest settings of a type, and of all
 
 
@@ -75,13 +75,15 @@ class EngineSearchSettings:
     engine_command: str | None = None
     url: str | None = None
     max_new_tokens: int | None = None
+    draft: str | None = None
+    """A draft model whose chains are tuned beside the n-grams."""
     requests_at_once: Sequence[int] = ()
     """Numbers of requests at a time that no speculation and the chosen settings serve in the end."""
     output: Path = Path("profile.json")
     seed: int = 0
 
 
-def speculation_space(engine: type[ServingEngine], types: Sequence[NgramType]) -> list[Speculation]:
+def speculation_space(engine: type[ServingEngine], types: Sequence[SpeculationType]) -> list[Speculation]:
     """Every setting of some types that is replayed, each once."""
     return list({one.label: one for one in engine.space() if one.type in types}.values())
 
@@ -97,12 +99,14 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
     if (found := kind.find_model(settings.target)) is None:
         raise UserError(f"--target {settings.target}: {kind.name} loads {kind.models}; give one")
     (model, target), types, engine = found, list(TYPES[kind.name]), None
+    chains = kind.chains(settings.draft, model) if settings.draft else []
     tune, held_out = _prompts(settings, "tune"), _prompts(settings, "evaluate")
     if settings.url is None:
         engine = kind.find(settings.engine_command, model)
         types = engine.types()
-    elif settings.requests_at_once:
-        raise UserError("--requests-at-once: a server at --url keeps its settings; leave one of the two out")
+    elif settings.requests_at_once or chains:
+        option = "--draft" if chains else "--requests-at-once"
+        raise UserError(f"{option}: a server at --url keeps its settings; leave one of the two out")
     left_out = {name: "the build does not have it" for name in TYPES[kind.name] if name not in types}
     tested = [one for one in kind.pricing if one.type in types]
     with ExitStack() as stack:
@@ -131,8 +135,12 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         steps = recorded_prices(server, asked_prompts, folder / "prices.jsonl", console, settings.seed)
     prices = _prices(steps, plain.rows, served, console, has_one_loop=kind.has_one_loop)
     space = speculation_space(kind, [name for name in types if name not in left_out])
+    long = None
+    if engine and chains:
+        prices, long = _draft_prices(engine, chains, tune.prompts, prices, console, unfinished)
+        space += chains
     default, default_settings = kind.default
-    fastest = _fastest(space, plain, prices, console, default_settings)
+    fastest = _fastest(space, plain, long, prices, console, default_settings)
     arms, loads = list[ConfirmedArm](), list[ServedLoad]()
     best, answers = fastest[0].speculation, list[ServedAnswer]()
     if engine:
@@ -171,6 +179,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         prices=steps,
         price_factor=prices.factor,
         plain_factor=prices.plain_factor,
+        draft_ms=prices.draft_ms,
         arms=arms,
         loads=loads,
         checked=best,
@@ -225,18 +234,53 @@ def _prices(
     return prices
 
 
+def _draft_prices(
+    engine: ServingEngine,
+    chains: Sequence[Speculation],
+    prompts: Sequence[WorkloadPrompt],
+    prices: VerificationPrices,
+    console: Console,
+    record: Path,
+) -> tuple[VerificationPrices, ArmRuns]:
+    """The prices with those of a draft model, and the answers with its longest chain, from which the others are replayed; a short chain
+    tests the replay.
+    """
+    arms = {one.label: [one] for one in (chains[SHORT - 1], chains[-1])}
+    short, long = serve_in_turns(engine, arms, prompts, "rounds of the draft model", console, record=record).values()
+    prices = with_draft(prices, [short.rows, long.rows])
+    replays = replay_speculation(short.speculations, list(map(KnownRequest, long.answers)), long.context)
+    per_round = [
+        sum(one.num_tokens for one in rows) / sum(one.counts.verifications for one in rows)
+        for rows in (replays, [replayed for _, replayed in short.rows])
+    ]
+    console.say(
+        f"draft      tokens per verification of {short.speculations[0].label}: {per_round[0]:.2f} by replay of {long.speculations[0].label}, "
+        f"{per_round[1]:.2f} counted; drafting takes {prices.draft_ms[0]:.1f} ms and {prices.draft_ms[1]:.1f} ms for each token"
+    )
+    return prices, long
+
+
 def _fastest(
-    settings: Sequence[Speculation], plain: ArmRuns, prices: VerificationPrices, console: Console, default: Speculation
+    settings: Sequence[Speculation],
+    plain: ArmRuns,
+    long: ArmRuns | None,
+    prices: VerificationPrices,
+    console: Console,
+    default: Speculation,
 ) -> list[PredictedSettings]:
-    """The fastest settings of each type and its default, for the prompts in their order in one server; prints the best."""
-    requests = [KnownRequest(answer) for answer in plain.answers]
-    price = prices.pricer(max(len(request.tokens) for request in requests))
+    """The fastest settings of each type and its default, for the prompts in their order in one server; prints the best. Chains of a
+    draft model are replayed along the answers of the ``long`` one.
+    """
+    known = [[KnownRequest(answer) for answer in runs.answers] for runs in (plain, long or plain)]
+    price = prices.pricer(max(len(request.tokens) for requests in known for request in requests))
     plain_ms = prices.plain_factor * np.array([sum(price(replayed)) for _, replayed in plain.rows])
+    tokens = np.array([[max(1, len(one.answer.tokens) - 1) for one in requests] for requests in known])
     times = dict[str, NDArray[np.float64]]()
     with console.stage(f"replay of {len(settings)} settings") as update:
         for number, one in enumerate(settings, start=1):
-            replays = replay_speculation([one], requests, plain.context)
-            times[one.label] = np.array([sum(price(replayed)) for replayed in replays])
+            replays = replay_speculation([one], known[bool(one.model)], plain.context)
+            ms = np.array([sum(price(replayed)) for replayed in replays])
+            times[one.label] = ms * tokens[0] / tokens[int(bool(one.model))]
             update(number, len(settings), "")
     best = sorted(settings, key=lambda one: times[one.label].sum())
     by_type = {name: [one for one in best if one.type == name] for name in OPTIONS}

@@ -89,7 +89,9 @@ def bench_engine(
     profile = EngineProfile.load(source)
     require_served(workload.prompts)
     one = profile.speculation or profile.checked
-    prices = VerificationPrices(profile.prices, clock_of(profile.prices), profile.price_factor, profile.plain_factor)
+    prices = VerificationPrices(
+        profile.prices, clock_of(profile.prices), profile.price_factor, profile.plain_factor, profile.draft_ms
+    )
     engine, loads = engine_of(profile, engine_command), list[ServedLoad]()
     arms = {OFF: [], engine.default[0]: [engine.default[1]], one.label: [one]}
     measured, runs = confirm(engine, arms, workload.prompts, prices, console, seed=0)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from autotune.documents.engine_profile import OPTIONS, NgramType, ServedAnswer, Speculation, SpeculationCounts
+from autotune.documents.engine_profile import OPTIONS, ServedAnswer, Speculation, SpeculationCounts, SpeculationType
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.files import known_sha256_of
@@ -160,7 +160,7 @@ class LlamaEngine(ServingEngine):
     def space(cls) -> list[Speculation]:
         pairs = [{"size-n": n, "size-m": m} for n in SIZES for m in LENGTHS]
         pools = [(n, least, most) for n in (*SIZES, 20) for least in (0, 1, 2, 4, 8, 48) for most in (*LENGTHS, 64)]
-        options: dict[NgramType, list[dict[str, int]]] = {
+        options: dict[SpeculationType, list[dict[str, int]]] = {
             "ngram-simple": [pair for pair in pairs if pair["size-m"] >= pair["size-n"]],  # shorter ones draft nothing
             "ngram-map-k": pairs,
             "ngram-map-k4v": [pair | {"min-hits": hits} for pair in pairs for hits in (1, 2, 3)],
@@ -183,7 +183,7 @@ class LlamaEngine(ServingEngine):
         libraries = sorted(path for path in self.executable.parent.glob("lib*.so*") if not path.is_symlink())
         return known_sha256_of(self.executable, *libraries)
 
-    def types(self) -> list[NgramType]:
+    def types(self) -> list[SpeculationType]:
         try:
             done = subprocess.run([self.executable, "--help"], capture_output=True, text=True, timeout=60, check=False)
         except (OSError, subprocess.SubprocessError) as error:

@@ -1,4 +1,4 @@
-"""Drafts of engines' n-gram speculation, from tokens alone. Loads no torch.
+"""Drafts of engines' speculation: n-grams from tokens alone, and a draft model's from the rounds of a longer chain. Loads no torch.
 
 Drafters follow the rules of llama-server b11434, with the state that it keeps from request to request, and of vLLM 0.32.0. They are
 called as in llama-server: ``begin`` after a prompt is read, ``draft`` before a forward pass, ``accept`` after a draft was verified.
@@ -6,13 +6,16 @@ called as in llama-server: ``begin`` after a prompt is read, ``draft`` before a 
 
 from __future__ import annotations
 
+import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import numpy as np
 
-from autotune.documents.engine_profile import ServedAnswer, Speculation
+from autotune.documents.engine_profile import ModelType, ServedAnswer, Speculation
 
 MAP_SLOTS, MAP_FACTOR = 1 << 18, 2654435761
 MAP_VALUES, MAP_COUNT = 4, 16380  # continuations that a key of map-k4v counts, and the largest count
@@ -20,12 +23,8 @@ POOL_SLOTS, POOL_FACTOR = 1 << 22, 6364136223846793005
 POOL_CHUNK = 32  # tokens after which a request's new n-grams enter the pool
 POOR_DRAFTS = 5  # consecutive ones that empty the pool
 CACHE_LONGEST, CACHE_DRAFT = 4, 8
-CACHE_LEAST = (
-    (2, 66),
-    (2, 50),
-    (1, 50),
-    (1, 50),
-)  # occurrences, and per cent of the most frequent token, by length of the n-gram
+# Occurrences, and per cent of the most frequent token, by length of the n-gram.
+CACHE_LEAST = ((2, 66), (2, 50), (1, 50), (1, 50))
 BUCKETS = (13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273, 20753, 42043, 85229)
 
 
@@ -52,6 +51,18 @@ class KnownRequest:
         self.prompt_length = len(answer.prompt_tokens)
         self._grams: dict[int, Grams] = {}
         self._hashes: dict[tuple[int, int, int], list[int]] = {}
+
+    @functools.cached_property
+    def is_drafted(self) -> list[bool]:
+        """Whether a draft model proposes each token after those before it. A round shows it of its accepted tokens and of the next one,
+        unless all were accepted; then, and beyond the rounds, tokens count as proposed.
+        """
+        found, place = [True] * len(self.tokens), self.prompt_length
+        for accepted in self.answer.rounds:
+            place += accepted + 1
+            if place < len(found):
+                found[place] = accepted == self.answer.drafted // len(self.answer.rounds)
+        return found
 
     def grams(self, n: int) -> Grams:
         if n not in self._grams:
@@ -337,12 +348,29 @@ class LookupDrafter(Drafter):
         return []
 
 
+class ChainDrafter(Drafter):
+    """A draft model in vLLM: always k tokens, which are those of the answer up to the first that the model does not propose, then -1. Exact
+    where a draft depends on the text alone; a head that reads states proposes a token less often at the end of a long chain.
+    """
+
+    ends_with_answer = False
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def draft(self, request: KnownRequest, length: int) -> list[int]:
+        places = range(length + 1, min(length + 1 + self.k, len(request.tokens)))
+        right = list(itertools.takewhile(request.is_drafted.__getitem__, places))
+        return [*(request.tokens[place] for place in right), *[-1] * (self.k - len(right))]
+
+
 class FirstDrafter(Drafter):
     """Several types in one server: the first draft that is not empty is verified, and its drafter alone is told the outcome."""
 
     def __init__(self, speculations: Iterable[Speculation]) -> None:
         self.drafters = [DRAFTERS[one.type](*one.options.values()) for one in speculations]
         self.ends_with_answer = all(one.ends_with_answer for one in self.drafters)
+        self.has_model = any(isinstance(one, ChainDrafter) for one in self.drafters)
         self.last: Drafter | None = None
 
     def begin(self, request: KnownRequest) -> None:
@@ -368,4 +396,5 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "ngram-mod": ModDrafter,
     "ngram-cache": CacheDrafter,
     "ngram": LookupDrafter,
+    **dict.fromkeys(get_args(ModelType), ChainDrafter),
 }

@@ -1,4 +1,4 @@
-"""Replay of n-gram speculation over known answers: passes, drafts and what is accepted of them. Loads no torch."""
+"""Replay of an engine's speculation over known answers: passes, drafts and what is accepted of them. Loads no torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autotune.documents.engine_profile import Speculation, SpeculationCounts
-from autotune.serving.ngram_drafters import Drafter, FirstDrafter, KnownRequest
+from autotune.documents.engine_profile import ServedAnswer, Speculation, SpeculationCounts
+from autotune.serving.ngram_drafters import FirstDrafter, KnownRequest
 
 CONTEXT_STEP = 32
 
@@ -22,6 +22,8 @@ class RequestReplay:
     """Number of forward passes by tokens read, and by tokens before them in units of ``CONTEXT_STEP``."""
     num_tokens: int
     """Tokens of the answer after the first, which the prompt gives."""
+    has_model: bool = False
+    """Whether a draft model drafts."""
 
     @property
     def counts(self) -> SpeculationCounts:
@@ -29,7 +31,10 @@ class RequestReplay:
         return SpeculationCounts(verifications=len(self.drafts), drafted=drafted, accepted=accepted)
 
 
-def replay_request(drafter: Drafter, request: KnownRequest, context: int) -> RequestReplay:
+Replayed = tuple[ServedAnswer, RequestReplay]
+
+
+def replay_request(drafter: FirstDrafter, request: KnownRequest, context: int) -> RequestReplay:
     """Replay one request, and leave the drafter in the state that the server has after it.
 
     Args:
@@ -54,7 +59,7 @@ def replay_request(drafter: Drafter, request: KnownRequest, context: int) -> Req
             drafts.append((len(draft), accepted))
             drafter.accept(accepted)
         length += accepted + 1
-    return RequestReplay(drafts, steps, len(answer.tokens) - 1)
+    return RequestReplay(drafts, steps, len(answer.tokens) - 1, drafter.has_model)
 
 
 def replay_speculation(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from autotune.acceptance.reference_replay import rounds
 from autotune.acceptance.trace import Trace
@@ -112,9 +109,3 @@ def _predicted(trace: Trace, number: int, prompt: WorkloadPrompt, tree: ChainPol
         tokens=trace.forest.answer[begin:end].tolist(),
         accepted_lengths=[len(replayed.path) for replayed in rounds(trace, number, tree)],
     )
-
-
-def acceptance_by_position(predicted: Sequence[PredictedPrompt], depth: int) -> list[float]:
-    """Share of the rounds that accept a draft token at each position of a chain."""
-    lengths = np.array([length for prompt in predicted for length in prompt.accepted_lengths])
-    return [float((lengths > position).mean()) for position in range(depth)]

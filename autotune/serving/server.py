@@ -22,7 +22,6 @@ from autotune.errors import UserError
 from autotune.serving.client import EngineClient
 
 EXECUTABLE_VARIABLE = "AUTOTUNE_VLLM"
-SPECULATION = "--speculative-config"
 START_S = 900.0  # longest time until an engine is ready: it may compile kernels
 STOP_S = 30.0  # until it is killed
 ENDING_S = 1.0  # from a connection that is lost until its server has ended
@@ -57,13 +56,6 @@ def find_executable(given: str | None) -> str:
             f"--engine vllm: vllm {where}; install vLLM, or name its executable with --executable or {EXECUTABLE_VARIABLE}"
         )
     return executable
-
-
-def without_speculation(command: str) -> str:
-    """The command of an export for the target alone."""
-    words = shlex.split(command)
-    at = words.index(SPECULATION)
-    return shlex.join([*words[:at], *words[at + 2 :]])
 
 
 @contextmanager

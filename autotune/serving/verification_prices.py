@@ -13,7 +13,7 @@ from autotune.console import Update
 from autotune.documents.engine_profile import Clock, PricedStep, ServedAnswer
 from autotune.errors import UserError
 from autotune.serving.engine import EngineServer
-from autotune.serving.ngram_replay import CONTEXT_STEP, RequestReplay
+from autotune.serving.ngram_replay import CONTEXT_STEP, Replayed, RequestReplay
 
 PRICED_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 REPEATS = 3
@@ -61,6 +61,8 @@ class VerificationPrices:
     """Multiplies the prices of passes that verify a draft (``served_factors``)."""
     plain_factor: float = 1.0
     """Multiplies the prices of passes without speculation, where the engine runs another loop then."""
+    draft_ms: tuple[float, float] = (0.0, 0.0)
+    """Added by a draft model to a verification, and for each draft token."""
 
     def ms(self, tokens: int, context: float) -> float:
         contexts = sorted({step.context for step in self.steps})
@@ -79,7 +81,9 @@ class VerificationPrices:
         def price(replayed: RequestReplay) -> tuple[float, float]:
             ms = {key: table[key[0]][key[1]] * number for key, number in replayed.steps.items()}
             plain = sum(value for (tokens, _), value in ms.items() if tokens == 1)
-            return plain, sum(ms.values()) - plain
+            counts, (round_ms, token_ms) = replayed.counts, self.draft_ms if replayed.has_model else (0.0, 0.0)
+            draft_ms = round_ms * counts.verifications + token_ms * counts.drafted
+            return plain, sum(ms.values()) - plain + draft_ms
 
         return price
 
@@ -98,11 +102,7 @@ def time_of(clock: Clock) -> Callable[[ServedAnswer], float]:
 
 
 def served_prices(
-    prices: VerificationPrices,
-    plain: Sequence[tuple[ServedAnswer, RequestReplay]],
-    served: Sequence[tuple[ServedAnswer, RequestReplay]],
-    *,
-    has_one_loop: bool,
+    prices: VerificationPrices, plain: Sequence[Replayed], served: Sequence[Replayed], *, has_one_loop: bool
 ) -> VerificationPrices:
     """The prices with the factors of served requests. Passes without drafts in requests that verify some take the time of plain
     decoding in an engine that ``has_one_loop``, else their prices. Medians over requests; 1 where too few verify drafts.
@@ -115,3 +115,23 @@ def served_prices(
     factors = [(ms - plain_ms) / verified_ms for ms, plain_ms, verified_ms in rows]
     factor = float(np.clip(np.median(factors), 0.5, 3.0)) if len(factors) >= FEWEST else 1.0
     return replace(prices, factor=factor, plain_factor=plain_factor)
+
+
+def with_draft(prices: VerificationPrices, served: Sequence[Sequence[Replayed]]) -> VerificationPrices:
+    """The prices with the time of a draft model, by requests of two servers that drafted other numbers of tokens: what a round takes
+    beside its verification (medians over requests) is linear in the draft tokens.
+    """
+    time, price = (
+        time_of(prices.clock),
+        prices.pricer(max(len(a.prompt_tokens) + len(a.tokens) for rows in served for a, _ in rows)),
+    )
+    points = []
+    for rows in served:
+        drafting = [(time(one) - sum(price(found)), found.counts) for one, found in rows if found.drafts]
+        if not drafting:  # answers of one token
+            return prices
+        rounds = np.median([ms / counts.verifications for ms, counts in drafting])
+        points.append((drafting[0][1].drafted / drafting[0][1].verifications, float(rounds)))
+    (fewer, least), (more, most) = sorted(points)
+    token_ms = max(0.0, (most - least) / (more - fewer))
+    return replace(prices, draft_ms=(max(0.0, least - fewer * token_ms), token_ms))

@@ -1,7 +1,8 @@
-"""vLLM: its n-gram speculation, answers by its OpenAI-compatible API, and counts by its metrics, request by request. Loads no torch."""
+"""vLLM: its speculation by n-grams and draft models, answers by its OpenAI-compatible API, and counts by its metrics, request by request. Loads no torch."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -11,10 +12,14 @@ from typing import Any
 
 from autotune.documents.engine_profile import OPTIONS, ServedAnswer, Speculation, SpeculationCounts
 from autotune.documents.provenance import ModelReference
+from autotune.errors import UserError
+from autotune.export.model_files import served_draft
+from autotune.files import WORKSPACE
 from autotune.modeling.gguf import SUFFIX
 from autotune.modeling.loading import bundled_models, reference
 from autotune.serving.client import TEXT, TOKENS, Counters, EngineClient
 from autotune.serving.engine import EngineServer, ServingEngine, text_messages
+from autotune.serving.ngram_replay import total
 from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import WorkloadPrompt
 
@@ -26,15 +31,17 @@ FIRST_TEXT_TOKEN = 300  # of most vocabularies; smaller ones may control the cha
 BLOCK = 16  # tokens: blocks of the prefix cache have a multiple of it
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
+LONGEST_CHAIN = 8
 
 
 def vllm_arguments(speculations: Sequence[Speculation]) -> list[str]:
-    """Arguments of vLLM for one type; none switch speculation off."""
-    return [
-        word
-        for one in speculations
-        for word in ("--speculative-config", json.dumps({"method": one.type, **one.options}))
-    ]
+    """Arguments of vLLM for one type; none switch speculation off. vLLM counts the layers of MiMo's heads by the target's config."""
+    words = []
+    for one in speculations:
+        model = {"model": one.model} if one.model else {}
+        words += ["--speculative-config", json.dumps({"method": one.type, **model, **one.options})]
+        words += ["--hf-overrides", json.dumps({"num_nextn_predict_layers": 1})] if one.type == "mtp" else []
+    return words
 
 
 class VllmServer(EngineClient, EngineServer):
@@ -42,13 +49,14 @@ class VllmServer(EngineClient, EngineServer):
 
     priced_by = "{} '{}'".format(*vllm_arguments([PRICED_BY]))
     longest = PRICED_BY.options["num_speculative_tokens"] + 1
+    spins_s = 1.2
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.build, self.alias = self.version, self.model
         with self.reply_of("/v1/models"):
             (self.context,) = TOKENS.validate_python([self.models["data"][0]["max_model_len"]], strict=True)
-        self.counted = Counters()
+        self.counted = SpeculationCounts(verifications=0, drafted=0, accepted=0)
 
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
         request = {"model": self.model, "messages": text_messages(prompt)}
@@ -62,7 +70,10 @@ class VllmServer(EngineClient, EngineServer):
         """
         self._counted(tokens, 1)
         answer, counts = self._counted(tokens, limit)
-        self.counted += counts
+        found = SpeculationCounts(verifications=counts.rounds, drafted=answer.drafted, accepted=answer.accepted)
+        self.counted = total([self.counted, found])
+        if self.has_draft:
+            return answer
         room = min(self.longest - 1, self.context - len(tokens) - len(answer.tokens) - 1)
         beyond = self._counted([*tokens, *answer.tokens], room, ignore_eos=True)[0].tokens if room > 0 else []
         return answer.model_copy(update={"beyond": beyond})
@@ -78,8 +89,13 @@ class VllmServer(EngineClient, EngineServer):
     def _counted(self, tokens: list[int], limit: int, **options: Any) -> tuple[ServedAnswer, Counters]:
         """Decode one prompt greedily, while the server decodes nothing else."""
         before, cpu_ms = self.counters(), self.cpu_ms()
-        found, seconds, is_ended = self._decode(tokens, limit, **options)
+        parts, seconds, is_ended = self._decode(tokens, limit, **options)
+        found, rounds = list(itertools.chain(*parts)), [len(part) - 1 for part in parts[1:]] if self.has_draft else []
         cpu_ms, counts = max(0.0, self.cpu_ms() - cpu_ms), self.counters_after(before, len(found))
+        if len(rounds) != counts.rounds and self.has_draft:
+            raise UserError(
+                f"{self.url}: {counts.rounds} verifications came in {len(rounds)} parts of the reply; give the command again"
+            )
         with self.reply_of(COMPLETIONS):
             spent = seconds[-1] - seconds[0]
             answer = ServedAnswer(
@@ -87,31 +103,33 @@ class VllmServer(EngineClient, EngineServer):
                 tokens=found,
                 limit=limit,
                 is_ended=is_ended,
+                rounds=rounds,
                 drafted=counts.drafted,
-                accepted=sum(counts.accepted),
+                accepted=sum(rounds or counts.accepted),
                 wall_ms=1e3 * spent,
                 cpu_ms=cpu_ms * spent / seconds[-1],
             )
         return answer, counts
 
-    def _decode(self, tokens: list[int], limit: int, **options: Any) -> tuple[list[int], list[float], bool]:
-        """Tokens, the seconds from the request to each part of the reply, and whether the last token ends the generation."""
+    def _decode(self, tokens: list[int], limit: int, **options: Any) -> tuple[list[list[int]], list[float], bool]:
+        """Tokens of each part of the reply, the seconds from the request to each, and whether the last token ends the generation."""
         request = {"model": self.model, "prompt": tokens, "max_tokens": limit, "temperature": 0.0, "stream": True}
         request |= {"return_token_ids": True} | options
         if len(tokens) % BLOCK == 1:  # with all blocks in the cache, vLLM would pad the first pass with drafts
             request["cache_salt"] = os.urandom(8).hex()
-        found, seconds, is_ended, started = list[int](), list[float](), False, time.perf_counter()
+        found, seconds, is_ended, started = list[list[int]](), list[float](), False, time.perf_counter()
         for line in self.lines(COMPLETIONS, request, "look into its log"):
             if line.startswith(b"data: {"):
                 seconds.append(time.perf_counter() - started)
                 with self.reply_of(COMPLETIONS):
                     (part,) = parse_json(line[6:].decode())["choices"]
-                    found += TOKENS.validate_python(part["token_ids"], strict=True)
+                    found.append(TOKENS.validate_python(part["token_ids"], strict=True))
                     is_ended = part["finish_reason"] == "stop"
         return found, seconds, is_ended
 
     def stream(self, answer: ServedAnswer) -> tuple[list[int], list[float]]:
-        return self._decode(answer.prompt_tokens, answer.limit)[:2]
+        parts, seconds, _ = self._decode(answer.prompt_tokens, answer.limit)
+        return list(itertools.chain(*parts)), seconds
 
     def text(self, tokens: list[int]) -> str:
         with self.reply_of("/detokenize"):
@@ -119,8 +137,7 @@ class VllmServer(EngineClient, EngineServer):
             return TEXT.validate_python(reply["prompt"], strict=True)
 
     def counts(self) -> SpeculationCounts:
-        counted = self.counted
-        return SpeculationCounts(verifications=counted.rounds, drafted=counted.drafted, accepted=sum(counted.accepted))
+        return self.counted
 
 
 class VllmEngine(ServingEngine):
@@ -143,6 +160,12 @@ class VllmEngine(ServingEngine):
             return str(path.resolve()), reference(target)
         is_id = target.count("/") == 1 and not path.exists() and path.suffix != SUFFIX
         return (target, ModelReference(id=target, sha256="")) if is_id else None
+
+    @classmethod
+    def chains(cls, draft: str, target: str) -> list[Speculation]:
+        kind, folder = served_draft(draft, target, WORKSPACE / "engines" / "drafts")
+        options = ({"num_speculative_tokens": k} for k in range(1, LONGEST_CHAIN + 1))
+        return [Speculation(type=kind, options=one, model=str(folder)) for one in options]
 
     @classmethod
     def space(cls) -> list[Speculation]:

@@ -248,7 +248,8 @@ def engines(results: Results) -> str:
                 f"{row['predicted']:.2f}x",
                 with_interval(row, strong=row["is_recommended"]),
             ]
-            rows.append([*shown, f"{row['tokens_per_step']:.2f}", f"{row['exact']}/{row['prompts']}"])
+            counts = "-" if row["exact"] is None else f"{row['exact']}/{row['prompts']}"
+            rows.append([*shown, f"{row['tokens_per_step']:.2f}", counts])
     columns = ["engine", "settings", "from", "predicted", "measured", "tokens a pass", "counts as predicted"]
     return table(columns, rows) if rows else NOT_YET
 

@@ -22,7 +22,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.export.document import EXPORT, Export
 from autotune.export.engine_replay import EngineReplay
 from autotune.export.exporter import ENGINES
-from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, RETRIEVAL, bundled_models
+from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, RETRIEVAL
 from autotune.prediction.evaluator import Evaluator
 from autotune.trees.chain import ChainPolicy
 from tests.export.studies import (
@@ -91,8 +91,7 @@ def test_every_engine_writes_files_and_predictions(pair: Path) -> None:
         assert json.loads(file.read_text()) == found.settings, engine
         assert found.slowdown == pytest.approx(found.predicted.ms_per_token / found.tuned.ms_per_token - 1)
         assert TARGET.id in found.command and found.predicted.estimated is False and found.predicted.speedup > 1
-        if engine != "transformers":  # an engine left to itself runs models in float32 in 16 bits
-            assert "--dtype float32" in found.command
+        assert "--dtype float32" in found.command, "an engine left to itself runs models in float32 in 16 bits"
 
 
 def test_a_chain_of_a_given_length_is_exported_however_fast_it_is(pair: Path) -> None:
@@ -108,11 +107,9 @@ def test_a_chain_of_a_given_length_is_exported_however_fast_it_is(pair: Path) ->
 
 
 def test_eagle3_heads(tmp_path: Path) -> None:
-    """vLLM runs chains of them, transformers refuses them."""
+    """vLLM runs chains of them."""
     profile = write_pair(tmp_path, kind="eagle3", aux_layers=(1, 2, 3))
     assert exported(profile, "vllm").settings["method"] == "eagle3"
-    message = "transformers cannot serve tests/draft, a draft of kind eagle3; "
-    assert_refused(profile, "transformers", messages=(message,))
 
 
 def test_vllm_command_contains_the_settings_file(pair: Path) -> None:
@@ -134,8 +131,6 @@ def test_the_command_or_the_document_is_printed(pair: Path) -> None:
 def test_bundled_models_are_exported_as_folders(tmp_path: Path) -> None:
     target, draft = (ModelReference(id=name, sha256="9" * 64) for name in (BUNDLED_TARGET, BUNDLED_DRAFT))
     profile = write_pair(tmp_path, draft=draft, target=target, table=table_of(draft, target=target))
-    command = exported(profile, "transformers").command
-    assert all(str(bundled_models()[name]) in command for name in (BUNDLED_TARGET, BUNDLED_DRAFT))
     found = exported(profile, "vllm")
     folder = tmp_path / "out" / "vllm"
     assert shlex.split(found.command)[2] == str(folder / "target")
@@ -205,11 +200,11 @@ def test_pruned_draft_is_refused_unless_prompts_have_no_images(tmp_path: Path) -
 
 
 def test_engines_that_show_placeholders_need_a_trace_recorded_so(tmp_path: Path) -> None:
-    """vLLM and transformers show an independent draft the ids of the placeholders alone, so the trace of the search, in which
+    """vLLM shows an independent draft the ids of the placeholders alone, so the trace of the search, in which
     it sees the image, does not predict them.
     """
     profile = write_pair(tmp_path, images=True)
-    for engine in ("vllm", "transformers"):
+    for engine in EXPORT_ENGINES:
         messages = (
             f"{engine} runs the full draft and shows it image placeholders as text; ",
             "record it: autotune record --target tests/target --draft tests/draft --visual-keep 1 --visual-input placeholders ",
@@ -223,7 +218,7 @@ def test_engines_that_show_placeholders_need_a_trace_recorded_so(tmp_path: Path)
     document.save(profile)
     seen, read = trace_of(images=True), trace_of(images=True, seed=5, visual_input="placeholders")
     write_study(tmp_path / ".autotune" / "pair", cost_table(), read)
-    for engine in ("vllm", "transformers"):
+    for engine in EXPORT_ENGINES:
         found = exported(profile, engine)
         for trace, is_replayed in ((read, True), (seen, False)):
             predicted = EngineReplay(trace, cost_table()).price(found.tree).predicted
@@ -244,12 +239,10 @@ def test_a_floor_is_not_exported_and_a_note_says_so(tmp_path: Path) -> None:
     trace, table = trace_of(), cost_table()
     point = point_of(trace, table, tree={"policy": "chain", "depth": 3, "p_min": 0.3})
     profile = write_search(tmp_path, table, trace, points=[point])
-    reasons = {"vllm": "no such setting", "transformers": "assistant_confidence_threshold also verifies"}
-    for engine, reason in reasons.items():
-        found = exported(profile, engine)
-        (note,) = (note for note in found.notes if "floor" in note)
-        assert "chain(depth=3, p_min=0.30) has a floor" in note and reason in note
-        assert not found.tree.changed.keys() & {"p_min", "n_min"}
+    found = exported(profile, "vllm")
+    (note,) = (note for note in found.notes if "floor" in note)
+    assert "chain(depth=3, p_min=0.30) has a floor" in note and "no such setting" in note
+    assert not found.tree.changed.keys() & {"p_min", "n_min"}
 
 
 # --------------------------------------------------------------------------------------------------------------- points
@@ -341,7 +334,7 @@ def test_wrong_options_are_refused(pair: Path) -> None:
         ("--draft", "tests/gone", "has traces of tests/draft; export a recorded one"),
     ):
         assert_refused(pair, "vllm", option, value, messages=(f"{option} {value}: ", message))
-    assert_refused(pair, "tgi", messages=("'tgi' is not one of 'vllm', 'transformers'",))
+    assert_refused(pair, "tgi", messages=("'tgi' is not 'vllm'",))
 
 
 def test_draft_kinds_that_engines_do_not_serve_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from autotune.errors import UserError
-from autotune.export.engine import Pair
 from autotune.export.exporter import ENGINES
 from autotune.export.model_files import (
     INDEX,
@@ -17,9 +16,11 @@ from autotune.export.model_files import (
     ModelFiles,
     find_model,
     has_short_vision_names,
+    served_draft,
     text_part,
     with_long_vision_names,
 )
+from autotune.export.vllm import Pair
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 
 
@@ -151,3 +152,31 @@ def test_mrope_drafts_are_refused_by_vllm_and_mrope_targets_noted() -> None:
     assert ENGINES["vllm"].refusal(Pair("t", "d", "eagle3", model(), mrope)) is None
     notes = [ENGINES["vllm"].caveats(Pair("t", "d", "independent", target, model())) for target in (model(), mrope)]
     assert len(notes[1]) == len(notes[0]) + 1 and "first axis" in notes[1][-1]
+
+
+def test_an_mtp_head_is_written_as_one_of_mimo(tmp_path: Path) -> None:
+    """It reads the features before the embedding, and adds biases to queries, keys and values."""
+    import torch
+    from safetensors.torch import load_file
+
+    kind, folder = served_draft("digits/mtp", BUNDLED_TARGET, tmp_path)
+    assert kind == "mtp" and served_draft("digits/mtp", BUNDLED_TARGET, tmp_path) == (kind, folder)
+    own = load_file(bundled("digits/mtp").folder / "model.safetensors")
+    found = {
+        name.removeprefix("model.mtp_layers.0."): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    embedding, features = torch.randn(2, 5, len(own["enorm.weight"]))
+    expected = torch.cat([embedding, features], -1) @ own["eh_proj.weight"].float().t()
+    actual = torch.cat([features, embedding], -1) @ found["input_proj.weight"].float().t()
+    torch.testing.assert_close(actual, expected)
+    norms = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "final_layernorm": "norm"}
+    assert all(torch.equal(found[f"{name}.weight"], own[f"{other}.weight"]) for name, other in norms.items())
+    layer = {name.removeprefix("layer."): tensor for name, tensor in own.items() if name.startswith("layer.")}
+    assert all(torch.equal(found[name], tensor) for name, tensor in layer.items())
+    biases = {f"self_attn.{part}_proj.bias" for part in "qkv"}
+    assert all(not found[name].any() for name in biases)
+    assert set(found) == {*layer, *biases, "input_proj.weight", *(f"{name}.weight" for name in norms)}
+    config = bundled(str(folder)).config
+    assert config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
+    assert config["hidden_size"] == bundled(BUNDLED_TARGET).text_config["hidden_size"]

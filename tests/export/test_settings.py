@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from pathlib import Path
@@ -12,10 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from autotune.cli.export import EXPORT_ENGINES
-from autotune.evaluation.hf_generate import hf_generate
-from autotune.export.engine import Pair
 from autotune.export.exporter import ENGINES
-from autotune.export.vllm import VllmSettings
+from autotune.export.vllm import Pair, VllmSettings
 from autotune.files import Document
 from autotune.trees.chain import ChainPolicy
 from tests.trees.drafts import TreeSession, random_draft
@@ -79,24 +76,3 @@ def test_chains_of_engines_equal_ours() -> None:
         pair, chain = Pair("t", "d", "independent"), ChainPolicy(depth=depth)
         found = {name: engine.settings(pair, chain).model_dump() for name, engine in ENGINES.items()}
         assert found["vllm"]["num_speculative_tokens"] == depth
-        assert found["transformers"]["num_assistant_tokens"] == depth
-
-
-def test_assisted_generation_drafts_the_exported_number_of_tokens(text_pair: Pair) -> None:
-    """A target that assists itself accepts every draft. The same settings in the target's config have no effect."""
-    import torch
-
-    patch = ENGINES["transformers"].settings(Pair("t", "d", "independent"), ChainPolicy(depth=3)).model_dump()
-    inputs = {"input_ids": torch.arange(5, 25)[None]}
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-
-    def drafted(model: Any, assistant: Any) -> list[int]:
-        _, stats = hf_generate(model, inputs, max_new_tokens=24, assistant=assistant)
-        return stats.accepted_lengths
-
-    target, draft = copy.deepcopy(text_pair.target), copy.deepcopy(text_pair.target)
-    draft.generation_config.update(**patch)
-    assert drafted(target, draft) == [3] * 6
-    plain = drafted(target, copy.deepcopy(text_pair.target))
-    target.generation_config.update(**patch)
-    assert drafted(target, copy.deepcopy(text_pair.target)) == plain != [3] * 6

@@ -116,8 +116,11 @@ class RecordedServer:
             answer = answer.model_copy(update={"tokens": [*answer.tokens[:-1], answer.tokens[-1] + 1]})
         return self.counted(answer)
 
+    def request(self, answer: ServedAnswer) -> KnownRequest:
+        return KnownRequest(answer)
+
     def counted(self, answer: ServedAnswer) -> ServedAnswer:
-        counts = replay_request(self.drafter, KnownRequest(answer), CONTEXT).counts
+        counts = replay_request(self.drafter, self.request(answer), CONTEXT).counts
         drafted = counts.drafted + ("--other-rule" in self.switches and bool(self.drafter.drafters))
         for name, number in zip(self.counts, (counts.verifications, drafted, counts.accepted), strict=True):
             self.counts[name] += number

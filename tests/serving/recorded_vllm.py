@@ -29,7 +29,14 @@ class RecordedVllm(RecordedServer):
     def speculations(self, given: dict[str, str]) -> list[Speculation]:
         self.alias = given["--served-model-name"]
         options = json.loads(given.get("--speculative-config", "{}"))
-        return [Speculation(type=options.pop("method"), options=options)] if options else []
+        method, model = options.pop("method", None), options.pop("model", "")
+        return [Speculation(type=method, options=options, model=model)] if method else []
+
+    def request(self, answer: ServedAnswer) -> KnownRequest:
+        """With a draft model that proposes two of three tokens."""
+        request = super().request(answer)
+        request.is_drafted = [place % 3 > 0 for place in range(len(request.tokens))]
+        return request
 
     def get(self, path: str) -> Any:
         by_name = {"generation_tokens": self.generated, "spec_decode_num_drafts": self.counts["drafts"]}
@@ -70,7 +77,7 @@ class RecordedVllm(RecordedServer):
         """The tokens of an answer by forward pass, counted."""
         answer = (counted or self.counted)(answer)
         self.generated += len(answer.tokens)
-        drafts, tokens, parts = replay_request(self.drafter, KnownRequest(answer), CONTEXT).drafts, answer.tokens, []
+        drafts, tokens, parts = replay_request(self.drafter, self.request(answer), CONTEXT).drafts, answer.tokens, []
         for length in (1, *(accepted + 1 for _, accepted in drafts), *[1] * len(tokens)):
             parts.append({"token_ids": tokens[:length], "finish_reason": None})
             tokens = tokens[length:]

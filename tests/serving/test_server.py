@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from autotune.errors import UserError
-from autotune.serving.server import ServerOptions, find_executable, refusal, started, without_speculation
+from autotune.serving.server import ServerOptions, find_executable, refusal, started
 
 COMMAND = """vllm serve a/target --dtype float32 --speculative-config '{"model": "a draft"}'"""
 SCRIPT = """#!{python}
@@ -114,10 +114,6 @@ def test_the_executable_is_that_on_the_path_or_the_one_given(
         find_executable(None)
     with pytest.raises(UserError, match="vllm is no executable: 'no/such'"):
         find_executable("no/such")
-
-
-def test_a_command_without_speculation_serves_the_target_alone() -> None:
-    assert without_speculation(COMMAND) == "vllm serve a/target --dtype float32"
 
 
 def test_the_cause_of_a_failure_is_found_in_the_log() -> None:

@@ -14,9 +14,8 @@ from click.testing import CliRunner
 pytest.importorskip("torch", exc_type=ImportError)
 
 from autotune.cli.main import main
-from autotune.export.engine import Pair
 from autotune.export.model_files import find_model
-from autotune.export.vllm import Vllm
+from autotune.export.vllm import Pair, Vllm
 from autotune.files import user_cache
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, reference, resolve
 from autotune.serving.server import EXECUTABLE_VARIABLE
@@ -57,7 +56,7 @@ def test_vllm_makes_the_predicted_rounds(vllm: str, kind: str, num_prompts: int,
     settings = engine.settings(pair, ChainPolicy(depth=DEPTH))
     target, draft = map(reference, names)
     decoding_profile(target, draft).save(tmp_path / "profile.json")
-    command = engine.command(pair, settings, tmp_path / engine.settings_file)
+    command = engine.command(pair, settings)
     write_export(tmp_path, "vllm", target, draft, settings.model_dump(exclude_none=True), command=command)
     words = ["bench-server", tmp_path / "profile.json", "--engine", "vllm", "--executable", vllm, "--export", tmp_path]
     words += ["--arguments", "--enforce-eager --gpu-memory-utilization 0.1", "--workload", workload]
@@ -65,7 +64,6 @@ def test_vllm_makes_the_predicted_rounds(vllm: str, kind: str, num_prompts: int,
     result = CliRunner().invoke(main, [*map(str, words)])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["plain_prompts_identical"] == num_prompts
     for one in found["prompts"]:
         assert one["first_difference"] is None, one
         assert one["has_image"] or one["rounds"] == one["predicted_rounds"] > 1, one

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
+import re
 import sys
 import threading
+import time
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
 from pydantic import ValidationError
 
-from autotune.documents.engine_profile import OPTIONS, TYPES, EngineProfile, ServedAnswer, Speculation
+from autotune.console import Console
+from autotune.documents.engine_profile import (
+    OPTIONS,
+    TYPES,
+    EngineProfile,
+    ServedAnswer,
+    Speculation,
+    SpeculationCounts,
+)
 from autotune.files import user_cache
 from autotune.serving import vllm_server
+from autotune.serving.engine_runs import serve_in_turns
 from autotune.serving.engine_search import speculation_space
 from autotune.serving.ngram_drafters import FirstDrafter, KnownRequest
 from autotune.serving.ngram_replay import replay_speculation, total
 from autotune.serving.server import EXECUTABLE_VARIABLE, running
 from autotune.serving.vllm_server import PRICED_BY, VllmEngine, vllm_arguments
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS
 from tests.serving.recorded_vllm import COMMAND, TRANSCRIPT
 from tests.serving.test_engine_search import autotune, said
@@ -87,12 +101,77 @@ def test_drafts_are_accepted_beyond_the_end_of_an_answer() -> None:
         assert replayed.drafts[:1] == drafts and replayed.num_tokens == 3
 
 
+class Answering:
+    """A server that answers at once, and keeps when."""
+
+    context, times = 64, list[float]()
+
+    def __init__(self, spins_s: float) -> None:
+        self.spins_s = spins_s
+
+    def ask(self, prompt: WorkloadPrompt) -> ServedAnswer:
+        self.times.append(time.monotonic())
+        return ServedAnswer(prompt_tokens=[1], tokens=[1], limit=1)
+
+    def counts(self) -> SpeculationCounts:
+        return SpeculationCounts(verifications=0, drafted=0, accepted=0)
+
+
+def test_the_next_server_is_asked_when_the_last_one_has_stopped_spinning() -> None:
+    Answering.times.clear()
+    servers: dict[str, Any] = dict.fromkeys(("off", "on"), Answering(0.05))
+    prompts = [WorkloadPrompt("", Prompt(prompt=text), ()) for text in "abc"]
+    serve_in_turns(servers, {"off": (), "on": ()}, prompts, "turns", Console())
+    waited = [after - before for before, after in itertools.pairwise(Answering.times)]
+    assert len(waited) == 5 and min(waited) >= 0.05
+
+
 def test_the_space_holds_each_setting_once_and_the_default() -> None:
     settings = speculation_space(VllmEngine, TYPES["vllm"])
     assert len({one.label for one in settings}) == len(settings) > 500
     assert VllmEngine.default[1] in settings
     with pytest.raises(ValidationError, match="prompt_lookup_min is at most prompt_lookup_max"):
         lookup(5, 4, 1)
+
+
+def chain(k: int) -> Speculation:
+    return Speculation(type="draft_model", options={"num_speculative_tokens": k}, model="draft")
+
+
+def rounds_of(is_right: list[bool], first: int, end: int, k: int) -> list[int]:
+    """Accepted tokens of each round of a chain, by the obvious loop: ``is_right`` says of each token whether the draft proposes it."""
+    found, place = [], first
+    while place < end:
+        accepted = 0
+        while accepted < k and place + accepted + 1 < len(is_right) and is_right[place + accepted + 1]:
+            accepted += 1
+        found.append(accepted)
+        place += accepted + 1
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_short_chains_are_replayed_exactly_from_the_rounds_of_a_long_one(seed: int) -> None:
+    """The token after a round whose drafts were all accepted is unknown, and counts as proposed."""
+    draw, first, size = random.Random(seed), 4, 200
+    is_right = [draw.random() < 0.85 for _ in range(size)]
+    place = first
+    for accepted in (long := rounds_of(is_right, first, size - 1, 8)):
+        place += accepted + 1
+        if accepted == 8 and place < size:
+            is_right[place] = True
+    answer = ServedAnswer(
+        prompt_tokens=[1] * first,
+        tokens=[2] * (size - first),
+        limit=size,
+        rounds=long,
+        drafted=8 * len(long),
+        accepted=sum(long),
+    )
+    assert 8 in long and 0 in long
+    for k in range(1, 9):
+        (replayed,) = replay_speculation([chain(k)], [KnownRequest(answer)], CONTEXT)
+        assert replayed.drafts == [(k, accepted) for accepted in rounds_of(is_right, first, size - 1, k)], k
 
 
 # ---------------------------------------------------------------------------------------------------------------- search
@@ -109,6 +188,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.write_text(SCRIPT.format(python=sys.executable, root=str(Path(__file__).parents[2])))
     script.chmod(0o755)
     monkeypatch.setattr(vllm_server, "SIZES", (1, 2, 4))
+    monkeypatch.setattr(vllm_server.VllmServer, "spins_s", 0.0)
     return tmp_path
 
 
@@ -143,6 +223,55 @@ def test_a_search_confirms_counts_and_check_run_and_bench_take_its_profile(folde
     assert answered.exit_code == 0 and "draft tokens accepted" in said(answered)
     benched = autotune("bench", "profile.json", "--workload", "prompts.jsonl", "--json")
     assert benched.exit_code == 0 and len(json.loads(benched.stdout)["arms"]) >= 2
+
+
+def test_the_chains_of_a_draft_model_are_tuned_beside_the_n_grams(folder: Path) -> None:
+    (folder / "draft").mkdir()
+    (folder / "draft" / "config.json").write_text('{"draft_vocab_size": 8}')
+    done = searched(folder, "--draft", "draft")
+    assert done.exit_code == 0, done.output
+    assert re.search(
+        r"tokens per verification of eagle3\(2\): (2\.\d\d) by replay of eagle3\(8\), \1 counted", said(done)
+    )
+    profile = EngineProfile.load("profile.json")
+    assert profile.num_replayed["eagle3"] == 8
+    arms = {arm.speculation.type: arm for arm in profile.arms if arm.speculation}
+    assert set(arms) == {"ngram", "eagle3"}
+    arm = arms["eagle3"]
+    assert arm.exact is None and arm.prompts == arm.identical and arm.counts == arm.replayed
+    assert arm.speculation and arm.speculation.model == str(folder / "draft")
+    assert autotune("check", "profile.json").exit_code == 0
+    assert autotune("bench", "profile.json", "--workload", "prompts.jsonl").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "message"),
+    [
+        (("--draft", "no"), "", "--draft no: no such folder; give a complete model"),
+        (("--draft", "draft"), '{"kind": "star"}', "EAGLE-3 heads and mtp heads; this is star; choose another draft"),
+        (
+            ("--draft", "draft"),
+            '{"vocab_size": 7}',
+            "the target's 9 tokens, EAGLE-3 heads and mtp heads; this is a model of 7",
+        ),
+        (("--draft", "draft"), '{"kind": "mtp"}', "vLLM runs mtp heads of Llama and Qwen2 targets, not of gemma3"),
+        (("--draft", "a", "--draft", "b"), "", "--draft: a search in vllm tunes one draft model; give one"),
+        (
+            ("--draft", "draft", "--url", "http://x"),
+            '{"vocab_size": 9}',
+            "--draft: a server at --url keeps its settings",
+        ),
+    ],
+)
+def test_drafts_that_vllm_does_not_run_are_told_in_one_line(
+    folder: Path, words: tuple[str, ...], config: str, message: str
+) -> None:
+    (folder / "model" / "config.json").write_text('{"vocab_size": 9, "model_type": "gemma3"}')
+    if config:
+        (folder / "draft").mkdir()
+        (folder / "draft" / "config.json").write_text(config)
+    done = searched(folder, *words)
+    assert done.exit_code == 2 and message in said(done), done.output
 
 
 def test_a_search_goes_on_where_it_was_ended(folder: Path) -> None:
