@@ -107,8 +107,8 @@ def serve_in_turns(
         record: keeps a prompt once every arm has answered it; those that it holds are not served again.
     """
     order, process = random.Random(seed), os.urandom(8).hex()
-    labels = {name: [one.label for one in speculations] for name, speculations in arms.items()}
-    key = content_key([labels, [prompt.sha256 for prompt in prompts]])
+    settings = {name: [one.model_dump() for one in speculations] for name, speculations in arms.items()}
+    key = content_key([settings, [prompt.sha256 for prompt in prompts]])
     rows = [row for row in read_lines(record) if row.get("key") == key] if record else []
     rest = prompts[len(rows) :]
     with ExitStack() as stack, console.stage(stage) as update:

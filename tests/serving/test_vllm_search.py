@@ -126,6 +126,16 @@ def test_the_next_server_is_asked_when_the_last_one_has_stopped_spinning() -> No
     assert len(waited) == 5 and min(waited) >= 0.05
 
 
+def test_the_record_of_another_draft_model_is_not_taken(tmp_path: Path) -> None:
+    Answering.times.clear()
+    prompts = [WorkloadPrompt("", Prompt(prompt=text), ()) for text in "abc"]
+    servers: dict[str, Any] = {"chain": Answering(0.0)}
+    for model, asked in (("a", 3), ("a", 3), ("b", 6)):
+        arms = {"chain": [chain(8).model_copy(update={"model": model})]}
+        serve_in_turns(servers, arms, prompts, "turns", Console(), record=tmp_path / "served.jsonl")
+        assert len(Answering.times) == asked, model
+
+
 def test_the_space_holds_each_setting_once_and_the_default() -> None:
     settings = speculation_space(VllmEngine, TYPES["vllm"])
     assert len({one.label for one in settings}) == len(settings) > 500
