@@ -138,20 +138,11 @@ def serve_in_turns(
     }
 
 
-def recorded_prices(
-    server: EngineServer, prompts: Sequence[list[int]], path: Path, console: Console, seed: int
-) -> list[PricedStep]:
-    """Prices after the shortest and the longest prompt, measured once."""
+def price_passes(server: EngineServer, prompts: Sequence[list[int]], console: Console, seed: int) -> list[PricedStep]:
+    """Prices after the shortest and the longest prompt."""
     prompts = sorted(prompts, key=len)
-    ends = prompts[:: max(1, len(prompts) - 1)]
-    key = content_key(ends)
-    known = {line["prompts"]: line["steps"] for line in read_lines(path)}
-    if key not in known:
-        with console.stage("prices of forward passes") as update:
-            steps = measure_verifications(server, ends, update, seed=seed)
-        known[key] = [step.model_dump() for step in steps]
-        append_line(path, {"prompts": key, "steps": known[key]})
-    return [PricedStep.model_validate(step) for step in known[key]]
+    with console.stage("prices of forward passes") as update:
+        return measure_verifications(server, prompts[:: max(1, len(prompts) - 1)], update, seed=seed)
 
 
 def self_test(

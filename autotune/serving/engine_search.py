@@ -44,7 +44,7 @@ from autotune.serving.engine_runs import (
     confirm,
     is_exact,
     measure_loads,
-    recorded_prices,
+    price_passes,
     require_served,
     self_test,
     serve_in_turns,
@@ -113,7 +113,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         server = stack.enter_context(engine.started()) if engine else kind.server(settings.url or "")
         build, where = (engine.build_of(server), engine.arguments) if engine else (server.build, (settings.url,))
         folder = WORKSPACE / "engines" / content_key([target.sha256 or target.id, build, list(where)])
-        plain = _plain(server, tune.prompts, folder, console)
+        plain, again = _plain(server, tune.prompts, folder, console)
     unfinished = folder / "served.jsonl"
     with ExitStack() as stack:
         served: list[Replayed] = []
@@ -132,8 +132,8 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
             if asked.exact < len(asked.rows):
                 left_out |= self_test(engine, tested, tune.prompts, console)
         asked_prompts = [answer.prompt_tokens for answer in plain.answers]
-        steps = recorded_prices(server, asked_prompts, folder / "prices.jsonl", console, settings.seed)
-    prices = _prices(steps, plain.rows, served, console, has_one_loop=kind.has_one_loop)
+        steps = price_passes(server, asked_prompts, console, settings.seed)
+    prices = _prices(steps, with_replays(again, [], plain.context), served, console, has_one_loop=kind.has_one_loop)
     space = speculation_space(kind, [name for name in types if name not in left_out])
     long = None
     if engine and chains:
@@ -201,17 +201,19 @@ def _prompts(settings: EngineSearchSettings, split: WorkloadSplit) -> Workload:
     return loaded.cut(NUM_PROMPTS[split], settings.max_new_tokens)
 
 
-def _plain(server: EngineServer, prompts: Sequence[WorkloadPrompt], folder: Path, console: Console) -> ArmRuns:
-    """The plain answers, recorded once; the first are asked for again, to see whether they repeat."""
+def _plain(
+    server: EngineServer, prompts: Sequence[WorkloadPrompt], folder: Path, console: Console
+) -> tuple[ArmRuns, list[ServedAnswer]]:
+    """The plain answers, recorded once; the first are asked for again, to see whether they repeat, and for times of today."""
     stage, record = "plain answers of the engine", folder / "answers.jsonl"
     plain = serve_in_turns({OFF: server}, {OFF: []}, prompts, stage, console, record=record)[OFF]
-    again = [server.ask(prompt).tokens for prompt in prompts[:SELF_TEST]]
-    differing = sum(tokens != answer.tokens for tokens, answer in zip(again, plain.answers, strict=False))
+    again = [server.ask(prompt) for prompt in prompts[:SELF_TEST]]
+    differing = sum(one.tokens != answer.tokens for one, answer in zip(again, plain.answers, strict=False))
     console.say(
         f"plain      {sum(len(answer.tokens) for answer in plain.answers)} tokens of {len(prompts)} prompts, in {folder}; asked again, "
         f"{differing} of {len(again)} answers differ"
     )
-    return plain
+    return plain, again
 
 
 def _prices(
