@@ -60,7 +60,7 @@ from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 
 NUM_PROMPTS: dict[WorkloadSplit, int] = {"tune": 24, "evaluate": 18}
-SHORT = 2  # draft tokens of the chain beside the longest
+SHORT = 1  # draft token of the chain beside the longest
 SHOWN = 3  # fastest settings of a type, and of all
 
 

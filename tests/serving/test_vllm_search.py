@@ -241,7 +241,7 @@ def test_the_chains_of_a_draft_model_are_tuned_beside_the_n_grams(folder: Path) 
     done = searched(folder, "--draft", "draft")
     assert done.exit_code == 0, done.output
     assert re.search(
-        r"tokens per verification of eagle3\(2\): (2\.\d\d) by replay of eagle3\(8\), \1 counted", said(done)
+        r"tokens per verification of eagle3\(1\): (1\.\d\d) by replay of eagle3\(8\), \1 counted", said(done)
     )
     profile = EngineProfile.load("profile.json")
     assert profile.num_replayed["eagle3"] == 8
