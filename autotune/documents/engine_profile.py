@@ -28,7 +28,7 @@ OPTIONS: dict[SpeculationType, dict[str, int]] = {
     **{name: {"num_speculative_tokens": 3} for name in get_args(ModelType)},
 }
 """The options that change a type's drafts, with llama-server's defaults, in the order in which a server of several types asks them;
-of vLLM's types the values of its documentation.
+of vLLM's ``ngram`` the values of its documentation, and three tokens of a draft model.
 """
 TYPES: dict[EngineName, list[SpeculationType]] = {
     "llama.cpp": [name for name in OPTIONS if name.startswith("ngram-")],

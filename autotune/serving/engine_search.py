@@ -204,11 +204,14 @@ def _prompts(settings: EngineSearchSettings, split: WorkloadSplit) -> Workload:
 def _plain(
     server: EngineServer, prompts: Sequence[WorkloadPrompt], folder: Path, console: Console
 ) -> tuple[ArmRuns, list[ServedAnswer]]:
-    """The plain answers, recorded once; the first are asked for again, to see whether they repeat, and for times of today."""
+    """The plain answers, recorded once; the longest are asked for again, to see whether they repeat, and for times of today."""
     stage, record = "plain answers of the engine", folder / "answers.jsonl"
     plain = serve_in_turns({OFF: server}, {OFF: []}, prompts, stage, console, record=record)[OFF]
-    again = [server.ask(prompt) for prompt in prompts[:SELF_TEST]]
-    differing = sum(one.tokens != answer.tokens for one, answer in zip(again, plain.answers, strict=False))
+    if all(len(answer.tokens) == 1 for answer in plain.answers):
+        raise UserError("every answer has one token, and nothing to speculate; give other prompts or --max-new-tokens")
+    longest = sorted(zip(prompts, plain.answers, strict=True), key=lambda pair: -len(pair[1].tokens))[:SELF_TEST]
+    again = [server.ask(prompt) for prompt, _ in longest]
+    differing = sum(one.tokens != answer.tokens for one, (_, answer) in zip(again, longest, strict=True))
     console.say(
         f"plain      {sum(len(answer.tokens) for answer in plain.answers)} tokens of {len(prompts)} prompts, in {folder}; asked again, "
         f"{differing} of {len(again)} answers differ"
@@ -280,9 +283,9 @@ def _fastest(
     times = dict[str, NDArray[np.float64]]()
     with console.stage(f"replay of {len(settings)} settings") as update:
         for number, one in enumerate(settings, start=1):
-            replays = replay_speculation([one], known[bool(one.model)], plain.context)
-            ms = np.array([sum(price(replayed)) for replayed in replays])
-            times[one.label] = ms * tokens[0] / tokens[int(bool(one.model))]
+            recorded = 1 if one.model else 0
+            replays = replay_speculation([one], known[recorded], plain.context)
+            times[one.label] = np.array([sum(price(replayed)) for replayed in replays]) * tokens[0] / tokens[recorded]
             update(number, len(settings), "")
     best = sorted(settings, key=lambda one: times[one.label].sum())
     by_type = {name: [one for one in best if one.type == name] for name in OPTIONS}

@@ -121,17 +121,12 @@ def with_draft(prices: VerificationPrices, served: Sequence[Sequence[Replayed]])
     """The prices with the time of a draft model, by requests of two servers that drafted other numbers of tokens: what a round takes
     beside its verification (medians over requests) is linear in the draft tokens.
     """
-    time, price = (
-        time_of(prices.clock),
-        prices.pricer(max(len(a.prompt_tokens) + len(a.tokens) for rows in served for a, _ in rows)),
-    )
-    points = []
+    longest = max(len(one.prompt_tokens) + len(one.tokens) for rows in served for one, _ in rows)
+    time, price, points = time_of(prices.clock), prices.pricer(longest), []
     for rows in served:
         drafting = [(time(one) - sum(price(found)), found.counts) for one, found in rows if found.drafts]
-        if not drafting:  # answers of one token
-            return prices
         rounds = np.median([ms / counts.verifications for ms, counts in drafting])
         points.append((drafting[0][1].drafted / drafting[0][1].verifications, float(rounds)))
-    (fewer, least), (more, most) = sorted(points)
-    token_ms = max(0.0, (most - least) / (more - fewer))
-    return replace(prices, draft_ms=(max(0.0, least - fewer * token_ms), token_ms))
+    (short, short_ms), (long, long_ms) = sorted(points)
+    token_ms = max(0.0, (long_ms - short_ms) / (long - short))
+    return replace(prices, draft_ms=(max(0.0, short_ms - short * token_ms), token_ms))

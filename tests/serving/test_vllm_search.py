@@ -254,6 +254,11 @@ def test_the_chains_of_a_draft_model_are_tuned_beside_the_n_grams(folder: Path) 
     assert autotune("bench", "profile.json", "--workload", "prompts.jsonl").exit_code == 0
 
 
+def test_answers_of_one_token_are_told_in_one_line(folder: Path) -> None:
+    done = searched(folder, "--max-new-tokens", "1")
+    assert done.exit_code == 2 and "every answer has one token, and nothing to speculate" in said(done), done.output
+
+
 @pytest.mark.parametrize(
     ("words", "config", "message"),
     [
