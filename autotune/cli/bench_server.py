@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,9 @@ from autotune.cli import options
     help="Folder of the export that the engine runs.  [default: exports/vllm]",
 )
 @click.option(
-    "--executable",
-    envvar="AUTOTUNE_VLLM",
-    show_envvar=True,
+    "--engine-command",
     default=None,
-    help="Executable of --engine vllm.  [default: vllm on the PATH]",
-)
-@click.option(
-    "--arguments",
-    default="",
-    help="Further arguments of --engine vllm, in one word, such as '--gpu-memory-utilization 0.4'.",
+    help="Executable of --engine vllm with further arguments, in one word.  [default: vllm on the PATH, or of make engines]",
 )
 @options.device
 @options.as_json
@@ -47,15 +39,10 @@ def command(profile: Path, engine: str, as_json: bool, **choices: Any) -> None:
     """
     from autotune.cli.preflight import evaluation_prompts
     from autotune.serving.client import EngineClient
-    from autotune.serving.server import ServerOptions, find_executable
+    from autotune.serving.vllm_server import VllmEngine
 
     chosen, choices = evaluation_prompts(profile, choices)
-    chosen_engine: EngineClient | ServerOptions
-    if engine == "vllm":
-        arguments = tuple(shlex.split(choices["arguments"]))
-        chosen_engine = ServerOptions(find_executable(choices["executable"]), arguments)
-    else:
-        chosen_engine = EngineClient(engine)
+    chosen_engine = VllmEngine.find(choices["engine_command"], "") if engine == "vllm" else EngineClient(engine)
     prompts = chosen.load()
 
     from autotune.console import Console

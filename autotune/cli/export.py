@@ -9,12 +9,10 @@ import click
 
 from autotune.cli import options
 
-EXPORT_ENGINES = ("vllm",)
-
 
 @click.command(short_help="Write the nearest configuration of a serving engine.")
 @click.argument("profile", type=click.Path(path_type=Path))
-@click.option("--to", "engine", type=click.Choice(EXPORT_ENGINES), required=True, help="The engine.")
+@click.option("--to", type=click.Choice(["vllm"]), default="vllm", show_default=True, help="The engine.")
 @click.option(
     "--study",
     type=click.Path(path_type=Path),
@@ -28,9 +26,9 @@ EXPORT_ENGINES = ("vllm",)
     default=None,
     help="Export the chain of this length instead of the fastest.",
 )
-@options.output(None, "Folder to write.  [default: exports/ENGINE]")
+@options.output(None, "Folder to write.  [default: exports/vllm]")
 @options.as_json
-def command(profile: Path, engine: str, as_json: bool, **choices: Any) -> None:
+def command(profile: Path, to: str, as_json: bool, **choices: Any) -> None:
     """Write the nearest configuration that a serving engine can run, chosen by replay, and print its start command."""
     from autotune.cli.preflight import require_profile
 
@@ -39,7 +37,7 @@ def command(profile: Path, engine: str, as_json: bool, **choices: Any) -> None:
     from autotune.console import Console
     from autotune.export.exporter import export_profile
 
-    result = export_profile(profile, engine, console=Console(), **choices)
+    result = export_profile(profile, console=Console(), **choices)
     if as_json:
         click.echo(result.dump())
     else:

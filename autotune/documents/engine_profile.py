@@ -11,28 +11,37 @@ from autotune.documents.provenance import ModelReference, Provenance
 from autotune.files import Document
 
 EngineName = Literal["llama.cpp", "vllm"]
-NgramType = Literal["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "ngram"]
+NgramType = Literal["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "ngram", "suffix"]
 ModelType = Literal["draft_model", "eagle3", "mtp"]
 SpeculationType = NgramType | ModelType
 Clock = Literal["wall", "cpu"]
 Natural = Annotated[int, Field(ge=0, lt=1 << 31)]
 """A token's id, or a number of tokens."""
 Milliseconds = Annotated[float, Field(ge=0)]
-OPTIONS: dict[SpeculationType, dict[str, int]] = {
+Options = dict[str, int | float]
+OPTIONS: dict[SpeculationType, Options] = {
     "ngram-simple": {"size-n": 12, "size-m": 48},
     "ngram-map-k": {"size-n": 12, "size-m": 48},
     "ngram-map-k4v": {"size-n": 12, "size-m": 48, "min-hits": 1},
     "ngram-mod": {"n-match": 24, "n-min": 48, "n-max": 64},
     "ngram-cache": {},
     "ngram": {"prompt_lookup_min": 4, "prompt_lookup_max": 4, "num_speculative_tokens": 5},
+    "suffix": {
+        "suffix_decoding_max_tree_depth": 24,
+        "suffix_decoding_max_spec_factor": 1.0,
+        "suffix_decoding_min_token_prob": 0.1,
+        "num_speculative_tokens": 24,
+    },
     **{name: {"num_speculative_tokens": 3} for name in get_args(ModelType)},
 }
-"""The options that change a type's drafts, with llama-server's defaults, in the order in which a server of several types asks them;
-of vLLM's ``ngram`` the values of its documentation, and three tokens of a draft model.
+"""The options that change a type's drafts, with the engines' defaults, in the order in which a server of several types asks them; of
+vLLM's ``ngram`` the values of its documentation, and three tokens of a draft model.
 """
+FRACTIONS = {"suffix_decoding_max_spec_factor": 64, "suffix_decoding_min_token_prob": 1}
+"""Options that are no whole numbers, with the largest value."""
 TYPES: dict[EngineName, list[SpeculationType]] = {
     "llama.cpp": [name for name in OPTIONS if name.startswith("ngram-")],
-    "vllm": ["ngram"],
+    "vllm": ["ngram", "suffix"],
 }
 """The types that need no draft model."""
 
@@ -41,7 +50,7 @@ class Speculation(Document):
     """One type of an engine's speculation with all of its options: llama.cpp's by their names without ``--spec-TYPE-``."""
 
     type: SpeculationType
-    options: dict[str, int] = Field(default_factory=dict)
+    options: Options = Field(default_factory=dict)
     model: str = ""
     """Folder or Hugging Face id of the draft model, of a type that has one."""
 
@@ -49,8 +58,11 @@ class Speculation(Document):
     def _has_its_options(self) -> Speculation:
         if list(self.options) != list(OPTIONS[self.type]):
             raise ValueError(f"{self.type} has the options {', '.join(OPTIONS[self.type]) or 'none'}")
-        if any(not (name != "n-min") <= value <= 1024 for name, value in self.options.items()):
-            raise ValueError("options are 1 to 1024, and n-min may be 0")
+        for name, value in self.options.items():
+            least = 0 if name == "n-min" or name in FRACTIONS else 1
+            if not least <= value <= FRACTIONS.get(name, 1024) or (value % 1 and name not in FRACTIONS):
+                kind = "a number" if name in FRACTIONS else "a whole number"
+                raise ValueError(f"{name} is {kind} from {least} to {FRACTIONS.get(name, 1024)}")
         if self.options.get("prompt_lookup_min", 0) > self.options.get("prompt_lookup_max", 0):
             raise ValueError("prompt_lookup_min is at most prompt_lookup_max")
         if bool(self.model) != (self.type in get_args(ModelType)):
@@ -59,7 +71,9 @@ class Speculation(Document):
 
     @property
     def label(self) -> str:
-        return f"{self.type}({','.join(map(str, self.options.values()))})" if self.options else self.type
+        return (
+            f"{self.type}({','.join(f'{value:g}' for value in self.options.values())})" if self.options else self.type
+        )
 
 
 class SpeculationCounts(Document):

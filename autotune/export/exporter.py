@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from autotune.console import Console
+from autotune.documents.decoding_profile import Predicted
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
+from autotune.export import vllm
 from autotune.export.document import EXPORT, Export, print_export
-from autotune.export.engine_replay import EngineReplay, PricedChain
+from autotune.export.engine_replay import priced_chains
 from autotune.export.model_files import find_model
 from autotune.export.selection import Selection, select_for_export
-from autotune.export.vllm import Pair, Vllm
+from autotune.export.vllm import Pair
 from autotune.files import require_writable, write_bytes
 from autotune.modeling.gguf import PACKAGED, SUFFIX
 from autotune.modeling.loading import bundled_models, resolve
 from autotune.trees.chain import ChainPolicy
-
-ENGINES = {Vllm.name: Vllm()}
 
 GGUF_NOTE = "predictions are of its dequantized weights; an engine that keeps them quantized may choose other tokens"
 
 
 def export_profile(
     source: Path,
-    engine_name: str,
     console: Console,
     *,
     study: Path | None = None,
@@ -40,24 +39,28 @@ def export_profile(
         study: folder of the search; None: found next to the profile.
         draft: another recorded draft instead of the point's.
         draft_tokens: the length of the chain to export, however fast it is predicted to be; None: the fastest.
-        output: folder to write; None: ``exports/ENGINE``.
+        output: folder to write; None: ``exports/vllm``.
 
     Raises:
-        UserError: see ``select_for_export``; the engine refuses the models, the trace holds no chain of
+        UserError: see ``select_for_export``; vLLM refuses the models, the trace holds no chain of
             ``draft_tokens``, or nothing is predicted to be faster than plain decoding.
     """
-    engine = ENGINES[engine_name]
-    folder = output or Path("exports") / engine_name
+    folder = output or Path("exports") / vllm.NAME
     require_writable(folder / EXPORT)
-    selected = select_for_export(engine, source, study=study, draft=draft)
-    pair, conversions = engine.loadable(_pair(engine, selected), folder)
-    replay = EngineReplay(selected.trace, selected.documents.table, draft_tokens=draft_tokens)
-    fastest = _fastest(engine, replay)
-    settings, path = engine.settings(pair, fastest.chain), folder / engine.settings_file
+    selected = select_for_export(source, study=study, draft=draft)
+    pair, conversions = vllm.loadable(_pair(selected), folder)
+    chains = priced_chains(selected.trace, selected.documents.table)
+    depth = _fastest(chains, selected.trace.header.draft.id) if draft_tokens is None else draft_tokens
+    if depth not in chains:
+        raise UserError(
+            f"--draft-tokens {depth}: the trace of {selected.trace.header.draft.id} and the cost table hold chains of 1 to {max(chains)} "
+            "tokens; give one of them"
+        )
+    settings, path = vllm.settings(pair, depth), folder / vllm.SETTINGS_FILE
     result = Export(
         provenance=stamp(),
-        engine=engine_name,
-        engine_version=engine.version,
+        engine=vllm.NAME,
+        engine_version=vllm.VERSION,
         profile=str(source),
         study=str(selected.documents.folder),
         target=selected.profile.target,
@@ -66,20 +69,20 @@ def export_profile(
         workload=selected.profile.workload.name,
         hardware=selected.documents.table.device,
         tuned=selected.tuned,
-        tree=fastest.chain,
-        predicted=fastest.predicted,
-        slowdown=fastest.predicted.ms_per_token / selected.tuned.ms_per_token - 1,
+        tree=ChainPolicy(depth=depth),
+        predicted=chains[depth],
+        slowdown=chains[depth].ms_per_token / selected.tuned.ms_per_token - 1,
         file=path.name,
-        settings=settings.model_dump(exclude_none=True),
-        command=engine.command(pair, settings),
-        lossless=engine.lossless,
+        settings=settings,
+        command=vllm.command(pair, settings),
+        lossless=vllm.LOSSLESS,
         notes=[
             _prediction_note(selected),
-            *_profile_notes(selected, engine),
+            *_profile_notes(selected),
             *(conversion.note for conversion in conversions),
             *(f"{name}: {GGUF_NOTE}" for name in (pair.target, pair.draft) if name.endswith(SUFFIX)),
-            *engine.caveats(pair),
-            *engine.notes,
+            *vllm.caveats(pair),
+            vllm.NOTE,
         ],
     )
     for conversion in conversions:
@@ -90,28 +93,25 @@ def export_profile(
     return result
 
 
-def _pair(engine: Vllm, selected: Selection) -> Pair:
+def _pair(selected: Selection) -> Pair:
     """The models as an engine is given them, which does not know the names of bundled models."""
     folders, target, draft = bundled_models(), selected.profile.target.id, selected.trace.header.draft.id
     path = lambda name: resolve(name) if name in PACKAGED else str(folders.get(name, name))  # noqa: E731
     pair = Pair(path(target), path(draft), selected.kind, find_model(target), find_model(draft), selected.profile.dtype)
-    if (reason := engine.refusal(pair)) is not None:
-        raise UserError(f"{engine.name} {engine.version} refuses {draft} as a draft of {target}: {reason}")
+    if (reason := vllm.pair_refusal(pair)) is not None:
+        raise UserError(f"{vllm.NAME} {vllm.VERSION} refuses {draft} as a draft of {target}: {reason}")
     return pair
 
 
-def _fastest(engine: Vllm, replay: EngineReplay) -> PricedChain:
-    """The fastest chain; refused where plain decoding is faster."""
-    found = replay.fastest()
-    if (best := found.predicted.speedup) > 1.0 or replay.draft_tokens is not None:
-        return found
+def _fastest(chains: Mapping[int, Predicted], draft: str) -> int:
+    """The depth of the fastest chain, of equal ones the shortest; refused where plain decoding is faster."""
+    depth = min(chains, key=lambda depth: chains[depth].ms_per_token)
+    if (best := chains[depth].speedup) > 1.0:
+        return depth
     raise UserError(
-        f"{engine.name}: its best configuration with {replay.trace.header.draft.id} is predicted at {best:.2f}x of plain decoding; "
-        "serve the target alone, choose another draft with --draft, or export a chain all the same with --draft-tokens"
+        f"{vllm.NAME}: its best configuration with {draft} is predicted at {best:.2f}x of plain decoding; serve the target alone, choose "
+        "another draft with --draft, or export a chain all the same with --draft-tokens"
     )
-
-
-# --------------------------------------------------------------------------------------------------------------- notes
 
 
 def _prediction_note(selected: Selection) -> str:
@@ -123,7 +123,7 @@ def _prediction_note(selected: Selection) -> str:
     )
 
 
-def _profile_notes(selected: Selection, engine: Vllm) -> Iterator[str]:
+def _profile_notes(selected: Selection) -> Iterator[str]:
     """Notes on what the engine leaves out of the profile."""
     profile, point, documents = selected.profile, selected.profile.point, selected.documents
     if documents.reproduces(point) is False and point.predicted is not None:

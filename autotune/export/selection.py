@@ -10,7 +10,7 @@ from autotune.acceptance.trace import Trace
 from autotune.documents.decoding_profile import DecodingProfile, Predicted
 from autotune.errors import UserError
 from autotune.export.search_documents import SearchDocuments, find_search_documents
-from autotune.export.vllm import Vllm
+from autotune.export.vllm import NAME, SERVED
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Selection:
         return self.documents.predict(self.profile.point, self.trace)
 
 
-def select_for_export(engine: Vllm, source: Path, *, study: Path | None = None, draft: str | None = None) -> Selection:
+def select_for_export(source: Path, *, study: Path | None = None, draft: str | None = None) -> Selection:
     """Choose the draft of an export; see ``export_profile`` for the arguments.
 
     Raises:
@@ -45,28 +45,28 @@ def select_for_export(engine: Vllm, source: Path, *, study: Path | None = None, 
         draft = point.draft.id
     found = find_search_documents(profile, source, study)
     documents = next((candidate for candidate in found if candidate.reproduces(point)), found[0])
-    kind = _served_kind(documents, profile, engine, draft)
-    return Selection(profile, documents, kind, _engine_trace(engine, documents, profile, draft, kind))
+    kind = _served_kind(documents, profile, draft)
+    return Selection(profile, documents, kind, _engine_trace(documents, profile, draft, kind))
 
 
-def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: Vllm, draft: str) -> str:
+def _served_kind(documents: SearchDocuments, profile: DecodingProfile, draft: str) -> str:
     """The kind of a draft that was recorded and that the engine serves."""
-    methods, recorded = engine.served, {one.draft.id: one.draft_kind for one in documents.headers.values()}
+    recorded = {one.draft.id: one.draft_kind for one in documents.headers.values()}
     kinds = recorded | {point.draft.id: point.draft.kind for point in profile.points if point.draft is not None}
-    if served := [name for name in recorded if kinds[name] in methods]:
+    if served := [name for name in recorded if kinds[name] in SERVED]:
         advice = f"export a recorded one: --draft {' or '.join(served)}"
     else:
-        advice = f"search again with a kind that it serves: {' or '.join(methods)}"
+        advice = f"search again with a kind that it serves: {' or '.join(SERVED)}"
     if draft not in kinds:
         raise UserError(f"--draft {draft}: {documents.folder} has traces of {', '.join(recorded)}; {advice}")
-    if kinds[draft] not in methods:
-        raise UserError(f"{engine.name} cannot serve {draft}, a draft of kind {kinds[draft]}; {advice}")
+    if kinds[draft] not in SERVED:
+        raise UserError(f"{NAME} cannot serve {draft}, a draft of kind {kinds[draft]}; {advice}")
     return kinds[draft]
 
 
-def _engine_trace(engine: Vllm, documents: SearchDocuments, profile: DecodingProfile, draft: str, kind: str) -> Trace:
+def _engine_trace(documents: SearchDocuments, profile: DecodingProfile, draft: str, kind: str) -> Trace:
     """The trace of the draft as the engine runs it and shows it images."""
-    vision = engine.served[kind].images
+    vision = SERVED[kind].images
     if (trace := documents.engine_trace(draft, vision)) is not None:
         return trace
     shown, option = "with every visual token", ""
@@ -76,7 +76,7 @@ def _engine_trace(engine: Vllm, documents: SearchDocuments, profile: DecodingPro
     option += "" if prompts.max_new_tokens is None else f" --max-new-tokens {prompts.max_new_tokens}"
     option += "" if prompts.temperature is None else f" --temperature {prompts.temperature:g}"
     raise UserError(
-        f"{engine.name} runs the full draft {shown}; {documents.folder} has no such trace of {draft}; record it: autotune record "
+        f"{NAME} runs the full draft {shown}; {documents.folder} has no such trace of {draft}; record it: autotune record "
         f"--target {profile.target.id} --draft {draft} --visual-keep 1{option} --workload {prompts.name} --prompts "
         f"{prompts.num_tune_prompts} -o {documents.folder}"
     )

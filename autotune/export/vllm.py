@@ -1,4 +1,6 @@
-"""vLLM: chains, as the JSON of ``--speculative-config``."""
+"""vLLM: chains, as the JSON of ``--speculative-config``. Its ``num_speculative_tokens`` k is a chain's depth: k draft tokens per round
+without the root, one draft forward pass each, and a verification of k + 1 tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-from pydantic import Field
+from typing import Any
 
 from autotune.documents.draft_kinds import KINDS, Served
 from autotune.export.model_files import (
@@ -20,14 +20,20 @@ from autotune.export.model_files import (
     text_part,
     with_long_vision_names,
 )
-from autotune.files import Document
-from autotune.trees.chain import ChainPolicy
 
-SAMPLING = (
-    "at temperature 0 these are the target's own tokens, except for near ties in reduced precision; above 0 the sampled tokens "
+NAME, VERSION = "vllm", "0.32.0"
+"""The engine, and the version whose rules these settings were checked against."""
+SETTINGS_FILE = "speculative-config.json"
+LOSSLESS = (
+    "rejection_sample_method standard, as exported, preserves the target's distribution at any temperature (block does too, synthetic "
+    "does not); at temperature 0 these are the target's own tokens, except for near ties in reduced precision; above 0 the sampled tokens "
     "differ from autotune's, whose noise is keyed by seed and position"
 )
-"""How a lossless engine's tokens compare with this project's; part of each engine's ``lossless``."""
+NOTE = (
+    "accepted lengths assume that drafts propose their most probable token (vLLM's default, draft_sample_method greedy)"
+)
+SERVED: Mapping[str, Served] = {name: kind.served[NAME] for name, kind in KINDS.items() if NAME in kind.served}
+"""The kinds of drafts that vLLM serves."""
 
 
 @dataclass(frozen=True)
@@ -49,88 +55,62 @@ class Pair:
         return KINDS[self.draft_kind].is_complete_model
 
 
-class VllmSettings(Document):
-    """``num_speculative_tokens`` k is our chain's depth: k draft tokens per round without the root, one draft forward pass
-    each, and a verification of k + 1 tokens.
-    """
-
-    method: Literal["draft_model", "eagle3"]
-    model: str = Field(min_length=1)
-    num_speculative_tokens: int = Field(ge=1)
-    rejection_sample_method: Literal["standard"] = "standard"
-
-
-class Vllm:
-    """Translates chains into vLLM's settings."""
-
-    name = "vllm"
-    version = "0.32.0"
-    """The version whose rules these settings were checked against."""
-    settings_file = "speculative-config.json"
-    lossless = (
-        "rejection_sample_method standard, as exported, preserves the target's distribution at any temperature (block does too, "
-        f"synthetic does not); {SAMPLING}"
-    )
-    notes = (
-        "accepted lengths assume drafts that propose their most probable token (vLLM's default, draft_sample_method greedy)",
-    )
-    served: Mapping[str, Served] = {name: kind.served["vllm"] for name, kind in KINDS.items() if "vllm" in kind.served}
-    """The kinds of drafts that vLLM serves."""
-
-    def refusal(self, pair: Pair) -> str | None:
-        """Why vLLM would refuse the pair, by the files of the two models, as far as they are on this machine; or None."""
-        target, draft = pair.target_files, pair.draft_files
-        if draft is None or not pair.is_complete_model:
-            return None
-        if draft.has_mrope:
-            return "the draft has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
-        sizes = (None if target is None else target.vocab_size, draft.vocab_size)
-        if None not in sizes and sizes[0] != sizes[1]:
-            return (
-                f"the draft's vocabulary has {sizes[1]} tokens and the target's has {sizes[0]}; choose a draft with the target's "
-                "vocabulary"
-            )
+def pair_refusal(pair: Pair) -> str | None:
+    """Why vLLM would refuse the pair, by the files of the two models, as far as they are on this machine; or None."""
+    target, draft = pair.target_files, pair.draft_files
+    if draft is None or not pair.is_complete_model:
         return None
-
-    def caveats(self, pair: Pair) -> Sequence[str]:
-        """Limitations of vLLM with this pair."""
-        if not pair.is_complete_model:
-            return ()
-        notes = [
-            "vLLM shows a draft_model no image: it reads the placeholders as text, and predictions replay a trace recorded so; a draft "
-            "that is a vision-language model is exported as its text part"
-        ]
-        if pair.target_files is not None and pair.target_files.has_mrope:
-            notes.append(
-                "the target has M-RoPE positions, and vLLM gives the draft their first axis, on which an image's tokens share a position; "
-                "the trace counts every token, so predictions for prompts with images are off"
-            )
-        return notes
-
-    def loadable(self, pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
-        """The pair with models that vLLM loads, and the checkpoints in ``folder`` that have to be written for it: the text part of a
-        draft, and a vision tower whose weights have the names that vLLM knows.
-
-        Raises:
-            UserError: a model cannot be converted.
-        """
-        target, draft, conversions = pair.target, pair.draft, []
-        if pair.target_files is not None and has_short_vision_names(pair.target_files):
-            conversions.append(with_long_vision_names(pair.target_files, folder / "target"))
-            target = str(folder / "target")
-        if pair.is_complete_model and pair.draft_files is not None and "vision_config" in pair.draft_files.config:
-            conversions.append(text_part(pair.draft_files, folder / "draft", pair.draft))
-            draft = str(folder / "draft")
-        return dataclasses.replace(pair, target=target, draft=draft), conversions
-
-    def settings(self, pair: Pair, chain: ChainPolicy) -> VllmSettings:
-        method = self.served[pair.draft_kind].method
-        return VllmSettings.model_validate(
-            {"method": method, "model": pair.draft, "num_speculative_tokens": chain.depth}
+    if draft.has_mrope:
+        return "the draft has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
+    sizes = (None if target is None else target.vocab_size, draft.vocab_size)
+    if None not in sizes and sizes[0] != sizes[1]:
+        return (
+            f"the draft's vocabulary has {sizes[1]} tokens and the target's has {sizes[0]}; choose a draft with the target's "
+            "vocabulary"
         )
+    return None
 
-    def command(self, pair: Pair, settings: Document) -> str:
-        """The command that starts vLLM with these settings."""
-        config = json.dumps(settings.model_dump())
-        dtype = [] if pair.dtype is None else ["--dtype", pair.dtype]
-        return shlex.join(["vllm", "serve", pair.target, *dtype, "--speculative-config", config])
+
+def caveats(pair: Pair) -> Sequence[str]:
+    """Limitations of vLLM with this pair."""
+    if not pair.is_complete_model:
+        return ()
+    notes = [
+        "vLLM shows a draft_model no image: it reads the placeholders as text, and predictions replay a trace recorded so; a draft "
+        "that is a vision-language model is exported as its text part"
+    ]
+    if pair.target_files is not None and pair.target_files.has_mrope:
+        notes.append(
+            "the target has M-RoPE positions, and vLLM gives the draft their first axis, on which an image's tokens share a position; "
+            "the trace counts every token, so predictions for prompts with images are off"
+        )
+    return notes
+
+
+def loadable(pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
+    """The pair with models that vLLM loads, and the checkpoints in ``folder`` that have to be written for it: the text part of a
+    draft, and a vision tower whose weights have the names that vLLM knows.
+
+    Raises:
+        UserError: a model cannot be converted.
+    """
+    target, draft, conversions = pair.target, pair.draft, []
+    if pair.target_files is not None and has_short_vision_names(pair.target_files):
+        conversions.append(with_long_vision_names(pair.target_files, folder / "target"))
+        target = str(folder / "target")
+    if pair.is_complete_model and pair.draft_files is not None and "vision_config" in pair.draft_files.config:
+        conversions.append(text_part(pair.draft_files, folder / "draft", pair.draft))
+        draft = str(folder / "draft")
+    return dataclasses.replace(pair, target=target, draft=draft), conversions
+
+
+def settings(pair: Pair, depth: int) -> dict[str, Any]:
+    words = {"method": SERVED[pair.draft_kind].method, "model": pair.draft, "num_speculative_tokens": depth}
+    return words | {"rejection_sample_method": "standard"}
+
+
+def command(pair: Pair, settings: Mapping[str, Any]) -> str:
+    """The command that starts vLLM with these settings."""
+    config = json.dumps(settings)
+    dtype = [] if pair.dtype is None else ["--dtype", pair.dtype]
+    return shlex.join(["vllm", "serve", pair.target, *dtype, "--speculative-config", config])

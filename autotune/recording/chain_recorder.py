@@ -9,6 +9,7 @@ batch is a subnet, whose heads are masked in place of sliced.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -112,16 +113,15 @@ def chain_traces(
     for prompt, whole in zip(workload.prompts, recorder.answers(workload), strict=True):
         answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
         outputs = recorder.target_features(prompt, prompt.inputs(recorder.processor, draft.device), answer, (layer,))
-        sampler = recorder.sampler(prompt)
-        parts.append(
-            record_chains(recorder.target, draft, subnets, answer, outputs, depth=bounds.depth, sampler=sampler)
-        )
+        target, sampler = recorder.target, recorder.sampler(prompt)
+        parts.append(record_chains(target, draft, subnets, answer, outputs, depth=bounds.depth, sampler=sampler))
     return [
         join(recorder.header(draft, draft_reference, subnet, (layer,), workload, bounds), list(of_subnet))
         for subnet, *of_subnet in zip(subnets, *parts, strict=True)
     ]
 
 
+@torch.inference_mode()
 def record_chains(
     target: Target,
     draft: Any,
@@ -143,22 +143,11 @@ def record_chains(
         outputs: the target's outputs for the prompt and the answer, at the injection layer of the subnets.
         sampler: that of a sampled answer, to which the draft's proposals are coupled.
     """
-    rows = len(outputs.prompts[0]) + len(answer.tokens)
-    at_once = max(1, ROWS_AT_ONCE // rows)
-    parts = (subnets[first : first + at_once] for first in range(0, len(subnets), at_once))
-    return [recorded for part in parts for recorded in _record(target, draft, part, answer, outputs, depth, sampler)]
-
-
-@torch.inference_mode()
-def _record(
-    target: Target,
-    draft: Any,
-    subnets: Sequence[Subnet],
-    answer: Answer,
-    outputs: TargetFeatures,
-    depth: int,
-    sampler: TokenSampler | None,
-) -> list[RecordedPrompt]:
+    at_once = max(1, ROWS_AT_ONCE // (len(outputs.prompts[0]) + len(answer.tokens)))
+    if len(subnets) > at_once:
+        parts = (subnets[first : first + at_once] for first in range(0, len(subnets), at_once))
+        recorded = (record_chains(target, draft, part, answer, outputs, depth=depth, sampler=sampler) for part in parts)
+        return list(itertools.chain.from_iterable(recorded))
     network: StarNetwork = draft.network
     device, batch = draft.device, len(subnets)
     config = network.config

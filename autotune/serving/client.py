@@ -34,7 +34,6 @@ TEXT, TOKENS, TIMES = TypeAdapter(str), TypeAdapter(list[Natural]), TypeAdapter(
 SETTLING_S = 10.0  # longest time after an answer until the engine has counted it
 ADVICE = "give the address of a serving engine, such as http://localhost:8000"
 
-
 COUNTERS = {
     "generated": "vllm:generation_tokens_total",
     "rounds": "vllm:spec_decode_num_drafts_total",
@@ -75,7 +74,6 @@ class EngineAnswer:
     tokens: list[int]
     prompt_tokens: list[int] | None
     """As the engine read the prompt; None if it does not say. Engines differ in how they write the placeholders of images."""
-    seconds: float
 
 
 class EngineHttp:
@@ -193,9 +191,7 @@ class EngineClient(EngineHttp):
             path, request["messages"] = "/v1/chat/completions", _messages(prompt)
         else:
             path, request["prompt"] = "/v1/completions", list(prompt_tokens)
-        started = time.perf_counter()
         body = self.read_json(path, request, "look into its log")
-        seconds = time.perf_counter() - started
         with self.reply_of(path):
             choice = body["choices"][0]
             if choice.get("token_ids") is None:
@@ -204,7 +200,7 @@ class EngineClient(EngineHttp):
                 )
             tokens = TOKENS.validate_python(choice["token_ids"], strict=True)
             found = choice.get("prompt_token_ids") or body.get("prompt_token_ids")
-            return EngineAnswer(tokens, found if found is None else TOKENS.validate_python(found, strict=True), seconds)
+            return EngineAnswer(tokens, found if found is None else TOKENS.validate_python(found, strict=True))
 
 
 def _message(body: bytes) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import shlex
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from autotune.errors import UserError
 from autotune.export.document import Export
 from autotune.serving.client import Counters, EngineAnswer, EngineClient
 from autotune.serving.prediction import PredictedPrompt, load_export, predict
-from autotune.serving.server import ServerOptions, started
+from autotune.serving.server import running
+from autotune.serving.vllm_server import VllmEngine
 from autotune.workloads.workload import Workload
 
 
@@ -40,28 +42,27 @@ def bench(
     device: str,
     console: Console,
     *,
-    engine: EngineClient | ServerOptions,
+    engine: EngineClient | VllmEngine,
     folder: Path | None = None,
 ) -> dict[str, Any]:
     """Compare an engine's answers and rounds with the prediction of an export, and print a table; returns the figures as JSON.
 
     Args:
-        engine: one that runs, and serves no other clients; or options for vLLM, which is started with the exported
-            command.
+        engine: one that runs, and serves no other clients; or vLLM, which is started with the exported command.
         folder: of the export; None: ``exports/ENGINE``.
 
     Raises:
-        UserError: see ``load_export`` and ``predict``; the engine's version was not checked, or it runs other settings.
+        UserError: see ``load_export`` and ``predict``; the engine runs other settings.
     """
     export = load_export(profile, folder)
-    running: AbstractContextManager[EngineClient]
-    if isinstance(engine, EngineClient):
-        require_checked(engine, export)
-        running = nullcontext(engine)
-    else:
-        running = started_checked(engine, export, console)
     predicted = predict(export, workload, device, console, DecodingProfile.load(profile).dtype)
-    with running as client:
+    with ExitStack() as stack:
+        if isinstance(engine, VllmEngine):
+            console.say(f"starting {export.command}")
+            words = [str(engine.executable), *shlex.split(export.command)[1:], *engine.arguments]
+            client = EngineClient(stack.enter_context(running(words, engine.program))[0])
+        else:
+            client = engine
         answered = decode_prompts(client, predicted, console)
     compared = [_comparison(*pair) for pair in zip(predicted, answered, strict=True)]
     require_chain(client.url, [counts for _, counts in answered], export)
@@ -69,7 +70,7 @@ def bench(
     return {
         "provenance": stamp().model_dump(mode="json"),
         "engine": export.engine,
-        "engine_version": export.engine_version,
+        "engine_version": client.version,
         "profile": export.profile,
         "target": export.target.model_dump(),
         "draft": export.draft.model_dump(),
@@ -91,29 +92,6 @@ def decode_prompts(
             answered.append((answer, engine.counters_after(before, len(answer.tokens))))
             update(len(answered), len(predicted), "")
     return answered
-
-
-def require_checked(client: EngineClient, export: Export) -> None:
-    """Check that the version of an engine is the one that an export's settings were checked against.
-
-    Raises:
-        UserError: another version.
-    """
-    checked = export.engine_version
-    if client.version.partition("+")[0] != checked:
-        raise UserError(
-            f"{client.url}: vllm {client.version} runs there, and the export's settings were checked against {checked}; "
-            f"run vllm {checked}"
-        )
-
-
-@contextmanager
-def started_checked(options: ServerOptions, export: Export, console: Console) -> Iterator[EngineClient]:
-    """Start vLLM with the exported command and check its version; see ``server.started``."""
-    console.say(f"starting {export.command}")
-    with started(export.command, options) as client:
-        require_checked(client, export)
-        yield client
 
 
 def require_chain(url: str, counts: Sequence[Counters], export: Export) -> None:
@@ -145,9 +123,6 @@ def _comparison(predicted: PredictedPrompt, answered: tuple[EngineAnswer, Counte
         predicted_rounds=len(predicted.accepted_lengths),
         rounds=counts.rounds,
     )
-
-
-# --------------------------------------------------------------------------------------------------------------- tables
 
 
 def print_rounds(export: Export, compared: Sequence[PromptComparison], console: Console) -> None:

@@ -49,8 +49,8 @@ class EngineServer(EngineHttp, ABC):
     """The model's name there."""
     context: int
     """Tokens of a request."""
-    has_draft: bool = False
-    """Whether a draft model drafts before every pass."""
+    speculations: Sequence[Speculation] = ()
+    """The settings of a server that was started here."""
     process: subprocess.Popen[bytes] | None = None
     """None of a server that was not started here."""
     priced_by: ClassVar[str]
@@ -60,8 +60,19 @@ class EngineServer(EngineHttp, ABC):
     spins_s: ClassVar[float] = 0.0
     """Time after an answer for which the server keeps a core busy without work."""
 
-    def ask(self, prompt: WorkloadPrompt) -> ServedAnswer:
-        return self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens)
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether drafts follow from all earlier answers, so that every request changes those of later ones."""
+        return any(one.type == "suffix" for one in self.speculations)
+
+    def ask(self, prompt: WorkloadPrompt, other: EngineServer | None = None) -> ServedAnswer:
+        """The answer to a prompt, with its continuation by the server, or by the ``other`` one."""
+        answer = self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens)
+        return answer.model_copy(update={"beyond": (other or self).continuation(answer)})
+
+    def continuation(self, answer: ServedAnswer) -> list[int]:
+        """The tokens that follow an answer, of an engine whose drafts reach there."""
+        return []
 
     @abstractmethod
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
@@ -122,6 +133,8 @@ class ServingEngine(ABC):
     """The settings that the engine recommends, with a label."""
     pricing: ClassVar[Sequence[Speculation]]
     """Settings of the server whose drafts are tested and whose passes are priced."""
+    inexact: ClassVar[float] = 0.0
+    """The share of requests whose counts may differ from the replay's: tokens beyond an answer's end are rounded otherwise when asked for."""
     has_one_loop: ClassVar[bool] = True
     """Whether a pass without speculation takes the same time in a server that speculates."""
 
@@ -191,7 +204,7 @@ class ServingEngine(ABC):
         words = [*self.words(speculations), *self.own_words(alias, at_once, longest)]
         with running(words, self.program) as (url, process):
             server = self.server(url)
-            server.process, server.has_draft = process, any(one.model for one in speculations)
+            server.process, server.speculations = process, speculations
             if server.alias != alias:
                 raise UserError(
                     f"{url}: another program took this port while {self.program} started; give the command again"

@@ -118,19 +118,16 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
     with ExitStack() as stack:
         served: list[Replayed] = []
         if engine:
-            server = stack.enter_context(engine.started(tested))
-            name, stage = "all types", "self-test"
-            asked = serve_in_turns({name: server}, {name: tested}, tune.prompts, stage, console, record=unfinished)[
-                name
-            ]
-            counted, predicted = asked.counts.verifications, asked.replayed.verifications
-            served = [row for row in asked.rows if is_exact(*row)]
-            console.say(
-                f"self-test  all types in one server: draft tokens and accepted ones are the predicted in {len(served)} of "
-                f"{len(asked.rows)} requests; {counted} verifications, {predicted} predicted"
-            )
-            if asked.exact < len(asked.rows):
-                left_out |= self_test(engine, tested, tune.prompts, console)
+            alone = [name for name in types if name not in {one.type for one in tested}]
+            tests: dict[str, list[Speculation]] = {
+                "all types in one server" if len(tested) > 1 else tested[0].type: tested
+            }
+            tests |= {name: [Speculation(type=name, options=OPTIONS[name])] for name in alone}
+            servers = {name: stack.enter_context(engine.started(one)) for name, one in tests.items()}
+            runs, differing = self_test(engine, tests, servers, tune.prompts, console, unfinished)
+            left_out |= differing
+            server = next(iter(servers.values()))
+            served = [row for row in next(iter(runs.values())).rows if is_exact(*row)]
         asked_prompts = [answer.prompt_tokens for answer in plain.answers]
         steps = price_passes(server, asked_prompts, console, settings.seed)
     prices = _prices(steps, with_replays(again, [], plain.context), served, console, has_one_loop=kind.has_one_loop)

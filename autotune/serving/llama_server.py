@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from autotune.documents.engine_profile import OPTIONS, ServedAnswer, Speculation, SpeculationCounts, SpeculationType
+from autotune.documents.engine_profile import (
+    OPTIONS,
+    Options,
+    ServedAnswer,
+    Speculation,
+    SpeculationCounts,
+    SpeculationType,
+)
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.files import known_sha256_of
@@ -42,7 +49,7 @@ class LlamaServer(EngineServer):
     """A client of one llama-server, whose first slot it uses."""
 
     priced_by = shlex.join(llama_arguments([PRICED_BY]))
-    longest = PRICED_BY.options["n-max"]
+    longest = int(PRICED_BY.options["n-max"])
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -158,9 +165,9 @@ class LlamaEngine(ServingEngine):
 
     @classmethod
     def space(cls) -> list[Speculation]:
-        pairs = [{"size-n": n, "size-m": m} for n in SIZES for m in LENGTHS]
+        pairs: list[Options] = [{"size-n": n, "size-m": m} for n in SIZES for m in LENGTHS]
         pools = [(n, least, most) for n in (*SIZES, 20) for least in (0, 1, 2, 4, 8, 48) for most in (*LENGTHS, 64)]
-        options: dict[SpeculationType, list[dict[str, int]]] = {
+        options: dict[SpeculationType, list[Options]] = {
             "ngram-simple": [pair for pair in pairs if pair["size-m"] >= pair["size-n"]],  # shorter ones draft nothing
             "ngram-map-k": pairs,
             "ngram-map-k4v": [pair | {"min-hits": hits} for pair in pairs for hits in (1, 2, 3)],

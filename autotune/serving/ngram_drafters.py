@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import get_args
 
 import numpy as np
 
-from autotune.documents.engine_profile import ModelType, ServedAnswer, Speculation
+from autotune.documents.engine_profile import ServedAnswer
 
 MAP_SLOTS, MAP_FACTOR = 1 << 18, 2654435761
 MAP_VALUES, MAP_COUNT = 4, 16380  # continuations that a key of map-k4v counts, and the largest count
@@ -362,39 +361,3 @@ class ChainDrafter(Drafter):
         places = range(length + 1, min(length + 1 + self.k, len(request.tokens)))
         right = list(itertools.takewhile(request.is_drafted.__getitem__, places))
         return [*(request.tokens[place] for place in right), *[-1] * (self.k - len(right))]
-
-
-class FirstDrafter(Drafter):
-    """Several types in one server: the first draft that is not empty is verified, and its drafter alone is told the outcome."""
-
-    def __init__(self, speculations: Iterable[Speculation]) -> None:
-        self.drafters = [DRAFTERS[one.type](*one.options.values()) for one in speculations]
-        self.ends_with_answer = all(one.ends_with_answer for one in self.drafters)
-        self.has_model = any(isinstance(one, ChainDrafter) for one in self.drafters)
-        self.last: Drafter | None = None
-
-    def begin(self, request: KnownRequest) -> None:
-        for drafter in self.drafters:
-            drafter.begin(request)
-
-    def draft(self, request: KnownRequest, length: int) -> list[int]:
-        for drafter in self.drafters:
-            if draft := drafter.draft(request, length):
-                self.last = drafter
-                return draft
-        return []
-
-    def accept(self, accepted: int) -> None:
-        if self.last is not None:
-            self.last.accept(accepted)
-
-
-DRAFTERS: dict[str, type[Drafter]] = {
-    "ngram-simple": SimpleDrafter,
-    "ngram-map-k": MapDrafter,
-    "ngram-map-k4v": MapDrafter,
-    "ngram-mod": ModDrafter,
-    "ngram-cache": CacheDrafter,
-    "ngram": LookupDrafter,
-    **dict.fromkeys(get_args(ModelType), ChainDrafter),
-}

@@ -5,11 +5,59 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
-from autotune.documents.engine_profile import ServedAnswer, Speculation, SpeculationCounts
-from autotune.serving.ngram_drafters import FirstDrafter, KnownRequest
+from autotune.documents.engine_profile import ModelType, ServedAnswer, Speculation, SpeculationCounts
+from autotune.serving.ngram_drafters import (
+    CacheDrafter,
+    ChainDrafter,
+    Drafter,
+    KnownRequest,
+    LookupDrafter,
+    MapDrafter,
+    ModDrafter,
+    SimpleDrafter,
+)
+from autotune.serving.suffix_drafter import SuffixDrafter
 
 CONTEXT_STEP = 32
+
+
+class FirstDrafter(Drafter):
+    """Several types in one server: the first draft that is not empty is verified, and its drafter alone is told the outcome."""
+
+    def __init__(self, speculations: Iterable[Speculation]) -> None:
+        self.drafters = [DRAFTERS[one.type](*one.options.values()) for one in speculations]
+        self.ends_with_answer = all(one.ends_with_answer for one in self.drafters)
+        self.has_model = any(isinstance(one, ChainDrafter) for one in self.drafters)
+        self.last: Drafter | None = None
+
+    def begin(self, request: KnownRequest) -> None:
+        for drafter in self.drafters:
+            drafter.begin(request)
+
+    def draft(self, request: KnownRequest, length: int) -> list[int]:
+        for drafter in self.drafters:
+            if draft := drafter.draft(request, length):
+                self.last = drafter
+                return draft
+        return []
+
+    def accept(self, accepted: int) -> None:
+        if self.last is not None:
+            self.last.accept(accepted)
+
+
+DRAFTERS: dict[str, type[Drafter]] = {
+    "ngram-simple": SimpleDrafter,
+    "ngram-map-k": MapDrafter,
+    "ngram-map-k4v": MapDrafter,
+    "ngram-mod": ModDrafter,
+    "ngram-cache": CacheDrafter,
+    "ngram": LookupDrafter,
+    "suffix": SuffixDrafter,
+    **dict.fromkeys(get_args(ModelType), ChainDrafter),
+}
 
 
 @dataclass(frozen=True)

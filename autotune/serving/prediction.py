@@ -13,7 +13,7 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.export.document import EXPORT, Export
-from autotune.export.vllm import Vllm
+from autotune.export.vllm import NAME, SERVED
 from autotune.files import WORKSPACE
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
@@ -38,23 +38,13 @@ def load_export(source: Path, folder: Path | None) -> Export:
     """The export of the profile in ``source`` to vLLM; without a ``folder``, the one in ``exports/vllm``.
 
     Raises:
-        UserError: there is none in the folder, it is of another engine or target, or no draft of the profile can be served.
+        UserError: there is none in the folder, or it is of another target.
     """
-    profile, folder = DecodingProfile.load(source), folder or Path("exports") / Vllm.name
+    profile, folder = DecodingProfile.load(source), folder or Path("exports") / NAME
     path = folder / EXPORT
     if not path.exists():
-        methods = Vllm().served
-        drafts = {point.draft.id: point.draft.kind for point in profile.points if point.draft is not None}
-        if not any(kind in methods for kind in drafts.values()):
-            recorded = " and ".join(f"{name}, of kind {kind}" for name, kind in drafts.items()) or "no draft"
-            raise UserError(
-                f"vllm serves drafts of kind {' or '.join(methods)}, and {source} has {recorded}; export another recorded draft: "
-                f"autotune export {source} --to vllm --draft NAME -o {folder}"
-            )
         raise UserError(f"{path}: no such export; run autotune export {source} --to vllm -o {folder}")
     export = Export.load(path)
-    if export.engine != Vllm.name:
-        raise UserError(f"{path}: an export to {export.engine}; name the folder of one to vllm with --export")
     if not export.target.is_same(profile.target):
         raise UserError(f"{path}: exported for other weights than the ones of {source}; run autotune export again")
     return export
@@ -93,7 +83,7 @@ def predict(
             reference(export.draft.id),
             prompts,
             visual_keep=1.0,
-            visual_input=Vllm().served[export.kind].images,
+            visual_input=SERVED[export.kind].images,
             bounds=export.tree.forest_bounds,
             report=lambda done, of: update(done, of, ""),
         )

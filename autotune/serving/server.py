@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,13 +13,10 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.errors import UserError
-from autotune.serving.client import EngineClient
 
-EXECUTABLE_VARIABLE = "AUTOTUNE_VLLM"
 START_S = 900.0  # longest time until an engine is ready: it may compile kernels
 STOP_S = 30.0  # until it is killed
 ENDING_S = 1.0  # from a connection that is lost until its server has ended
@@ -33,53 +28,13 @@ _HEADING = re.compile(r"\d+ validation errors? for ")  # pydantic's message foll
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\) ?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """How engines are started."""
-
-    executable: str
-    """In place of the first word of an export's command."""
-    arguments: tuple[str, ...] = ()
-    """Given to every server, in addition to those of the command."""
-
-
-def find_executable(given: str | None) -> str:
-    """The ``vllm`` command: the one that is given, or that on the PATH.
-
-    Raises:
-        UserError: there is none.
-    """
-    executable = shutil.which(given or "vllm")
-    if executable is None:
-        where = "is not on the PATH" if given is None else f"is no executable: {given!r}"
-        raise UserError(
-            f"--engine vllm: vllm {where}; install vLLM, or name its executable with --executable or {EXECUTABLE_VARIABLE}"
-        )
-    return executable
-
-
 @contextmanager
-def started(command: str, options: ServerOptions) -> Iterator[EngineClient]:
-    """Start an engine with the command of an export on a free port, and yield its client when it answers; the engine and its
-    workers are stopped at the end.
-
-    Raises:
-        UserError: the engine refuses its settings, with its message, or does not answer in time.
-    """
-    with running([options.executable, *shlex.split(command)[1:]], "vllm", options.arguments) as (url, _):
-        yield EngineClient(url)
-
-
-@contextmanager
-def running(
-    words: Sequence[str], name: str, arguments: Sequence[str] = ()
-) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def running(words: Sequence[str], name: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Start a server on a free port, and yield its address and process when it is healthy; it is stopped at the end.
 
     Args:
         words: its command.
         name: the engine in error messages.
-        arguments: given after the port.
 
     Raises:
         UserError: the server cannot be started, does not answer in time, or ends while it is used.
@@ -92,7 +47,7 @@ def running(
         try:
             with log.open("wb") as file:
                 process = subprocess.Popen(
-                    [*words, "--port", str(port), *arguments],
+                    [*words, "--port", str(port)],
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,

@@ -6,11 +6,18 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.documents.engine_profile import OPTIONS, ServedAnswer, Speculation, SpeculationCounts
+from autotune.documents.engine_profile import (
+    OPTIONS,
+    Options,
+    ServedAnswer,
+    Speculation,
+    SpeculationCounts,
+    SpeculationType,
+)
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.export.model_files import served_draft
@@ -31,6 +38,12 @@ FIRST_TEXT_TOKEN = 300  # of most vocabularies; smaller ones may control the cha
 BLOCK = 16  # tokens: blocks of the prefix cache have a multiple of it
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
+DEPTHS, FACTORS, PROBABILITIES, SUFFIX_LENGTHS = (
+    (8, 24),
+    (0.5, 1.0, 2.0, 4.0),
+    (0.05, 0.1, 0.2, 0.3, 0.5),
+    (3, 5, 8, 24),
+)
 LONGEST_CHAIN = 8
 
 
@@ -48,7 +61,7 @@ class VllmServer(EngineClient, EngineServer):
     """A client of one vLLM, whose counters are read before and after each request."""
 
     priced_by = "{} '{}'".format(*vllm_arguments([PRICED_BY]))
-    longest = PRICED_BY.options["num_speculative_tokens"] + 1
+    longest = int(PRICED_BY.options["num_speculative_tokens"]) + 1
     spins_s = 1.2
 
     def __init__(self, url: str) -> None:
@@ -65,25 +78,33 @@ class VllmServer(EngineClient, EngineServer):
             return TOKENS.validate_python(tokens, strict=True)
 
     def answer(self, tokens: list[int], limit: int) -> ServedAnswer:
-        """After a request that only reads the prompt, and with the tokens that would follow the answer: vLLM verifies, and counts,
-        the part of a draft that lies beyond the end.
-        """
-        self._counted(tokens, 1)
+        """After a request that only reads the prompt, unless the server drafts from its earlier answers."""
+        if not self.keeps_answers:
+            self._counted(tokens, 1)
         answer, counts = self._counted(tokens, limit)
         found = SpeculationCounts(verifications=counts.rounds, drafted=answer.drafted, accepted=answer.accepted)
         self.counted = total([self.counted, found])
-        if self.has_draft:
-            return answer
-        room = min(self.longest - 1, self.context - len(tokens) - len(answer.tokens) - 1)
-        beyond = self._counted([*tokens, *answer.tokens], room, ignore_eos=True)[0].tokens if room > 0 else []
-        return answer.model_copy(update={"beyond": beyond})
+        return answer
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft model drafts before every pass."""
+        return any(one.model for one in self.speculations)
+
+    def continuation(self, answer: ServedAnswer) -> list[int]:
+        """vLLM verifies, and counts, the part of a draft that lies beyond the end."""
+        tokens = [*answer.prompt_tokens, *answer.tokens]
+        room = min(self.longest - 1, self.context - len(tokens) - 1)
+        if self.has_draft or self.keeps_answers or room <= 0:
+            return []
+        return self._counted(tokens, room, ignore_eos=True)[0].tokens
 
     def verify(self, prompt: list[int], n: int) -> ServedAnswer:
         """The prompt ends in a run of a token that is not in it, and no other is allowed. Where the run is longer than
         ``prompt_lookup_max``, vLLM drafts what lies behind the first of its n-grams.
         """
         token = next(one for one in range(FIRST_TEXT_TOKEN, FIRST_TEXT_TOKEN + len(prompt) + 1) if one not in prompt)
-        run = 0 if n == 1 else PRICED_BY.options["prompt_lookup_max"] + n - 2
+        run = 0 if n == 1 else int(PRICED_BY.options["prompt_lookup_max"]) + n - 2
         return self._counted([*prompt, *[token] * run], n + 1, ignore_eos=True, allowed_token_ids=[token])[0]
 
     def _counted(self, tokens: list[int], limit: int, **options: Any) -> tuple[ServedAnswer, Counters]:
@@ -151,7 +172,8 @@ class VllmEngine(ServingEngine):
     own_arguments = ("--model", "--served-model-name", "--host", "--port", "-sc")
     default = ("documented", Speculation(type="ngram", options=OPTIONS["ngram"]))
     pricing = (PRICED_BY,)
-    has_one_loop = False  # it schedules a pass while the last one runs, unless it speculates by n-grams
+    inexact = 0.1
+    has_one_loop = False  # it schedules a pass while the last one runs, unless it speculates by n-grams or suffixes
 
     @classmethod
     def find_model(cls, target: str) -> tuple[str, ModelReference] | None:
@@ -164,17 +186,22 @@ class VllmEngine(ServingEngine):
     @classmethod
     def chains(cls, draft: str, target: str) -> list[Speculation]:
         kind, folder = served_draft(draft, target, WORKSPACE / "engines" / "drafts")
-        options = ({"num_speculative_tokens": k} for k in range(1, LONGEST_CHAIN + 1))
+        options: Iterator[Options] = ({"num_speculative_tokens": k} for k in range(1, LONGEST_CHAIN + 1))
         return [Speculation(type=kind, options=one, model=str(folder)) for one in options]
 
     @classmethod
     def space(cls) -> list[Speculation]:
-        return [
-            Speculation(type="ngram", options=dict(zip(OPTIONS["ngram"], (shortest, longest, k), strict=True)))
-            for longest in SIZES
-            for shortest in SIZES[: SIZES.index(longest) + 1]
-            for k in LENGTHS
-        ]
+        options: dict[SpeculationType, Iterable[tuple[float, ...]]] = {
+            "ngram": ((n, most, k) for most in SIZES for n in SIZES[: SIZES.index(most) + 1] for k in LENGTHS),
+            "suffix": itertools.product(DEPTHS, FACTORS, PROBABILITIES, SUFFIX_LENGTHS),
+        }
+        rows = ((name, OPTIONS[name], values) for name, found in options.items() for values in found)
+        return [Speculation(type=name, options=dict(zip(names, one, strict=True))) for name, names, one in rows]
+
+    def types(self) -> list[SpeculationType]:
+        """``suffix`` needs the package arctic-inference beside vLLM."""
+        packages = self.executable.parents[1].glob("lib/python*/*-packages/arctic_inference")
+        return [name for name in super().types() if name != "suffix" or any(packages)]
 
     def words(self, speculations: Sequence[Speculation] = ()) -> list[str]:
         return [str(self.executable), "serve", self.model, *self.arguments, *vllm_arguments(speculations)]

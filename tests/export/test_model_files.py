@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from autotune.errors import UserError
-from autotune.export.exporter import ENGINES
 from autotune.export.model_files import (
     INDEX,
     Conversion,
@@ -20,7 +19,7 @@ from autotune.export.model_files import (
     text_part,
     with_long_vision_names,
 )
-from autotune.export.vllm import Pair
+from autotune.export.vllm import Pair, caveats, pair_refusal
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 
 
@@ -134,23 +133,22 @@ def test_models_that_are_not_here_are_not_known(tmp_path: Path) -> None:
 def test_vocabularies_that_vllm_refuses() -> None:
     """EAGLE-3 heads have their own."""
     target, equal, larger = (model(vocab_size=size) for size in (2, 2, 3))
-    refusal = ENGINES["vllm"].refusal
     size = "the draft's vocabulary has 3 tokens and the target's has 2; choose a draft with the target's vocabulary"
-    assert refusal(Pair("t", "d", "independent", target, larger)) == size
+    assert pair_refusal(Pair("t", "d", "independent", target, larger)) == size
     for kind, first, second in (
         ("independent", target, equal),
         ("eagle3", target, larger),
         ("independent", None, larger),
     ):
-        assert refusal(Pair("t", "d", kind, first, second)) is None, kind
+        assert pair_refusal(Pair("t", "d", kind, first, second)) is None, kind
 
 
 def test_mrope_drafts_are_refused_by_vllm_and_mrope_targets_noted() -> None:
     mrope = model(rope_parameters={"mrope_section": [1, 1, 2]})
-    refused = ENGINES["vllm"].refusal(Pair("t", "d", "independent", model(), mrope))
+    refused = pair_refusal(Pair("t", "d", "independent", model(), mrope))
     assert refused == "the draft has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
-    assert ENGINES["vllm"].refusal(Pair("t", "d", "eagle3", model(), mrope)) is None
-    notes = [ENGINES["vllm"].caveats(Pair("t", "d", "independent", target, model())) for target in (model(), mrope)]
+    assert pair_refusal(Pair("t", "d", "eagle3", model(), mrope)) is None
+    notes = [caveats(Pair("t", "d", "independent", target, model())) for target in (model(), mrope)]
     assert len(notes[1]) == len(notes[0]) + 1 and "first axis" in notes[1][-1]
 
 

@@ -11,18 +11,19 @@ from autotune.export.document import EXPORT, Export
 from autotune.trees.chain import ChainPolicy
 from tests.sample_documents import DEVICE, PROVENANCE
 
+EXECUTABLE_VARIABLE = "AUTOTUNE_VLLM"
 DEPTH = 3
 """Length of the chain."""
 
 
 def write_export(
-    folder: Path, engine: str, target: ModelReference, draft: ModelReference, settings: dict[str, Any], *, command: str
+    folder: Path, target: ModelReference, draft: ModelReference, settings: dict[str, Any], *, command: str
 ) -> None:
-    """Write the export of an independent draft to an engine."""
+    """Write the export of an independent draft."""
     predicted = Predicted(speedup=2.0, ms_per_token=1.0, tokens_per_round=2.0)
     Export(
         provenance=PROVENANCE,
-        engine=engine,
+        engine="vllm",
         engine_version="0.32.0",
         profile="profile.json",
         study=str(folder / "study"),

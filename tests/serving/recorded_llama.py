@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.documents.engine_profile import OPTIONS, EngineName, ServedAnswer, Speculation
-from autotune.serving.ngram_drafters import FirstDrafter, KnownRequest
-from autotune.serving.ngram_replay import replay_request
+from autotune.serving.ngram_drafters import KnownRequest
+from autotune.serving.ngram_replay import FirstDrafter, replay_request
 
 TRANSCRIPT = Path(__file__).with_name("llama_transcript.json")
 CONTEXT, STEP_MS, LIMIT, ASKED = 8192, 10.0, 24, 5
@@ -120,7 +120,8 @@ class RecordedServer:
         return KnownRequest(answer)
 
     def counted(self, answer: ServedAnswer) -> ServedAnswer:
-        counts = replay_request(self.drafter, self.request(answer), CONTEXT).counts
+        self.replayed = replay_request(self.drafter, self.request(answer), CONTEXT)
+        counts = self.replayed.counts
         drafted = counts.drafted + ("--other-rule" in self.switches and bool(self.drafter.drafters))
         for name, number in zip(self.counts, (counts.verifications, drafted, counts.accepted), strict=True):
             self.counts[name] += number
@@ -197,7 +198,10 @@ def record(name: EngineName, command: str, target: str, transcript: Path, known:
         kept = one.model_dump(include={"prompt_tokens", "tokens", "limit", "is_ended", "beyond"}, exclude_defaults=True)
         rows.append({"text": text, **kept})
     servers = known
-    for chosen in settings(name)[len(known) :]:
+    for chosen in settings(name):
+        speculations = [one.model_dump(exclude_defaults=True) for one in chosen]
+        if speculations in [one["speculations"] for one in known]:
+            continue
         with engine.started(chosen) as server:
             found = [server.ask(prompt) for prompt in (*prompts[:ASKED], *prompts[:2])]
             verifications = server.counts().verifications
@@ -205,7 +209,6 @@ def record(name: EngineName, command: str, target: str, transcript: Path, known:
         print([one.label for one in chosen], all(same), verifications, flush=True)
         if all(same):
             counts = [[one.drafted, one.accepted] for one in found]
-            speculations = [one.model_dump() for one in chosen]
             servers.append({"speculations": speculations, "counts": counts, "verifications": verifications})
         lines = (",\n".join(json.dumps(row) for row in kept) for kept in (rows, servers))
         transcript.write_text('{{"prompts": [\n{}\n],\n"servers": [\n{}\n]}}\n'.format(*lines))

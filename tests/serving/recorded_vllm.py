@@ -1,7 +1,7 @@
 """A transcript of the real vLLM, and a small server that plays it back.
 
 ``python -m tests.serving.recorded_vllm FOLDER`` records ``vllm_transcript.json`` from vLLM (0.32.0 on a CPU and SmolLM2-135M-Instruct
-in bfloat16 here), as ``recorded_llama`` does; a setting that it holds is not recorded again. As an executable the module is a vLLM
+in float32 here), as ``recorded_llama`` does; a setting that it holds is not recorded again. As an executable the module is a vLLM
 that knows these prompts alone; its drafts are the replay's, whose counts the transcript checks.
 """
 
@@ -15,11 +15,10 @@ from typing import Any
 
 from autotune.documents.engine_profile import ServedAnswer, Speculation
 from autotune.serving.ngram_drafters import KnownRequest
-from autotune.serving.ngram_replay import replay_request
 from tests.serving.recorded_llama import CONTEXT, RecordedServer, record, serve
 
 TRANSCRIPT = Path(__file__).with_name("vllm_transcript.json")
-COMMAND = "vllm --gpu-memory-utilization 0.1 --enforce-eager"
+COMMAND = "vllm --dtype float32 --gpu-memory-utilization 0.1 --enforce-eager"
 
 
 class RecordedVllm(RecordedServer):
@@ -77,7 +76,7 @@ class RecordedVllm(RecordedServer):
         """The tokens of an answer by forward pass, counted."""
         answer = (counted or self.counted)(answer)
         self.generated += len(answer.tokens)
-        drafts, tokens, parts = replay_request(self.drafter, self.request(answer), CONTEXT).drafts, answer.tokens, []
+        drafts, tokens, parts = self.replayed.drafts, answer.tokens, []
         for length in (1, *(accepted + 1 for _, accepted in drafts), *[1] * len(tokens)):
             parts.append({"token_ids": tokens[:length], "finish_reason": None})
             tokens = tokens[length:]

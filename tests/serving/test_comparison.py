@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,16 @@ from autotune.cli.main import main
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.drafters.independent import IndependentDraft
 from autotune.export.document import EXPORT
-from autotune.export.vllm import VllmSettings
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.serving import comparison
-from autotune.serving.client import EngineClient
-from autotune.serving.server import ServerOptions
 from tests.sample_documents import DRAFT, decoding_profile, write_image, write_workload
 from tests.serving.exports import DEPTH, write_export
 from tests.serving.small_engine import SmallEngine, running
 from tests.tiny_models import Pair
 
-SETTINGS = VllmSettings(method="draft_model", model="draft", num_speculative_tokens=DEPTH).model_dump(exclude_none=True)
+SETTINGS = {"method": "draft_model", "model": "draft", "num_speculative_tokens": DEPTH}
 SPECULATION = "--speculative-config"
 COMMAND = shlex.join(["vllm", "serve", "served", SPECULATION, json.dumps(SETTINGS)])
 
@@ -43,7 +40,7 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serving")
     target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
     decoding_profile(target, draft).save(folder / "profile.json")
-    write_export(folder / "exports" / "vllm", "vllm", target, draft, SETTINGS, command=COMMAND)
+    write_export(folder / "exports" / "vllm", target, draft, SETTINGS, command=COMMAND)
     image = [write_image(folder / "0.png", 0)]
     lines: list[dict[str, Any]] = [
         {"prompt": "Count to ten, then stop.", "task": "count"},
@@ -135,20 +132,21 @@ def commands(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     @contextmanager
-    def start(command: str, options: ServerOptions) -> Iterator[EngineClient]:
-        found.append(command)
-        words = shlex.split(command)
-        with running(engine_of(pair, depth=json.loads(words[-1])["num_speculative_tokens"])) as url:
-            yield EngineClient(url)
+    def start(words: Sequence[str], name: str) -> Iterator[tuple[str, None]]:
+        found.append(shlex.join(words))
+        with running(engine_of(pair, depth=json.loads(words[-2])["num_speculative_tokens"])) as url:
+            yield url, None
 
-    monkeypatch.setattr(comparison, "started", start)
+    monkeypatch.setattr(comparison, "running", start)
     return found
 
 
 def test_vllm_is_started_with_the_exported_command(world: Path, commands: list[str]) -> None:
-    result = bench(world, "vllm", "--executable", "sh", "--json")
+    result = bench(world, "vllm", "--engine-command", "sh --enforce-eager", "--json")
     assert result.exit_code == 0, result.output
-    assert commands == [COMMAND]
+    (command,) = commands
+    program, *words = shlex.split(command)
+    assert Path(program).is_absolute() and words == [*shlex.split(COMMAND)[1:], "--enforce-eager"]
     found = json.loads(result.stdout)
     assert all(one["rounds"] == one["predicted_rounds"] for one in found["prompts"])
 
@@ -157,9 +155,6 @@ def test_vllm_is_started_with_the_exported_command(world: Path, commands: list[s
 
 
 def test_engines_that_cannot_be_compared(world: Path, pair: Pair) -> None:
-    with running(engine_of(pair, version="0.31.1")) as url:
-        message = "vllm 0.31.1 runs there, and the export's settings were checked against 0.32.0; run vllm 0.32.0"
-        assert_refused(bench(world, url), message)
     with running(engine_of(pair, depth=0)) as url:
         message = "the engine counts no speculation in its metrics; start it with the exported"
         assert_refused(bench(world, url), message, COMMAND)
@@ -202,26 +197,20 @@ def test_profiles_and_exports_that_do_not_fit(world: Path, address: str, tmp_pat
     assert_refused(missing, f"{tmp_path / EXPORT}: no such export; run autotune export")
     (point,) = profile.points
     assert point.draft is not None
-    star = point.model_copy(update={"draft": point.draft.model_copy(update={"kind": "star", "id": "a/star"})})
-    profile.model_copy(update={"points": [star]}).save(tmp_path / "profile.json")
-    messages = "vllm serves drafts of kind independent or eagle3, and", "has a/star, of kind star; export another"
-    assert_refused(bench(world, address, folder=tmp_path), *messages)
     draft, settings = reference(point.draft.id), {"method": "draft_model"}
     for name, messages in {
-        "other": ("an export to other; name the folder of one to vllm with --export",),
         "target": ("exported for other weights than the ones of", "run autotune export again"),
         "draft": ("its weights have changed since the export; run autotune export again",),
     }.items():
         target = profile.target if name != "target" else DRAFT
         changed = draft if name != "draft" else draft.model_copy(update={"sha256": "0" * 64})
-        engine = "other" if name == "other" else "vllm"
-        write_export(tmp_path / name, engine, target, changed, settings, command=COMMAND)
+        write_export(tmp_path / name, target, changed, settings, command=COMMAND)
         assert_refused(bench(world, address, folder=tmp_path / name), *messages)
 
 
 def test_options_and_prompts_that_cannot_be_compared(world: Path, address: str) -> None:
-    missing = bench(world, "vllm", "--executable", "no/such")
-    assert_refused(missing, "vllm is no executable: 'no/such'; install vLLM, or name its executable with")
+    missing = bench(world, "vllm", "--engine-command", "no/such")
+    assert_refused(missing, "no/such: no such executable; run make engines, or name a vllm")
     sampled = bench(world, address, workload="sampled.jsonl")
     assert_refused(sampled, "engines are compared at temperature 0", "--temperature 0")
     assert bench(world, address, "--temperature", 0, workload="sampled.jsonl").exit_code == 0

@@ -31,8 +31,8 @@ from autotune.modeling.gguf import find_gguf
 from autotune.serving import llama_server
 from autotune.serving.engine_search import recommend, speculation_space
 from autotune.serving.llama_server import PRICED_BY, LlamaEngine, llama_arguments
-from autotune.serving.ngram_drafters import POOL_FACTOR, POOL_SLOTS, FirstDrafter, KnownRequest, iterated
-from autotune.serving.ngram_replay import replay_speculation, total
+from autotune.serving.ngram_drafters import POOL_FACTOR, POOL_SLOTS, KnownRequest, iterated
+from autotune.serving.ngram_replay import FirstDrafter, replay_speculation, total
 from autotune.serving.server import running
 from tests.report.test_page import Page
 from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS, TRANSCRIPT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import stat
 import subprocess
@@ -15,7 +14,8 @@ import psutil
 import pytest
 
 from autotune.errors import UserError
-from autotune.serving.server import ServerOptions, find_executable, refusal, started
+from autotune.serving.client import EngineClient
+from autotune.serving.server import refusal, running
 
 COMMAND = """vllm serve a/target --dtype float32 --speculative-config '{"model": "a draft"}'"""
 SCRIPT = """#!{python}
@@ -55,16 +55,15 @@ def script(tmp_path: Path) -> Path:
 
 def test_an_engine_runs_the_exported_command_and_is_stopped(script: Path) -> None:
     """With its workers, also where what uses it fails."""
-    options = ServerOptions(str(script), ("--max-num-seqs", "4"))
-    with pytest.raises(RuntimeError, match="a bench that fails"), started(COMMAND, options) as client:
+    words = [str(script), *shlex.split(COMMAND)[1:], "--max-num-seqs", "4"]
+    with pytest.raises(RuntimeError, match="a bench that fails"), running(words, "vllm") as (url, _):
+        client = EngineClient(url)
         assert (client.version, client.model) == ("0.32.0", "a/target")
         assert (client.counters().generated, client.counters().rounds) == (7, 0)
         record = json.loads((script.parent / "record.json").read_text())
         assert all(psutil.pid_exists(pid) for pid in record["pids"])
         raise RuntimeError("a bench that fails")
-    words = record["arguments"]
-    assert words[: len(shlex.split(COMMAND)) - 1] == shlex.split(COMMAND)[1:]
-    assert words[-4] == "--port" and words[-2:] == ["--max-num-seqs", "4"]
+    assert record["arguments"][:-1] == [*words[1:], "--port"]
     deadline = time.monotonic() + 10.0  # a signal may take a moment
     while any(is_running(pid) for pid in record["pids"]):
         assert time.monotonic() < deadline, "the engine or its worker still runs"
@@ -75,8 +74,8 @@ def test_an_engine_runs_the_exported_command_and_is_stopped(script: Path) -> Non
 def test_an_engine_ends_with_a_program_that_is_killed(script: Path) -> None:
     program = (
         "import time\n"
-        "from autotune.serving.server import ServerOptions, started\n"
-        f"with started({COMMAND!r}, ServerOptions({str(script)!r})):\n"
+        "from autotune.serving.server import running\n"
+        f"with running([{str(script)!r}], 'vllm'):\n"
         "    print('ready', flush=True); time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
@@ -99,21 +98,8 @@ def is_running(pid: int) -> bool:
 
 def test_settings_that_the_engine_refuses(script: Path) -> None:
     message = "vllm ended when it started: the settings are refused."
-    with pytest.raises(UserError, match=message), started(COMMAND, ServerOptions(str(script), ("--refuse",))):
+    with pytest.raises(UserError, match=message), running([str(script), "--refuse"], "vllm"):
         pass
-
-
-def test_the_executable_is_that_on_the_path_or_the_one_given(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert find_executable(str(script)) == str(script)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert find_executable(None) == str(script)
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with pytest.raises(UserError, match="vllm is not on the PATH; install vLLM, or name its executable with"):
-        find_executable(None)
-    with pytest.raises(UserError, match="vllm is no executable: 'no/such'"):
-        find_executable("no/such")
 
 
 def test_the_cause_of_a_failure_is_found_in_the_log() -> None:

@@ -14,15 +14,14 @@ from click.testing import CliRunner
 pytest.importorskip("torch", exc_type=ImportError)
 
 from autotune.cli.main import main
+from autotune.export import vllm as export
 from autotune.export.model_files import find_model
-from autotune.export.vllm import Pair, Vllm
+from autotune.export.vllm import Pair
 from autotune.files import user_cache
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, reference, resolve
-from autotune.serving.server import EXECUTABLE_VARIABLE
 from autotune.serving.vllm_server import VllmEngine
-from autotune.trees.chain import ChainPolicy
 from tests.sample_documents import decoding_profile, write_workload
-from tests.serving.exports import DEPTH, write_export
+from tests.serving.exports import DEPTH, EXECUTABLE_VARIABLE, write_export
 from tests.tiny_models import llama_pair
 
 pytestmark = [pytest.mark.nightly, pytest.mark.long]
@@ -47,19 +46,18 @@ def test_vllm_makes_the_predicted_rounds(vllm: str, kind: str, num_prompts: int,
         names = str(made.target_folder), str(made.draft_folder)
         prompts = [{"prompt": f"Row {number} reads 3, 1, 4.", "split": "evaluate"} for number in range(num_prompts)]
         workload = str(write_workload(tmp_path, prompts))
-    engine = Vllm()
     folders = [resolve(name) for name in names]
     pair = Pair(folders[0], folders[1], "independent", *map(find_model, names), dtype="float32")
-    pair, conversions = engine.loadable(pair, tmp_path)
+    pair, conversions = export.loadable(pair, tmp_path)
     for conversion in conversions:
         conversion.write()
-    settings = engine.settings(pair, ChainPolicy(depth=DEPTH))
+    settings = export.settings(pair, DEPTH)
     target, draft = map(reference, names)
     decoding_profile(target, draft).save(tmp_path / "profile.json")
-    command = engine.command(pair, settings)
-    write_export(tmp_path, "vllm", target, draft, settings.model_dump(exclude_none=True), command=command)
-    words = ["bench-server", tmp_path / "profile.json", "--engine", "vllm", "--executable", vllm, "--export", tmp_path]
-    words += ["--arguments", "--enforce-eager --gpu-memory-utilization 0.1", "--workload", workload]
+    command = export.command(pair, settings)
+    write_export(tmp_path, target, draft, settings, command=command)
+    words = ["bench-server", tmp_path / "profile.json", "--export", tmp_path, "--workload", workload]
+    words += ["--engine-command", f"{vllm} --enforce-eager --gpu-memory-utilization 0.1"]
     words += ["--prompts", num_prompts, "--max-new-tokens", 48, "--json"]
     result = CliRunner().invoke(main, [*map(str, words)])
     assert result.exit_code == 0, result.output

@@ -14,6 +14,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
@@ -32,11 +33,12 @@ from autotune.files import user_cache
 from autotune.serving import vllm_server
 from autotune.serving.engine_runs import serve_in_turns
 from autotune.serving.engine_search import speculation_space
-from autotune.serving.ngram_drafters import FirstDrafter, KnownRequest
-from autotune.serving.ngram_replay import replay_speculation, total
-from autotune.serving.server import EXECUTABLE_VARIABLE, running
+from autotune.serving.ngram_drafters import KnownRequest
+from autotune.serving.ngram_replay import FirstDrafter, replay_speculation, total
+from autotune.serving.server import running
 from autotune.serving.vllm_server import PRICED_BY, VllmEngine, vllm_arguments
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
+from tests.serving.exports import EXECUTABLE_VARIABLE
 from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS
 from tests.serving.recorded_vllm import COMMAND, TRANSCRIPT
 from tests.serving.test_engine_search import autotune, said
@@ -101,15 +103,104 @@ def test_drafts_are_accepted_beyond_the_end_of_an_answer() -> None:
         assert replayed.drafts[:1] == drafts and replayed.num_tokens == 3
 
 
+class SuffixTrie:
+    """Suffixes of texts token by token, as the obvious tree: a node's children in the order that arctic-inference's linked lists keep."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth, self.root = depth, Node()
+        self.ends: list[Node] = []
+
+    def append(self, token: int) -> None:
+        self.root.count += 1
+        self.ends = [node.child(token) for node in [*self.ends, self.root][-self.depth :]]
+
+    def best(self, context: list[int], factor: float, least: float, most: int) -> tuple[float, list[int]]:
+        best = (0.0, list[int]())
+        for n in range(1, len(context)):
+            node: Node | None = self.root
+            for token in context[-n:]:
+                node = node and next((one for one in node.children if one.token == token), None)
+            if node is None:
+                break
+            score, probability, draft = np.float32(0), np.float32(1), list[int]()
+            while len(draft) < min(most, int(n * factor + 1e-6)) and node.children:
+                probability *= np.float32(node.children[0].count) / np.float32(node.count)
+                node = node.children[0]
+                if probability < np.float32(least):
+                    break
+                score += probability
+                draft.append(node.token)
+            if score >= best[0]:
+                best = (float(score), draft)
+        return best
+
+
+class Node:
+    def __init__(self, token: int = -1) -> None:
+        self.token, self.count, self.children = token, 0, list[Node]()
+
+    def child(self, token: int) -> Node:
+        """The child whose count grows by one, in its new place: at the head of the group of siblings that it joins or leaves."""
+        place = next((place for place, one in enumerate(self.children) if one.token == token), len(self.children))
+        if place == len(self.children):
+            self.children.append(Node(token))
+        child = self.children[place]
+        child.count += 1
+        if child.count > 1 and place and self.children[place - 1].count <= child.count:
+            level = self.children[place - 1].count
+            del self.children[place]
+            self.children.insert(next(at for at, one in enumerate(self.children) if one.count == level), child)
+        return child
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_suffix_drafts_are_those_of_a_tree_of_suffixes(seed: int) -> None:
+    """In the request and in all answers, over several requests, each with what was accepted beyond its end."""
+    draw = random.Random(seed)
+    for depth, factor, least, most in itertools.product((4, 24), (0.5, 2.0), (0.05, 0.3), (3, 24)):
+        words = dict(zip(OPTIONS["suffix"], (depth, factor, least, most), strict=True))
+        drafter, shared, drafted = FirstDrafter([Speculation(type="suffix", options=words)]), SuffixTrie(depth), 0
+        for _ in range(3):
+            size, first = 40, draw.randrange(1, 10)
+            tokens = [draw.randrange(draw.choice((2, 4))) for _ in range(size)]
+            request = KnownRequest(ServedAnswer(prompt_tokens=tokens[:first], tokens=tokens[first:], limit=99))
+            own, length, accepted = SuffixTrie(depth), first, 0
+            shared.ends = []
+            for token in tokens[:first]:
+                own.append(token)
+            drafter.begin(request)
+            read = first
+            while length + 1 < size:
+                for token in tokens[read : length + 1]:
+                    own.append(token)
+                    shared.append(token)
+                read, context = length + 1, tokens[: length + 1][-depth:]
+                drafts = [tree.best(context, factor, least, most) for tree in (own, shared)]
+                expected = drafts[0][1] if drafts[0][0] >= drafts[1][0] else drafts[1][1]
+                found = drafter.draft(request, length)
+                assert found == expected
+                drafted += len(found)
+                accepted = next(
+                    (n for n, pair in enumerate(zip(found, tokens[length + 1 :], strict=False)) if pair[0] != pair[1]),
+                    0,
+                )
+                if found:
+                    drafter.accept(accepted)
+                length += accepted + 1
+            for token in tokens[read : length + 1]:
+                shared.append(token)
+        assert drafted > 20
+
+
 class Answering:
     """A server that answers at once, and keeps when."""
 
-    context, times = 64, list[float]()
+    context, keeps_answers, times = 64, False, list[float]()
 
     def __init__(self, spins_s: float) -> None:
         self.spins_s = spins_s
 
-    def ask(self, prompt: WorkloadPrompt) -> ServedAnswer:
+    def ask(self, prompt: WorkloadPrompt, other: object) -> ServedAnswer:
         self.times.append(time.monotonic())
         return ServedAnswer(prompt_tokens=[1], tokens=[1], limit=1)
 
@@ -233,6 +324,24 @@ def test_a_search_confirms_counts_and_check_run_and_bench_take_its_profile(folde
     assert answered.exit_code == 0 and "draft tokens accepted" in said(answered)
     benched = autotune("bench", "profile.json", "--workload", "prompts.jsonl", "--json")
     assert benched.exit_code == 0 and len(json.loads(benched.stdout)["arms"]) >= 2
+
+
+def test_suffixes_are_tuned_beside_n_grams_where_their_package_is_installed(folder: Path) -> None:
+    """Their server is asked for answers alone; what follows them is asked of another one."""
+    for made in ("bin", "lib/python3.12/site-packages/arctic_inference"):
+        (folder / made).mkdir(parents=True)
+    (folder / "vllm").rename(folder / "bin" / "vllm")
+    command = ("--engine-command", str(folder / "bin" / "vllm"))
+    done = searched(folder, *command)
+    assert done.exit_code == 0, done.output
+    assert "suffix: draft tokens and accepted ones are the predicted in 4 of 4 requests" in said(done)
+    profile = EngineProfile.load("profile.json")
+    assert profile.num_replayed["suffix"] == 160 and not profile.left_out
+    (arm,) = (arm for arm in profile.arms if arm.speculation and arm.speculation.type == "suffix")
+    assert arm.exact == arm.prompts == 4 and arm.counts == arm.replayed and arm.counts.accepted > 0
+    assert {type(value) for value in arm.speculation.options.values()} == {int, float}  # as vLLM's validation has it
+    other = searched(folder, *command, "--engine-command", f"{folder / 'bin' / 'vllm'} --other-rule")
+    assert other.exit_code == 2 and "the counts differ from the replay's in every type" in said(other)
 
 
 def test_the_chains_of_a_draft_model_are_tuned_beside_the_n_grams(folder: Path) -> None:
