@@ -24,9 +24,8 @@ from scipy.stats import spearmanr
 from autotune.console import Console
 from autotune.documents.engine_profile import TYPES, EngineProfile, Speculation
 from autotune.serving.engine_runs import OFF, confirm, measure_loads, serve_in_turns
-from autotune.serving.engine_search import speculation_space
+from autotune.serving.engine_search import ENGINES, speculation_space
 from autotune.serving.engine_use import engine_of
-from autotune.serving.engines import ENGINES
 from autotune.serving.verification_prices import VerificationPrices, clock_of
 from autotune.workloads.workload import load_workload
 
@@ -71,7 +70,8 @@ def main(
         ]
         plain = serve_in_turns(engine, {OFF: []}, held_out, "plain answers", console)[OFF].answers
         arms = {OFF: [], **{one.label: [one] for one in lengths}}
-        measure_loads(engine, arms, plain, requests_at_once, console)
+        for size in requests_at_once:
+            measure_loads(engine, arms, plain, size, console)
         return
     measured, _ = confirm(engine, arms, held_out, prices, console, seed=seed, record=record)
     ratios = np.array([arm.predicted / arm.measured for arm in measured[1:]])

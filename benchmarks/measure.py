@@ -35,7 +35,7 @@ import click
 from autotune.documents.contention import Contention
 from autotune.documents.engine_profile import EngineProfile
 from autotune.files import read_lines
-from autotune.serving.engines import ENGINES
+from autotune.serving.engine_search import ENGINES
 from benchmarks.evidence import searches
 from benchmarks.evidence.result import RESULTS, ROOT, WORK, Result, Rows, load_result, path_of, stamped
 

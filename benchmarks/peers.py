@@ -36,7 +36,7 @@ from autotune.modeling.vision_timing import timed_forwards, vision_parts
 from autotune.runtime.load import load
 from autotune.runtime.stats import DecodingStats
 from autotune.serving.engine import EngineServer
-from autotune.serving.engines import ENGINES
+from autotune.serving.engine_search import ENGINES
 from autotune.workloads.prompt import Prompt
 from autotune.workloads.workload import load_workload
 

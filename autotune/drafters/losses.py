@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
 from autotune.documents.subnet import Subnet
-from autotune.drafters.divergence import Divergence, divergence
 from autotune.drafters.network import BlocksConfig, BlocksNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.trainable import LossSettings, Metrics, TrainableNetwork
+from autotune.drafters.trainable import Divergence, LossSettings, Metrics, TrainableNetwork, divergence
 from autotune.drafters.two_readings import DraftRows, TwoReadings, own_feature_mask, rows_of
 from autotune.files import parse_kind
 from autotune.modeling.target import Target

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -11,9 +11,9 @@ import torch
 from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional
 
 from autotune.documents.subnet import Subnet
-from autotune.drafters.divergence import Divergence, divergence
 from autotune.drafters.network import DraftNetwork, NetworkConfig
 from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
 from autotune.errors import UserError
@@ -26,6 +26,17 @@ FREQUENCIES = "token_frequencies"  # tensor of a draft's weights
 ROWS_COUNTED = 1024  # tokens at a time
 Metrics = dict[str, float]
 """Figures to display and log, by name."""
+Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""``divergence``, or its compiled form."""
+
+
+def divergence(logits: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(teacher || draft) of every token, and 1 where the most probable tokens agree, otherwise 0; [tokens] each, from the
+    draft's ``logits`` and the target's log-probabilities in float32, [tokens, vocabulary] each.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    found = functional.kl_div(logprobs, teacher_logprobs, reduction="none", log_target=True).sum(-1)
+    return found, (logprobs.argmax(-1) == teacher_logprobs.argmax(-1)).float()
 
 
 class LossSettings(Document):

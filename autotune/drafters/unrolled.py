@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from autotune.drafters.blocks import AttentionContext
-from autotune.drafters.divergence import Divergence, divergence
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.trainable import LossSettings, Metrics, TrainableNetwork
+from autotune.drafters.trainable import Divergence, LossSettings, Metrics, TrainableNetwork, divergence
 from autotune.modeling.graph_runner import KVSlots
 
 STEP_WEIGHT = 0.8  # of the loss of a step, relative to the step before

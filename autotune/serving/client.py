@@ -67,15 +67,6 @@ class Counters:
         return self.since(other, 1)
 
 
-@dataclass(frozen=True)
-class EngineAnswer:
-    """An engine's answer to one prompt."""
-
-    tokens: list[int]
-    prompt_tokens: list[int] | None
-    """As the engine read the prompt; None if it does not say. Engines differ in how they write the placeholders of images."""
-
-
 class EngineHttp:
     """Requests to one engine, with errors in one line."""
 
@@ -174,8 +165,8 @@ class EngineClient(EngineHttp):
             time.sleep(0.01)
         return change
 
-    def complete(self, prompt: WorkloadPrompt, prompt_tokens: Sequence[int]) -> EngineAnswer:
-        """Decode one prompt greedily. Text is sent as ``prompt_tokens``; a prompt with images as a chat, whose template is the
+    def complete(self, prompt: WorkloadPrompt, prompt_tokens: Sequence[int]) -> tuple[list[int], list[int] | None]:
+        """Decode one prompt greedily: the answer, and the prompt as the engine read it, None if it does not say. Text is sent as ``prompt_tokens``; a prompt with images as a chat, whose template is the
         engine's copy of the target's.
 
         Raises:
@@ -200,7 +191,7 @@ class EngineClient(EngineHttp):
                 )
             tokens = TOKENS.validate_python(choice["token_ids"], strict=True)
             found = choice.get("prompt_token_ids") or body.get("prompt_token_ids")
-            return EngineAnswer(tokens, found if found is None else TOKENS.validate_python(found, strict=True))
+            return tokens, found if found is None else TOKENS.validate_python(found, strict=True)
 
 
 def _message(body: bytes) -> str:

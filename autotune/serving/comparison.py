@@ -15,7 +15,7 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import Export
-from autotune.serving.client import Counters, EngineAnswer, EngineClient
+from autotune.serving.client import Counters, EngineClient
 from autotune.serving.prediction import PredictedPrompt, load_export, predict
 from autotune.serving.server import running
 from autotune.serving.vllm_server import VllmEngine
@@ -65,7 +65,7 @@ def bench(
             client = engine
         answered = decode_prompts(client, predicted, console)
     compared = [_comparison(*pair) for pair in zip(predicted, answered, strict=True)]
-    require_chain(client.url, [counts for _, counts in answered], export)
+    require_chain(client.url, [counts for *_, counts in answered], export)
     print_rounds(export, compared, console)
     return {
         "provenance": stamp().model_dump(mode="json"),
@@ -82,14 +82,14 @@ def bench(
 
 def decode_prompts(
     engine: EngineClient, predicted: Sequence[PredictedPrompt], console: Console
-) -> list[tuple[EngineAnswer, Counters]]:
-    """Answers and counts of prompts, one at a time."""
-    answered = list[tuple[EngineAnswer, Counters]]()
+) -> list[tuple[list[int], list[int] | None, Counters]]:
+    """Answers, prompts as they were read, and counts, one prompt at a time."""
+    answered = []
     with console.stage("prompt by prompt") as update:
         for prompt in predicted:
             before = engine.counters()
-            answer = engine.complete(prompt.prompt, prompt.prompt_tokens)
-            answered.append((answer, engine.counters_after(before, len(answer.tokens))))
+            answer, read = engine.complete(prompt.prompt, prompt.prompt_tokens)
+            answered.append((answer, read, engine.counters_after(before, len(answer))))
             update(len(answered), len(predicted), "")
     return answered
 
@@ -109,15 +109,14 @@ def require_chain(url: str, counts: Sequence[Counters], export: Export) -> None:
         )
 
 
-def _comparison(predicted: PredictedPrompt, answered: tuple[EngineAnswer, Counters]) -> PromptComparison:
-    answer, counts = answered
-    read = answer.prompt_tokens
-    pairs = enumerate(itertools.zip_longest(answer.tokens, predicted.tokens))
+def _comparison(predicted: PredictedPrompt, answered: tuple[list[int], list[int] | None, Counters]) -> PromptComparison:
+    answer, read, counts = answered
+    pairs = enumerate(itertools.zip_longest(answer, predicted.tokens))
     return PromptComparison(
         prompt=predicted.prompt.name,
         task=predicted.prompt.settings.task,
         has_image=bool(predicted.prompt.pixels),
-        tokens=len(answer.tokens),
+        tokens=len(answer),
         first_difference=next((index for index, (token, expected) in pairs if token != expected), None),
         reads_same_prompt=None if read is None else read == predicted.prompt_tokens,
         predicted_rounds=len(predicted.accepted_lengths),

@@ -257,15 +257,13 @@ def compared(runs: Mapping[str, ArmRuns], prices: VerificationPrices) -> list[Co
 
 
 def measure_loads(
-    engine: ServingEngine, arms: Arms, answers: Sequence[ServedAnswer], sizes: Sequence[int], console: Console
+    engine: ServingEngine, arms: Arms, answers: Sequence[ServedAnswer], size: int, console: Console
 ) -> list[ServedLoad]:
-    """Serve the prompts of plain answers with each number of requests at a time, each time in a new server for every arm, one
-    server after the other; prints a table.
-    """
+    """Serve the prompts of plain answers, ``size`` at a time, in a new server for every arm, one after the other; prints a table."""
     longest = max(len(one.prompt_tokens) + one.limit for one in answers) + PRICED_TOKENS[-1]  # with a draft
-    loads, starts = list[ServedLoad](), [(size, name) for size in sizes for name in arms]
+    loads = list[ServedLoad]()
     with console.stage("requests at once") as update:
-        for number, (size, name) in enumerate(starts, start=1):
+        for number, name in enumerate(arms, start=1):
             with engine.started(arms[name], size, longest) as server:
                 server.stream(answers[0].model_copy(update={"limit": WARM_UP}))
                 started = time.perf_counter()
@@ -285,15 +283,16 @@ def measure_loads(
                 identical=sum(tokens == one.tokens for (tokens, _), one in zip(found, answers, strict=True)),
             )
             loads.append(load)
-            update(number, len(starts), "")
+            update(number, len(arms), "")
     console.table(
         f"{len(answers)} requests, prompts read in their time; median and 95th percentile of requests",
-        ["settings", "at once", "tokens/s", "first token, ms", "output token, ms", "plain's answer"],
+        ["settings", "at once", "tokens/s", "of off", "first token, ms", "output token, ms", "plain's answer"],
         [
             [
                 load.label,
                 f"{load.requests_at_once}",
                 f"{load.tokens / load.seconds:.1f}",
+                f"{load.tokens / load.seconds * loads[0].seconds / loads[0].tokens:.2f}x",
                 *("{:.0f}, {:.0f}".format(*ms) for ms in (load.first_token_ms, load.token_ms)),
                 f"{load.identical}/{load.requests}",
             ]

@@ -11,11 +11,10 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autotune.console import Console
 from autotune.device import cpu_fingerprint
@@ -50,15 +49,17 @@ from autotune.serving.engine_runs import (
     serve_in_turns,
     with_replays,
 )
-from autotune.serving.engines import ENGINES
+from autotune.serving.llama_server import LlamaEngine
 from autotune.serving.ngram_drafters import KnownRequest
-from autotune.serving.ngram_replay import Replayed, replay_speculation, total
+from autotune.serving.ngram_replay import CONTEXT_STEP, Replayed, RequestReplay, replay_speculation, total
 from autotune.serving.verification_prices import VerificationPrices, clock_of, served_prices, with_draft
+from autotune.serving.vllm_server import VllmEngine
 from autotune.study.document import PROFILE
 from autotune.workloads.formats import Format
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 
+ENGINES: dict[EngineName, type[ServingEngine]] = {engine.name: engine for engine in (LlamaEngine, VllmEngine)}
 NUM_PROMPTS: dict[WorkloadSplit, int] = {"tune": 24, "evaluate": 18}
 SHORT = 1  # draft token of the chain beside the longest
 SHOWN = 3  # fastest settings of a type, and of all
@@ -108,6 +109,8 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         option = "--draft" if chains else "--requests-at-once"
         raise UserError(f"{option}: a server at --url keeps its settings; leave one of the two out")
     left_out = {name: "the build does not have it" for name in TYPES[kind.name] if name not in types}
+    if left_out:
+        console.say(f"left out   {', '.join(left_out)}: this {kind.program} does not have it (docs/engines.md)")
     tested = [one for one in kind.pricing if one.type in types]
     with ExitStack() as stack:
         server = stack.enter_context(engine.started()) if engine else kind.server(settings.url or "")
@@ -137,7 +140,8 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         prices, long = _draft_prices(engine, chains, tune.prompts, prices, console, unfinished)
         space += chains
     default, default_settings = kind.default
-    fastest = _fastest(space, plain, long, prices, console, default_settings)
+    replayed = _replayed(space, plain, long, console)
+    fastest = _fastest(replayed, plain, prices, console, default_settings)
     arms, loads = list[ConfirmedArm](), list[ServedLoad]()
     best, answers = fastest[0].speculation, list[ServedAnswer]()
     if engine:
@@ -149,9 +153,10 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         busiest = max(arms[1:], key=lambda arm: arm.counts.drafted)
         best = chosen or busiest.speculation or default_settings
         answers = max(runs[default if best == default_settings else best.label].by_server, key=len)[:SELF_TEST]
-        if settings.requests_at_once:
-            shown = {OFF: [], best.label: [best]}
-            loads = measure_loads(engine, shown, runs[OFF].answers, settings.requests_at_once, console)
+        for size in settings.requests_at_once:
+            first = _fastest(replayed, plain, replace(prices, at_once=size), console, default_settings)[0].speculation
+            shown = {OFF: [], best.label: [best], first.label: [first]}
+            loads += measure_loads(engine, shown, runs[OFF].answers, size, console)
     else:
         chosen, gain = best if fastest[0].speedup > 1 else None, f"{fastest[0].speedup:.2f}x of no speculation"
         verdict = (
@@ -262,29 +267,41 @@ def _draft_prices(
     return prices, long
 
 
+def _replayed(
+    settings: Sequence[Speculation], plain: ArmRuns, long: ArmRuns | None, console: Console
+) -> list[tuple[Speculation, list[RequestReplay]]]:
+    """Every setting with its replays of the prompts in their order in one server: along the plain answers, or, of a draft model's chains,
+    along those of the ``long`` one.
+    """
+    known = [[KnownRequest(answer) for answer in runs.answers] for runs in (plain, long or plain)]
+    replayed = []
+    with console.stage(f"replay of {len(settings)} settings") as update:
+        for number, one in enumerate(settings, start=1):
+            replayed.append((one, replay_speculation([one], known[1 if one.model else 0], plain.context)))
+            update(number, len(settings), "")
+    return replayed
+
+
 def _fastest(
-    settings: Sequence[Speculation],
+    replayed: Sequence[tuple[Speculation, Sequence[RequestReplay]]],
     plain: ArmRuns,
-    long: ArmRuns | None,
     prices: VerificationPrices,
     console: Console,
     default: Speculation,
 ) -> list[PredictedSettings]:
-    """The fastest settings of each type and its default, for the prompts in their order in one server; prints the best. Chains of a
-    draft model are replayed along the answers of the ``long`` one.
-    """
-    known = [[KnownRequest(answer) for answer in runs.answers] for runs in (plain, long or plain)]
-    price = prices.pricer(max(len(request.tokens) for requests in known for request in requests))
-    plain_ms = prices.plain_factor * np.array([sum(price(replayed)) for _, replayed in plain.rows])
-    tokens = np.array([[max(1, len(one.answer.tokens) - 1) for one in requests] for requests in known])
-    times = dict[str, NDArray[np.float64]]()
-    with console.stage(f"replay of {len(settings)} settings") as update:
-        for number, one in enumerate(settings, start=1):
-            recorded = 1 if one.model else 0
-            replays = replay_speculation([one], known[recorded], plain.context)
-            times[one.label] = np.array([sum(price(replayed)) for replayed in replays]) * tokens[0] / tokens[recorded]
-            update(number, len(settings), "")
-    best = sorted(settings, key=lambda one: times[one.label].sum())
+    """The fastest settings of each type and its default; prints the best."""
+    off = [one for _, one in plain.rows]
+    price = prices.pricer(
+        CONTEXT_STEP
+        * max(unit for rows in (off, *(found for _, found in replayed)) for one in rows for _, unit in one.steps)
+    )
+    tokens = np.array([max(1, one.num_tokens) for one in off])
+    plain_ms = prices.plain_factor * np.array([sum(price(one)) for one in off])
+    times = {
+        one.label: tokens * np.array([sum(price(row)) / max(1, row.num_tokens) for row in rows])
+        for one, rows in replayed
+    }
+    best = sorted((one for one, _ in replayed), key=lambda one: times[one.label].sum())
     by_type = {name: [one for one in best if one.type == name] for name in OPTIONS}
     fastest = [
         PredictedSettings(
@@ -297,7 +314,8 @@ def _fastest(
     ]
     shown = [one for place, one in enumerate(fastest) if place < SHOWN or one.speculation == default]
     rows = [[one.speculation.label, f"{one.speedup:.2f}x", "{:.2f} to {:.2f}".format(*one.ci95)] for one in shown]
-    console.table("Predicted on the tuning prompts", ["settings", "speedup", "95 %"], rows)
+    at_once = f", {prices.at_once} requests at once" if prices.at_once > 1 else ""
+    console.table(f"Predicted on the tuning prompts{at_once}", ["settings", "speedup", "95 %"], rows)
     return fastest
 
 

@@ -11,7 +11,7 @@ from autotune.documents.engine_profile import EngineProfile, ServedLoad
 from autotune.errors import NotComparable, UserError
 from autotune.serving.engine import ServingEngine
 from autotune.serving.engine_runs import OFF, ArmRuns, confirm, measure_loads, require_served
-from autotune.serving.engines import ENGINES
+from autotune.serving.engine_search import ENGINES
 from autotune.serving.verification_prices import VerificationPrices, clock_of
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
@@ -95,8 +95,8 @@ def bench_engine(
     engine, loads = engine_of(profile, engine_command), list[ServedLoad]()
     arms = {OFF: [], engine.default[0]: [engine.default[1]], one.label: [one]}
     measured, runs = confirm(engine, arms, workload.prompts, prices, console, seed=0)
-    if requests_at_once:
-        loads = measure_loads(engine, {OFF: [], one.label: [one]}, runs[OFF].answers, requests_at_once, console)
+    for size in requests_at_once:
+        loads += measure_loads(engine, {OFF: [], one.label: [one]}, runs[OFF].answers, size, console)
     return {
         name: [row.model_dump(mode="json") for row in rows] for name, rows in (("arms", measured), ("loads", loads))
     }

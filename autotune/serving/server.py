@@ -30,11 +30,8 @@ _PREFIX = re.compile(r"^\([^)]*pid=\d+\) ?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?
 
 @contextmanager
 def running(words: Sequence[str], name: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Start a server on a free port, and yield its address and process when it is healthy; it is stopped at the end.
-
-    Args:
-        words: its command.
-        name: the engine in error messages.
+    """Start a server by its command on a free port, and yield its address and process when it is healthy; it is stopped at the end.
+    Error messages call it ``name``.
 
     Raises:
         UserError: the server cannot be started, does not answer in time, or ends while it is used.

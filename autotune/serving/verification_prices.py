@@ -63,12 +63,23 @@ class VerificationPrices:
     """Multiplies the prices of passes without speculation, where the engine runs another loop then."""
     draft_ms: tuple[float, float] = (0.0, 0.0)
     """Added by a draft model to a verification, and for each draft token."""
+    at_once: int = 1
+    """Requests that share a pass in equal parts; each pays its part."""
 
     def ms(self, tokens: int, context: float) -> float:
-        contexts = sorted({step.context for step in self.steps})
-        rows = (sorted((s.tokens, self._median(s)) for s in self.steps if s.context == one) for one in contexts)
-        at_contexts = [float(np.interp(tokens, [n for n, _ in row], [ms for _, ms in row])) for row in rows]
-        return float(np.interp(context, contexts, at_contexts)) * (self.factor if tokens > 1 else 1.0)
+        """Beyond the longest verification that was priced, on the line through it and the last but two."""
+        contexts, at_contexts, read = (
+            sorted({step.context for step in self.steps}),
+            list[float](),
+            tokens * self.at_once,
+        )
+        for one in contexts:
+            row = sorted((step.tokens, self._median(step)) for step in self.steps if step.context == one)
+            numbers, times = np.array(row).T
+            slope = (times[-1] - times[-3:][0]) / max(1, numbers[-1] - numbers[-3:][0])
+            at_contexts.append(np.interp(read, numbers, times) + slope * max(0, read - numbers[-1]))
+        ms = float(np.interp(context, contexts, at_contexts)) / self.at_once
+        return ms * (self.factor if tokens > 1 else 1.0)
 
     def _median(self, step: PricedStep) -> float:
         return float(np.median(step.wall_ms if self.clock == "wall" else step.cpu_ms))
@@ -77,12 +88,15 @@ class VerificationPrices:
         """A function that prices the plain passes and the verifications of a replay, for requests of at most ``longest`` tokens."""
         units = range(longest // CONTEXT_STEP + 1)
         table = [[self.ms(n, (unit + 0.5) * CONTEXT_STEP) for unit in units] for n in range(PRICED_TOKENS[-1] + 2)]
+        part = table[1][0] / replace(self, at_once=1).ms(
+            1, CONTEXT_STEP / 2
+        )  # a draft model's passes are shared likewise
 
         def price(replayed: RequestReplay) -> tuple[float, float]:
             ms = {key: table[key[0]][key[1]] * number for key, number in replayed.steps.items()}
             plain = sum(value for (tokens, _), value in ms.items() if tokens == 1)
             counts, (round_ms, token_ms) = replayed.counts, self.draft_ms if replayed.has_model else (0.0, 0.0)
-            draft_ms = round_ms * counts.verifications + token_ms * counts.drafted
+            draft_ms = part * (round_ms * counts.verifications + token_ms * counts.drafted)
             return plain, sum(ms.values()) - plain + draft_ms
 
         return price

@@ -19,10 +19,9 @@ from torch import Tensor
 from autotune.console import Console
 from autotune.device import multiplies_bfloat16
 from autotune.drafters.checkpoint import NETWORKS
-from autotune.drafters.divergence import divergence
 from autotune.drafters.network import NOT_TRAINED
 from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
-from autotune.drafters.trainable import LossSettings, Metrics, TrainableNetwork
+from autotune.drafters.trainable import LossSettings, Metrics, TrainableNetwork, divergence
 from autotune.errors import UserError, errors_about
 from autotune.files import WORKSPACE, content_key
 from autotune.modeling.clock import now_ms

@@ -183,7 +183,7 @@ def record(name: EngineName, command: str, target: str, transcript: Path, known:
     """Record a transcript: every setting of the benchmark in one server, over some prompts and the first two again; those that are
     ``known`` are not served again.
     """
-    from autotune.serving.engines import ENGINES
+    from autotune.serving.engine_search import ENGINES
     from autotune.workloads.prompt import Prompt, WorkloadPrompt
     from benchmarks.engine_counts import settings
 

@@ -78,7 +78,7 @@ def ask(replies: dict[str, Any]) -> list[int]:
     with serving(REPLIES | replies) as url:
         client = EngineClient(url)
         client.counters()
-        return client.complete(PROMPT, [3]).tokens
+        return client.complete(PROMPT, [3])[0]
 
 
 def ask_vllm(replies: dict[str, Any]) -> list[int]:

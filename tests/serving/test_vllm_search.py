@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import time
+from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from autotune.documents.engine_profile import (
     OPTIONS,
     TYPES,
     EngineProfile,
+    PricedStep,
     ServedAnswer,
     Speculation,
     SpeculationCounts,
@@ -36,6 +38,7 @@ from autotune.serving.engine_search import speculation_space
 from autotune.serving.ngram_drafters import KnownRequest
 from autotune.serving.ngram_replay import FirstDrafter, replay_speculation, total
 from autotune.serving.server import running
+from autotune.serving.verification_prices import VerificationPrices
 from autotune.serving.vllm_server import PRICED_BY, VllmEngine, vllm_arguments
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from tests.serving.exports import EXECUTABLE_VARIABLE
@@ -275,6 +278,22 @@ def test_short_chains_are_replayed_exactly_from_the_rounds_of_a_long_one(seed: i
         assert replayed.drafts == [(k, accepted) for accepted in rounds_of(is_right, first, size - 1, k)], k
 
 
+def test_requests_at_once_share_a_pass_and_pay_its_parts() -> None:
+    """Beyond the longest verification that was priced, time grows as between the last three."""
+    ms = {1: 10.0, 4: 10.0, 8: 12.0, 16: 20.0, 32: 40.0}
+    steps = [PricedStep(tokens=n, context=100, wall_ms=[one], cpu_ms=[one]) for n, one in ms.items()]
+    one = VerificationPrices(steps, "wall", draft_ms=(2.0, 1.0))
+    four = replace(one, at_once=4)
+    assert [four.ms(n, 100) for n in (1, 2, 8)] == [10.0 / 4, 12.0 / 4, 40.0 / 4]
+    slope = (40.0 - 12.0) / 24
+    assert four.ms(12, 100) == pytest.approx((40.0 + 16 * slope) / 4) and one.ms(48, 100) == four.ms(12, 100) * 4
+    answer = ServedAnswer(prompt_tokens=[1], tokens=[2] * 9, limit=9, rounds=[1] * 4, drafted=8, accepted=4)
+    (replayed,) = replay_speculation([chain(2)], [KnownRequest(answer)], CONTEXT)
+    rounds = replayed.counts.verifications
+    assert sum(one.pricer(64)(replayed)) == pytest.approx(rounds * (10.0 + 2.0 + 2 * 1.0))
+    assert sum(four.pricer(64)(replayed)) == pytest.approx(rounds * (one.ms(12, 100) + 2.0 + 2 * 1.0) / 4)
+
+
 # ---------------------------------------------------------------------------------------------------------------- search
 
 
@@ -308,12 +327,14 @@ def test_a_search_confirms_counts_and_check_run_and_bench_take_its_profile(folde
     assert done.exit_code == 0, done.output
     profile = EngineProfile.load("profile.json")
     assert profile.engine == "vllm" and profile.build == "0.32.0" and profile.plain_factor > 0
+    assert "left out suffix: this vllm does not have it" in said(done) and list(profile.left_out) == ["suffix"]
     assert [arm.label for arm in profile.arms][:2] == ["off", "ngram(4,4,5)"] and len(profile.arms) == 3
     assert all(arm.exact == arm.prompts == arm.identical == 4 and arm.replayed == arm.counts for arm in profile.arms)
     assert profile.arms[-1].counts.drafted > 0 and "4 of 4" in said(done)
     assert profile.command[:3] == [str(folder / "vllm"), "serve", str(folder / "model")]
     assert ("--speculative-config" in profile.command) == (profile.speculation is not None)
-    assert [load.requests_at_once for load in profile.loads] == [2, 2]
+    assert "Predicted on the tuning prompts, 2 requests at once" in said(done)
+    assert {load.requests_at_once for load in profile.loads} == {2} and profile.loads[0].label == "off"
     assert all(load.identical == load.requests == 4 for load in profile.loads)
     assert autotune("check", "profile.json").exit_code == 0
     other = autotune("check", "profile.json", "--engine-command", f"{folder / 'vllm'} --other-rule")

@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from autotune.drafters.checkpoint import NETWORKS, load_draft
-from autotune.drafters.divergence import divergence
 from autotune.drafters.eagle3 import Eagle3Network
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.mtp import MtpNetwork
-from autotune.drafters.trainable import LossSettings
+from autotune.drafters.trainable import LossSettings, divergence
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
