@@ -373,7 +373,7 @@ def write(draft: Path) -> None:
         f"| target | {target} |",
         f"| trained by | `autotune train drafts/{draft.parent.name}/{draft.name}/recipe.yaml`: {steps} |",
         f"| data | {source}, {examples} |",
-        f"| parameters | {full['parameters']:,}; embeddings and output head are those of the target |",
+        f"| parameters | {full['parameters']:,}; {'embeddings' if kind == 'eagle3' else 'embeddings and output head'} are those of the target |",
         "| licence | Apache-2.0 |",
         f"| sha256 of `model.safetensors` | `{sha256}` |",
         "",

@@ -489,12 +489,13 @@ def acceptance() -> None:
 
 
 def acceptance_rows(pair: str, path: Path) -> Rows:
-    """Acceptance of the whole draft, without ablations: of a draft's measurements the last one for its present weights."""
+    """Acceptance of the whole draft at temperature 0, without ablations: of a draft's measurements the last one for its present weights."""
     whole = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     whole = [
         row
         for row in whole
-        if not row["label"] and row["subnet"].get("visual_keep", 1.0) == 1.0 and len(row["subnet"]) <= 1
+        if not row["label"] and not row.get("temperature")
+        if row["subnet"].get("visual_keep", 1.0) == 1.0 and len(row["subnet"]) <= 1
     ]
     shown = ("sha256", "parameters", "prompts", "identical", "tokens_per_round", "by_task", "by_depth")
     return [

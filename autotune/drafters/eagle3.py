@@ -167,6 +167,7 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
         save_tensors(folder / WEIGHTS, {re.sub(r"^layer\.", "midlayer.", name): tensor for name, tensor in tensors})
         rope = dict(self.layer_config.rope_parameters)
         content = {
+            "architectures": ["LlamaForCausalLMEagle3"],  # by which vLLM chooses its class
             "model_type": "llama",
             "rope_theta": rope.pop("rope_theta"),
             "rope_scaling": rope if len(rope) > 1 else None,

@@ -156,7 +156,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         for size in settings.requests_at_once:
             first = _fastest(replayed, plain, replace(prices, at_once=size), console, default_settings)[0].speculation
             shown = {OFF: [], best.label: [best], first.label: [first]}
-            loads += measure_loads(engine, shown, runs[OFF].answers, size, console)
+            loads += measure_loads(engine, shown, [*plain.answers, *runs[OFF].answers], size, console)
     else:
         chosen, gain = best if fastest[0].speedup > 1 else None, f"{fastest[0].speedup:.2f}x of no speculation"
         verdict = (

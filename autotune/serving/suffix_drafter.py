@@ -1,4 +1,4 @@
-"""vLLM's ``suffix``: the most frequent continuation of the text's suffixes, in the request and in earlier answers (Suffix Decoding, arXiv 2411.04975).
+"""vLLM's ``suffix``: the most frequent continuation of the text's suffixes, in the request and in earlier answers (SuffixDecoding, arXiv 2411.04975).
 
 The rules are those of arctic-inference 0.1.1, whose trees of suffixes give the same drafts as these lists of places. No torch.
 """

@@ -320,7 +320,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["check", "profile.json", "--workload", "workload.jsonl", "--junit", "file/junit.xml"],
         r"file/junit\.xml: cannot be written .* with --junit",
     ),
-    "no engine": (["export", "profile.json"], "Missing option '--to'. Choose from: vllm"),
     "export without a study": (["export", "profile.json", "--to", "vllm"], "give the study's folder with --study, or run autotune search"),
     "export below a file": (["export", "profile.json", "--to", "vllm", "-o", "file"], r"file/export\.json: cannot be written"),
     "no probability": (["run", "profile.json", "--prompt", "x", "--top-p", "0"], "top.p"),

@@ -285,13 +285,12 @@ def test_a_search_that_was_killed_goes_on_and_leaves_no_server(folder: Path) -> 
 def test_requests_at_once_are_served_by_new_servers_without_speculation_and_as_tuned(folder: Path) -> None:
     assert searched(folder, "--requests-at-once", "1", "--requests-at-once", "4").exit_code == 0
     profile = EngineProfile.load("profile.json")
-    assert [(one.label, one.requests_at_once) for one in profile.loads] == [
-        (label, size) for size in (1, 4) for label in ("off", profile.checked.label)
-    ]
+    for size in (1, 4):
+        labels = [one.label for one in profile.loads if one.requests_at_once == size]
+        assert labels[:2] == ["off", profile.checked.label] and len(labels) <= 3
     for load in profile.loads:
-        assert load.identical == load.requests == 4 and load.tokens == sum(
-            len(o["tokens"]) for o in TRANSCRIBED["prompts"][1::2]
-        )
+        assert load.identical == load.requests == 8
+        assert load.tokens == sum(len(one["tokens"]) for one in TRANSCRIBED["prompts"])
         assert 0 < load.first_token_ms[0] <= load.first_token_ms[1] < 1e3 * load.seconds
     benched = autotune("bench", "profile.json", "--workload", "prompts.jsonl", "--requests-at-once", "2", "--json")
     assert [one["requests_at_once"] for one in json.loads(benched.stdout)["loads"]] == [2, 2]

@@ -335,7 +335,7 @@ def test_a_search_confirms_counts_and_check_run_and_bench_take_its_profile(folde
     assert ("--speculative-config" in profile.command) == (profile.speculation is not None)
     assert "Predicted on the tuning prompts, 2 requests at once" in said(done)
     assert {load.requests_at_once for load in profile.loads} == {2} and profile.loads[0].label == "off"
-    assert all(load.identical == load.requests == 4 for load in profile.loads)
+    assert all(load.identical == load.requests == 8 for load in profile.loads)
     assert autotune("check", "profile.json").exit_code == 0
     other = autotune("check", "profile.json", "--engine-command", f"{folder / 'vllm'} --other-rule")
     assert other.exit_code == 1 and "the build has another rule" in said(other)

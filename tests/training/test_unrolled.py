@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,10 @@ def test_a_head_is_trained_saved_and_loaded_on_the_axes_of_its_target(qwens: Any
     head.save(tmp_path)
     names = load_file(tmp_path / "model.safetensors")
     assert {"fc.weight", "lm_head.weight", "norm.weight", "d2t", "midlayer.self_attn.q_proj.weight"} <= names.keys()
+    architecture = json.loads((tmp_path / "config.json").read_text())["architectures"]
+    assert architecture == ["LlamaForCausalLMEagle3"], (
+        "vLLM refuses a head without, as one of an architecture that it does not know"
+    )
     saved = load_draft(str(tmp_path), target)
     assert isinstance(saved, FeatureDraft) and isinstance(saved.network, Eagle3Network)
     assert saved.network.config == head.config and torch.equal(saved.network.axes, head.axes)
