@@ -133,7 +133,8 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
             served = [row for row in next(iter(runs.values())).rows if is_exact(*row)]
         asked_prompts = [answer.prompt_tokens for answer in plain.answers]
         steps = price_passes(server, asked_prompts, console, settings.seed)
-    prices = _prices(steps, with_replays(again, [], plain.context), served, console, has_one_loop=kind.has_one_loop)
+    one_loop = kind.has_one_loop or engine is None  # a server at --url drafts in its plain answers too
+    prices = _prices(steps, with_replays(again, [], plain.context), served, console, has_one_loop=one_loop)
     space = speculation_space(kind, [name for name in types if name not in left_out])
     long = None
     if engine and chains:
