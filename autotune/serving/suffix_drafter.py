@@ -5,6 +5,7 @@ The rules are those of arctic-inference 0.1.1, whose trees of suffixes give the 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,6 +33,7 @@ class SuffixDrafter(Drafter):
         """
         self.depth, self.factor, self.least, self.most = depth, factor, least, most
         self.answers: list[int] = []
+        self.ends: dict[int, list[int]] = {}  # places after each token of the answers
         self.request: KnownRequest | None = None
         self.length = self.kept = self.accepted = 0
 
@@ -43,24 +45,30 @@ class SuffixDrafter(Drafter):
 
     def _keep(self, end: int) -> None:
         """Add the generated tokens before ``end`` to the answers."""
-        if self.request is not None:
-            self.answers += self.request.tokens[self.kept : end]
-            self.kept = end
+        for token in self.request.tokens[self.kept : end] if self.request else ():
+            self.answers.append(token)
+            self.ends.setdefault(token, []).append(len(self.answers))
+        self.kept = end
 
     def draft(self, request: KnownRequest, length: int) -> list[int]:
         self.length, self.accepted = length, 0
         self._keep(length + 1)
-        text = request.tokens[: length + 1]
-        own, other = (self._best(where, text[-self.depth :]) for where in (text, self.answers))
+        text, grams = request.tokens[: length + 1], request.grams(1)
+        places = grams.places[grams.ids[length]]
+        context, read = text[-self.depth :], places[: bisect.bisect_right(places, length)]
+        own = self._best(text, context, [place + 1 for place in read])
+        other = self._best(self.answers, context, self.ends[text[-1]])
         return (own if own[0] >= other[0] else other)[1]
 
     def accept(self, accepted: int) -> None:
         self.accepted = accepted
 
-    def _best(self, text: list[int], context: list[int]) -> tuple[float, list[int]]:
-        """The draft of the highest score over the suffixes of the context, of equal ones that of the longest suffix."""
+    def _best(self, text: list[int], context: list[int], ends: list[int]) -> tuple[float, list[int]]:
+        """The draft of the highest score over the suffixes of the context, of equal ones that of the longest suffix.
+
+        ``ends`` are the places after the context's last token in the text, in their order.
+        """
         best = (0.0, list[int]())
-        ends = [place + 1 for place, token in enumerate(text) if token == context[-1]]
         for n in range(1, len(context)):
             ends = [end for end in ends if end >= n and text[end - n] == context[-n]]
             if not ends:
@@ -76,7 +84,7 @@ class SuffixDrafter(Drafter):
             following = [text[end] for end in ends if end < len(text) and text[end] != SEPARATOR]
             if not following:
                 break
-            token, count = first_child(following)
+            token, count = most_frequent(following)
             probability *= np.float32(count) / np.float32(len(ends))
             if probability < np.float32(self.least):
                 break
@@ -86,7 +94,7 @@ class SuffixDrafter(Drafter):
         return float(score), draft
 
 
-def first_child(tokens: Sequence[int]) -> tuple[int, int]:
+def most_frequent(tokens: Sequence[int]) -> tuple[int, int]:
     """The most frequent token with its count, for tokens in the order in which they occurred. A token that draws level with others stands
     behind them if some had its former count with it, and else before them, so that history decides among equal counts.
     """
