@@ -37,7 +37,7 @@ OPTIONS: dict[SpeculationType, Options] = {
 """The options that change a type's drafts, with the engines' defaults, in the order in which a server of several types asks them; of
 vLLM's ``ngram`` the values of its documentation, and three tokens of a draft model.
 """
-FRACTIONS = {"suffix_decoding_max_spec_factor": 64, "suffix_decoding_min_token_prob": 1}
+REAL_OPTIONS = {"suffix_decoding_max_spec_factor": 64, "suffix_decoding_min_token_prob": 1}
 """Options that are no whole numbers, with the largest value."""
 TYPES: dict[EngineName, list[SpeculationType]] = {
     "llama.cpp": [name for name in OPTIONS if name.startswith("ngram-")],
@@ -59,10 +59,10 @@ class Speculation(Document):
         if list(self.options) != list(OPTIONS[self.type]):
             raise ValueError(f"{self.type} has the options {', '.join(OPTIONS[self.type]) or 'none'}")
         for name, value in self.options.items():
-            least = 0 if name == "n-min" or name in FRACTIONS else 1
-            if not least <= value <= FRACTIONS.get(name, 1024) or (value % 1 and name not in FRACTIONS):
-                kind = "a number" if name in FRACTIONS else "a whole number"
-                raise ValueError(f"{name} is {kind} from {least} to {FRACTIONS.get(name, 1024)}")
+            least = 0 if name == "n-min" or name in REAL_OPTIONS else 1
+            if not least <= value <= REAL_OPTIONS.get(name, 1024) or (value % 1 and name not in REAL_OPTIONS):
+                kind = "a number" if name in REAL_OPTIONS else "a whole number"
+                raise ValueError(f"{name} is {kind} from {least} to {REAL_OPTIONS.get(name, 1024)}")
         if self.options.get("prompt_lookup_min", 0) > self.options.get("prompt_lookup_max", 0):
             raise ValueError("prompt_lookup_min is at most prompt_lookup_max")
         if bool(self.model) != (self.type in get_args(ModelType)):

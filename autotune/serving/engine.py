@@ -133,7 +133,7 @@ class ServingEngine(ABC):
     """The settings that the engine recommends, with a label."""
     pricing: ClassVar[Sequence[Speculation]]
     """Settings of the server whose drafts are tested and whose passes are priced."""
-    inexact: ClassVar[float] = 0.0
+    tolerated_mismatches: ClassVar[float] = 0.0
     """The share of requests whose counts may differ from the replay's: tokens beyond an answer's end are rounded otherwise when asked for."""
     has_one_loop: ClassVar[bool] = True
     """Whether a pass without speculation takes the same time in a server that speculates."""

@@ -170,7 +170,7 @@ def self_test(
             each = {one.label: [one] for one in served.speculations}
             alone = serve_in_turns(engine, each, prompts, "self-test of each type", console)
         for label, one in alone.items():
-            if len(one.speculations) == 1 and one.exact < (1 - engine.inexact) * len(one.rows):
+            if len(one.speculations) == 1 and one.exact < (1 - engine.tolerated_mismatches) * len(one.rows):
                 reason = f"{one.counts.text}; predicted are {one.replayed.text}"
                 left_out[one.speculations[0].type] = reason
                 console.say(f"self-test  {label}: {reason}: the build has another rule, and the type is left out")

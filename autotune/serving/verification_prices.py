@@ -68,11 +68,8 @@ class VerificationPrices:
 
     def ms(self, tokens: int, context: float) -> float:
         """Beyond the longest verification that was priced, on the line through it and the last but two."""
-        contexts, at_contexts, read = (
-            sorted({step.context for step in self.steps}),
-            list[float](),
-            tokens * self.at_once,
-        )
+        contexts, at_contexts = sorted({step.context for step in self.steps}), list[float]()
+        read = tokens * self.at_once
         for one in contexts:
             row = sorted((step.tokens, self._median(step)) for step in self.steps if step.context == one)
             numbers, times = np.array(row).T
@@ -88,9 +85,8 @@ class VerificationPrices:
         """A function that prices the plain passes and the verifications of a replay, for requests of at most ``longest`` tokens."""
         units = range(longest // CONTEXT_STEP + 1)
         table = [[self.ms(n, (unit + 0.5) * CONTEXT_STEP) for unit in units] for n in range(PRICED_TOKENS[-1] + 2)]
-        part = table[1][0] / replace(self, at_once=1).ms(
-            1, CONTEXT_STEP / 2
-        )  # a draft model's passes are shared likewise
+        # The passes of a draft model are shared as plain ones are.
+        part = table[1][0] / replace(self, at_once=1).ms(1, CONTEXT_STEP / 2)
 
         def price(replayed: RequestReplay) -> tuple[float, float]:
             ms = {key: table[key[0]][key[1]] * number for key, number in replayed.steps.items()}

@@ -38,12 +38,8 @@ FIRST_TEXT_TOKEN = 300  # of most vocabularies; smaller ones may control the cha
 BLOCK = 16  # tokens: blocks of the prefix cache have a multiple of it
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
-DEPTHS, FACTORS, PROBABILITIES, SUFFIX_LENGTHS = (
-    (8, 24),
-    (0.5, 1.0, 2.0, 4.0),
-    (0.05, 0.1, 0.2, 0.3, 0.5),
-    (3, 5, 8, 24),
-)
+SUFFIX_DEPTHS, SUFFIX_LENGTHS = (8, 24), (3, 5, 8, 24)
+SUFFIX_FACTORS, SUFFIX_PROBABILITIES = (0.5, 1.0, 2.0, 4.0), (0.05, 0.1, 0.2, 0.3, 0.5)
 LONGEST_CHAIN = 8
 
 
@@ -172,7 +168,7 @@ class VllmEngine(ServingEngine):
     own_arguments = ("--model", "--served-model-name", "--host", "--port", "-sc")
     default = ("documented", Speculation(type="ngram", options=OPTIONS["ngram"]))
     pricing = (PRICED_BY,)
-    inexact = 0.1
+    tolerated_mismatches = 0.1
     has_one_loop = False  # it schedules a pass while the last one runs, unless it speculates by n-grams or suffixes
 
     @classmethod
@@ -193,7 +189,7 @@ class VllmEngine(ServingEngine):
     def space(cls) -> list[Speculation]:
         options: dict[SpeculationType, Iterable[tuple[float, ...]]] = {
             "ngram": ((n, most, k) for most in SIZES for n in SIZES[: SIZES.index(most) + 1] for k in LENGTHS),
-            "suffix": itertools.product(DEPTHS, FACTORS, PROBABILITIES, SUFFIX_LENGTHS),
+            "suffix": itertools.product(SUFFIX_DEPTHS, SUFFIX_FACTORS, SUFFIX_PROBABILITIES, SUFFIX_LENGTHS),
         }
         rows = ((name, OPTIONS[name], values) for name, found in options.items() for values in found)
         return [Speculation(type=name, options=dict(zip(names, one, strict=True))) for name, names, one in rows]
