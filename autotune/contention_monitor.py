@@ -101,9 +101,6 @@ def wait_until_idle(
     return waited_s
 
 
-# -------------------------------------------------------------------------------------------------------------- sources
-
-
 def _read_counters(wall_s: float) -> _Counters:
     cpu_times = _cpu_times()
     waiting = re.search(r"^some .*total=(\d+)", _text(_proc() / "pressure" / "cpu"), re.MULTILINE)

@@ -4,7 +4,7 @@
 
     python benchmarks/engine_arms.py profile.json WORKLOAD --requests-at-once 4 --requests-at-once 16
 
-The profile is one of ``autotune search --engine``. Its recommended settings, the fastest of each type by replay, the engine's default, no speculation, and settings
+The profile is one of ``autotune search --engine``. Its recommended settings, the fastest of each type by replay, its default, no speculation, and settings
 drawn at random answer the held-out prompts of the workload, each in a server of its own, all at once: a server needs memory for its KV cache. Prompts that the
 record holds are not served again. Predictions are of the profile's prices and a replay of these prompts, which set no price. The regret is how much faster the
 fastest of all settings is than the recommended ones. Takes about 10 minutes for 40 settings of a model of 135M parameters.
@@ -26,7 +26,7 @@ from autotune.documents.engine_profile import TYPES, EngineProfile, Speculation
 from autotune.serving.engine_runs import OFF, confirm, measure_loads, serve_in_turns
 from autotune.serving.engine_search import ENGINES, speculation_space
 from autotune.serving.engine_use import engine_of
-from autotune.serving.verification_prices import VerificationPrices, clock_of
+from autotune.serving.verification_prices import prices_of
 from autotune.workloads.workload import load_workload
 
 LENGTH = "num_speculative_tokens"
@@ -60,8 +60,7 @@ def main(
     fastest = [one.speculation for one in found.fastest]
     chosen = [found.speculation] if found.speculation else []
     arms: dict[str, list[Speculation]] = {OFF: []}
-    arms |= {one.label: [one] for one in (*chosen, kind.default[1], *fastest, *drawn)}
-    prices = VerificationPrices(found.prices, clock_of(found.prices), found.price_factor, found.plain_factor)
+    arms |= {one.label: [one] for one in (*chosen, *fastest, *drawn)}
     held_out = load_workload(workload, "evaluate").first_turns().cut(prompts, max_new_tokens).prompts
     console, engine = Console(), engine_of(found, engine_command)
     if requests_at_once:
@@ -73,7 +72,7 @@ def main(
         for size in requests_at_once:
             measure_loads(engine, arms, plain, size, console)
         return
-    measured, _ = confirm(engine, arms, held_out, prices, console, seed=seed, record=record)
+    measured, _ = confirm(engine, arms, held_out, prices_of(found), console, seed=seed, record=record)
     ratios = np.array([arm.predicted / arm.measured for arm in measured[1:]])
     errors = 100 * np.abs(ratios - 1)
     random_ones = {one.label for one in drawn}

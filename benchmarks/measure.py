@@ -35,7 +35,6 @@ import click
 from autotune.documents.contention import Contention
 from autotune.documents.engine_profile import EngineProfile
 from autotune.files import read_lines
-from autotune.serving.engine_search import ENGINES
 from benchmarks.evidence import searches
 from benchmarks.evidence.result import RESULTS, ROOT, WORK, Result, Rows, load_result, path_of, stamped
 
@@ -360,12 +359,19 @@ def peers(pair: str | None, again: bool, prompts: int, engines: tuple[tuple[str,
 @click.argument("command")
 @click.option("--draft", help="A draft model beside the n-grams.")
 @click.option("--requests-at-once", type=int, multiple=True)
+@click.option("--name", "label", help="Of the results, if not the engine's.")
 @again_option
 def engine_search(
-    engine: str, model: str, command: str, draft: str | None, requests_at_once: tuple[int, ...], again: bool
+    engine: str,
+    model: str,
+    command: str,
+    draft: str | None,
+    requests_at_once: tuple[int, ...],
+    label: str | None,
+    again: bool,
 ) -> None:
     """A search of a serving engine for MODEL with the prompts of ``benchmarks/published_prompts.py``; COMMAND starts the engine."""
-    name = f"engine-{engine}"
+    name = f"engine-{label or engine}"
     if is_there(name, again):
         return
     folder, words = WORK / name, ["search", "--engine", engine, "--workload", f"../{PUBLISHED}"]
@@ -377,12 +383,10 @@ def engine_search(
         seconds = autotune(folder, searches.LOG, *words, "-o", searches.PROFILE)
     profile = EngineProfile.load(folder / searches.PROFILE)
     shown = ("label", "predicted", "measured", "ci95", "tokens_per_step", "exact", "prompts", "clock")
-    label, default = ENGINES[profile.engine].default
-    roles = {None: "off", default.label: label}
     arms = [
         {
-            "engine": engine,
-            "role": roles.get(arm.speculation and arm.speculation.label, "searched"),
+            "engine": label or engine,
+            "role": "off" if arm.speculation is None else "default" if arm.speculation.is_default else "searched",
             **arm.model_dump(include=set(shown)),
         }
         for arm in profile.arms

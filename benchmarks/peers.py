@@ -25,7 +25,7 @@ import click
 from autotune.console import Console
 from autotune.contention_monitor import ContentionMonitor
 from autotune.documents.decoding_profile import AR, HF, TUNED
-from autotune.documents.engine_profile import EngineName, ServedAnswer
+from autotune.documents.engine_profile import OPTIONS, EngineName, ServedAnswer, Speculation, SpeculationType
 from autotune.documents.published_defaults import HF_ASSISTED
 from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
 from autotune.evaluation.bench import assistant_of
@@ -41,6 +41,11 @@ from autotune.workloads.prompt import Prompt
 from autotune.workloads.workload import load_workload
 
 FLASHSPEC = "flashspec==0.3.1"
+DOCUMENTED: dict[EngineName, tuple[str, SpeculationType]] = {
+    "llama.cpp": ("--spec-default", "ngram-mod"),
+    "vllm": ("documented", "ngram"),
+}
+"""The speculation that an engine recommends: a label, and the type whose defaults it has."""
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of transformers' documentation
 
 
@@ -119,7 +124,8 @@ def engine_arms(name: EngineName, model: str, command: str, stack: ExitStack) ->
     if (found := ENGINES[name].find_model(model)) is None:
         raise click.UsageError(f"--engine {name}: {model} is not {ENGINES[name].models}")
     engine = ENGINES[name].find(command, found[0])
-    label, speculation = engine.default
+    label, kind = DOCUMENTED[name]
+    speculation = Speculation(type=kind, options=OPTIONS[kind])
     settings = {name: [], f"{name} {label} {speculation.label}": [speculation]}
     return [EngineArm(arm, stack.enter_context(engine.started(one))) for arm, one in settings.items()]
 

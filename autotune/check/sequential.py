@@ -148,9 +148,6 @@ def _confidence_limit(x: Floats, launches: NDArray[np.int64], sign: int) -> floa
     return inside
 
 
-# ------------------------------------------------------------------------------------------ power, by simulated checks
-
-
 @dataclass(frozen=True)
 class Shares:
     failed: float

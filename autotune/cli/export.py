@@ -10,9 +10,8 @@ import click
 from autotune.cli import options
 
 
-@click.command(short_help="Write the nearest configuration of a serving engine.")
+@click.command(short_help="Write the nearest configuration of vLLM.")
 @click.argument("profile", type=click.Path(path_type=Path))
-@click.option("--to", type=click.Choice(["vllm"]), default="vllm", show_default=True, help="The engine.")
 @click.option(
     "--study",
     type=click.Path(path_type=Path),
@@ -28,8 +27,8 @@ from autotune.cli import options
 )
 @options.output(None, "Folder to write.  [default: exports/vllm]")
 @options.as_json
-def command(profile: Path, to: str, as_json: bool, **choices: Any) -> None:
-    """Write the nearest configuration that a serving engine can run, chosen by replay, and print its start command."""
+def command(profile: Path, as_json: bool, **choices: Any) -> None:
+    """Write the nearest configuration that vLLM can run, chosen by replay, and print its start command."""
     from autotune.cli.preflight import require_profile
 
     require_profile(profile)

@@ -12,7 +12,7 @@ from autotune.files import Document
 
 EngineName = Literal["llama.cpp", "vllm"]
 NgramType = Literal["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "ngram", "suffix"]
-ModelType = Literal["draft_model", "eagle3", "mtp"]
+ModelType = Literal["draft_model", "eagle3", "mtp", "draft-simple", "draft-eagle3"]
 SpeculationType = NgramType | ModelType
 Clock = Literal["wall", "cpu"]
 Natural = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -32,7 +32,7 @@ OPTIONS: dict[SpeculationType, Options] = {
         "suffix_decoding_min_token_prob": 0.1,
         "num_speculative_tokens": 24,
     },
-    **{name: {"num_speculative_tokens": 3} for name in get_args(ModelType)},
+    **{name: {"n-max" if name.startswith("draft-") else "num_speculative_tokens": 3} for name in get_args(ModelType)},
 }
 """The options that change a type's drafts, with the engines' defaults, in the order in which a server of several types asks them; of
 vLLM's ``ngram`` the values of its documentation, and three tokens of a draft model.
@@ -70,6 +70,10 @@ class Speculation(Document):
         return self
 
     @property
+    def is_default(self) -> bool:
+        return self.options == OPTIONS[self.type]
+
+    @property
     def label(self) -> str:
         return (
             f"{self.type}({','.join(f'{value:g}' for value in self.options.values())})" if self.options else self.type
@@ -99,8 +103,8 @@ class ServedAnswer(Document):
     """Whether the last token ends the generation."""
     beyond: list[Natural] = Field(default_factory=list)
     """Tokens that greedy decoding gives after the end, of an engine whose drafts reach there."""
-    rounds: list[Natural] = Field(default_factory=list)
-    """Accepted draft tokens of every forward pass after the prompt, in a server whose draft model drafts before each."""
+    rounds: list[tuple[Natural, Natural]] = Field(default_factory=list)
+    """Draft tokens and accepted ones of every verification, in a server whose draft model drafts before each pass."""
     drafted: Natural = 0
     accepted: Natural = 0
     wall_ms: Milliseconds = 0.0
@@ -142,6 +146,8 @@ class ConfirmedArm(Document):
     identical: int
     """Prompts with plain decoding's answer."""
     prompts: int
+    timed: int
+    """Prompts that the speedups are of; in the others another process disturbed a request."""
 
 
 class PredictedSettings(Document):
@@ -169,7 +175,7 @@ class ServedLoad(Document):
     """Requests with plain decoding's answer, one request at a time."""
 
 
-class EngineProfile(Document, kind="engine-profile", version=4, made_by="autotune search --engine"):
+class EngineProfile(Document, kind="engine-profile", version=5, made_by="autotune search --engine"):
     """The fastest speculation settings of one engine for a model, a workload and a machine; or that it should be off."""
 
     provenance: Provenance
@@ -198,8 +204,10 @@ class EngineProfile(Document, kind="engine-profile", version=4, made_by="autotun
     prices: list[PricedStep] = Field(min_length=1)
     price_factor: float
     """Time of verifications in served requests over the prices' own."""
+    step_factor: float
+    """The same of passes over one token."""
     plain_factor: float
-    """Time of passes without speculation over the prices' own, in an engine that runs another loop then; else 1."""
+    """Time of passes without speculation over theirs, in an engine that runs another loop then; else 1."""
     draft_ms: tuple[float, float]
     """Time of a draft model for a verification, and for each draft token; 0 without one."""
     arms: list[ConfirmedArm]

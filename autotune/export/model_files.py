@@ -82,9 +82,6 @@ def find_model(name: str) -> ModelFiles | None:
     return ModelFiles(folder, config) if isinstance(config, dict) else None
 
 
-# ---------------------------------------------------------------------------------------------------------- checkpoints
-
-
 @dataclass(frozen=True)
 class Conversion:
     """A checkpoint to be written in a form that an engine loads: with other names of its weights, file by file."""
@@ -206,12 +203,8 @@ def _as_mimo(draft: ModelFiles, target: ModelFiles, folder: Path) -> Path:
     written.mkdir(parents=True, exist_ok=True)
     weights = {names[old]: tensor for old, tensor in (biases | tensors).items() if old != FREQUENCIES}
     save_tensors(written / "model.safetensors", weights, {"format": "pt"})
-    own = {
-        "architectures": ["MiMoForCausalLM"],
-        "model_type": "qwen2",
-        "num_hidden_layers": 1,
-        "num_nextn_predict_layers": 1,
-    }
+    own: dict[str, Any] = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 1}
+    own["num_nextn_predict_layers"] = 1
     write_bytes(written / CONFIG, (json.dumps(config | own, indent=1) + "\n").encode())
     return written
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from autotune.acceptance.replay import Replay
+from autotune.acceptance.replay import Replay, plain_decode_ms, replay
 from autotune.acceptance.trace import Trace, TraceHeader, load_trace
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import configuration_of
@@ -15,10 +16,11 @@ from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint,
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import VisualInput
 from autotune.errors import UserError
-from autotune.export.engine_replay import prediction
 from autotune.files import WORKSPACE
 from autotune.prediction.evaluator import Evaluator
 from autotune.study.folder import find_studies, find_study
+from autotune.trees.chain import ChainPolicy
+from autotune.trees.limits import Floats
 
 
 @dataclass(frozen=True)
@@ -121,3 +123,31 @@ def find_search_documents(profile: DecodingProfile, source: Path, folder: Path |
             "its target, device and tuning prompts; give the study's folder with --study, or run autotune search again"
         )
     return documents
+
+
+def priced_chains(trace: Trace, table: CostTable) -> dict[int, Predicted]:
+    """Predictions of every chain that the trace holds and the table prices, by depth, for one request at a time. Every round of a chain
+    drafts and verifies the same number of tokens, in this project's runtime as in an engine.
+
+    Raises:
+        UserError: the answers are too short to decode.
+    """
+    (prices,) = Evaluator([trace], table).prices.values()
+    if trace.header.visual_input == "placeholders":  # the draft encodes no image
+        prefill = prices.draft_prefill.model_copy(update={"image_ms": 0.0})
+        prices = dataclasses.replace(prices, draft_prefill=prefill)
+    plain_ms = plain_decode_ms(trace, prices)
+    return {
+        depth: prediction(replay(trace, ChainPolicy(depth=depth), prices), plain_ms, is_estimated=table.estimated)
+        for depth in range(1, min(trace.header.bounds.depth, prices.verify_ms.shape[0] - 2) + 1)
+    }
+
+
+def prediction(result: Replay, plain_ms: Floats, *, is_estimated: bool) -> Predicted:
+    """The prediction of a replay, with the time of plain decoding by prompt [prompts]."""
+    return Predicted(
+        speedup=float(plain_ms.sum() / result.decode_ms.sum()),
+        ms_per_token=result.ms_per_token,
+        tokens_per_round=result.tokens_per_round,
+        estimated=is_estimated,
+    )

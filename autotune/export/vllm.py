@@ -49,16 +49,11 @@ class Pair:
     dtype: str | None = None
     """For the engine's ``--dtype``; None: its own choice, which may be 16 bits for models in float32."""
 
-    @property
-    def is_complete_model(self) -> bool:
-        """Whether the draft is a Hugging Face model by itself."""
-        return KINDS[self.draft_kind].is_complete_model
-
 
 def pair_refusal(pair: Pair) -> str | None:
     """Why vLLM would refuse the pair, by the files of the two models, as far as they are on this machine; or None."""
     target, draft = pair.target_files, pair.draft_files
-    if draft is None or not pair.is_complete_model:
+    if draft is None or not KINDS[pair.draft_kind].is_complete_model:
         return None
     if draft.has_mrope:
         return "the draft has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
@@ -73,7 +68,7 @@ def pair_refusal(pair: Pair) -> str | None:
 
 def caveats(pair: Pair) -> Sequence[str]:
     """Limitations of vLLM with this pair."""
-    if not pair.is_complete_model:
+    if not KINDS[pair.draft_kind].is_complete_model:
         return ()
     notes = [
         "vLLM shows a draft_model no image: it reads the placeholders as text, and predictions replay a trace recorded so; a draft "
@@ -98,15 +93,15 @@ def loadable(pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
     if pair.target_files is not None and has_short_vision_names(pair.target_files):
         conversions.append(with_long_vision_names(pair.target_files, folder / "target"))
         target = str(folder / "target")
-    if pair.is_complete_model and pair.draft_files is not None and "vision_config" in pair.draft_files.config:
+    if KINDS[pair.draft_kind].is_complete_model and pair.draft_files and "vision_config" in pair.draft_files.config:
         conversions.append(text_part(pair.draft_files, folder / "draft", pair.draft))
         draft = str(folder / "draft")
     return dataclasses.replace(pair, target=target, draft=draft), conversions
 
 
 def settings(pair: Pair, depth: int) -> dict[str, Any]:
-    words = {"method": SERVED[pair.draft_kind].method, "model": pair.draft, "num_speculative_tokens": depth}
-    return words | {"rejection_sample_method": "standard"}
+    own = {"num_speculative_tokens": depth, "rejection_sample_method": "standard"}
+    return {"method": SERVED[pair.draft_kind].method, "model": pair.draft} | own
 
 
 def command(pair: Pair, settings: Mapping[str, Any]) -> str:

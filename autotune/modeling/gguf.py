@@ -82,6 +82,16 @@ def require_chat_template(model: Path) -> None:
             )
 
 
+def architecture_of(model: Path) -> str:
+    """The architecture that a GGUF file names, without reading the rest; empty if it names none."""
+    with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        key = b"general.architecture"
+        if (at := content.find(key, 0, METADATA_BYTES)) < 0:
+            return ""
+        start = at + len(key) + 12  # the value's type and length
+        return content[start : start + struct.unpack_from("<Q", content, start - 8)[0]].decode(errors="replace")
+
+
 def read_metadata(path: Path, name: str) -> Mapping[str, Any]:
     """The metadata of a file that transformers can be asked to load; long lists of strings are replaced by their lengths.
 

@@ -291,9 +291,6 @@ def _write_part(path: Path, part: RecordedPrompt) -> None:
     write_bytes(path, save({**arrays, "lengths": lengths, "prompt_tokens": part.prompt_tokens}))
 
 
-# -------------------------------------------------------------------------------------------------------------- forest
-
-
 @torch.inference_mode()
 def run_target(target: Target, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]) -> TargetFeatures:
     tokens = np.array(answer.tokens[:-1], np.int64)  # nothing follows the last token

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
 import json
 import re
 import time
@@ -38,9 +37,9 @@ COUNTERS = {
     "generated": "vllm:generation_tokens_total",
     "rounds": "vllm:spec_decode_num_drafts_total",
     "drafted": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
 }
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos_total"  # by the label ``position`` from 0
-SAMPLE = re.compile(r"^(vllm:\w+)(\{.*\})? (\S+)", re.MULTILINE)  # name, labels, value
+SAMPLE = re.compile(r"^((?:vllm|llamacpp):(?:spec_decode|generation)\w+_total)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -53,18 +52,10 @@ class Counters:
     """Verifications of drafts, over all requests."""
     drafted: int = 0
     """Draft tokens that were verified."""
-    accepted: tuple[int, ...] = ()
-    """Accepted draft tokens by position in the chain."""
+    accepted: int = 0
 
-    def since(self, before: Counters, sign: int = -1) -> Counters:
-        pairs = itertools.zip_longest(self.accepted, before.accepted, fillvalue=0)
-        return Counters(
-            **{name: getattr(self, name) + sign * getattr(before, name) for name in COUNTERS},
-            accepted=tuple(now + sign * then for now, then in pairs),
-        )
-
-    def __add__(self, other: Counters) -> Counters:
-        return self.since(other, 1)
+    def since(self, before: Counters) -> Counters:
+        return Counters(**{name: getattr(self, name) - getattr(before, name) for name in COUNTERS})
 
 
 class EngineHttp:
@@ -91,6 +82,15 @@ class EngineHttp:
 
     def read(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> bytes:
         return b"".join(self.lines(path, body, advice))
+
+    def metrics(self, advice: str = ADVICE) -> Counter[str]:
+        """The counters of speculation and of answers' tokens by name, summed over the engine's replicas."""
+        text, found = self.read("/metrics", advice=advice).decode(errors="replace"), Counter[str]()
+        with self.reply_of("/metrics"):
+            for name, value in SAMPLE.findall(text):
+                found[name] += int(float(value))
+            TOKENS.validate_python(list(found.values()))
+        return found
 
     def lines(self, path: str, body: dict[str, Any] | None, advice: str) -> Iterator[bytes]:
         """Lines of a reply as they come."""
@@ -135,19 +135,9 @@ class EngineClient(EngineHttp):
             self.model = TEXT.validate_python(self.models["data"][0]["id"], strict=True)
 
     def counters(self) -> Counters:
-        """The counters now, summed over the engine's replicas."""
-        sums, accepted = Counter[str](), Counter[int]()
-        with self.reply_of("/metrics"):
-            for name, labels, value in SAMPLE.findall(self.read("/metrics").decode()):
-                if name == ACCEPTED:
-                    accepted[int(labels.partition('position="')[2].partition('"')[0])] += int(float(value))
-                elif name in COUNTERS.values():
-                    sums[name] += int(float(value))
-            TOKENS.validate_python([*accepted, *accepted.values(), *sums.values()])
-        return Counters(
-            **{name: sums[counter] for name, counter in COUNTERS.items()},
-            accepted=tuple(accepted[position] for position in sorted(accepted)),
-        )
+        """The counters now."""
+        found = self.metrics()
+        return Counters(**{name: found[counter] for name, counter in COUNTERS.items()})
 
     def counters_after(self, before: Counters, num_tokens: int) -> Counters:
         """The counts of answers with ``num_tokens`` tokens since ``before``, when the engine has counted them all.
@@ -172,12 +162,8 @@ class EngineClient(EngineHttp):
         Raises:
             UserError: the engine refuses the request, with its message, or does not answer.
         """
-        request: dict[str, Any] = {
-            "model": self.model,
-            "max_tokens": prompt.settings.max_new_tokens,
-            "temperature": 0.0,
-            "return_token_ids": True,
-        }
+        limit = prompt.settings.max_new_tokens
+        request = {"model": self.model, "max_tokens": limit, "temperature": 0.0, "return_token_ids": True}
         if prompt.pixels:
             path, request["messages"] = "/v1/chat/completions", _messages(prompt)
         else:

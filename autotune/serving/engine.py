@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from autotune.documents.engine_profile import (
+    OPTIONS,
     TYPES,
     EngineName,
+    ModelType,
     ServedAnswer,
     Speculation,
     SpeculationCounts,
@@ -64,6 +66,11 @@ class EngineServer(EngineHttp, ABC):
     def keeps_answers(self) -> bool:
         """Whether drafts follow from all earlier answers, so that every request changes those of later ones."""
         return any(one.type == "suffix" for one in self.speculations)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft model drafts before every pass."""
+        return any(one.model for one in self.speculations)
 
     def ask(self, prompt: WorkloadPrompt, other: EngineServer | None = None) -> ServedAnswer:
         """The answer to a prompt, with its continuation by the server, or by the ``other`` one."""
@@ -129,8 +136,6 @@ class ServingEngine(ABC):
     server: ClassVar[type[EngineServer]]
     own_arguments: ClassVar[Sequence[str]]
     """Arguments that the search sets, besides ``--spec*``."""
-    default: ClassVar[tuple[str, Speculation]]
-    """The settings that the engine recommends, with a label."""
     pricing: ClassVar[Sequence[Speculation]]
     """Settings of the server whose drafts are tested and whose passes are priced."""
     tolerated_mismatches: ClassVar[float] = 0.0
@@ -163,13 +168,20 @@ class ServingEngine(ABC):
         """The name that the engine is given for a target, and the target's weights; None if it cannot load them."""
 
     @classmethod
-    def chains(cls, draft: str, target: str) -> list[Speculation]:
-        """Every length of a draft model's chain, the shortest first.
+    @abstractmethod
+    def find_draft(cls, draft: str, target: str) -> tuple[ModelType, Path]:
+        """How the engine drafts with a model, and the file or folder that it loads.
 
         Raises:
-            UserError: the engine does not draft with it.
+            UserError: it does not draft with it.
         """
-        raise UserError(f"--draft {draft}: drafts with a model are tuned in vllm, not in {cls.name}; leave it out")
+
+    @classmethod
+    def chains(cls, draft: str, target: str) -> list[Speculation]:
+        """Chains of 1 to 8 tokens of a draft model."""
+        kind, path = cls.find_draft(draft, target)
+        (option,) = OPTIONS[kind]
+        return [Speculation(type=kind, options={option: k}, model=f"{path}") for k in range(1, 9)]
 
     @classmethod
     @abstractmethod

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.console import Console
 from autotune.documents.engine_profile import (
     Clock,
     ConfirmedArm,
-    PricedStep,
     ServedAnswer,
     ServedLoad,
     Speculation,
@@ -32,14 +32,21 @@ from autotune.files import append_line, content_key, read_lines
 from autotune.serving.engine import EngineServer, ServingEngine
 from autotune.serving.ngram_drafters import KnownRequest
 from autotune.serving.ngram_replay import Replayed, RequestReplay, replay_speculation, total
-from autotune.serving.verification_prices import PRICED_TOKENS, VerificationPrices, measure_verifications, time_of
+from autotune.serving.verification_prices import PRICED_TOKENS, VerificationPrices
 from autotune.workloads.prompt import WorkloadPrompt
 
 SELF_TEST = 4  # prompts
-WARM_UP = 2  # tokens of a request that builds a server's graphs
+DISTURBED = 1.5
 DISAGREEMENT = 0.05  # between speedups of wall and of CPU time, above which other processes used the machine
+LOOKS = range(18, 1000, 6)  # numbers of prompts after which a confirmation may stop
+WORTH = 1.01  # speedup on one side of which the interval lies then
 OFF = "off"
 Arms = Mapping[str, Sequence[Speculation]]
+
+
+def labelled(one: Speculation | None) -> str:
+    """The label of settings, marked where they are the default of their type."""
+    return OFF if one is None else f"{one.label}, default" if one.is_default else one.label
 
 
 def require_served(prompts: Sequence[WorkloadPrompt]) -> None:
@@ -87,9 +94,6 @@ class ArmRuns:
         found = sum(is_exact(*row) for row in self.rows)
         return found if found < len(self.rows) or self.replayed == self.counts else 0
 
-    def per_token(self, ms: Callable[[ServedAnswer, RequestReplay], float]) -> float:
-        return sum(ms(*row) for row in self.rows) / max(1, sum(replayed.num_tokens for _, replayed in self.rows))
-
 
 def serve_in_turns(
     servers: ServingEngine | Mapping[str, EngineServer],
@@ -100,18 +104,33 @@ def serve_in_turns(
     *,
     seed: int = 0,
     record: Path | None = None,
+    is_enough: Callable[[dict[str, ArmRuns]], bool] = lambda runs: False,
 ) -> dict[str, ArmRuns]:
     """Answers of every arm's server to the prompts, in turns and in random order.
 
     Args:
         servers: by arm, in a new state; or the engine that starts them, unless the record holds all prompts.
         record: keeps a prompt once every arm has answered it; those that it holds are not served again.
+        is_enough: whether the other prompts are left out, asked after a number of prompts of ``LOOKS``.
     """
     order, process = random.Random(seed), os.urandom(8).hex()
     settings = {name: [one.model_dump() for one in speculations] for name, speculations in arms.items()}
     key = content_key([settings, [prompt.sha256 for prompt in prompts]])
     rows = [row for row in read_lines(record) if row.get("key") == key] if record else []
-    rest = prompts[len(rows) :]
+
+    def runs() -> dict[str, ArmRuns]:
+        lives = [list(life) for _, life in itertools.groupby(rows, key=lambda row: row["process"])]
+        return {
+            name: ArmRuns(
+                speculations,
+                [[ServedAnswer.model_validate(row["answers"][name]) for row in life] for life in lives],
+                total(SpeculationCounts.model_validate(life[-1]["counts"][name]) for life in lives),
+                rows[0]["context"][name],
+            )
+            for name, speculations in arms.items()
+        }
+
+    rest = [] if len(rows) in LOOKS and is_enough(runs()) else prompts[len(rows) :]
     with ExitStack() as stack, console.stage(stage) as update:
         if isinstance(servers, ServingEngine):
             asked, start = arms if rest else {}, servers.started
@@ -128,23 +147,9 @@ def serve_in_turns(
             if record:
                 append_line(record, rows[-1])
             update(len(rows), len(prompts), "")
-    lives = [list(life) for _, life in itertools.groupby(rows, key=lambda row: row["process"])]
-    return {
-        name: ArmRuns(
-            speculations,
-            [[ServedAnswer.model_validate(row["answers"][name]) for row in life] for life in lives],
-            total(SpeculationCounts.model_validate(life[-1]["counts"][name]) for life in lives),
-            rows[0]["context"][name],
-        )
-        for name, speculations in arms.items()
-    }
-
-
-def price_passes(server: EngineServer, prompts: Sequence[list[int]], console: Console, seed: int) -> list[PricedStep]:
-    """Prices after the shortest and the longest prompt."""
-    prompts = sorted(prompts, key=len)
-    with console.stage("prices of forward passes") as update:
-        return measure_verifications(server, prompts[:: max(1, len(prompts) - 1)], update, seed=seed)
+            if len(rows) in LOOKS and is_enough(runs()):
+                break
+    return runs()
 
 
 def self_test(
@@ -188,72 +193,95 @@ def confirm(
     *,
     seed: int,
     record: Path | None = None,
+    stops_early: bool = False,
 ) -> tuple[list[ConfirmedArm], dict[str, ArmRuns]]:
     """Serve prompts with every arm, in turns and in random order, each in a new server of its own; prints a table.
 
+    Args:
+        stops_early: leave out the other prompts once the interval of the fastest arm lies on one side of ``WORTH``.
+
     Returns the arms in their order, and their answers by name.
     """
-    runs = serve_in_turns(engine, arms, prompts, "confirmation in turns", console, seed=seed, record=record)
+
+    def is_enough(runs: dict[str, ArmRuns]) -> bool:
+        low, high = max(compared(runs, prices)[1:], key=lambda arm: arm.measured).ci95
+        return stops_early and not low <= WORTH <= high
+
+    runs = serve_in_turns(
+        engine, arms, prompts, "confirmation in turns", console, seed=seed, record=record, is_enough=is_enough
+    )
     confirmed = compared(runs, prices)
+    if left_out := confirmed[0].prompts - confirmed[0].timed:
+        console.say(f"{left_out} prompts do not count for times: a request took {DISTURBED:g} times what is usual")
     if confirmed[0].clock != "wall":
         console.say(
             f"speedups of wall and of CPU time differ by more than {DISAGREEMENT:.0%}, because other processes used the machine: those of CPU "
             "time are given"
         )
     console.table(
-        f"Confirmed on {len(prompts)} held-out prompts, {confirmed[0].clock} time",
+        f"Confirmed on {confirmed[0].prompts} held-out prompts, {confirmed[0].clock} time",
         ["settings", "predicted", "measured", "95 %", "tokens per step", "counts = predicted", "plain's answer"],
         [
             [
-                name,
+                labelled(arm.speculation),
                 *(f"{value:.2f}x" for value in (arm.predicted, arm.measured)),
                 "{:.2f} to {:.2f}".format(*arm.ci95),
                 f"{arm.tokens_per_step:.2f}",
                 *("-" if number is None else f"{number}/{arm.prompts}" for number in (arm.exact, arm.identical)),
             ]
-            for name, arm in zip(arms, confirmed, strict=True)
+            for arm in confirmed
         ],
     )
     return confirmed, runs
 
 
 def compared(runs: Mapping[str, ArmRuns], prices: VerificationPrices) -> list[ConfirmedArm]:
-    """Speedups of runs over those without speculation, in time per token, beside their predictions.
+    """Speedups of runs over those without speculation, in time per token, beside their predictions. Prompts with a request that took
+    ``DISTURBED`` times what is usual in its arm are left out, unless they are most.
 
     The clock is the wall's, unless a speedup in CPU time is another one; then other processes used the machine, and it is the CPU's.
     """
     longest = max(len(one.prompt_tokens) + len(one.tokens) for served in runs.values() for one in served.answers)
-    price, off = prices.pricer(longest), runs[OFF]
+    price = prices.pricer(longest)
 
-    def speedup(served: ArmRuns, clock: Clock) -> float:
-        both = [one.per_token(lambda answer, _: time_of(clock)(answer)) for one in (off, served)]
-        return both[0] / max(both[1], 1e-9)
+    def by_arm(of: Callable[[ServedAnswer, RequestReplay], float]) -> dict[str, NDArray[np.float64]]:
+        return {name: np.array([of(*row) for row in one.rows], np.float64) for name, one in runs.items()}
 
-    disagreements = [abs(speedup(one, "wall") / max(speedup(one, "cpu"), 1e-9) - 1) for one in runs.values()]
+    tokens, priced = by_arm(lambda _, replayed: max(1, replayed.num_tokens)), by_arm(lambda _, one: sum(price(one)))
+    times = {"wall": by_arm(lambda one, _: one.wall_ms), "cpu": by_arm(lambda one, _: one.cpu_ms)}
+    usual = np.ones(len(tokens[OFF]), bool)
+    for name, ms in times["wall"].items():
+        usual &= ms <= DISTURBED * priced[name] * np.median(ms[priced[name] > 0] / priced[name][priced[name] > 0])
+    usual |= 2 * usual.sum() < len(usual)
+
+    def speedup(name: str, ms: Mapping[str, NDArray[np.float64]]) -> float:
+        both = [ms[one][usual].sum() / tokens[one][usual].sum() for one in (OFF, name)]
+        return float(both[0] / max(both[1], 1e-9))
+
+    disagreements = [abs(speedup(name, times["wall"]) / max(speedup(name, times["cpu"]), 1e-9) - 1) for name in runs]
     clock: Clock = "cpu" if prices.clock == "cpu" and max(disagreements) > DISAGREEMENT else "wall"
-    confirmed = []
-    for served in runs.values():
-        both = (off, served)
-        times = [np.array([time_of(clock)(answer) for answer in one.answers]) for one in both]
-        units = [np.array([max(1.0, len(answer.tokens) - 1) for answer in one.answers]) for one in both]
-        predicted = [one.per_token(lambda _, replayed: sum(price(replayed))) for one in both]
-        loop = prices.plain_factor if served.speculations else 1.0
-        arm = ConfirmedArm(
-            label=served.speculations[0].label if served.speculations else OFF,
-            speculation=served.speculations[0] if served.speculations else None,
-            predicted=loop * predicted[0] / predicted[1],
-            measured=speedup(served, clock),
-            ci95=bootstrap_ratio(*times, above_units=units[0], below_units=units[1]),
+    return [
+        ConfirmedArm(
+            label=name,
+            speculation=next(iter(served.speculations), None),
+            predicted=(prices.plain_factor if served.speculations else 1.0) * speedup(name, priced),
+            measured=speedup(name, times[clock]),
+            ci95=bootstrap_ratio(
+                *(times[clock][one][usual] for one in (OFF, name)),
+                above_units=tokens[OFF][usual],
+                below_units=tokens[name][usual],
+            ),
             clock=clock,
-            tokens_per_step=1 / served.per_token(lambda _, replayed: sum(replayed.steps.values())),
+            tokens_per_step=tokens[name].sum() / sum(sum(one.steps.values()) for _, one in served.rows),
             replayed=served.replayed,
             counts=served.counts,
             exact=None if any(one.model for one in served.speculations) else served.exact,
-            identical=sum(a.tokens == b.tokens for a, b in zip(served.answers, off.answers, strict=True)),
+            identical=sum(a.tokens == b.tokens for a, b in zip(served.answers, runs[OFF].answers, strict=True)),
             prompts=len(served.answers),
+            timed=int(usual.sum()),
         )
-        confirmed.append(arm)
-    return confirmed
+        for name, served in runs.items()
+    ]
 
 
 def measure_loads(
@@ -265,7 +293,7 @@ def measure_loads(
     with console.stage("requests at once") as update:
         for number, name in enumerate(arms, start=1):
             with engine.started(arms[name], size, longest) as server:
-                server.stream(answers[0].model_copy(update={"limit": WARM_UP}))
+                server.stream(answers[0].model_copy(update={"limit": 2}))
                 started = time.perf_counter()
                 with ThreadPoolExecutor(size) as pool:
                     found = list(pool.map(server.stream, answers))

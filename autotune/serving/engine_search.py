@@ -40,10 +40,11 @@ from autotune.serving.engine_runs import (
     OFF,
     SELF_TEST,
     ArmRuns,
+    Arms,
     confirm,
     is_exact,
+    labelled,
     measure_loads,
-    price_passes,
     require_served,
     self_test,
     serve_in_turns,
@@ -52,7 +53,13 @@ from autotune.serving.engine_runs import (
 from autotune.serving.llama_server import LlamaEngine
 from autotune.serving.ngram_drafters import KnownRequest
 from autotune.serving.ngram_replay import CONTEXT_STEP, Replayed, RequestReplay, replay_speculation, total
-from autotune.serving.verification_prices import VerificationPrices, clock_of, served_prices, with_draft
+from autotune.serving.verification_prices import (
+    VerificationPrices,
+    clock_of,
+    measure_verifications,
+    served_prices,
+    with_draft,
+)
 from autotune.serving.vllm_server import VllmEngine
 from autotune.study.document import PROFILE
 from autotune.workloads.formats import Format
@@ -60,8 +67,7 @@ from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 
 ENGINES: dict[EngineName, type[ServingEngine]] = {engine.name: engine for engine in (LlamaEngine, VllmEngine)}
-NUM_PROMPTS: dict[WorkloadSplit, int] = {"tune": 24, "evaluate": 18}
-SHORT = 1  # draft token of the chain beside the longest
+NUM_PROMPTS: dict[WorkloadSplit, int] = {"tune": 24, "evaluate": 60}
 SHOWN = 3  # fastest settings of a type, and of all
 
 
@@ -122,17 +128,16 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         served: list[Replayed] = []
         if engine:
             alone = [name for name in types if name not in {one.type for one in tested}]
-            tests: dict[str, list[Speculation]] = {
-                "all types in one server" if len(tested) > 1 else tested[0].type: tested
-            }
+            tests = {"all types in one server" if len(tested) > 1 else f"{tested[0].type}": tested}
             tests |= {name: [Speculation(type=name, options=OPTIONS[name])] for name in alone}
             servers = {name: stack.enter_context(engine.started(one)) for name, one in tests.items()}
             runs, differing = self_test(engine, tests, servers, tune.prompts, console, unfinished)
             left_out |= differing
             server = next(iter(servers.values()))
-            served = [row for row in next(iter(runs.values())).rows if is_exact(*row)]
-        asked_prompts = [answer.prompt_tokens for answer in plain.answers]
-        steps = price_passes(server, asked_prompts, console, settings.seed)
+            served = [row for one in runs.values() for row in one.rows if is_exact(*row)]
+        asked = sorted((answer.prompt_tokens for answer in plain.answers), key=len)
+        with console.stage("prices of forward passes") as update:  # after the shortest and the longest prompt
+            steps = measure_verifications(server, asked[:: max(1, len(asked) - 1)], update, seed=settings.seed)
     one_loop = kind.has_one_loop or engine is None  # a server at --url drafts in its plain answers too
     prices = _prices(steps, with_replays(again, [], plain.context), served, console, has_one_loop=one_loop)
     space = speculation_space(kind, [name for name in types if name not in left_out])
@@ -140,22 +145,23 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
     if engine and chains:
         prices, long = _draft_prices(engine, chains, tune.prompts, prices, console, unfinished)
         space += chains
-    default, default_settings = kind.default
     replayed = _replayed(space, plain, long, console)
-    fastest = _fastest(replayed, plain, prices, console, default_settings)
+    fastest = _fastest(replayed, plain, prices, console)
     arms, loads = list[ConfirmedArm](), list[ServedLoad]()
     best, answers = fastest[0].speculation, list[ServedAnswer]()
     if engine:
-        others = [one.speculation for one in fastest if one.speculation != default_settings]
-        finalists = [*others[:1], *[one for one in others if one.type != others[0].type][:1]]
-        by_name = {OFF: [], default: [default_settings]} | {one.label: [one] for one in finalists}
-        arms, runs = confirm(engine, by_name, held_out.prompts, prices, console, seed=settings.seed, record=unfinished)
+        default = best_default(fastest)
+        others = [one.speculation for one in fastest if one.speculation != default]
+        finalists = [default, *others[:1], *[one for one in others if one.type != others[0].type][:1]]
+        by_name: Arms = {OFF: []} | {one.label: [one] for one in finalists}
+        arms, runs = confirm(
+            engine, by_name, held_out.prompts, prices, console, seed=settings.seed, record=unfinished, stops_early=True
+        )
         chosen, verdict = recommend(arms)
-        busiest = max(arms[1:], key=lambda arm: arm.counts.drafted)
-        best = chosen or busiest.speculation or default_settings
-        answers = max(runs[default if best == default_settings else best.label].by_server, key=len)[:SELF_TEST]
+        best = chosen or max(arms[1:], key=lambda arm: arm.counts.drafted).speculation or default
+        answers = max(runs[best.label].by_server, key=len)[:SELF_TEST]
         for size in settings.requests_at_once:
-            first = _fastest(replayed, plain, replace(prices, at_once=size), console, default_settings)[0].speculation
+            first = _fastest(replayed, plain, replace(prices, at_once=size), console)[0].speculation
             shown = {OFF: [], best.label: [best], first.label: [first]}
             loads += measure_loads(engine, shown, [*plain.answers, *runs[OFF].answers], size, console)
     else:
@@ -181,6 +187,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         fastest=fastest,
         prices=steps,
         price_factor=prices.factor,
+        step_factor=prices.step_factor,
         plain_factor=prices.plain_factor,
         draft_ms=prices.draft_ms,
         arms=arms,
@@ -236,8 +243,9 @@ def _prices(
     most = max(step.tokens for step in steps)
     shown = [f"{n}: {prices.ms(n, context) / prices.ms(1, context):.1f}" for n in (2, 4, 8, 16, most)]
     console.say(
-        f"prices     a verification of n tokens takes, in plain steps, {', '.join(shown)} ({prices.clock} time; {prices.factor:.2f} times what "
-        "it takes alone)" + ("" if has_one_loop else f"; a step without speculation {prices.plain_factor:.2f}")
+        f"prices     a verification of n tokens takes, in plain steps, {', '.join(shown)} ({prices.clock} time; verifications take "
+        f"{prices.factor:.2f} times what they take alone, steps {prices.step_factor:.2f})"
+        + ("" if has_one_loop else f"; a step without speculation {prices.plain_factor:.2f}")
     )
     return prices
 
@@ -253,17 +261,17 @@ def _draft_prices(
     """The prices with those of a draft model, and the answers with its longest chain, from which the others are replayed; a short chain
     tests the replay.
     """
-    arms = {one.label: [one] for one in (chains[SHORT - 1], chains[-1])}
+    arms = {one.label: [one] for one in (chains[0], chains[-1])}
     short, long = serve_in_turns(engine, arms, prompts, "rounds of the draft model", console, record=record).values()
     prices = with_draft(prices, [short.rows, long.rows])
     replays = replay_speculation(short.speculations, list(map(KnownRequest, long.answers)), long.context)
-    per_round = [
-        sum(one.num_tokens for one in rows) / sum(one.counts.verifications for one in rows)
+    per_pass = [
+        sum(one.num_tokens for one in rows) / sum(sum(one.steps.values()) for one in rows)
         for rows in (replays, [replayed for _, replayed in short.rows])
     ]
     console.say(
-        f"draft      tokens per verification of {short.speculations[0].label}: {per_round[0]:.2f} by replay of {long.speculations[0].label}, "
-        f"{per_round[1]:.2f} counted; drafting takes {prices.draft_ms[0]:.1f} ms and {prices.draft_ms[1]:.1f} ms for each token"
+        f"draft      tokens per pass of {short.speculations[0].label}: {per_pass[0]:.2f} by replay of {long.speculations[0].label}, "
+        f"{per_pass[1]:.2f} counted; drafting takes {prices.draft_ms[0]:.1f} ms and {prices.draft_ms[1]:.1f} ms for each token"
     )
     return prices, long
 
@@ -288,9 +296,8 @@ def _fastest(
     plain: ArmRuns,
     prices: VerificationPrices,
     console: Console,
-    default: Speculation,
 ) -> list[PredictedSettings]:
-    """The fastest settings of each type and its default; prints the best."""
+    """The fastest settings of each type and its default; prints the best and the best default."""
     off = [one for _, one in plain.rows]
     price = prices.pricer(
         CONTEXT_STEP
@@ -311,13 +318,19 @@ def _fastest(
             ci95=bootstrap_ratio(plain_ms, times[one.label]),
         )
         for one in best
-        if one in by_type[one.type][:SHOWN] or one.options == OPTIONS[one.type]
+        if one in by_type[one.type][:SHOWN] or one.is_default
     ]
+    default = best_default(fastest)
     shown = [one for place, one in enumerate(fastest) if place < SHOWN or one.speculation == default]
-    rows = [[one.speculation.label, f"{one.speedup:.2f}x", "{:.2f} to {:.2f}".format(*one.ci95)] for one in shown]
+    rows = [[labelled(one.speculation), f"{one.speedup:.2f}x", "{:.2f} to {:.2f}".format(*one.ci95)] for one in shown]
     at_once = f", {prices.at_once} requests at once" if prices.at_once > 1 else ""
     console.table(f"Predicted on the tuning prompts{at_once}", ["settings", "speedup", "95 %"], rows)
     return fastest
+
+
+def best_default(fastest: Sequence[PredictedSettings]) -> Speculation:
+    """The fastest of the types' defaults by prediction."""
+    return next(one.speculation for one in fastest if one.speculation.is_default)
 
 
 def recommend(arms: Sequence[ConfirmedArm]) -> tuple[Speculation | None, str]:

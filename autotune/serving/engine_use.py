@@ -10,9 +10,9 @@ from autotune.console import Console
 from autotune.documents.engine_profile import EngineProfile, ServedLoad
 from autotune.errors import NotComparable, UserError
 from autotune.serving.engine import ServingEngine
-from autotune.serving.engine_runs import OFF, ArmRuns, confirm, measure_loads, require_served
-from autotune.serving.engine_search import ENGINES
-from autotune.serving.verification_prices import VerificationPrices, clock_of
+from autotune.serving.engine_runs import OFF, ArmRuns, Arms, confirm, measure_loads, require_served
+from autotune.serving.engine_search import ENGINES, best_default
+from autotune.serving.verification_prices import prices_of
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
@@ -89,12 +89,9 @@ def bench_engine(
     profile = EngineProfile.load(source)
     require_served(workload.prompts)
     one = profile.speculation or profile.checked
-    prices = VerificationPrices(
-        profile.prices, clock_of(profile.prices), profile.price_factor, profile.plain_factor, profile.draft_ms
-    )
     engine, loads = engine_of(profile, engine_command), list[ServedLoad]()
-    arms = {OFF: [], engine.default[0]: [engine.default[1]], one.label: [one]}
-    measured, runs = confirm(engine, arms, workload.prompts, prices, console, seed=0)
+    arms: Arms = {OFF: []} | {settings.label: [settings] for settings in (best_default(profile.fastest), one)}
+    measured, runs = confirm(engine, arms, workload.prompts, prices_of(profile), console, seed=0)
     for size in requests_at_once:
         loads += measure_loads(engine, {OFF: [], one.label: [one]}, runs[OFF].answers, size, console)
     return {

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from autotune.documents.engine_profile import (
     OPTIONS,
+    ModelType,
     Options,
     ServedAnswer,
     Speculation,
@@ -21,7 +23,7 @@ from autotune.documents.engine_profile import (
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.files import known_sha256_of
-from autotune.modeling.gguf import find_gguf, require_chat_template
+from autotune.modeling.gguf import architecture_of, find_gguf, require_chat_template
 from autotune.serving.client import TEXT, TIMES, TOKENS
 from autotune.serving.engine import EngineServer, ServingEngine, text_messages
 from autotune.strict_parsing import parse_json
@@ -31,6 +33,7 @@ FIXED = ("--metrics", "--cache-ram", "0")
 """Arguments of every server: counters; no prompts of former requests."""
 PRICED_BY = Speculation(type="ngram-mod", options={"n-match": 4, "n-min": 0, "n-max": 64})
 RUN = 8  # tokens that price a verification: more than n-match, and too few for the other types to draft
+PREFIX = "llamacpp:spec_decode_num_"
 COUNTERS = {"verifications": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
@@ -40,8 +43,9 @@ def llama_arguments(speculations: Sequence[Speculation]) -> list[str]:
     """Arguments of llama-server for one or several types; none switch speculation off."""
     words = ["--spec-type", ",".join(one.type for one in speculations)] if speculations else []
     for one in speculations:
+        words += ["--spec-draft-model", one.model] if one.model else []
         for name, value in one.options.items():
-            words += [f"--spec-{one.type}-{name}", str(value)]
+            words += [f"--spec-{'draft' if one.model else one.type}-{name}", str(value)]
     return words
 
 
@@ -72,7 +76,7 @@ class LlamaServer(EngineServer):
         """After a request that only reads the prompt: from nothing, so that no answer depends on the order of prompts, and outside
         the CPU time.
         """
-        self._complete(tokens, 1, cache_prompt=False)
+        self._parts(tokens, 1, cache_prompt=False)
         return self._timed(tokens, limit)
 
     def verify(self, prompt: list[int], n: int) -> ServedAnswer:
@@ -84,36 +88,47 @@ class LlamaServer(EngineServer):
 
     def _timed(self, tokens: list[int], limit: int, **options: Any) -> ServedAnswer:
         before = self.cpu_ms()
-        reply = self._complete(tokens, limit, **options)
+        parts = self._parts(tokens, limit, **options)
         spent = max(0.0, self.cpu_ms() - before)
         with self.reply_of("/completion"):
-            timings = reply["timings"]
-            times = [timings["predicted_ms"], timings["prompt_ms"]]
+            timings = [part["timings"] for part in parts]
+            times = [timings[-1][name] for name in ("predicted_ms", "prompt_ms")]
             wall_ms, prompt_ms = TIMES.validate_python(times, strict=True)
+            sums = [(0, 0), *((one.get("draft_n", 0), one.get("draft_n_accepted", 0)) for one in timings)]
+            rounds = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(dict.fromkeys(sums))]
             return ServedAnswer(
                 prompt_tokens=tokens,
-                tokens=reply["tokens"],
+                tokens=[token for part in parts for token in part["tokens"]],
                 limit=limit,
-                is_ended=reply["stop_type"] == "eos",
-                drafted=timings.get("draft_n", 0),
-                accepted=timings.get("draft_n_accepted", 0),
+                is_ended=parts[-1]["stop_type"] == "eos",
+                rounds=rounds if self.has_draft else [],
+                drafted=sums[-1][0],
+                accepted=sums[-1][1],
                 wall_ms=wall_ms,
                 cpu_ms=spent * wall_ms / max(wall_ms + prompt_ms, 1e-9),
             )
 
-    def _complete(self, tokens: list[int], limit: int, **options: Any) -> dict[str, Any]:
+    def _parts(self, tokens: list[int], limit: int, **options: Any) -> list[dict[str, Any]]:
+        """The reply; of a server with a draft model token by token, with the sums so far."""
         request = {"prompt": tokens, "temperature": 0.0, "return_tokens": True, "id_slot": 0, "n_predict": limit}
-        return self.read_json("/completion", request | options, "look into its log")
+        if self.has_draft:
+            return [part for part, _ in self._streamed(request | options | {"timings_per_token": True})]
+        return [self.read_json("/completion", request | options, "look into its log")]
+
+    def _streamed(self, request: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
+        """Parts of a reply, and seconds from the request to each."""
+        started = time.perf_counter()
+        for line in self.lines("/completion", request | {"stream": True}, "look into its log"):
+            if line.startswith(b"data: "):
+                with self.reply_of("/completion"):
+                    yield parse_json(line[6:].decode()), time.perf_counter() - started
 
     def stream(self, answer: ServedAnswer) -> tuple[list[int], list[float]]:
         request = {"prompt": answer.prompt_tokens, "n_predict": answer.limit, "temperature": 0.0, "return_tokens": True}
-        tokens, seconds, started = list[int](), list[float](), time.perf_counter()
-        for line in self.lines("/completion", request | {"cache_prompt": False, "stream": True}, "look into its log"):
-            if line.startswith(b"data: "):
-                with self.reply_of("/completion"):
-                    tokens += TOKENS.validate_python(parse_json(line[6:].decode())["tokens"], strict=True)
-                seconds.append(time.perf_counter() - started)
-        return tokens, seconds
+        parts = list(self._streamed(request | {"cache_prompt": False}))
+        with self.reply_of("/completion"):
+            tokens = TOKENS.validate_python([token for part, _ in parts for token in part["tokens"]], strict=True)
+        return tokens, [spent for _, spent in parts]
 
     def text(self, tokens: list[int]) -> str:
         with self.reply_of("/detokenize"):
@@ -123,13 +138,8 @@ class LlamaServer(EngineServer):
     def counts(self) -> SpeculationCounts:
         if self.process is None:
             return SpeculationCounts(**dict.fromkeys(COUNTERS, 0))
-        text = self.read("/metrics", advice="start it with --metrics").decode(errors="replace")
-        values = {
-            name: re.search(rf"^llamacpp:spec_decode_num_{counter}_total (\S+)$", text, re.MULTILINE)
-            for name, counter in COUNTERS.items()
-        }
-        with self.reply_of("/metrics"):
-            return SpeculationCounts(**{name: int(float(found[1])) if found else 0 for name, found in values.items()})
+        found = self.metrics("start it with --metrics")
+        return SpeculationCounts(**{name: found[f"{PREFIX}{one}_total"] for name, one in COUNTERS.items()})
 
 
 class LlamaEngine(ServingEngine):
@@ -141,7 +151,6 @@ class LlamaEngine(ServingEngine):
     models = "a GGUF file, or a folder with one"
     server = LlamaServer
     own_arguments = ("-m", "--model", "-a", "--alias", "-np", "--parallel", "--host", "--port")
-    default = ("--spec-default", Speculation(type="ngram-mod", options=OPTIONS["ngram-mod"]))
     pricing = (
         Speculation(type="ngram-simple", options={"size-n": 12, "size-m": 16}),
         Speculation(type="ngram-map-k", options={"size-n": 9, "size-m": 12}),
@@ -162,6 +171,14 @@ class LlamaEngine(ServingEngine):
         if (path := find_gguf(target)) is None:
             return None
         return str(path.resolve()), ModelReference(id=target, sha256=known_sha256_of(path))
+
+    @classmethod
+    def find_draft(cls, draft: str, target: str) -> tuple[ModelType, Path]:
+        if (path := find_gguf(draft)) is None:
+            raise UserError(
+                f"--draft {draft}: llama.cpp drafts with GGUF files; give one of a model with the target's vocabulary, or of an EAGLE-3 head"
+            )
+        return "draft-eagle3" if architecture_of(path) == "eagle3" else "draft-simple", path.resolve()
 
     @classmethod
     def space(cls) -> list[Speculation]:

@@ -57,10 +57,10 @@ class KnownRequest:
         unless all were accepted; then, and beyond the rounds, tokens count as proposed.
         """
         found, place = [True] * len(self.tokens), self.prompt_length
-        for accepted in self.answer.rounds:
+        for drafted, accepted in self.answer.rounds:
             place += accepted + 1
             if place < len(found):
-                found[place] = accepted == self.answer.drafted // len(self.answer.rounds)
+                found[place] = accepted == drafted
         return found
 
     def grams(self, n: int) -> Grams:
@@ -348,14 +348,12 @@ class LookupDrafter(Drafter):
 
 
 class ChainDrafter(Drafter):
-    """A draft model in vLLM: always k tokens, which are those of the answer up to the first that the model does not propose, then -1. Exact
-    where a draft depends on the text alone; a head that reads states proposes a token less often at the end of a long chain.
+    """A draft model: k tokens, which are those of the answer up to the first that the model does not propose, then -1. Exact where a draft
+    depends on the text alone; a head that reads states proposes a token less often at the end of a long chain.
     """
 
-    ends_with_answer = False
-
-    def __init__(self, k: int) -> None:
-        self.k = k
+    def __init__(self, k: int, *, ends_with_answer: bool) -> None:
+        self.k, self.ends_with_answer = k, ends_with_answer
 
     def draft(self, request: KnownRequest, length: int) -> list[int]:
         places = range(length + 1, min(length + 1 + self.k, len(request.tokens)))

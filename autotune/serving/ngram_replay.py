@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 from autotune.documents.engine_profile import ModelType, ServedAnswer, Speculation, SpeculationCounts
@@ -48,7 +49,7 @@ class FirstDrafter(Drafter):
             self.last.accept(accepted)
 
 
-DRAFTERS: dict[str, type[Drafter]] = {
+DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "ngram-simple": SimpleDrafter,
     "ngram-map-k": MapDrafter,
     "ngram-map-k4v": MapDrafter,
@@ -56,7 +57,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "ngram-cache": CacheDrafter,
     "ngram": LookupDrafter,
     "suffix": SuffixDrafter,
-    **dict.fromkeys(get_args(ModelType), ChainDrafter),
+    **{one: partial(ChainDrafter, ends_with_answer=one.startswith("draft-")) for one in get_args(ModelType)},
 }
 
 

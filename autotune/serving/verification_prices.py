@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autotune.console import Update
-from autotune.documents.engine_profile import Clock, PricedStep, ServedAnswer
+from autotune.documents.engine_profile import Clock, EngineProfile, PricedStep, ServedAnswer
 from autotune.errors import UserError
 from autotune.serving.engine import EngineServer
 from autotune.serving.ngram_replay import CONTEXT_STEP, Replayed, RequestReplay
@@ -18,6 +18,7 @@ from autotune.serving.ngram_replay import CONTEXT_STEP, Replayed, RequestReplay
 PRICED_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 REPEATS = 3
 CPU_RATIO = 4  # of CPU times of the longest verification and of a plain pass, above which the CPU computes them
+MISFIT = 0.05  # of a request's time to its price, beyond which it counts less
 FEWEST = 3  # verifications of a request, and such requests, that refit prices
 
 
@@ -58,9 +59,11 @@ class VerificationPrices:
     steps: Sequence[PricedStep]
     clock: Clock
     factor: float = 1.0
-    """Multiplies the prices of passes that verify a draft (``served_factors``)."""
+    """Multiplies the prices of passes that verify a draft (``served_prices``)."""
+    step_factor: float = 1.0
+    """Multiplies the prices of passes over one token."""
     plain_factor: float = 1.0
-    """Multiplies the prices of passes without speculation, where the engine runs another loop then."""
+    """Multiplies those too without speculation, where the engine runs another loop then."""
     draft_ms: tuple[float, float] = (0.0, 0.0)
     """Added by a draft model to a verification, and for each draft token."""
     at_once: int = 1
@@ -76,7 +79,7 @@ class VerificationPrices:
             slope = (times[-1] - times[-3:][0]) / max(1, numbers[-1] - numbers[-3:][0])
             at_contexts.append(np.interp(read, numbers, times) + slope * max(0, read - numbers[-1]))
         ms = float(np.interp(context, contexts, at_contexts)) / self.at_once
-        return ms * (self.factor if tokens > 1 else 1.0)
+        return ms * (self.factor if tokens > 1 else self.step_factor)
 
     def _median(self, step: PricedStep) -> float:
         return float(np.median(step.wall_ms if self.clock == "wall" else step.cpu_ms))
@@ -98,6 +101,12 @@ class VerificationPrices:
         return price
 
 
+def prices_of(profile: EngineProfile) -> VerificationPrices:
+    """The prices that a profile holds."""
+    factors = profile.price_factor, profile.step_factor, profile.plain_factor
+    return VerificationPrices(profile.prices, clock_of(profile.prices), *factors, profile.draft_ms)
+
+
 def clock_of(steps: Sequence[PricedStep]) -> Clock:
     """The CPU's where the engine computes on it, so that long verifications take its time; else the wall's."""
     least, most = (
@@ -114,17 +123,24 @@ def time_of(clock: Clock) -> Callable[[ServedAnswer], float]:
 def served_prices(
     prices: VerificationPrices, plain: Sequence[Replayed], served: Sequence[Replayed], *, has_one_loop: bool
 ) -> VerificationPrices:
-    """The prices with the factors of served requests. Passes without drafts in requests that verify some take the time of plain
-    decoding in an engine that ``has_one_loop``, else their prices. Medians over requests; 1 where too few verify drafts.
+    """The prices with the factors of served requests: a robust fit to the times of those that verify drafts, and of those without
+    speculation too in an engine that ``has_one_loop``. Where too few verify drafts, both kinds of passes have one factor.
     """
+    from scipy.optimize import least_squares  # takes a second to import
+
     time = time_of(prices.clock)
     price = prices.pricer(max(len(one.prompt_tokens) + len(one.tokens) for one, _ in (*plain, *served)))
-    step = float(np.median([time(answer) / sum(price(replayed)) for answer, replayed in plain if replayed.num_tokens]))
-    step, plain_factor = (step, 1.0) if has_one_loop else (1.0, step)
-    rows = [(time(one) / step, *price(replayed)) for one, replayed in served if len(replayed.drafts) >= FEWEST]
-    factors = [(ms - plain_ms) / verified_ms for ms, plain_ms, verified_ms in rows]
-    factor = float(np.clip(np.median(factors), 0.5, 3.0)) if len(factors) >= FEWEST else 1.0
-    return replace(prices, factor=factor, plain_factor=plain_factor)
+    off, drafting = (
+        [(*price(replayed), time(answer)) for answer, replayed in rows if replayed.num_tokens]
+        for rows in (plain, served)
+    )
+    alone = float(np.median([ms / priced for priced, _, ms in off]))
+    step = factor = alone if has_one_loop else 1.0
+    if sum(len(replayed.drafts) >= FEWEST for _, replayed in served) >= FEWEST:
+        rows = np.array([*drafting, *(off if has_one_loop else ())])
+        misfit = lambda factors: rows[:, :2] @ factors / rows[:, 2] - 1  # noqa: E731
+        step, factor = least_squares(misfit, [1.0, 1.0], bounds=(0.5, 3.0), loss="soft_l1", f_scale=MISFIT).x.tolist()
+    return replace(prices, factor=factor, step_factor=step, plain_factor=1.0 if has_one_loop else alone / step)
 
 
 def with_draft(prices: VerificationPrices, served: Sequence[Sequence[Replayed]]) -> VerificationPrices:

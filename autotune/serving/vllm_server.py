@@ -6,13 +6,13 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from autotune.documents.engine_profile import (
     OPTIONS,
-    Options,
+    ModelType,
     ServedAnswer,
     Speculation,
     SpeculationCounts,
@@ -40,7 +40,6 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 SUFFIX_DEPTHS, SUFFIX_LENGTHS = (8, 24), (3, 5, 8, 24)
 SUFFIX_FACTORS, SUFFIX_PROBABILITIES = (0.5, 1.0, 2.0, 4.0), (0.05, 0.1, 0.2, 0.3, 0.5)
-LONGEST_CHAIN = 8
 
 
 def vllm_arguments(speculations: Sequence[Speculation]) -> list[str]:
@@ -82,11 +81,6 @@ class VllmServer(EngineClient, EngineServer):
         self.counted = total([self.counted, found])
         return answer
 
-    @property
-    def has_draft(self) -> bool:
-        """Whether a draft model drafts before every pass."""
-        return any(one.model for one in self.speculations)
-
     def continuation(self, answer: ServedAnswer) -> list[int]:
         """vLLM verifies, and counts, the part of a draft that lies beyond the end."""
         tokens = [*answer.prompt_tokens, *answer.tokens]
@@ -107,11 +101,11 @@ class VllmServer(EngineClient, EngineServer):
         """Decode one prompt greedily, while the server decodes nothing else."""
         before, cpu_ms = self.counters(), self.cpu_ms()
         parts, seconds, is_ended = self._decode(tokens, limit, **options)
-        found, rounds = list(itertools.chain(*parts)), [len(part) - 1 for part in parts[1:]] if self.has_draft else []
+        found, right = list(itertools.chain(*parts)), [len(part) - 1 for part in parts[1:]] if self.has_draft else []
         cpu_ms, counts = max(0.0, self.cpu_ms() - cpu_ms), self.counters_after(before, len(found))
-        if len(rounds) != counts.rounds and self.has_draft:
+        if len(right) != counts.rounds and self.has_draft:
             raise UserError(
-                f"{self.url}: {counts.rounds} verifications came in {len(rounds)} parts of the reply; give the command again"
+                f"{self.url}: {counts.rounds} verifications came in {len(right)} parts of the reply; give the command again"
             )
         with self.reply_of(COMPLETIONS):
             spent = seconds[-1] - seconds[0]
@@ -120,9 +114,9 @@ class VllmServer(EngineClient, EngineServer):
                 tokens=found,
                 limit=limit,
                 is_ended=is_ended,
-                rounds=rounds,
+                rounds=[(counts.drafted // counts.rounds, accepted) for accepted in right],
                 drafted=counts.drafted,
-                accepted=sum(rounds or counts.accepted),
+                accepted=sum(right) if right else counts.accepted,
                 wall_ms=1e3 * spent,
                 cpu_ms=cpu_ms * spent / seconds[-1],
             )
@@ -166,7 +160,6 @@ class VllmEngine(ServingEngine):
     models = "a folder with config.json, or an id of the Hugging Face hub"
     server = VllmServer
     own_arguments = ("--model", "--served-model-name", "--host", "--port", "-sc")
-    default = ("documented", Speculation(type="ngram", options=OPTIONS["ngram"]))
     pricing = (PRICED_BY,)
     tolerated_mismatches = 0.1
     has_one_loop = False  # it schedules a pass while the last one runs, unless it speculates by n-grams or suffixes
@@ -180,10 +173,8 @@ class VllmEngine(ServingEngine):
         return (target, ModelReference(id=target, sha256="")) if is_id else None
 
     @classmethod
-    def chains(cls, draft: str, target: str) -> list[Speculation]:
-        kind, folder = served_draft(draft, target, WORKSPACE / "engines" / "drafts")
-        options: Iterator[Options] = ({"num_speculative_tokens": k} for k in range(1, LONGEST_CHAIN + 1))
-        return [Speculation(type=kind, options=one, model=str(folder)) for one in options]
+    def find_draft(cls, draft: str, target: str) -> tuple[ModelType, Path]:
+        return served_draft(draft, target, WORKSPACE / "engines" / "drafts")
 
     @classmethod
     def space(cls) -> list[Speculation]:

@@ -178,9 +178,6 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-# ------------------------------------------------------------------------------------------------------- public formats
-
-
 class _Part(BaseModel):
     """A part of a row. Keys that are not read are ignored, because benchmarks add them freely."""
 

@@ -240,7 +240,7 @@ def engines(results: Results) -> str:
     for name in (name for name in results if name.startswith("engine-")):
         for row in results[name].values["arms"]:
             settings = f"`{row['label']}`" if row["role"] != "off" else "no speculation"
-            role = {"searched": "found by replay", "off": "-"}.get(row["role"], f"the engine's own ({row['role']})")
+            role = {"searched": "found by replay", "off": "-", "default": "the fastest default"}[row["role"]]
             shown = [
                 row["engine"],
                 settings,

@@ -19,7 +19,7 @@ from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
 from autotune.documents.provenance import ModelReference
 from autotune.export.document import EXPORT, Export
-from autotune.export.engine_replay import priced_chains
+from autotune.export.search_documents import priced_chains
 from autotune.export.vllm import VERSION
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, RETRIEVAL
 from autotune.prediction.evaluator import Evaluator
@@ -334,7 +334,6 @@ def test_wrong_options_are_refused(pair: Path) -> None:
         ("--draft", "tests/gone", "has traces of tests/draft; export a recorded one"),
     ):
         assert_refused(pair, option, value, messages=(f"{option} {value}: ", message))
-    assert_refused(pair, "--to", "tgi", messages=("'tgi' is not 'vllm'",))
 
 
 def test_draft_kinds_that_engines_do_not_serve_are_refused(tmp_path: Path) -> None:
@@ -413,7 +412,7 @@ def test_exporting_loads_no_torch(pair: Path, tmp_path: Path) -> None:
     program = f"""
 import sys
 from autotune.cli.main import main
-main(["export", {str(pair)!r}, "--to", "vllm", "-o", {str(tmp_path / "out")!r}], standalone_mode=False)
+main(["export", {str(pair)!r}, "-o", {str(tmp_path / "out")!r}], standalone_mode=False)
 heavy = {{"torch", "transformers", "optuna", "pandas"}} & set(sys.modules)
 assert not heavy, heavy
 """

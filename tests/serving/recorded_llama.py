@@ -18,6 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from autotune.documents.engine_profile import OPTIONS, EngineName, ServedAnswer, Speculation
 from autotune.serving.ngram_drafters import KnownRequest
 from autotune.serving.ngram_replay import FirstDrafter, replay_request
@@ -57,8 +59,12 @@ class RecordedServer:
         """The settings of the command line, by option."""
         self.alias, self.slots = given.get("--alias"), int(given["--parallel"])
         types = given["--spec-type"].split(",") if "--spec-type" in given else []
-        options = ({key: int(given[f"--spec-{name}-{key}"]) for key in OPTIONS[name]} for name in types)
-        return [Speculation(type=name, options=one) for name, one in zip(types, options, strict=True)]
+        found = []
+        for name in types:
+            prefix, model = ("draft", given["--spec-draft-model"]) if name.startswith("draft-") else (name, "")
+            options = {key: int(given[f"--spec-{prefix}-{key}"]) for key in OPTIONS[name]}
+            found.append(Speculation(type=name, options=options, model=model))
+        return found
 
     def get(self, path: str) -> Any:
         lines = [f"llamacpp:spec_decode_num_{name}_total {value}" for name, value in self.counts.items()]
@@ -66,13 +72,17 @@ class RecordedServer:
         return shown[path] if path in shown else self.reply(path, {})
 
     def parts(self, body: dict[str, Any], reply: Any) -> list[dict[str, Any]] | None:
-        """A reply that is streamed, by token; None for another."""
+        """A reply that is streamed, by token, with the counts so far where they are asked for; None for another."""
         if not body.get("stream"):
             return None
-        return [
-            *({"tokens": [token], "stop": False} for token in reply["tokens"]),
-            reply | {"tokens": [], "stop": True},
-        ]
+        parts = [{"tokens": [token], "stop": False} for token in reply["tokens"]]
+        if body.get("timings_per_token"):
+            rounds = [(0, 0), *(self.replayed.drafts if len(parts) > 1 else ()), *[(0, 0)] * len(parts)]
+            drafted, accepted = np.cumsum(rounds, axis=0).T.tolist()
+            passes = (number for number, (_, right) in enumerate(rounds) for _ in range(right + 1))
+            for part, number in zip(parts, passes, strict=False):
+                part["timings"] = {"draft_n": drafted[number], "draft_n_accepted": accepted[number]}
+        return [*parts, reply | {"tokens": [], "stop": True}]
 
     def reply(self, path: str, body: dict[str, Any]) -> Any:
         match path:
@@ -86,7 +96,7 @@ class RecordedServer:
             case "/detokenize":
                 return {"content": " ".join(map(str, body["tokens"]))}
         assert path == "/completion" and body["temperature"] == 0.0
-        assert ("id_slot" in body) == (self.slots == 1 and "stream" not in body)
+        assert ("id_slot" in body) == (self.slots == 1 and body.get("stream") == body.get("timings_per_token"))
         limit = body["n_predict"]
         if "--slow" in self.switches:
             time.sleep(0.03)
@@ -117,7 +127,10 @@ class RecordedServer:
         return self.counted(answer)
 
     def request(self, answer: ServedAnswer) -> KnownRequest:
-        return KnownRequest(answer)
+        """With a draft model that proposes two of three tokens."""
+        request = KnownRequest(answer)
+        request.is_drafted = [place % 3 > 0 for place in range(len(request.tokens))]
+        return request
 
     def counted(self, answer: ServedAnswer) -> ServedAnswer:
         self.replayed = replay_request(self.drafter, self.request(answer), CONTEXT)

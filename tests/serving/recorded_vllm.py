@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from autotune.documents.engine_profile import ServedAnswer, Speculation
-from autotune.serving.ngram_drafters import KnownRequest
 from tests.serving.recorded_llama import CONTEXT, RecordedServer, record, serve
 
 TRANSCRIPT = Path(__file__).with_name("vllm_transcript.json")
@@ -31,18 +30,10 @@ class RecordedVllm(RecordedServer):
         method, model = options.pop("method", None), options.pop("model", "")
         return [Speculation(type=method, options=options, model=model)] if method else []
 
-    def request(self, answer: ServedAnswer) -> KnownRequest:
-        """With a draft model that proposes two of three tokens."""
-        request = super().request(answer)
-        request.is_drafted = [place % 3 > 0 for place in range(len(request.tokens))]
-        return request
-
     def get(self, path: str) -> Any:
-        by_name = {"generation_tokens": self.generated, "spec_decode_num_drafts": self.counts["drafts"]}
-        by_name["spec_decode_num_draft_tokens"] = self.counts["draft_tokens"]
+        names = zip(("drafts", "draft_tokens", "accepted_tokens"), self.counts.values(), strict=True)
+        by_name = {"generation_tokens": self.generated} | {f"spec_decode_num_{name}": count for name, count in names}
         lines = [f'vllm:{name}_total{{engine="0"}} {value}.0' for name, value in by_name.items()]
-        per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-        lines.append(f'{per_position}{{engine="0",position="0"}} {self.counts["accepted_tokens"]}.0')
         shown = {"/metrics": "\n".join(lines), "/health": "", "/version": {"version": "0.32.0"}}
         return shown.get(path) or {"data": [{"id": self.alias, "max_model_len": CONTEXT}]}
 

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from autotune.runtime.decoder import Decoder
 
-VLLM_COUNTERS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens_per_pos")
+VLLM_COUNTERS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
 
 
 class SmallEngine:
@@ -38,8 +38,7 @@ class SmallEngine:
         self._counters: dict[str, Counter] = {}
         if decoder.draft is not None:
             for counter in VLLM_COUNTERS:
-                labels = ["position"] if counter.endswith("per_pos") else []
-                self._counters[counter] = Counter(f"vllm:{counter}", "counts", labels, registry=self.registry)
+                self._counters[counter] = Counter(f"vllm:{counter}", "counts", registry=self.registry)
 
     def get(self, path: str) -> Any:
         """The answer to a question: text, or an object."""
@@ -83,9 +82,7 @@ class SmallEngine:
         drafts, drafted, accepted = (self._counters[name] for name in VLLM_COUNTERS)
         drafts.inc(stats.rounds)
         drafted.inc(sum(stats.verified_nodes))
-        for length in stats.accepted_lengths:
-            for position in range(length):
-                accepted.labels(position=str(position)).inc()
+        accepted.inc(sum(stats.accepted_lengths))
 
 
 @contextmanager

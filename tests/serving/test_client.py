@@ -15,7 +15,7 @@ import pytest
 
 from autotune.documents.engine_profile import ServedAnswer
 from autotune.errors import UserError
-from autotune.serving.client import ACCEPTED, EngineClient
+from autotune.serving.client import EngineClient
 from autotune.serving.llama_server import COUNTERS, LlamaServer
 from autotune.serving.vllm_server import VllmServer
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
@@ -137,11 +137,10 @@ BROKEN: dict[str, tuple[Any, ...]] = {
         *NO_JSON,
         f"{METRICS}vllm:generation_tokens_total NaN\n",
         f"{METRICS}vllm:generation_tokens_total +Inf\n",
-        f'{METRICS}{ACCEPTED}{{position="x"}} 5\n',
-        f"{METRICS}{ACCEPTED} 5\n",
+        f"{METRICS}vllm:spec_decode_num_accepted_tokens_total x\n",
         f"{METRICS}vllm:generation_tokens_total -7\n",
         f"{METRICS}vllm:generation_tokens_total 1e300\n",
-        f'{METRICS}{ACCEPTED}{{position="-1"}} 5\n',
+        f'{METRICS}vllm:spec_decode_num_drafts_total{{engine="0"}} -1\n',
     ),
     "/version": (*NO_JSON, {}, {"version": 1}, {"version": None}, {"version": ["0.32.0"]}),
     "/v1/models": (*NO_JSON, *({"data": data} for data in ([5], 5, {"a": 1}, [], [{}], [{"id": 5}], None))),

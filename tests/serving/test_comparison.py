@@ -156,7 +156,7 @@ def test_vllm_is_started_with_the_exported_command(world: Path, commands: list[s
 
 def test_engines_that_cannot_be_compared(world: Path, pair: Pair) -> None:
     with running(engine_of(pair, depth=0)) as url:
-        message = "the engine counts no speculation in its metrics; start it with the exported"
+        message = "the engine drafted 0.00 tokens a round, and the export says 3; start it with"
         assert_refused(bench(world, url), message, COMMAND)
     with running(engine_of(pair, depth=1)) as url:
         assert_refused(bench(world, url), "the engine drafted 1.00 tokens a round, and the export says 3", COMMAND)

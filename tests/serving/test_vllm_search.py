@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,15 +31,16 @@ from autotune.documents.engine_profile import (
     ServedAnswer,
     Speculation,
     SpeculationCounts,
+    SpeculationType,
 )
 from autotune.files import user_cache
-from autotune.serving import vllm_server
+from autotune.serving import engine_runs, vllm_server
 from autotune.serving.engine_runs import serve_in_turns
 from autotune.serving.engine_search import speculation_space
 from autotune.serving.ngram_drafters import KnownRequest
-from autotune.serving.ngram_replay import FirstDrafter, replay_speculation, total
+from autotune.serving.ngram_replay import FirstDrafter, RequestReplay, replay_speculation, total
 from autotune.serving.server import running
-from autotune.serving.verification_prices import VerificationPrices
+from autotune.serving.verification_prices import VerificationPrices, served_prices
 from autotune.serving.vllm_server import PRICED_BY, VllmEngine, vllm_arguments
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from tests.serving.exports import EXECUTABLE_VARIABLE
@@ -220,6 +222,53 @@ def test_the_next_server_is_asked_when_the_last_one_has_stopped_spinning() -> No
     assert len(waited) == 5 and min(waited) >= 0.05
 
 
+PRICES = VerificationPrices([PricedStep(tokens=n, context=1, wall_ms=[1.0], cpu_ms=[0.0]) for n in (1, 2)], "wall")
+
+
+class Timed(Answering):
+    """A server whose answers take one of several times in turn."""
+
+    build, speculations = "", ()
+
+    def __init__(self, *ms: float) -> None:
+        super().__init__(0.0)
+        self.ms = itertools.cycle(ms)
+
+    def ask(self, prompt: WorkloadPrompt, other: object) -> ServedAnswer:
+        return ServedAnswer(prompt_tokens=[1], tokens=[2] * 3, limit=3, wall_ms=next(self.ms))
+
+
+@pytest.mark.parametrize(
+    ("ms", "stops_early", "asked"),
+    [((5.0,), True, 4), ((20.0,), True, 4), ((8.0, 12.5), True, 10), ((5.0,), False, 10)],
+    ids=("faster", "slower", "uncertain", "never"),
+)
+def test_a_confirmation_stops_once_its_interval_is_clear(
+    ms: tuple[float, ...], stops_early: bool, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_runs, "LOOKS", range(4, 100, 2))
+    servers: dict[str, Any] = {"off": Timed(10.0), "on": Timed(*ms)}
+    prompts = [WorkloadPrompt("", Prompt(prompt=text), ()) for text in "abcdefghij"]
+    arms, _ = engine_runs.confirm(
+        servers, {"off": [], "on": [lookup(2, 4, 3)]}, prompts, PRICES, Console(), seed=0, stops_early=stops_early
+    )
+    assert [arm.prompts for arm in arms] == [asked] * 2
+
+
+@pytest.mark.parametrize(
+    ("ms", "timed", "measured"), [((5.0, 5.0, 5.0, 50.0, 5.0), 8, 2.0), ((8.0, 11.0), 10, 10 / 9.5)]
+)
+def test_prompts_that_were_disturbed_do_not_count_for_times(
+    ms: tuple[float, ...], timed: int, measured: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers: dict[str, Any] = {"off": Timed(10.0), "on": Timed(*ms)}
+    prompts = [WorkloadPrompt("", Prompt(prompt=text), ()) for text in "abcdefghij"]
+    arms, _ = engine_runs.confirm(servers, {"off": [], "on": [lookup(2, 4, 3)]}, prompts, PRICES, Console(), seed=0)
+    assert [(arm.timed, arm.prompts, arm.exact) for arm in arms] == [(timed, 10, 10)] * 2
+    assert arms[1].measured == pytest.approx(measured)
+    assert ("2 prompts do not count for times" in capsys.readouterr().err) == (timed == 8)
+
+
 def test_the_record_of_another_draft_model_is_not_taken(tmp_path: Path) -> None:
     Answering.times.clear()
     prompts = [WorkloadPrompt("", Prompt(prompt=text), ()) for text in "abc"]
@@ -233,7 +282,7 @@ def test_the_record_of_another_draft_model_is_not_taken(tmp_path: Path) -> None:
 def test_the_space_holds_each_setting_once_and_the_default() -> None:
     settings = speculation_space(VllmEngine, TYPES["vllm"])
     assert len({one.label for one in settings}) == len(settings) > 500
-    assert VllmEngine.default[1] in settings
+    assert {one.type for one in settings if one.is_default} == set(TYPES["vllm"])
     with pytest.raises(ValidationError, match="prompt_lookup_min is at most prompt_lookup_max"):
         lookup(5, 4, 1)
 
@@ -242,40 +291,48 @@ def chain(k: int) -> Speculation:
     return Speculation(type="draft_model", options={"num_speculative_tokens": k}, model="draft")
 
 
-def rounds_of(is_right: list[bool], first: int, end: int, k: int) -> list[int]:
-    """Accepted tokens of each round of a chain, by the obvious loop: ``is_right`` says of each token whether the draft proposes it."""
-    found, place = [], first
-    while place < end:
-        accepted = 0
-        while accepted < k and place + accepted + 1 < len(is_right) and is_right[place + accepted + 1]:
+def rounds_of(is_right: list[bool], first: int, k: int, *, is_cut: bool) -> list[tuple[int, int]]:
+    """Draft tokens and accepted ones of each round of a chain, by the obvious loop: ``is_right`` says of each token whether the draft
+    proposes it.
+    """
+    found, place, size = [], first, len(is_right)
+    while place < size - 1:
+        accepted, drafted = 0, min(k, size - place - 2) if is_cut else k
+        while accepted < drafted and place + accepted + 1 < size and is_right[place + accepted + 1]:
             accepted += 1
-        found.append(accepted)
+        found += [(drafted, accepted)] if drafted else []
         place += accepted + 1
     return found
 
 
+@pytest.mark.parametrize("kind", ["draft_model", "draft-simple"])
 @pytest.mark.parametrize("seed", range(4))
-def test_short_chains_are_replayed_exactly_from_the_rounds_of_a_long_one(seed: int) -> None:
-    """The token after a round whose drafts were all accepted is unknown, and counts as proposed."""
-    draw, first, size = random.Random(seed), 4, 200
+def test_short_chains_are_replayed_exactly_from_the_rounds_of_a_long_one(seed: int, kind: SpeculationType) -> None:
+    """The token after a round whose drafts were all accepted is unknown, and counts as proposed. llama.cpp cuts a draft to what the
+    request may still generate.
+    """
+    draw, first, size, is_cut = random.Random(seed), 4, 200, kind == "draft-simple"
     is_right = [draw.random() < 0.85 for _ in range(size)]
     place = first
-    for accepted in (long := rounds_of(is_right, first, size - 1, 8)):
+    for drafted, accepted in (long := rounds_of(is_right, first, 8, is_cut=is_cut)):
         place += accepted + 1
-        if accepted == 8 and place < size:
+        if accepted == drafted and place < size:
             is_right[place] = True
+    drafted, accepted = map(sum, zip(*long, strict=True))
     answer = ServedAnswer(
         prompt_tokens=[1] * first,
         tokens=[2] * (size - first),
-        limit=size,
+        limit=size - first,
         rounds=long,
-        drafted=8 * len(long),
-        accepted=sum(long),
+        drafted=drafted,
+        accepted=accepted,
     )
-    assert 8 in long and 0 in long
+    assert (8, 8) in long and (8, 0) in long
+    (option,) = OPTIONS[kind]
     for k in range(1, 9):
-        (replayed,) = replay_speculation([chain(k)], [KnownRequest(answer)], CONTEXT)
-        assert replayed.drafts == [(k, accepted) for accepted in rounds_of(is_right, first, size - 1, k)], k
+        one = Speculation(type=kind, options={option: k}, model="draft")
+        (replayed,) = replay_speculation([one], [KnownRequest(answer)], CONTEXT)
+        assert replayed.drafts == rounds_of(is_right, first, k, is_cut=is_cut), k
 
 
 def test_requests_at_once_share_a_pass_and_pay_its_parts() -> None:
@@ -287,11 +344,45 @@ def test_requests_at_once_share_a_pass_and_pay_its_parts() -> None:
     assert [four.ms(n, 100) for n in (1, 2, 8)] == [10.0 / 4, 12.0 / 4, 40.0 / 4]
     slope = (40.0 - 12.0) / 24
     assert four.ms(12, 100) == pytest.approx((40.0 + 16 * slope) / 4) and one.ms(48, 100) == four.ms(12, 100) * 4
-    answer = ServedAnswer(prompt_tokens=[1], tokens=[2] * 9, limit=9, rounds=[1] * 4, drafted=8, accepted=4)
+    answer = ServedAnswer(prompt_tokens=[1], tokens=[2] * 9, limit=9, rounds=[(2, 1)] * 4, drafted=8, accepted=4)
     (replayed,) = replay_speculation([chain(2)], [KnownRequest(answer)], CONTEXT)
     rounds = replayed.counts.verifications
     assert sum(one.pricer(64)(replayed)) == pytest.approx(rounds * (10.0 + 2.0 + 2 * 1.0))
     assert sum(four.pricer(64)(replayed)) == pytest.approx(rounds * (one.ms(12, 100) + 2.0 + 2 * 1.0) / 4)
+
+
+@pytest.mark.parametrize("has_one_loop", [True, False])
+def test_prices_have_the_factors_of_served_requests(has_one_loop: bool) -> None:
+    """Plain passes of 9 ms and verifications of 22 ms, which were priced at 10 and 20; one request was disturbed, and a step without
+    speculation takes 8 ms where the engine runs another loop then.
+    """
+    steps = [PricedStep(tokens=n, context=1, wall_ms=[ms], cpu_ms=[0.0]) for n, ms in ((1, 10.0), (3, 20.0))]
+    plain_ms = 9.0 if has_one_loop else 8.0
+    off = [(ServedAnswer(prompt_tokens=[1], tokens=[2] * 9, limit=9, wall_ms=8 * plain_ms), 0)] * 4
+    served = [
+        (ServedAnswer(prompt_tokens=[1], tokens=[2] * (plain + verified + 1), limit=99, wall_ms=ms), verified)
+        for plain, verified in ((8, 4), (4, 8), (6, 6), (9, 3), (3, 9))
+        for ms in (9.0 * plain + 22.0 * verified,)
+    ]
+    served.append((served[0][0].model_copy(update={"wall_ms": 1e4}), 4))
+    rows = [
+        [
+            (
+                one,
+                RequestReplay(
+                    [(2, 0)] * verified, Counter({(1, 0): len(one.tokens) - 1 - verified, (3, 0): verified}), 9
+                ),
+            )
+            for one, verified in part
+        ]
+        for part in (off, served)
+    ]
+    found = served_prices(VerificationPrices(steps, "wall"), *rows, has_one_loop=has_one_loop)
+    assert (found.step_factor, found.factor) == pytest.approx((0.9, 1.1), rel=0.01)
+    assert found.ms(1, 1) * found.plain_factor == pytest.approx(plain_ms, rel=0.01)
+    few = served_prices(VerificationPrices(steps, "wall"), rows[0], rows[1][:2], has_one_loop=has_one_loop)
+    assert few.factor == few.step_factor == (0.9 if has_one_loop else 1.0)
+    assert few.ms(1, 1) * few.plain_factor == pytest.approx(plain_ms)
 
 
 # ---------------------------------------------------------------------------------------------------------------- search
@@ -358,7 +449,7 @@ def test_suffixes_are_tuned_beside_n_grams_where_their_package_is_installed(fold
     assert "suffix: draft tokens and accepted ones are the predicted in 4 of 4 requests" in said(done)
     profile = EngineProfile.load("profile.json")
     assert profile.num_replayed["suffix"] == 160 and not profile.left_out
-    (arm,) = (arm for arm in profile.arms if arm.speculation and arm.speculation.type == "suffix")
+    arm = next(arm for arm in profile.arms if arm.speculation and arm.speculation.type == "suffix")
     assert arm.exact == arm.prompts == 4 and arm.counts == arm.replayed and arm.counts.accepted > 0
     assert {type(value) for value in arm.speculation.options.values()} == {int, float}  # as vLLM's validation has it
     other = searched(folder, *command, "--engine-command", f"{folder / 'bin' / 'vllm'} --other-rule")
@@ -370,9 +461,7 @@ def test_the_chains_of_a_draft_model_are_tuned_beside_the_n_grams(folder: Path) 
     (folder / "draft" / "config.json").write_text('{"draft_vocab_size": 8}')
     done = searched(folder, "--draft", "draft")
     assert done.exit_code == 0, done.output
-    assert re.search(
-        r"tokens per verification of eagle3\(1\): (1\.\d\d) by replay of eagle3\(8\), \1 counted", said(done)
-    )
+    assert re.search(r"tokens per pass of eagle3\(1\): (1\.\d\d) by replay of eagle3\(8\), \1 counted", said(done))
     profile = EngineProfile.load("profile.json")
     assert profile.num_replayed["eagle3"] == 8
     arms = {arm.speculation.type: arm for arm in profile.arms if arm.speculation}

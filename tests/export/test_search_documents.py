@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autotune.documents.configuration import Configuration
-from autotune.export.engine_replay import priced_chains
+from autotune.export.search_documents import priced_chains
 from autotune.prediction.evaluator import Evaluator
 from tests.export.studies import trace_of
 from tests.sample_documents import cost_table, surface
