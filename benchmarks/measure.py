@@ -395,7 +395,12 @@ def engine_search(
     write(
         stamped(
             name,
-            command=shlex.join(["autotune", *(word if word == draft else word.rpartition("/")[2] for word in words)]),
+            command=shlex.join(
+                [
+                    "autotune",
+                    *(word if word == draft and not Path(word).exists() else word.rpartition("/")[2] for word in words),
+                ]
+            ),
             minutes=seconds and round(seconds / 60, 1),
             note=f"speedups of {profile.arms[0].clock} time",
             samples=samples,

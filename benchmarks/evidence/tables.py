@@ -491,9 +491,8 @@ def single_values(results: Results) -> dict[str, str]:
         values["dimensions.tree"] = f"{rows[1]['measured']:.2f}x"
     for name in (name for name in results if name.startswith("engine-")):
         for row in results[name].values["arms"]:
-            role = "tuned" if row["is_recommended"] else "default" if row["role"] not in ("off", "searched") else None
-            if role:
-                values[f"{row['engine']}.{role}"] = f"{row['speedup']:.2f}x"
+            roles = {"tuned": row["is_recommended"], "default": row["role"] == "default"}
+            values |= {f"{row['engine']}.{role}": f"{row['speedup']:.2f}x" for role, is_so in roles.items() if is_so}
     if "gpu-h100" in results:
         for row in results["gpu-h100"].values["arms"]:
             values |= {f"gpu.{row['arm']}": f"{row['speedup']:.2f}x", f"gpu.{row['arm']}-interval": with_interval(row)}
