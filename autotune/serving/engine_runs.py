@@ -212,7 +212,7 @@ def confirm(
     )
     confirmed = compared(runs, prices)
     if left_out := confirmed[0].prompts - confirmed[0].timed:
-        console.say(f"{left_out} prompts do not count for times: a request took {DISTURBED:g} times what is usual")
+        console.say(f"prompts that do not count for times (a request took {DISTURBED:g} times the usual): {left_out}")
     if confirmed[0].clock != "wall":
         console.say(
             f"speedups of wall and of CPU time differ by more than {DISAGREEMENT:.0%}, because other processes used the machine: those of CPU "
@@ -251,7 +251,8 @@ def compared(runs: Mapping[str, ArmRuns], prices: VerificationPrices) -> list[Co
     times = {"wall": by_arm(lambda one, _: one.wall_ms), "cpu": by_arm(lambda one, _: one.cpu_ms)}
     usual = np.ones(len(tokens[OFF]), bool)
     for name, ms in times["wall"].items():
-        usual &= ms <= DISTURBED * priced[name] * np.median(ms[priced[name] > 0] / priced[name][priced[name] > 0])
+        multiple = ms / np.where(priced[name], priced[name], np.nan)  # an answer of one token has no price
+        usual &= ~(multiple > DISTURBED * np.nanmedian(multiple))
     usual |= 2 * usual.sum() < len(usual)
 
     def speedup(name: str, ms: Mapping[str, NDArray[np.float64]]) -> float:

@@ -320,8 +320,7 @@ def _fastest(
         for one in best
         if one in by_type[one.type][:SHOWN] or one.is_default
     ]
-    default = best_default(fastest)
-    shown = [one for place, one in enumerate(fastest) if place < SHOWN or one.speculation == default]
+    shown = [one for place, one in enumerate(fastest) if place < SHOWN or one.speculation == best_default(fastest)]
     rows = [[labelled(one.speculation), f"{one.speedup:.2f}x", "{:.2f} to {:.2f}".format(*one.ci95)] for one in shown]
     at_once = f", {prices.at_once} requests at once" if prices.at_once > 1 else ""
     console.table(f"Predicted on the tuning prompts{at_once}", ["settings", "speedup", "95 %"], rows)

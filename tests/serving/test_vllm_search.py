@@ -266,7 +266,19 @@ def test_prompts_that_were_disturbed_do_not_count_for_times(
     arms, _ = engine_runs.confirm(servers, {"off": [], "on": [lookup(2, 4, 3)]}, prompts, PRICES, Console(), seed=0)
     assert [(arm.timed, arm.prompts, arm.exact) for arm in arms] == [(timed, 10, 10)] * 2
     assert arms[1].measured == pytest.approx(measured)
-    assert ("2 prompts do not count for times" in capsys.readouterr().err) == (timed == 8)
+    said = " ".join(capsys.readouterr().err.split())
+    assert ("prompts that do not count for times (a request took 1.5 times the usual): 2" in said) == (timed == 8)
+
+
+def test_answers_of_one_token_count_for_times() -> None:
+    servers: dict[str, Any] = {"off": Timed(10.0), "on": Timed(5.0)}
+    short = ServedAnswer(prompt_tokens=[1], tokens=[2], limit=1, wall_ms=3.0)
+    for server in servers.values():
+        longer, turns = server.ask, itertools.count()
+        server.ask = lambda *asked, longer=longer, turns=turns: longer(*asked) if next(turns) % 3 else short
+    prompts = [WorkloadPrompt("", Prompt(prompt=text), ()) for text in "abcdefghi"]
+    arms, _ = engine_runs.confirm(servers, {"off": [], "on": [lookup(2, 4, 3)]}, prompts, PRICES, Console(), seed=0)
+    assert [arm.timed for arm in arms] == [9, 9]
 
 
 def test_the_record_of_another_draft_model_is_not_taken(tmp_path: Path) -> None:
