@@ -114,6 +114,14 @@ def test_the_cause_of_a_failure_is_found_in_the_log() -> None:
         ((warning, f"{worker}ValueError: {memory}", f"{prefix}{end}"), memory),
         ((pydantic, "  Value error, must be equal. [type=value_error, input_value=1]"), "must be equal."),
         (("usage: vllm", "vllm: error: unrecognized arguments: --no"), "unrecognized arguments: --no"),
+        (
+            (
+                "0.00.191.102 I srv    load_model: loading draft model, 'draft.gguf'",
+                "0.00.424.680 E llama_model_load: error loading model: tensor 'token_embd.weight' not found",
+                "0.00.425.353 E srv  llama_server: exiting due to model loading error",
+            ),
+            "error loading model: tensor 'token_embd.weight' not found",
+        ),
         (("something else", ""), "something else"),
         ((), "it says nothing"),
     ):
