@@ -71,6 +71,7 @@ class Speculation(Document):
 
     @property
     def is_default(self) -> bool:
+        """Whether these are the type's options in ``OPTIONS``."""
         return self.options == OPTIONS[self.type]
 
     @property

@@ -73,23 +73,21 @@ def _packaged(name: str) -> Path:
 
 def require_chat_template(model: Path) -> None:
     """Refuse a GGUF file without a chat template, for which llama-server takes another model's."""
-    with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if content[:4] != b"GGUF":
+    with model.open("rb") as file:
+        if file.read(4) != b"GGUF":
             raise UserError(f"{model}: truncated, damaged or no GGUF file; download it again")
-        if content.find(b"tokenizer.chat_template", 0, METADATA_BYTES) < 0:
-            raise UserError(
-                f"{model}: the GGUF file has no chat template; name one: --engine-command 'llama-server --chat-template NAME'"
-            )
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(b"tokenizer.chat_template", 0, METADATA_BYTES) < 0:
+                raise UserError(
+                    f"{model}: the GGUF file has no chat template; name one: --engine-command 'llama-server --chat-template NAME'"
+                )
 
 
 def architecture_of(model: Path) -> str:
-    """The architecture that a GGUF file names, without reading the rest; empty if it names none."""
-    with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        key = b"general.architecture"
-        if (at := content.find(key, 0, METADATA_BYTES)) < 0:
-            return ""
-        start = at + len(key) + 12  # the value's type and length
-        return content[start : start + struct.unpack_from("<Q", content, start - 8)[0]].decode(errors="replace")
+    """The architecture that a GGUF file names in its first metadata; empty if it names none."""
+    with model.open("rb") as file:
+        value = file.read(1 << 16).partition(b"general.architecture")[2]  # its type, its length, the text
+    return value[12 : 12 + int.from_bytes(value[4:12], "little")].decode(errors="replace")
 
 
 def read_metadata(path: Path, name: str) -> Mapping[str, Any]:

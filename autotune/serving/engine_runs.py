@@ -36,7 +36,7 @@ from autotune.serving.verification_prices import PRICED_TOKENS, VerificationPric
 from autotune.workloads.prompt import WorkloadPrompt
 
 SELF_TEST = 4  # prompts
-DISTURBED = 1.5
+DISTURBED = 1.5  # times the usual time of a request in its arm, from which another process disturbed it
 DISAGREEMENT = 0.05  # between speedups of wall and of CPU time, above which other processes used the machine
 LOOKS = range(18, 1000, 6)  # numbers of prompts after which a confirmation may stop
 WORTH = 1.01  # speedup on one side of which the interval lies then
@@ -195,17 +195,18 @@ def confirm(
     record: Path | None = None,
     stops_early: bool = False,
 ) -> tuple[list[ConfirmedArm], dict[str, ArmRuns]]:
-    """Serve prompts with every arm, in turns and in random order, each in a new server of its own; prints a table.
+    """Serve prompts with every arm, in turns and in random order, each in a new server of its own; prints a table. Returns the arms in
+    their order, and their answers by name.
 
     Args:
         stops_early: leave out the other prompts once the interval of the fastest arm lies on one side of ``WORTH``.
-
-    Returns the arms in their order, and their answers by name.
     """
 
     def is_enough(runs: dict[str, ArmRuns]) -> bool:
+        if not stops_early:
+            return False
         low, high = max(compared(runs, prices)[1:], key=lambda arm: arm.measured).ci95
-        return stops_early and not low <= WORTH <= high
+        return not low <= WORTH <= high
 
     runs = serve_in_turns(
         engine, arms, prompts, "confirmation in turns", console, seed=seed, record=record, is_enough=is_enough

@@ -353,12 +353,14 @@ def test_answers_that_do_not_repeat_are_said(folder: Path) -> None:
         ((), "--spec-type ngram-mod", "--engine-command: --spec-type is set by the search"),
         (("--draft", "retrieval"), "", "--draft retrieval: llama.cpp drafts with GGUF files"),
         (("--draft", "no.gguf"), "", "no.gguf: no such file"),
+        (("--target", "empty.gguf"), "", "empty.gguf: truncated, damaged or no GGUF file"),
         (("--url", "http://127.0.0.1:9"), "", "no engine answers"),
         (("--url", "http://127.0.0.1:9", "--requests-at-once", "4"), "", "leave one of the two out"),
         ((), "--killed", "llama-server ended while it was used: signal 9"),
     ],
 )
 def test_mistakes_are_told_in_one_line(folder: Path, words: tuple[str, ...], server: str, message: str) -> None:
+    (folder / "empty.gguf").touch()
     done = searched(folder, *words, server=server)
     assert done.exit_code == 2 and message in said(done) and len(done.output.splitlines()[-1]) < 400
 
