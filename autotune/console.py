@@ -47,7 +47,9 @@ class Console:
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, emphasised: int | None = None
     ) -> None:
-        """Print a table. The first column is text, the others are figures; ``emphasised`` is the index of a bold row."""
+        """Print a table. The first column is text, the others are figures; ``emphasised`` is the index of a
+        bold row.
+        """
         self._rich.print()
         self._rich.print(title, style="bold", markup=False)
         table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -41,7 +41,9 @@ class _Counters:
 
 
 class ContentionMonitor:
-    """Measures the contention of the time from its creation to the call of ``contention``, in which ``device`` is timed."""
+    """Measures the contention of the time from its creation to the call of ``contention``, in which ``device`` is
+    timed.
+    """
 
     def __init__(self, device: str = "cpu", *, clock: Callable[[], float] = time.monotonic) -> None:
         self._device, self._clock = device, clock
@@ -82,8 +84,8 @@ def wait_until_idle(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> float:
-    """Wait until others have used little of the machine for ``IDLE_SECONDS`` in a row, at most ``limit_s`` seconds. Returns the
-    seconds waited; whether the machine became idle is printed.
+    """Wait until others have used little of the machine for ``IDLE_SECONDS`` in a row, at most ``limit_s`` seconds.
+    Returns the seconds waited; whether the machine became idle is printed.
     """
     started = clock()
     whole = ContentionMonitor(device, clock=clock)
@@ -181,7 +183,9 @@ def _load_average() -> float | None:
 
 
 def _gpu_state(device: str) -> tuple[int | None, set[str]]:
-    """Number of other processes on a GPU, and why it runs slowly now; (None, no reason) for the CPU and without NVML."""
+    """Number of other processes on a GPU, and why it runs slowly now; (None, no reason) for the CPU and without
+    NVML.
+    """
     if not device.startswith("cuda"):
         return None, set()
     import pynvml

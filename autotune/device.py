@@ -65,8 +65,8 @@ def cpu_fingerprint(num_cores: int) -> Fingerprint:
 
 
 def _cpu_model() -> str:
-    """The processor as the system names it. Linux adds family, model and stepping, because cloud machines often hide the
-    exact name; ARM processors have no name, but numbers of the implementer and the part.
+    """The processor as the system names it. Linux adds family, model and stepping, because cloud machines often hide
+    the exact name; ARM processors have no name, but numbers of the implementer and the part.
     """
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -117,10 +117,11 @@ def _mig_slices(gpu: Any) -> list[Any]:
 
 
 def short_name(model: str) -> str:
-    """The name of a GPU in commands and files: ``h200`` for ``NVIDIA H200``, ``rtx4090`` for ``NVIDIA GeForce RTX 4090``.
+    """The name of a GPU in commands and files: ``h200`` for ``NVIDIA H200``, ``rtx4090`` for ``NVIDIA GeForce RTX
+    4090``.
 
-    Variants of one name that differ in speed have a suffix: ``h100`` (SXM) and ``h100-pcie``, ``a100-40gb``. A MIG slice is
-    named after its GPU and part, ``h100-mig-1g.10gb``.
+    Variants of one name that differ in speed have a suffix: ``h100`` (SXM) and ``h100-pcie``, ``a100-40gb``. A MIG
+    slice is named after its GPU and part, ``h100-mig-1g.10gb``.
     """
     model = model.lower().partition("/")[0]  # AMD's driver knows an MI250 as "MI250X/MI250"
     mig = _MIG.search(model)
@@ -131,13 +132,17 @@ def short_name(model: str) -> str:
 
 
 def local_gpus() -> list[str]:
-    """Short names of this machine's NVIDIA GPUs, as the driver reports them; none if they are hidden on purpose. Needs no torch."""
+    """Short names of this machine's NVIDIA GPUs, as the driver reports them; none if they are hidden on purpose. Needs
+    no torch.
+    """
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN
     return [] if is_hidden else [short_name(model) for model in _query_nvml()[1]]
 
 
 def gpu_fault() -> str | None:
-    """Why torch can use none of the GPUs that the driver reports, and the next step; None if it uses one, or there is none."""
+    """Why torch can use none of the GPUs that the driver reports, and the next step; None if it uses one, or there is
+    none.
+    """
     import torch
 
     if torch.cuda.is_available() or not (names := local_gpus()):
@@ -193,7 +198,9 @@ def check_supported(name: str) -> None:
 
 
 def multiplies_bfloat16(device: torch.device | str) -> bool:
-    """Whether a device has instructions for products of bfloat16: AVX-512 BF16 or AMX on a CPU, compute capability 8 on a GPU."""
+    """Whether a device has instructions for products of bfloat16: AVX-512 BF16 or AMX on a CPU, compute capability 8 on
+    a GPU.
+    """
     import torch
 
     if torch.device(device).type == "cuda":

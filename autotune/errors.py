@@ -18,8 +18,8 @@ MOST_CHARACTERS = 1500  # of a message, whatever value it shows
 
 
 class UserError(Exception):
-    """A mistake that the user can fix. The message is one line: the rule, the value that broke it, and the next step. Passwords
-    of URLs in it are masked.
+    """A mistake that the user can fix. The message is one line: the rule, the value that broke it, and the next step.
+    Passwords of URLs in it are masked.
     """
 
     exit_code = 2
@@ -46,7 +46,9 @@ def errors_about(source: str) -> Iterator[None]:
 
 @contextmanager
 def reading(rule: str, advice: str) -> Iterator[None]:
-    """Turn the errors of reading what another program may have written wrongly into one line, which names its source in ``rule``."""
+    """Turn the errors of reading what another program may have written wrongly into one line, which names its source in
+    ``rule``.
+    """
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:

@@ -1,4 +1,6 @@
-"""How forward passes run, eagerly or captured, and the capture sizes and KV lengths that captured ones are padded to."""
+"""How forward passes run, eagerly or captured, and the capture sizes and KV lengths that captured ones are
+padded to.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ def round_up(size: int, capture_sizes: Sequence[int]) -> int:
 
 
 def capture_sizes_for(mode: str, capture_sizes: Sequence[int]) -> tuple[int, ...]:
-    """The given capture sizes, or the default ones of the mode. Every mode but eager prepares a forward pass for each size
-    that occurs, so the default sizes above the largest one given are added.
+    """The given capture sizes, or the default ones of the mode. Every mode but eager prepares a forward pass for each
+    size that occurs, so the default sizes above the largest one given are added.
     """
     sizes = check_capture_sizes(capture_sizes)
     if mode == EAGER:
@@ -49,7 +51,9 @@ def rounded_capacity(num_tokens: int) -> int:
 
 
 def padded_length(num_tokens: int, capacity: int | None = None) -> int:
-    """KV length padded to ``KV_LENGTH_STEP`` tokens, doubled until they suffice, but no more than a cache of ``capacity`` has."""
+    """KV length padded to ``KV_LENGTH_STEP`` tokens, doubled until they suffice, but no more than a cache of
+    ``capacity`` has.
+    """
     length = KV_LENGTH_STEP
     while length < num_tokens:
         length *= 2

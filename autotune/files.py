@@ -39,7 +39,8 @@ class Document(BaseModel):
 
         class CostTable(Document, kind="cost-table", version=2, made_by="autotune measure"):
 
-    Its JSON begins with ``"schema": "autotune.cost-table/2"``. A file of another version is refused. Nested records have no kind.
+    Its JSON begins with ``"schema": "autotune.cost-table/2"``. A file of another version is refused. Nested records
+    have no kind.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -125,7 +126,9 @@ D = TypeVar("D", bound=BaseModel)
 
 
 def data_root() -> Path:
-    """The folder of ``profiles``, ``search_spaces`` and ``drafts``: inside an installed package, next to it in a checkout."""
+    """The folder of ``profiles``, ``search_spaces`` and ``drafts``: inside an installed package, next to it in a
+    checkout.
+    """
     package = Path(__file__).resolve().parent
     installed = package / "_data"
     return installed if installed.is_dir() else package.parent
@@ -146,7 +149,9 @@ def sha256_of(*paths: Path) -> str:
 
 
 def known_sha256_of(*paths: Path) -> str:
-    """``sha256_of`` of large files, which is kept in the user's cache until the size, a time or the inode of one changes."""
+    """``sha256_of`` of large files, which is kept in the user's cache until the size, a time or the inode of one
+    changes.
+    """
     names, stats = [str(path.absolute()) for path in paths], [path.stat() for path in paths]
     if sum(stat.st_size for stat in stats) < KEPT_BYTES:
         return sha256_of(*paths)
@@ -169,11 +174,13 @@ def content_key(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------------------------------------------------------- read
+# -------- read
 
 
 def read_text(path: Path) -> str:
-    """The content of a text file, also of one compressed by gzip (``.gz``); a ``UserError`` if it does not exist or is not UTF-8."""
+    """The content of a text file, also of one compressed by gzip (``.gz``); a ``UserError`` if it does not exist or is
+    not UTF-8.
+    """
     try:
         content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
@@ -249,7 +256,7 @@ def _keys_near(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
     return list(model.model_fields)
 
 
-# --------------------------------------------------------------------------------------------------------------- write
+# -------- write
 
 
 def require_writable(path: Path, option: str = "-o") -> None:
@@ -283,8 +290,8 @@ def _is_special(path: Path) -> bool:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically: readers see the old content or the new, never a part of it. The permissions of a file that is
-    replaced are kept; a link keeps pointing to its file, which is replaced.
+    """Write a file atomically: readers see the old content or the new, never a part of it. The permissions of a file
+    that is replaced are kept; a link keeps pointing to its file, which is replaced.
 
     Raises:
         UserError: it cannot be written, as on a full disk.
@@ -310,7 +317,9 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def _write_new(path: Path, content: bytes, opened: Path, flags: int) -> None:
-    """Write and sync a new file. One that is opened as its folder gets its name in the end: a killed process leaves nothing."""
+    """Write and sync a new file. One that is opened as its folder gets its name in the end: a killed process leaves
+    nothing.
+    """
     with open(os.open(opened, os.O_WRONLY | flags, 0o666), "wb") as file:
         file.write(content)
         file.flush()

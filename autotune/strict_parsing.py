@@ -26,7 +26,9 @@ def parse_json(text: str) -> Any:
 
 
 def _checked(content: Any, text: str) -> Any:
-    """The content of a text, if it is not nested too deeply and its strings are Unicode; both are looked for only where they can be."""
+    """The content of a text, if it is not nested too deeply and its strings are Unicode; both are looked for only where
+    they can be.
+    """
     level: list[Any] = [[content]] if text.count("[") + text.count("{") + text.count("- ") > MAX_DEPTH else []
     depth = 0
     while level:
@@ -55,7 +57,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """The content of a YAML text. Dates are text; aliases and tags are refused, because a few lines of them are gigabytes."""
+    """The content of a YAML text. Dates are text; aliases and tags are refused, because a few lines of them are
+    gigabytes.
+    """
     try:
         return _checked(yaml.load(text, _JsonLoader), text)
     except yaml.MarkedYAMLError as error:

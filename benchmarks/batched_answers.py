@@ -1,5 +1,5 @@
-"""How fast a target writes answers to train on: 64 at a time, beside transformers' ``generate`` with as many padded rows.
-Takes about 3 minutes.
+"""How fast a target writes answers to train on: 64 at a time, beside transformers' ``generate`` with as many padded
+rows. Takes about 3 minutes.
 
     python benchmarks/batched_answers.py [--target smollm2] [--tokens 64] [--passes 3]
 """

@@ -1,9 +1,11 @@
-"""Copies, waits and replays of captured rounds, and captures made ahead, by draft and tree policy, on a rehearsed CUDA device.
+"""Copies, waits and replays of captured rounds, and captures made ahead, by draft and tree policy, on a rehearsed CUDA
+device.
 
     python benchmarks/captured_rounds.py [--tokens 24] [--context-tokens 1000] [--temperature 0]
 
-The counts are exact for these models and do not depend on the machine. *Level*: one draft level. *Verification*: everything else of a round, commits
-included. Uploads are copies to the device; waits include copies to the host. It takes about a minute.
+The counts are exact for these models and do not depend on the machine. *Level*: one draft level. *Verification*:
+everything else of a round, commits included. Uploads are copies to the device; waits include copies to the host. It
+takes about a minute.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Estimates the error rates and the power of ``autotune check --against`` under simulated and recorded noise.
 
-Prints for every scenario how often the check fails at slowdowns from 0 to 10 % and how many pairs it takes, then the false
-alarms and the power of weaker designs: pairs in a fixed order, an analysis after every launch without sharing the risk, and
-pairs treated as independent of their launch. Takes about 10 minutes.
+Prints for every scenario how often the check fails at slowdowns from 0 to 10 % and how many pairs it takes, then the
+false alarms and the power of weaker designs: pairs in a fixed order, an analysis after every launch without sharing the
+risk, and pairs treated as independent of their launch. Takes about 10 minutes.
 
     python benchmarks/check_power.py [--checks 2000]
 """

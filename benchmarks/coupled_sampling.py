@@ -1,9 +1,10 @@
 """Measures what coupled sampling gains: tokens per round (M) and speedup of chains with and without it.
 
-Every draft decodes held-out prompts of the bundled digits, interleaved with plain decoding and with transformers' assisted
-generation, where this takes the draft. For the record, the expected acceptance rate of speculative sampling by rejection: one
-minus the total variation distance between the distributions of draft and target, a mean over the tokens of the answers. The
-counts do not depend on the machine; the speedups need a quiet one. It takes about 15 minutes on two cores.
+Every draft decodes held-out prompts of the bundled digits, interleaved with plain decoding and with transformers'
+assisted generation, where this takes the draft. For the record, the expected acceptance rate of speculative sampling by
+rejection: one minus the total variation distance between the distributions of draft and target, a mean over the tokens
+of the answers. The counts do not depend on the machine; the speedups need a quiet one. It takes about 15 minutes on two
+cores.
 
     python benchmarks/coupled_sampling.py [--draft digits/star] [--temperature 0.7] [--prompts 64] [--depth 10]
 """

@@ -1,7 +1,8 @@
-"""Compares draft forward passes of a pruned prompt with those at the KV length that prices them (``Trace.draft_kv_length``).
+"""Compares draft forward passes of a pruned prompt with those at the KV length that prices them
+(``Trace.draft_kv_length``).
 
-In a pruned prompt, cross-attention blocks attend to all tokens and the others to what is left; cost tables are measured with one
-KV length for all blocks. Forward passes are interleaved; medians are printed. Takes about two minutes.
+In a pruned prompt, cross-attention blocks attend to all tokens and the others to what is left; cost tables are measured
+with one KV length for all blocks. Forward passes are interleaved; medians are printed. Takes about two minutes.
 
     python benchmarks/crossing_lengths.py [DRAFT] [--repeats 200]
 """

@@ -1,9 +1,11 @@
-"""Searches again and again beside other processes, each in a folder of its own, and tells how far each prediction of the winner lies from its measurement.
+"""Searches again and again beside other processes, each in a folder of its own, and tells how far each prediction of
+the winner lies from its measurement.
 
-Conditions: ``quiet``; ``busy``, beside a process that burns a core in every second second; ``burning``, beside one that always does; and
-``bursts``, beside three processes that burn for three seconds out of every ten while the cost table is measured. Prints for every search how
-long it took, the speedup that was predicted for the last operating point and the one that held-out prompts measured, how many
-of them, and what tuning gained over the best published default; then medians by condition. A default search takes five minutes.
+Conditions: ``quiet``; ``busy``, beside a process that burns a core in every second second; ``burning``, beside one that
+always does; and ``bursts``, beside three processes that burn for three seconds out of every ten while the cost table is
+measured. Prints for every search how long it took, the speedup that was predicted for the last operating point and the
+one that held-out prompts measured, how many of them, and what tuning gained over the best published default; then
+medians by condition. A default search takes five minutes.
 
     python benchmarks/default_searches.py quiet quiet busy busy bursts [--results FILE.jsonl] [-- --budget 2m]
 """

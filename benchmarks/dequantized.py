@@ -2,8 +2,8 @@
 
     python benchmarks/dequantized.py smollm2 FOLDER
 
-transformers does not save a model that it dequantized, so its weights are copied into a new one. Takes about 10 seconds for a model of
-135M parameters.
+transformers does not save a model that it dequantized, so its weights are copied into a new one. Takes about 10 seconds
+for a model of 135M parameters.
 """
 
 from __future__ import annotations

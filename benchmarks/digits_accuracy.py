@@ -1,4 +1,5 @@
-"""Measures the accuracy of a model of the bundled pair on held-out scans: the share of right numbers in its answers, by task.
+"""Measures the accuracy of a model of the bundled pair on held-out scans: the share of right numbers in its answers, by
+task.
 
 Takes about 5 minutes.
 

@@ -1,8 +1,8 @@
 """Ablates the dimensions of the search space: tree, visual tokens, heads, injection layer and draft.
 
-Finds the best configuration when only some dimensions are searched and the others keep the papers' defaults, and measures
-all of them in one interleaved run. Needs a study folder of ``autotune search --space full`` over the same drafts, to which
-it adds traces. Takes about half an hour.
+Finds the best configuration when only some dimensions are searched and the others keep the papers' defaults, and
+measures all of them in one interleaved run. Needs a study folder of ``autotune search --space full`` over the same
+drafts, to which it adds traces. Takes about half an hour.
 
     python benchmarks/dimensions.py .autotune/STUDY --draft digits/star [--draft digits/dream ...] [--prompts 24]
 """

@@ -1,17 +1,19 @@
-"""Writes the cards of trained drafts: tokens per round on held-out prompts, by task and by depth, and how each was trained.
+"""Writes the cards of trained drafts: tokens per round on held-out prompts, by task and by depth, and how each was
+trained.
 
-    python benchmarks/draft_cards.py measure drafts/digits/star [--heads 0.5] [--injection-layer 9] [--visual-keep 0.1] [--temperature 1]
-    autotune train drafts/digits/dream/ablations/without-final.yaml --output FOLDER
-    python benchmarks/draft_cards.py measure FOLDER --card drafts/digits/dream --label without-final
-    python benchmarks/draft_cards.py measure drafts/digits/specvlm --operator pool
-    python benchmarks/draft_cards.py measure drafts/digits/star --visual-keep 0.1 --visual-ranking all_queries
-    python benchmarks/draft_cards.py operators drafts/digits/specvlm
-    python benchmarks/draft_cards.py write drafts/digits/star
+    python benchmarks/draft_cards.py measure drafts/digits/star [--heads 0.5] [--injection-layer 9] [--visual-keep 0.1]
+    [--temperature 1] autotune train drafts/digits/dream/ablations/without-final.yaml --output FOLDER python
+    benchmarks/draft_cards.py measure FOLDER --card drafts/digits/dream --label without-final python
+    benchmarks/draft_cards.py measure drafts/digits/specvlm --operator pool python benchmarks/draft_cards.py measure
+    drafts/digits/star --visual-keep 0.1 --visual-ranking all_queries python benchmarks/draft_cards.py operators
+    drafts/digits/specvlm python benchmarks/draft_cards.py write drafts/digits/star
 
-``measure`` adds rows to the card's ``acceptance.jsonl``, one for each value of each option (``--visual-ranking``: for each
-pair with a value of ``--visual-keep``), and skips rows that exist for the same weights; a row takes about a minute. ``operators`` writes ``operators.jsonl``: the loss of every operator of a
-compressor by task, the choice of its gate, and by how much: the mean gap between its two largest shares. ``write`` writes ``README.md`` in a second. Rows whose label is the name of a
-recipe in the draft's ``ablations`` are compared with its ``baseline``, and with the paper's ablation.
+``measure`` adds rows to the card's ``acceptance.jsonl``, one for each value of each option (``--visual-ranking``: for
+each pair with a value of ``--visual-keep``), and skips rows that exist for the same weights; a row takes about a
+minute. ``operators`` writes ``operators.jsonl``: the loss of every operator of a compressor by task, the choice of its
+gate, and by how much: the mean gap between its two largest shares. ``write`` writes ``README.md`` in a second. Rows
+whose label is the name of a recipe in the draft's ``ablations`` are compared with its ``baseline``, and with the
+paper's ablation.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ def target_of(card: Path) -> str:
 
 
 def measured(decoder: Decoder, recorder: Recorder, name: str, num_prompts: int, temperature: float) -> dict[str, Any]:
-    """Tokens per round on held-out prompts, by task, and acceptance by depth; counts outputs equal to plain decoding's."""
+    """Tokens per round on held-out prompts, by task, and acceptance by depth; counts outputs equal to plain
+    decoding's.
+    """
     workload = load_workload(name, "evaluate", num_prompts=num_prompts)
     if temperature > 0:
         workload = workload.sampled(temperature)
@@ -258,8 +262,8 @@ def sampled_label(row: dict[str, Any]) -> str:
 
 
 def ablation_section(draft: Path, kind: str, rows: list[dict[str, Any]]) -> list[str]:
-    """Lines that compare the drafts trained from the recipes in ``ablations`` with their baseline; empty without one, and for
-    drafts without a published ablation of these names.
+    """Lines that compare the drafts trained from the recipes in ``ablations`` with their baseline; empty without one,
+    and for drafts without a published ablation of these names.
 
     The last row measured of each recipe counts.
     """

@@ -1,15 +1,19 @@
-"""Predicted against measured speedups of many settings of a serving engine, in turns on held-out prompts, and the regret of the search's choice.
+"""Predicted against measured speedups of many settings of a serving engine, in turns on held-out prompts, and the
+regret of the search's choice.
 
     python benchmarks/engine_arms.py profile.json WORKLOAD --settings 40 --record arms.jsonl
 
     python benchmarks/engine_arms.py profile.json WORKLOAD --requests-at-once 4 --requests-at-once 16
 
-The profile is one of ``autotune search --engine``. Its recommended settings, the fastest of each type by replay, its default, no speculation, and settings
-drawn at random answer the held-out prompts of the workload, each in a server of its own, all at once: a server needs memory for its KV cache. Prompts that the
-record holds are not served again. Predictions are of the profile's prices and a replay of these prompts, which set no price. The regret is how much faster the
-fastest of all settings is than the recommended ones. Takes about 10 minutes for 40 settings of a model of 135M parameters.
+The profile is one of ``autotune search --engine``. Its recommended settings, the fastest of each type by replay, its
+default, no speculation, and settings drawn at random answer the held-out prompts of the workload, each in a server of
+its own, all at once: a server needs memory for its KV cache. Prompts that the record holds are not served again.
+Predictions are of the profile's prices and a replay of these prompts, which set no price. The regret is how much faster
+the fastest of all settings is than the recommended ones. Takes about 10 minutes for 40 settings of a model of 135M
+parameters.
 
-With --requests-at-once, no speculation and the recommended settings of vLLM with 1 to 8 draft tokens serve so many requests at a time, one server after the other.
+With --requests-at-once, no speculation and the recommended settings of vLLM with 1 to 8 draft tokens serve so many
+requests at a time, one server after the other.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
 """Counts of an engine's n-gram speculation beside their replay, request by request, with the state carried and cleared.
 
-    PYTHONPATH=. python benchmarks/engine_counts.py MODEL.gguf WORKLOAD... --record counts.jsonl [--engine-command 'llama-server -t 1']
-    PYTHONPATH=. python benchmarks/engine_counts.py FOLDER WORKLOAD... --engine vllm --carried 14 --cleared 0
+    PYTHONPATH=. python benchmarks/engine_counts.py MODEL.gguf WORKLOAD... --record counts.jsonl [--engine-command
+    'llama-server -t 1'] PYTHONPATH=. python benchmarks/engine_counts.py FOLDER WORKLOAD... --engine vllm --carried 14
+    --cleared 0
 
-Servers whose counts the record holds are not started again, so that an interrupted run goes on. Every setting serves the prompts in one server, and then the first ones each in a server of its own. A line is printed for each setting:
-requests whose drafted and accepted tokens are those of the replay, and whether all verifications, drafts and acceptances equal the
-server's /metrics. A mismatch ends with exit code 1. Takes about 20 minutes for a model of 135M parameters on one core.
+Servers whose counts the record holds are not started again, so that an interrupted run goes on. Every setting serves
+the prompts in one server, and then the first ones each in a server of its own. A line is printed for each setting:
+requests whose drafted and accepted tokens are those of the replay, and whether all verifications, drafts and
+acceptances equal the server's /metrics. A mismatch ends with exit code 1. Takes about 20 minutes for a model of 135M
+parameters on one core.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Answers of llama.cpp with a GGUF file beside those of the dequantized model: how many are equal, and where the first difference lies.
+"""Answers of llama.cpp with a GGUF file beside those of the dequantized model: how many are equal, and where the first
+difference lies.
 
     python benchmarks/gguf_answers.py smollm2 .autotune/engines/KEY/answers.jsonl [--dtype float32]
 
-The file holds the plain answers that ``autotune search --engine llama.cpp`` recorded. One forward pass over each gives the greedy choice of the dequantized
-model after every prefix, so that its first other choice is where greedy decoding would leave llama.cpp's answer. Takes about 20 seconds for 24
-answers of a model of 135M parameters.
+The file holds the plain answers that ``autotune search --engine llama.cpp`` recorded. One forward pass over each gives
+the greedy choice of the dequantized model after every prefix, so that its first other choice is where greedy decoding
+would leave llama.cpp's answer. Takes about 20 seconds for 24 answers of a model of 135M parameters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Times plain steps and rounds on a GPU: targets of published sizes and their EAGLE-3 heads, with random weights.
 
-Latency does not depend on weights. A random head is hardly ever right, so a round emits about one token; its time is the decoding
-time over the number of rounds. Trees are decoded in turns and in random order; the median over ``--repeats`` requests is printed.
+Latency does not depend on weights. A random head is hardly ever right, so a round emits about one token; its time is
+the decoding time over the number of rounds. Trees are decoded in turns and in random order; the median over
+``--repeats`` requests is printed.
 
     PYTHONPATH=. python benchmarks/gpu_rounds.py [--target llama] [--prompt-tokens 600] [--tokens 24] [--kernels]
 

@@ -1,7 +1,7 @@
 """Time of a round that grows with the vocabulary, part by part, at real vocabulary sizes: models with random weights.
 
-The target has the sizes of a published model, the draft is one layer of it. With random weights the draft is hardly ever
-right, so that a round visits few rows. Takes five minutes.
+The target has the sizes of a published model, the draft is one layer of it. With random weights the draft is hardly
+ever right, so that a round visits few rows. Takes five minutes.
 
     python benchmarks/large_vocabularies.py [--new-tokens 40]
 """

@@ -1,6 +1,7 @@
 """A long prompt with many visual tokens: LLaVAs with random weights.
 
-* Peak memory of the target's prefill, in one pass and in chunks, each in a process of its own, because peak memory never falls.
+* Peak memory of the target's prefill, in one pass and in chunks, each in a process of its own, because peak memory
+  never falls.
 * The step of a draft of one layer that keeps all or some visual tokens, beside its price: interpolated between steps at
   the longest and the shortest context, as a cost table does. Steps are interleaved; medians are printed.
 

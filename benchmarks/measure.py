@@ -1,21 +1,23 @@
 """Measures what the documentation shows, one set after the other, into ``benchmarks/results/NAME.json``.
 
-Leave the machine alone meanwhile. A set that is there is skipped unless ``--again`` is given, and an interrupted one continues from its folder below
-``.autotune/results``. Then ``make figures`` draws the figures and writes the tables and numbers of README and docs.
+Leave the machine alone meanwhile. A set that is there is skipped unless ``--again`` is given, and an interrupted one
+continues from its folder below ``.autotune/results``. Then ``make figures`` draws the figures and writes the tables and
+numbers of README and docs.
 
-    python -m benchmarks.measure all                        # make results: about two hours for both pairs, without dimensions
-    python -m benchmarks.measure default-searches           # 7 minutes a search of digits, 12 of smollm2; --repeats 5 for the spread
-    python -m benchmarks.measure repeated-searches FILE ... # a second: collects what default_searches.py has written
-    python -m benchmarks.measure steps                      # 3 minutes a pair
-    python -m benchmarks.measure predictions                # 15 minutes a pair, after its default search
-    python -m benchmarks.measure peers                      # 10 minutes a pair, after its default search
-    python -m benchmarks.measure engine-search ENGINE MODEL COMMAND    # 10 minutes; the engine must be there: make engines
-    python -m benchmarks.measure dimensions                 # 50 minutes, digits only
-    python -m benchmarks.measure acceptance                 # a second: collects drafts/*/*/acceptance.jsonl
-    python -m benchmarks.measure published                  # seconds: estimates from datasheets against papers
+    python -m benchmarks.measure all                        # make results: about two hours for both pairs, without
+    dimensions python -m benchmarks.measure default-searches           # 7 minutes a search of digits, 12 of smollm2;
+    --repeats 5 for the spread python -m benchmarks.measure repeated-searches FILE ... # a second: collects what
+    default_searches.py has written python -m benchmarks.measure steps                      # 3 minutes a pair python -m
+    benchmarks.measure predictions                # 15 minutes a pair, after its default search python -m
+    benchmarks.measure peers                      # 10 minutes a pair, after its default search python -m
+    benchmarks.measure engine-search ENGINE MODEL COMMAND    # 10 minutes; the engine must be there: make engines python
+    -m benchmarks.measure dimensions                 # 50 minutes, digits only python -m benchmarks.measure acceptance
+    # a second: collects drafts/*/*/acceptance.jsonl python -m benchmarks.measure published                  # seconds:
+    estimates from datasheets against papers
 
-``--pair digits`` or ``--pair smollm2`` measures one pair. ``default-searches --pair benchmarks``, ``--pair sampled`` and ``engine-search`` need the file
-``.autotune/results/benchmarks.jsonl``, which ``benchmarks/published_prompts.py`` writes. Also as ``python benchmarks/measure.py``; a set takes minutes, as listed.
+``--pair digits`` or ``--pair smollm2`` measures one pair. ``default-searches --pair benchmarks``, ``--pair sampled``
+and ``engine-search`` need the file ``.autotune/results/benchmarks.jsonl``, which ``benchmarks/published_prompts.py``
+writes. Also as ``python benchmarks/measure.py``; a set takes minutes, as listed.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ PAIRS = {
     "digits": {"target": "digits/target", "budget": "5m", "table": "90s", "configurations": "12", "prompts": "8"},
     "smollm2": {"target": "smollm2", "budget": "10m", "table": "90s", "configurations": "6", "prompts": "4"},
 }
-"""Bundled pairs: target, budgets of a default search and of a cost table; random configurations of every policy and prompts that
-test predictions.
+"""Bundled pairs: target, budgets of a default search and of a cost table; random configurations of every policy and
+prompts that test predictions.
 """
 PUBLISHED = "benchmarks.jsonl"
 SEARCHES = {
@@ -51,7 +53,9 @@ SEARCHES = {
     "benchmarks": ("--target", "smollm2", "--workload", f"../../{PUBLISHED}", "--budget", "10m"),
     "sampled": ("--target", "smollm2", "--workload", f"../../{PUBLISHED}", "--temperature", "1", "--budget", "10m"),
 }
-"""Searches that are measured: of the pairs, and of prompts that ``benchmarks/published_prompts.py`` writes, greedy and sampled."""
+"""Searches that are measured: of the pairs, and of prompts that ``benchmarks/published_prompts.py`` writes, greedy and
+sampled.
+"""
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -168,7 +172,9 @@ def save_search(name: str, command: str, samples: dict[str, Rows], folder: Path,
 @main.command("repeated-searches")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 def repeated_searches(files: tuple[Path, ...]) -> None:
-    """Collect searches of digits beside other processes, from FILES that ``benchmarks/default_searches.py --results`` has written."""
+    """Collect searches of digits beside other processes, from FILES that ``benchmarks/default_searches.py --results``
+    has written.
+    """
     samples = {"searches": [row for file in files for row in read_lines(file)]}
     minutes = round(sum(row["seconds"] for row in samples["searches"]) / 60, 1)
     command = "python benchmarks/default_searches.py CONDITION ... --results FILE"
@@ -230,7 +236,9 @@ def steps_result(name: str, table_file: Path, **fields: Any) -> Result:
 
 
 def prices_of(table: Any) -> Rows:
-    """Prices in milliseconds at the middle KV length, of the target's step and of a whole draft's levels after the first."""
+    """Prices in milliseconds at the middle KV length, of the target's step and of a whole draft's levels after the
+    first.
+    """
     import numpy as np
 
     from autotune.report.cost_curves import middle_kv_length
@@ -370,7 +378,9 @@ def engine_search(
     label: str | None,
     again: bool,
 ) -> None:
-    """A search of a serving engine for MODEL with the prompts of ``benchmarks/published_prompts.py``; COMMAND starts the engine."""
+    """A search of a serving engine for MODEL with the prompts of ``benchmarks/published_prompts.py``; COMMAND starts
+    the engine.
+    """
     name = f"engine-{label or engine}"
     if is_there(name, again):
         return
@@ -455,7 +465,9 @@ def peer_values(samples: dict[str, Rows]) -> dict[str, Rows]:
 @main.command()
 @again_option
 def dimensions(again: bool) -> None:
-    """What each dimension of the search space is worth, on digits: a search of the space ``full``, then the ablation."""
+    """What each dimension of the search space is worth, on digits: a search of the space ``full``, then the
+    ablation.
+    """
     name = "dimensions-digits"
     if is_there(name, again):
         return
@@ -498,7 +510,9 @@ def acceptance() -> None:
 
 
 def acceptance_rows(pair: str, path: Path) -> Rows:
-    """Acceptance of the whole draft at temperature 0, without ablations: of a draft's measurements the last one for its present weights."""
+    """Acceptance of the whole draft at temperature 0, without ablations: of a draft's measurements the last one for its
+    present weights.
+    """
     whole = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     whole = [
         row

@@ -1,9 +1,10 @@
 """Writes the figures that the papers show of their own runs, for a profile or study, as one CSV file for each.
 
-Replayed from the tuning prompts, for every operating point: correlation of the root's entropy between rounds and gain by answer length
-(SAGE, figures 2 and 3), accepted nodes by layer and position and parents by entropy (WETAP, figures 2 and 3), and the children that
-the root needs. Measured: shares of time (SAGE, table 6). Estimated from datasheets: operations of every screened subnet, and its
-speedup on every device (STAR, figure 3a and table 3); these rank subnets and do not predict a speedup.
+Replayed from the tuning prompts, for every operating point: correlation of the root's entropy between rounds and gain
+by answer length (SAGE, figures 2 and 3), accepted nodes by layer and position and parents by entropy (WETAP, figures 2
+and 3), and the children that the root needs. Measured: shares of time (SAGE, table 6). Estimated from datasheets:
+operations of every screened subnet, and its speedup on every device (STAR, figure 3a and table 3); these rank subnets
+and do not predict a speedup.
 
 Takes seconds.
 
@@ -42,12 +43,12 @@ ENTROPY_BANDS = {"low, below 0.3": (0.0, 0.3), "middle, 0.3 to 0.6": (0.3, 0.6),
 PARENTS, RANKS = (3, 6), (1, 3, 6)
 
 
-# ------------------------------------------------------------------------------------------------ decoding (SAGE, WETAP)
+# -------- decoding (SAGE, WETAP)
 
 
 def normalised_entropy(probabilities: Floats) -> float:
-    """Entropy of the renormalised probabilities over that of the uniform distribution (SAGE, eq. 7-9; WETAP, eq. 3-4); 0 for
-    fewer than two.
+    """Entropy of the renormalised probabilities over that of the uniform distribution (SAGE, eq. 7-9; WETAP, eq. 3-4);
+    0 for fewer than two.
     """
     p = probabilities[probabilities > 0]
     if len(p) < 2:
@@ -95,8 +96,8 @@ def accepted_positions(decoded: Sequence[ReplayedRound]) -> pd.DataFrame:
 
 
 def parents_by_entropy(decoded: Sequence[ReplayedRound]) -> pd.DataFrame:
-    """Share of a layer's nodes below the 3 and 6 most probable nodes of the layer before, by the normalised entropy of the
-    cumulative probabilities of that layer (WETAP, figure 3). Layers of one node are left out.
+    """Share of a layer's nodes below the 3 and 6 most probable nodes of the layer before, by the normalised entropy of
+    the cumulative probabilities of that layer (WETAP, figure 3). Layers of one node are left out.
     """
     rows = []
     for one in decoded:
@@ -114,8 +115,8 @@ def parents_by_entropy(decoded: Sequence[ReplayedRound]) -> pd.DataFrame:
 
 
 def ranks_by_entropy(entropies: Floats, ranks: Ints) -> pd.DataFrame:
-    """Share of roots whose next token is among the draft's 1, 3 or 6 most probable ones, by the entropy of the proposals; a rank
-    of -1 is not proposed.
+    """Share of roots whose next token is among the draft's 1, 3 or 6 most probable ones, by the entropy of the
+    proposals; a rank of -1 is not proposed.
     """
     frame = pd.DataFrame({"entropy": [entropy_band(entropy) for entropy in entropies], "roots": 1})
     names = {f"top_{number}": (ranks >= 0) & (ranks < number) for number in RANKS}
@@ -135,7 +136,9 @@ def root_proposals(trace: Trace, prompt: int, decoded: Sequence[ReplayedRound]) 
 
 
 def gain_by_length(sources: Sources, number: int, trace: Trace, prompts: Sequence[int]) -> pd.DataFrame:
-    """Tokens per round, and the predicted speedup where replay has prices, by the number of an answer's tokens (SAGE, figure 3)."""
+    """Tokens per round, and the predicted speedup where replay has prices, by the number of an answer's tokens (SAGE,
+    figure 3).
+    """
     evaluator, point = sources.evaluator, sources.points[number]
     configuration = configuration_of(point)
     assert point.tree is not None and configuration is not None
@@ -174,12 +177,12 @@ def decoding_figures(sources: Sources, number: int) -> dict[str, pd.DataFrame]:
     }
 
 
-# ------------------------------------------------------------------------------------------------------ operations (STAR)
+# -------- operations (STAR)
 
 
 def round_operations(shape: ModelShape, *, depth: int, tokens_per_round: float, kv_length: float) -> float:
-    """Operations of the draft in a round of a chain: a forward pass of the M tokens that the round before emitted, then one of
-    a single token for every further level that is not drafted by the first.
+    """Operations of the draft in a round of a chain: a forward pass of the M tokens that the round before emitted, then
+    one of a single token for every further level that is not drafted by the first.
     """
     levels = 0.0 if shape.block_tokens else sum(operations(shape, 1, kv_length + level) for level in range(1, depth))
     return operations(shape, tokens_per_round + shape.block_tokens, kv_length) + levels
@@ -203,8 +206,8 @@ def estimated_speedup(
 
 
 def mean_kv_lengths(trace: Trace, visual_keep: float, crossing_share: float) -> tuple[float, float]:
-    """Mean tokens in the KV caches of a draft that keeps this share of the visual tokens, and of the target, in the middle of the
-    answers. Of a draft's keys and values, the ``crossing_share`` is kept for pruned tokens too.
+    """Mean tokens in the KV caches of a draft that keeps this share of the visual tokens, and of the target, in the
+    middle of the answers. Of a draft's keys and values, the ``crossing_share`` is kept for pruned tokens too.
     """
     lengths = trace.prompt_length + np.diff(trace.answer_start) / 2
     pruned = (1 - crossing_share) * (1 - visual_keep) * trace.num_visual_tokens
@@ -212,8 +215,8 @@ def mean_kv_lengths(trace: Trace, visual_keep: float, crossing_share: float) -> 
 
 
 def subnet_operations(sources: Sources) -> pd.DataFrame:
-    """A row for every screened subnet and device, the search's own device first. Every subnet drafts the chain that was best for
-    it there; subnets without a shape in the cost table are left out.
+    """A row for every screened subnet and device, the search's own device first. Every subnet drafts the chain that was
+    best for it there; subnets without a shape in the cost table are left out.
     """
     rows, table, study = [], sources.table, sources.study
     target = study.target_shape if study is not None else table.target_shape if table is not None else None

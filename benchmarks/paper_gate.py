@@ -1,9 +1,11 @@
-"""Measures what the falling entropy bonus of SpecVLM's gate does, against a constant one: how sure the gate is, and the loss of its choice.
+"""Measures what the falling entropy bonus of SpecVLM's gate does, against a constant one: how sure the gate is, and the
+loss of its choice.
 
-Trains the bundled draft ``digits/specvlm`` further from its weights by its recipe, in one stage of ``--steps``: once with the bonus that
-falls to zero, and once with the constant one on the same batches. Then measures each as ``draft_cards.py operators`` does, and prints for
-every task the mean gap between the gate's two best shares, and by how much the loss of the gate's choice, of always ``resample`` and of
-no visual row at all exceeds that of the best single operator, in per cent.
+Trains the bundled draft ``digits/specvlm`` further from its weights by its recipe, in one stage of ``--steps``: once
+with the bonus that falls to zero, and once with the constant one on the same batches. Then measures each as
+``draft_cards.py operators`` does, and prints for every task the mean gap between the gate's two best shares, and by how
+much the loss of the gate's choice, of always ``resample`` and of no visual row at all exceeds that of the best single
+operator, in per cent.
 
 Takes about 10 minutes on one core. A run that was stopped continues from its last hundred steps.
 

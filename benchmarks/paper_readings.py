@@ -1,9 +1,10 @@
-"""Measures how the readings of SAGE's and WETAP's papers differ: tokens per round (M), nodes and draft forwards a round, and the
-predicted time per token on two devices.
+"""Measures how the readings of SAGE's and WETAP's papers differ: tokens per round (M), nodes and draft forwards a
+round, and the predicted time per token on two devices.
 
-Records traces of held-out prompts, for SAGE with the share of the visual tokens that it keeps and for the others with all, and
-replays every reading, other published trees and chains of 5 and 8 over them. M, nodes and draft forwards are counts. Times are
-predictions: by a cost table that ``autotune measure`` has measured on this machine, and by the datasheet of a GPU.
+Records traces of held-out prompts, for SAGE with the share of the visual tokens that it keeps and for the others with
+all, and replays every reading, other published trees and chains of 5 and 8 over them. M, nodes and draft forwards are
+counts. Times are predictions: by a cost table that ``autotune measure`` has measured on this machine, and by the
+datasheet of a GPU.
 
 Takes about 4 minutes for each draft on two cores.
 
@@ -59,7 +60,9 @@ LONG_CHAIN = {"policy": "chain", "depth": 8}
 
 
 def readings(name: str, every_combination: bool) -> list[Tree]:
-    """The published default, then the readings that differ from it in one hyperparameter, or all combinations of them."""
+    """The published default, then the readings that differ from it in one hyperparameter, or all combinations
+    of them.
+    """
     published, options = PUBLISHED_DEFAULTS[name].tree, READINGS[name]
     if every_combination:
         return [published | dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]

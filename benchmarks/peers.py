@@ -1,13 +1,16 @@
 """Compares a profile with other programs that speculate, in one run, prompt by prompt in random order.
 
-Arms: plain decoding (``ar``), the profile (``tuned``), transformers' ``generate`` (``hf``), its assisted generation where the profile's draft is a whole
-model (``hf-assisted``) and its prompt lookup (``hf-prompt-lookup``), and flashspec 0.3.1 for text targets: with prompt lookup (``flashspec-lookup``), and
-with its default where the draft is a whole model (``flashspec``). All these arms decode greedily with the same loaded target. flashspec is installed
-without its dependencies into a folder of its own, so that it changes no other package. ``--engine`` adds a serving engine, which loads the model in its
-own format and is sent the same tokens: without speculation, and with the settings that it recommends. Takes about 10 minutes with 16 prompts.
+Arms: plain decoding (``ar``), the profile (``tuned``), transformers' ``generate`` (``hf``), its assisted generation
+where the profile's draft is a whole model (``hf-assisted``) and its prompt lookup (``hf-prompt-lookup``), and flashspec
+0.3.1 for text targets: with prompt lookup (``flashspec-lookup``), and with its default where the draft is a whole model
+(``flashspec``). All these arms decode greedily with the same loaded target. flashspec is installed without its
+dependencies into a folder of its own, so that it changes no other package. ``--engine`` adds a serving engine, which
+loads the model in its own format and is sent the same tokens: without speculation, and with the settings that it
+recommends. Takes about 10 minutes with 16 prompts.
 
-    python benchmarks/peers.py profile.json [--prompts 16] [--output peers.json] [--flashspec FOLDER]
-    python benchmarks/peers.py profile.json --engine llama.cpp model.gguf llama-server --engine vllm FOLDER 'vllm --gpu-memory-utilization 0.1'
+    python benchmarks/peers.py profile.json [--prompts 16] [--output peers.json] [--flashspec FOLDER] python
+    benchmarks/peers.py profile.json --engine llama.cpp model.gguf llama-server --engine vllm FOLDER 'vllm
+    --gpu-memory-utilization 0.1'
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ class PromptLookupArm(HuggingFaceArm):
 
 
 class FlashSpecArm(Arm):
-    """flashspec's engine on the loaded target, greedy and eager, with prompt lookup or, with a draft, its default strategy."""
+    """flashspec's engine on the loaded target, greedy and eager, with prompt lookup or, with a draft, its default
+    strategy.
+    """
 
     def __init__(
         self, folder: Path, model: Any, draft: Any | None, stop_tokens: list[int], threads: int | None
@@ -120,7 +125,9 @@ class EngineArm(Arm):
 
 
 def engine_arms(name: EngineName, model: str, command: str, stack: ExitStack) -> list[Arm]:
-    """An engine without speculation and with the settings that it recommends, each in a server that ends with the stack."""
+    """An engine without speculation and with the settings that it recommends, each in a server that ends with the
+    stack.
+    """
     if (found := ENGINES[name].find_model(model)) is None:
         raise click.UsageError(f"--engine {name}: {model} is not {ENGINES[name].models}")
     engine = ENGINES[name].find(command, found[0])

@@ -1,10 +1,10 @@
 """Compares replay with the runtime on random configurations of every policy of a search space.
 
-Needs a study folder of ``autotune search``: its cost table is used, and missing traces are recorded first. Prints how often
-rounds and accepted lengths agree; the errors of predicted decoding times and speedups; their rank correlation with
-measured times, beside that of one measurement with another; how much faster replay is than decoding; and, with
-``--profile``, how many of the configurations, and of the ten that replay ranks next to it, are faster than the one that the
-search chose. Takes about 15 minutes.
+Needs a study folder of ``autotune search``: its cost table is used, and missing traces are recorded first. Prints how
+often rounds and accepted lengths agree; the errors of predicted decoding times and speedups; their rank correlation
+with measured times, beside that of one measurement with another; how much faster replay is than decoding; and, with
+``--profile``, how many of the configurations, and of the ten that replay ranks next to it, are faster than the one that
+the search chose. Takes about 15 minutes.
 
     python benchmarks/predictions.py .autotune/STUDY [--profile profile.json] [--configurations 12] [--prompts 4]
 """
@@ -72,7 +72,9 @@ def random_configurations(
 def next_best(
     space: SearchSpace, evaluator: Evaluator, winner: Configuration, count: int, rng: random.Random
 ) -> list[Configuration]:
-    """The trees for the winner's subnet that replay ranks highest among hundreds of every policy, without the winner's."""
+    """The trees for the winner's subnet that replay ranks highest among hundreds of every policy, without the
+    winner's.
+    """
     assert winner.draft is not None
     variant = (winner.draft, winner.subnet)
     trees = [

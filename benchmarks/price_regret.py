@@ -1,11 +1,12 @@
-"""How much a search loses by errors of its prices: cost tables are measured on a simulated machine whose true prices are known, and the
-configuration that the search then chooses is compared with the truly fastest one.
+"""How much a search loses by errors of its prices: cost tables are measured on a simulated machine whose true prices
+are known, and the configuration that the search then chooses is compared with the truly fastest one.
 
-Needs a study folder of ``autotune search``: its traces are replayed, the prices of its cost table are taken as the truth, and the
-configurations are those of its tree search. The simulated machine is quiet (samples vary by 4 %), shared (another process
-halves the speed in every second second, and samples vary by 8 %) or hostile (bursts of 0.2 to 3 s in which steps take two to six times as long, and one
-sample in twenty is off by up to four times). Finalists run on it too. With ``--base``, another checkout chooses from the same samples' distribution. Prints the regret by machine and version, median
-and 95th percentile.
+Needs a study folder of ``autotune search``: its traces are replayed, the prices of its cost table are taken as the
+truth, and the configurations are those of its tree search. The simulated machine is quiet (samples vary by 4 %), shared
+(another process halves the speed in every second second, and samples vary by 8 %) or hostile (bursts of 0.2 to 3 s in
+which steps take two to six times as long, and one sample in twenty is off by up to four times). Finalists run on it
+too. With ``--base``, another checkout chooses from the same samples' distribution. Prints the regret by machine and
+version, median and 95th percentile.
 
     python benchmarks/price_regret.py .autotune/STUDY [--base CHECKOUT] [--tables 20] [--seconds 24]
 """
@@ -30,7 +31,7 @@ PARTS = ("decode", "verify")
 RUN_NOISE = 0.02  # relative deviation of the time of a run, besides the machine's speed
 
 
-# ---------------------------------------------------------------------------------------- runs in either checkout, as a worker
+# -------- runs in either checkout, as a worker
 
 
 class Machine:
@@ -267,7 +268,7 @@ def work(path: Path) -> None:
             print(json.dumps(row), flush=True)
 
 
-# --------------------------------------------------------------------------------------------------------------- driver
+# -------- driver
 
 
 def described(study: Path, most: int) -> dict[str, Any]:

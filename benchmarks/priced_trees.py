@@ -1,12 +1,16 @@
-"""Compares ``priced`` trees with the best trees of every other policy, in replay on prompts that neither were chosen on.
+"""Compares ``priced`` trees with the best trees of every other policy, in replay on prompts that neither were chosen
+on.
 
-Needs a study folder of ``autotune search``. For every recorded draft variant, each policy's trees of the space are replayed over
-two thirds of the tuning prompts of each task; the fastest tree of each policy is then replayed over the others. Prints the
-predicted time of a token on both, and by how much ``priced`` is faster than the best other policy. Takes about a minute.
+Needs a study folder of ``autotune search``. For every recorded draft variant, each policy's trees of the space are
+replayed over two thirds of the tuning prompts of each task; the fastest tree of each policy is then replayed over the
+others. Prints the predicted time of a token on both, and by how much ``priced`` is faster than the best other policy.
+Takes about a minute.
 
-With ``--measured N`` both trees also decode N prompts of the evaluation, in turns, three times (about 5 minutes a draft for 64).
+With ``--measured N`` both trees also decode N prompts of the evaluation, in turns, three times (about 5 minutes a draft
+for 64).
 
-    python benchmarks/priced_trees.py .autotune/STUDY [--space quick] [--swept 2048] [--draft digits/star] [--measured 64]
+    python benchmarks/priced_trees.py .autotune/STUDY [--space quick] [--swept 2048] [--draft digits/star] [--measured
+    64]
 """
 
 from __future__ import annotations
@@ -48,7 +52,9 @@ def trees_of(
 def measured(
     study: Path, costs: CostTable, trees: dict[str, Configuration], num_prompts: int
 ) -> dict[str, NDArray[np.float64]]:
-    """Decoding times of trees and of plain decoding on prompts of the evaluation: the median of each prompt's passes, ms."""
+    """Decoding times of trees and of plain decoding on prompts of the evaluation: the median of each prompt's passes,
+    ms.
+    """
     document = load_study(study)
     assert document is not None, "the folder holds no study"
     runner = ModelPool(document.target.id, [draft.reference.id for draft in document.drafts], "cpu").runner(costs)

@@ -1,7 +1,8 @@
 """Decodes held-out prompts with several profiles in turns, and compares their times with those of the first one.
 
-The first profile chooses its operating points by the labels of the prompts, the others without. Checks that all answers equal plain decoding's. Drafts are
-those that the profiles name: of a profile of an earlier version, give the ids as folders. Takes about 4 minutes for 64 prompts and three profiles.
+The first profile chooses its operating points by the labels of the prompts, the others without. Checks that all answers
+equal plain decoding's. Drafts are those that the profiles name: of a profile of an earlier version, give the ids as
+folders. Takes about 4 minutes for 64 prompts and three profiles.
 
     python benchmarks/profiles.py FIRST.json OTHER.json ... [--prompts 64] [--repeats 2]
 """

@@ -1,9 +1,11 @@
-"""Writes a workload of the first turns of MT-Bench, HumanEval and GSM8K, of 40 prompts each, from the files as they are published.
+"""Writes a workload of the first turns of MT-Bench, HumanEval and GSM8K, of 40 prompts each, from the files as they are
+published.
 
-The prompts are drawn at random with a fixed seed, and the three benchmarks take turns; two of five tune, the others evaluate. Answers have at most 128 tokens. The
-files are not part of this repository. Takes about 10 seconds.
+The prompts are drawn at random with a fixed seed, and the three benchmarks take turns; two of five tune, the others
+evaluate. Answers have at most 128 tokens. The files are not part of this repository. Takes about 10 seconds.
 
-    python benchmarks/published_prompts.py mt_bench.jsonl HumanEval.jsonl.gz gsm8k_test.jsonl -o .autotune/results/benchmarks.jsonl
+    python benchmarks/published_prompts.py mt_bench.jsonl HumanEval.jsonl.gz gsm8k_test.jsonl -o
+    .autotune/results/benchmarks.jsonl
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Speedups that papers published, predicted from datasheets and shapes alone, with the published tokens per round.
 
 ``published_speedups.csv`` has the pairs of (tokens per round, speedup) with their paper, table and row, and
-``published_speedups.yaml`` the rule by which rows were taken, the models' shapes, the methods' rounds, and published times of eager and
-captured plain steps. Constants of ``autotune/cost/roofline.py`` are fitted here: ``EAGER_LAYER_MS`` to the eager steps, ``KERNEL_MS``
-and ``HOST_MS`` to captured steps that were measured on an H100, and ``LAYERS_OUTSIDE`` to the speedups, which are eager, where every paper and page weighs the
-same. Every paper is also predicted with the constant that the others give::
+``published_speedups.yaml`` the rule by which rows were taken, the models' shapes, the methods' rounds, and published
+times of eager and captured plain steps. Constants of ``autotune/cost/roofline.py`` are fitted here: ``EAGER_LAYER_MS``
+to the eager steps, ``KERNEL_MS`` and ``HOST_MS`` to captured steps that were measured on an H100, and
+``LAYERS_OUTSIDE`` to the speedups, which are eager, where every paper and page weighs the same. Every paper is also
+predicted with the constant that the others give::
 
     python benchmarks/published_speedups.py
 
@@ -58,7 +59,9 @@ def limits_of(device: str, layers_outside: float) -> DatasheetLimits:
 
 
 def shape_of(model: dict[str, int], layers: int | None = None) -> ModelShape:
-    """A model in 16 bits, or a draft with some of its layers and its output head. Layers with norms of queries and keys have four."""
+    """A model in 16 bits, or a draft with some of its layers and its output head. Layers with norms of queries and keys
+    have four.
+    """
     num_layers = model["layers"] if layers is None else layers
     hidden, keys = model["hidden"], 2 * model["kv"]
     layer = hidden * (2 * model["q"] + keys + 3 * model["mlp"])
@@ -150,7 +153,9 @@ def fit_captured(inputs: dict[str, Any]) -> tuple[float, float]:
 
 
 def errors_table(pairs: pd.DataFrame, found: Floats, by: list[str]) -> pd.DataFrame:
-    """Number of pairs, medians of published and predicted speedups, and medians of the errors and their sizes, by group."""
+    """Number of pairs, medians of published and predicted speedups, and medians of the errors and their sizes, by
+    group.
+    """
     frame = pairs.assign(predicted=found, error=found / pairs.speedup - 1, size=np.abs(found / pairs.speedup - 1))
     groups = frame.groupby(by, sort=False)
     columns = ["tokens_per_round", "speedup", "predicted", "error", "size"]

@@ -1,8 +1,8 @@
 """Measures the CPU time of recording a prompt: the target's answer, its reading, and the forests of every draft.
 
 Two ways are interleaved: one prompt at a time with every node of every forest evaluated, as recording was before; and
-answers in batches, tokens that several forests share evaluated once, and one reading of an answer for all drafts. Answers
-of both ways are checked to be equal. Takes about 3 minutes.
+answers in batches, tokens that several forests share evaluated once, and one reading of an answer for all drafts.
+Answers of both ways are checked to be equal. Takes about 3 minutes.
 
     OMP_NUM_THREADS=1 python benchmarks/recording_speed.py [--prompts 32] [--draft digits/independent ...]
 """

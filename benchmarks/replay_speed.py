@@ -1,10 +1,12 @@
-"""Measures how many configurations one core replays per second, by tree policy, and how much faster that is than decoding.
+"""Measures how many configurations one core replays per second, by tree policy, and how much faster that is than
+decoding.
 
-Records a trace of the bundled pair with all nodes of WETAP's widest trees, then times replays on one thread: the published
-default of each policy, and configurations spread over the ``quick`` space. Replays are timed by the CPU time of their thread, which
-other processes change less than the wall clock. Takes about 5 minutes, of which recording is 3.
+Records a trace of the bundled pair with all nodes of WETAP's widest trees, then times replays on one thread: the
+published default of each policy, and configurations spread over the ``quick`` space. Replays are timed by the CPU time
+of their thread, which other processes change less than the wall clock. Takes about 5 minutes, of which recording is 3.
 
-    python benchmarks/replay_speed.py [--prompts 64] [--configurations 40] [--policy priced] [--folder .autotune/replay-speed]
+    python benchmarks/replay_speed.py [--prompts 64] [--configurations 40] [--policy priced] [--folder
+    .autotune/replay-speed]
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ DEFAULTS: dict[str, dict[str, object]] = {
 
 
 def prices() -> DensePrices:
-    """Prices in plain steps of about those of the bundled pair on a CPU. Looking up a price takes the same time whatever its value,
-    but the size of ``priced`` trees depends on it.
+    """Prices in plain steps of about those of the bundled pair on a CPU. Looking up a price takes the same time
+    whatever its value, but the size of ``priced`` trees depends on it.
     """
     free = PrefillCost(intercept_ms=0.0, per_token_ms=0.0, image_ms=0.0, samples=[])
     nodes = np.repeat(np.arange(130.0)[:, None], 40, axis=1)

@@ -1,4 +1,5 @@
-"""Measures what a lookup of a retrieval draft costs by length of the text, and how many tokens a round it earns by task.
+"""Measures what a lookup of a retrieval draft costs by length of the text, and how many tokens a round it earns by
+task.
 
 Times are medians over a text whose tokens are drawn from a Zipf distribution. Tokens
 per round are counted along held-out answers of the bundled target, so they do not depend on the machine.
@@ -38,7 +39,9 @@ PROPOSALS = 4
 
 
 def time_lookups(length: int) -> list[str]:
-    """Microseconds to index a prompt of ``length`` tokens, to append a token, and to look up: median and 99th percentile."""
+    """Microseconds to index a prompt of ``length`` tokens, to append a token, and to look up: median and 99th
+    percentile.
+    """
     config = SimpleNamespace(image_token_id=None)
     draft = RetrievalDraft()
     draft.attach(cast(Any, SimpleNamespace(vocab_size=VOCAB_SIZE, model=SimpleNamespace(config=config))))

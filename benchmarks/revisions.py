@@ -1,11 +1,11 @@
 """Compares this code with another checkout: the same tokens, rounds and nodes, and the time of decoding.
 
-Two processes, one with each checkout's code, decode the same held-out prompts in turns, in an order drawn for each prompt, with
-several trees at temperature 0 and 1. Any difference in tokens or counts is an error. Prints the median ratio of the decoding times
-with a bootstrap interval over prompts. Takes about 10 minutes for one draft and 12 prompts.
+Two processes, one with each checkout's code, decode the same held-out prompts in turns, in an order drawn for each
+prompt, with several trees at temperature 0 and 1. Any difference in tokens or counts is an error. Prints the median
+ratio of the decoding times with a bootstrap interval over prompts. Takes about 10 minutes for one draft and 12 prompts.
 
-    git worktree add /tmp/base REVISION
-    python benchmarks/revisions.py /tmp/base [--target digits/target --draft digits/independent] [--prompts 12] [--tree eagle2]
+    git worktree add /tmp/base REVISION python benchmarks/revisions.py /tmp/base [--target digits/target --draft
+    digits/independent] [--prompts 12] [--tree eagle2]
 """
 
 from __future__ import annotations

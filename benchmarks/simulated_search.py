@@ -1,9 +1,9 @@
 """Runs a whole default search on a simulated GPU, and compares its winner with random configurations there.
 
-The device is rehearsed on the CPU and has a clock (``tests/simulated_device.py``): the tiny text pair of the tests takes the time
-of Llama-3.1-8B and Llama-3.2-1B in bfloat16, and proposes and accepts what it does anyway. The plan, the shares of the stages and
-the number of prompts that decide are those of a search on such a machine. Prints the search's own output, then stages, prompts,
-captures and regret. Takes about 16 minutes.
+The device is rehearsed on the CPU and has a clock (``tests/simulated_device.py``): the tiny text pair of the tests
+takes the time of Llama-3.1-8B and Llama-3.2-1B in bfloat16, and proposes and accepts what it does anyway. The plan, the
+shares of the stages and the number of prompts that decide are those of a search on such a machine. Prints the search's
+own output, then stages, prompts, captures and regret. Takes about 16 minutes.
 
     PYTHONPATH=. python benchmarks/simulated_search.py [--gpu h100] [--budget 5m] [--random 200] [--decoded 6]
 """
@@ -46,7 +46,9 @@ PROMPTS_OF_A_SPLIT, ANSWER_TOKENS = 240, 125
 
 
 def write_pair(folder: Path) -> tuple[str, str]:
-    """Folders of target and draft in the precision that is usual on GPUs, in which answers are not decoded in batches."""
+    """Folders of target and draft in the precision that is usual on GPUs, in which answers are not decoded in
+    batches.
+    """
     made = llama_pair(folder)
     for model, path in ((made.target, made.target_folder), (made.draft, made.draft_folder)):
         model.to(torch.bfloat16).save_pretrained(path)

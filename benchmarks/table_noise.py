@@ -1,9 +1,10 @@
-"""Compares cost tables of ratios with cost tables of milliseconds, beside a process that burns one core in every second second.
+"""Compares cost tables of ratios with cost tables of milliseconds, beside a process that burns one core in every second
+second.
 
 Each table is measured once and read twice from its samples: with every sample scaled by the plain steps beside it, as
-``autotune measure`` does, and unscaled. Tables without and with the burning process take turns. The table printed at the end
-shows, by tree, how far apart the predicted costs of the tables lie (standard deviation over mean). Ten tables take about six
-minutes.
+``autotune measure`` does, and unscaled. Tables without and with the burning process take turns. The table printed at
+the end shows, by tree, how far apart the predicted costs of the tables lie (standard deviation over mean). Ten tables
+take about six minutes.
 
     python benchmarks/table_noise.py [--tables 5] [--seconds 30]
 """

@@ -1,9 +1,10 @@
 """The text tables of SAGE and WETAP on a text target: SAGE's table 4, WETAP's tables 2, 3 and 5 and figure 4.
 
-Every tree decodes held-out prompts with a draft (in the papers a small independent model) in turns with plain decoding. Prints tokens per
-round M, pooled and by task, draft nodes and draft levels a round, and the speedup over plain decoding with its 95 % interval. M and counts do not
-depend on the machine. WETAP decodes at temperature 1 (section 4.1): give --temperature 1. Takes about an hour for 24 prompts (an estimate). Models run in float32,
-in which all outputs equal plain decoding's.
+Every tree decodes held-out prompts with a draft (in the papers a small independent model) in turns with plain decoding.
+Prints tokens per round M, pooled and by task, draft nodes and draft levels a round, and the speedup over plain decoding
+with its 95 % interval. M and counts do not depend on the machine. WETAP decodes at temperature 1 (section 4.1): give
+--temperature 1. Takes about an hour for 24 prompts (an estimate). Models run in float32, in which all outputs equal
+plain decoding's.
 
     python benchmarks/text_tables.py [--target smollm2 --draft smollm2/mtp] [--temperature 1] [--prompts 24]
 """

@@ -1,11 +1,13 @@
 """Measures the time outside the models in rounds of ``priced`` trees with two sources, a draft and retrieval, by part.
 
-Prompts of the bundled digits are decoded at temperatures 0 and 1 in turns. The share of a round outside the models is its time
-without the draft's and the target's forward passes and the choice of tokens, as in ``DecodingStats.overhead_ms``. It is measured
-first; parts are timed in separate runs, because timing them takes time too.
+Prompts of the bundled digits are decoded at temperatures 0 and 1 in turns. The share of a round outside the models is
+its time without the draft's and the target's forward passes and the choice of tokens, as in
+``DecodingStats.overhead_ms``. It is measured first; parts are timed in separate runs, because timing them takes time
+too.
 
-All times are CPU times of the main thread, which computes alone, so that they do not contain the time in which other processes
-have the core; as these take a part of its caches too, the repeat of every prompt that took least is counted. Takes about 2 minutes.
+All times are CPU times of the main thread, which computes alone, so that they do not contain the time in which other
+processes have the core; as these take a part of its caches too, the repeat of every prompt that took least is counted.
+Takes about 2 minutes.
 
     python benchmarks/two_sources.py [--draft digits/star] [--prompts 24] [--repeats 5]
 """

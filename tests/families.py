@@ -1,8 +1,8 @@
 """Every model family that must decode exactly: tiny random models of the real classes with the family's real processor.
 
 A contract test runs over ``FAMILIES``: it saves a target and a draft (``save``), loads them as users do (``load``,
-``load_processor``) and decodes random prompts (``random_inputs``, ``random_batch``). The random weights are scaled as in
-``tiny_models.sharpen``, for peaked distributions, long varied outputs and a draft that often agrees.
+``load_processor``) and decodes random prompts (``random_inputs``, ``random_batch``). The random weights are scaled as
+in ``tiny_models.sharpen``, for peaked distributions, long varied outputs and a draft that often agrees.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NUM_FRAMES = (2, 5)  # an odd number is padded to whole temporal patches
 Inputs = dict[str, Tensor]
 
 
-# ------------------------------------------------------------------------------------------------------------ tokenizer
+# -------- tokenizer
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 VISUAL_TOKENS = [
@@ -98,7 +98,7 @@ def new_tokenizer(**named: str) -> PreTrainedTokenizerFast:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- processors
+# -------- processors
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,9 @@ def _without_torchvision(processor: type) -> Any:
 
 @cache
 def _pixtral_processor() -> Any:
-    """The class is not importable without torchvision, although it needs only a function that its PIL version has too."""
+    """The class is not importable without torchvision, although it needs only a function that its PIL version
+    has too.
+    """
     package = "transformers.models.pixtral"
     pil = importlib.import_module(f"{package}.image_processing_pil_pixtral")
     hidden = f"{package}.image_processing_pixtral"
@@ -295,7 +297,7 @@ def _new_gemma4_processor(**sizes: int) -> Any:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- models
+# -------- models
 
 
 def _text(num_layers: int, **options: Any) -> dict[str, Any]:
@@ -325,8 +327,8 @@ def _gemma3_text(num_layers: int, **options: Any) -> hf.Gemma3TextConfig:
 
 
 def _gemma4_text(num_layers: int, **options: Any) -> hf.Gemma4TextConfig:
-    """Heads of full layers are larger, tokens have an embedding for every layer, and the target's last two layers read the
-    keys and values of the two before.
+    """Heads of full layers are larger, tokens have an embedding for every layer, and the target's last two layers read
+    the keys and values of the two before.
     """
     sizes = {"head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW, "layer_types": _alternating(num_layers)}
     embeddings = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY_SIZE}
@@ -499,7 +501,7 @@ def _gemma4_tokens() -> dict[str, int]:
     return {f"{name}_token_id": token_id(token) for name, token in tokens.items()}
 
 
-# ------------------------------------------------------------------------------------------------------------- families
+# -------- families
 
 
 @dataclass(frozen=True)
@@ -610,7 +612,7 @@ def params_of(families: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in families]
 
 
-# -------------------------------------------------------------------------------------------------------------- weights
+# -------- weights
 
 EMBEDDING = 0.7  # standard deviation of embeddings at the first layer's input, and of visual features
 LOGITS = 4.0  # standard deviation of the logits: best tokens have 10 to 90 %
@@ -710,7 +712,7 @@ def load_processor(family: Family, folder: Path) -> Any:
     return family.processor_class().from_pretrained(folder)
 
 
-# -------------------------------------------------------------------------------------------------------------- prompts
+# -------- prompts
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ HEAVY = {"torch", "transformers"}
 
 @functools.cache
 def imported_names(path: Path, *, deferred: bool) -> tuple[str, ...]:
-    """Full names of imported modules; ``deferred`` includes imports inside functions. TYPE_CHECKING blocks do not count."""
+    """Full names of imported modules; ``deferred`` includes imports inside functions. TYPE_CHECKING blocks do not
+    count.
+    """
 
     def walk(node: ast.AST) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):

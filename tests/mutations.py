@@ -1,7 +1,7 @@
 """Damaged copies of what a user can give: of content, of text and of bytes, drawn by Hypothesis.
 
-A few examples of every kind in each run; nightly, with all modules that use ``mutate``, more than 20,000. All kinds in one process, with
-a count of each:
+A few examples of every kind in each run; nightly, with all modules that use ``mutate``, more than 20,000. All kinds in
+one process, with a count of each:
 
     python -m tests.mutations [--examples 20000] [-k KIND]
 """
@@ -47,7 +47,9 @@ COUNTS: dict[str, Count] = {}
 
 
 def mutate(few: int, strategy: Any, check: Callable[[Any], Any], is_nightly: bool) -> None:
-    """Check mutations: none may raise anything but a ``UserError`` of one line, take 5 s, or take another GiB of memory."""
+    """Check mutations: none may raise anything but a ``UserError`` of one line, take 5 s, or take another GiB of
+    memory.
+    """
     count = COUNTS.setdefault(os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0], Count())
 
     @settings(

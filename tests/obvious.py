@@ -82,10 +82,11 @@ Seen = tuple[int, list[int], Any, Any]
 
 
 def with_true_tokens(draft: Any, answer: list[int], num_committed: Callable[[], int], seen: list[Seen]) -> Any:
-    """The draft's ``propose``, in which a true token takes the place of the best one now and then, so that rounds accept some.
+    """The draft's ``propose``, in which a true token takes the place of the best one now and then, so that rounds
+    accept some.
 
-    ``seen`` receives the number of committed tokens of the answer, the path from the root, and the draft's own tokens and
-    log-probabilities of every node.
+    ``seen`` receives the number of committed tokens of the answer, the path from the root, and the draft's own tokens
+    and log-probabilities of every node.
     """
     inner = draft.propose
 
@@ -114,8 +115,8 @@ def read_whole_text(network: BlocksNetwork, stream: Tensor, features: Tensor, is
 
 
 def assert_same_logits(actual: Tensor, expected: Tensor, row: Tensor | None = None) -> None:
-    """Assert that logits are equal to 1e-4 of the largest, the effect of another order of summation, which reached 2e-5 on
-    processors with AMX, and 5e-5 with recurrent states. A wrong mask or position changes them by whole numbers.
+    """Assert that logits are equal to 1e-4 of the largest, the effect of another order of summation, which reached 2e-5
+    on processors with AMX, and 5e-5 with recurrent states. A wrong mask or position changes them by whole numbers.
 
     Args:
         row: all logits of the row, if ``expected`` are a few of them.

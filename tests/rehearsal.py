@@ -1,10 +1,10 @@
-"""A CUDA rehearsal: tensors that say they are on ``cuda:N`` and compute on the CPU, and a ``torch.cuda`` next to them with
-streams, capture and replay. The code under test runs unchanged.
+"""A CUDA rehearsal: tensors that say they are on ``cuda:N`` and compute on the CPU, and a ``torch.cuda`` next to them
+with streams, capture and replay. The code under test runs unchanged.
 
 It refuses what a device refuses: tensors of two devices in one operation, host reads and host copies during a capture,
-replays that read freed memory. It counts transfers, waits of the host and live bytes. Where CUDA leaves
-contents open, it chooses the worst: fresh memory holds NaN or senseless integers, and so do the outputs of a graph once an
-older graph of its pool is replayed.
+replays that read freed memory. It counts transfers, waits of the host and live bytes. Where CUDA leaves contents open,
+it chooses the worst: fresh memory holds NaN or senseless integers, and so do the outputs of a graph once an older graph
+of its pool is replayed.
 
 It knows nothing of the numerics of CUDA kernels, of concurrency or of fragmentation.
 """
@@ -54,8 +54,8 @@ class Counts:
 
 
 class DeviceTensor(Tensor):
-    """A tensor of a rehearsed device. torch's C++ takes it for one of the CPU, because a torch without CUDA has no guard
-    for other devices; Python code sees its ``device``.
+    """A tensor of a rehearsed device. torch's C++ takes it for one of the CPU, because a torch without CUDA has no
+    guard for other devices; Python code sees its ``device``.
     """
 
     host: Tensor
@@ -189,7 +189,7 @@ class Rehearsal(TorchDispatchMode):
 
         return made
 
-    # --------------------------------------------------------------------------------------------------------- dispatch
+    # -------- dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -289,7 +289,7 @@ class Rehearsal(TorchDispatchMode):
                 capture.reads.setdefault(id(tensor.allocation), (weakref.ref(tensor.allocation), what))
         capture.calls.append(call)
 
-    # -------------------------------------------------------------------------------------------------------- transfers
+    # -------- transfers
 
     def _move(
         self,

@@ -1,7 +1,7 @@
 """Stand-ins for the streams and graphs of ``torch.cuda`` on a rehearsed device (``tests/rehearsal.py``).
 
-They hold what the rehearsal has to know of work on a device: which stream is current, which operations a graph repeats and
-which memory it reads. Everything they run is run at once, on the CPU.
+They hold what the rehearsal has to know of work on a device: which stream is current, which operations a graph repeats
+and which memory it reads. Everything they run is run at once, on the CPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RehearsedCuda:
         self.num_waits = self.num_replays = self.num_captures = 0
         self.live_bytes = 0
 
-    # ------------------------------------------------------------------------------------------------ waits and refusals
+    # -------- waits and refusals
 
     @property
     def capture(self) -> CUDAGraph | None:
@@ -82,7 +82,7 @@ class RehearsedCuda:
             self.underway.failure = what
         raise CudaError(f"{what} @ {caller()}")
 
-    # ------------------------------------------------------------------------------------------------------------ memory
+    # -------- memory
 
     def allocate(self, host: Tensor, device: torch.device) -> Allocation:
         num_bytes = host.untyped_storage().nbytes()
@@ -112,7 +112,7 @@ class RehearsedCuda:
             if mempool_id in (None, pool)
         ]
 
-    # ----------------------------------------------------------------------------------------------- devices and streams
+    # -------- devices and streams
 
     def index_of(self, device: Any = None) -> int:
         if device is None:

@@ -36,7 +36,7 @@ DEVICE = Fingerprint(name="abacus", kind="cpu", model="An abacus", num_cores=1, 
 NO_PREFILL = PrefillCost(intercept_ms=0, per_token_ms=0, image_ms=0, samples=[])
 
 
-# ------------------------------------------------------------------------------------------------------------ workloads
+# -------- workloads
 
 
 def write_image(path: Path, seed: int, *, size: int = 32) -> str:
@@ -53,7 +53,7 @@ def write_workload(folder: Path, prompts: Iterable[dict[str, Any] | str], *, nam
     return path
 
 
-# --------------------------------------------------------------------------------------------------------------- traces
+# -------- traces
 
 
 def header(
@@ -126,7 +126,7 @@ def random_trace(
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- cost tables
+# -------- cost tables
 
 
 def surface(
@@ -192,7 +192,7 @@ def free_prices() -> DensePrices:
     return DensePrices(nothing[0], nothing, nothing, nothing, 16, Overhead(round_ms=0, level_ms=0), NO_PREFILL)
 
 
-# -------------------------------------------------------------------------------------------------------------- profiles
+# -------- profiles
 
 
 def decoding_profile(

@@ -1,9 +1,10 @@
 """A simulated GPU: the rehearsed device with a clock, so that a small model takes the time of a large one.
 
-Two times advance: the host's, which launches, copies and waits, and the device's, which runs kernels one after the other. A
-kernel takes the largest of a least time, its weights' bytes over the bandwidth, and its operations over the arithmetic rate; the
-sizes are those of the simulated model. ``time.monotonic`` and ``time.perf_counter`` give the host's time. Python code takes no
-time of its own, because the simulation is slower than what it simulates, except functions that are charged (``charged``).
+Two times advance: the host's, which launches, copies and waits, and the device's, which runs kernels one after the
+other. A kernel takes the largest of a least time, its weights' bytes over the bandwidth, and its operations over the
+arithmetic rate; the sizes are those of the simulated model. ``time.monotonic`` and ``time.perf_counter`` give the
+host's time. Python code takes no time of its own, because the simulation is slower than what it simulates, except
+functions that are charged (``charged``).
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class SimulatedDevice(Rehearsal):
 
         self.cuda.wait = timed_wait  # type: ignore[method-assign]
 
-    # ------------------------------------------------------------------------------------------------------------- clock
+    # -------- clock
 
     def now_s(self) -> float:
         """The host's time. Reading it takes time, so that no code takes none."""
@@ -130,7 +131,7 @@ class SimulatedDevice(Rehearsal):
         self.device_s = max(self.device_s, self.host_s) + seconds
         self.busy_s += seconds
 
-    # ------------------------------------------------------------------------------------------------------------ models
+    # -------- models
 
     def simulate(self, size: SimulatedSize, layers: Iterable[nn.Module], model: nn.Module) -> None:
         """Give a loaded model, with its ``layers``, the sizes of another."""
@@ -153,7 +154,7 @@ class SimulatedDevice(Rehearsal):
     def _enter_layers(self, kernels_per_kernel: float) -> None:
         self.kernels_per_kernel = kernels_per_kernel
 
-    # ---------------------------------------------------------------------------------------------------------- kernels
+    # -------- kernels
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outputs = super().run(func, args, kwargs)

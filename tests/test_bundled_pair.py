@@ -1,5 +1,5 @@
-"""The bundled pair, a tiny text pair and SmolLM2 decode losslessly; the target of the digits reads them, and its draft is neither
-perfect nor useless.
+"""The bundled pair, a tiny text pair and SmolLM2 decode losslessly; the target of the digits reads them, and its draft
+is neither perfect nor useless.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def test_provenance_keeps_contention() -> None:
     assert Provenance.model_validate(written).contention is None
 
 
-# -------------------------------------------------------------------------------------------------------------- waiting
+# -------- waiting
 
 
 def waited(machine: FakeMachine, others: Callable[[float], float], limit_s: float) -> float:

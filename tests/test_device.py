@@ -229,7 +229,7 @@ def test_gpus_are_listed_without_torch() -> None:
     assert int(done.stdout) == torch.cuda.device_count()
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
+# -------- memory
 
 
 def test_sizes_are_formatted() -> None:

@@ -10,7 +10,9 @@ from autotune.trees.limits import MAX_STEP
 
 
 def test_round_up_against_a_search_through_all_capture_sizes() -> None:
-    """The smallest capture size that is large enough; sizes above the largest, or without capture sizes, are unchanged."""
+    """The smallest capture size that is large enough; sizes above the largest, or without capture sizes, are
+    unchanged.
+    """
     for capture_sizes in ((), (1,), (3, 4, 5), (8, 16), (1, 2, 4, 8, 16, 32, 64, 128), (160,)):
         for size in range(1, MAX_STEP + 1):
             large_enough = [capture_size for capture_size in capture_sizes if capture_size >= size]

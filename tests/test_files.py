@@ -42,7 +42,7 @@ def write(path: Path, content: Any, schema: str | None = "autotune.study/1") -> 
     return path
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
+# -------- reading
 
 
 def test_document_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_yaml(tmp_path: Path) -> None:
             files.read_yaml(path)
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
+# -------- writing
 
 
 def test_failed_write_leaves_the_old_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +331,7 @@ def test_require_writable_writes_nothing(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["study.json"]
 
 
-# ---------------------------------------------------------------------------------------------------------- JSON Lines
+# -------- JSON Lines
 
 
 def test_appended_records_are_read(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_user_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert files.user_cache() == tmp_path / "autotune"
 
 
-# -------------------------------------------------------------------------------------------------------------- hashes
+# -------- hashes
 
 
 def test_hashes_depend_on_content_and_order(tmp_path: Path) -> None:

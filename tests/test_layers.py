@@ -9,8 +9,8 @@ import pytest
 from autotune.documents.draft_kinds import KINDS
 from tests.imports import MODULES, heavy_import, imported_names, own_imports
 
-# From the bottom to the top, one row for a floor. A module may import modules of its own entry and of lower rows, at module
-# level and inside functions alike.
+# From the bottom to the top, one row for a floor. A module may import modules of its own entry and of lower rows, at
+# module level and inside functions alike.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "strict_parsing"),
     ("files", "console"),
@@ -144,7 +144,9 @@ DRAFT_CLASSES = {
 
 
 def draft_tests(source: str) -> list[str]:
-    """Where code asks which kind a draft is: ``isinstance`` with a class of ``drafters/``, or a kind compared with a name."""
+    """Where code asks which kind a draft is: ``isinstance`` with a class of ``drafters/``, or a kind compared with a
+    name.
+    """
     asked = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):

@@ -1,5 +1,5 @@
-"""Checkpoints of targets and of every kind of draft, whatever is damaged in config or weights: they are loaded and decode, or are refused
-with one line; of damaged weights with the tensor's name.
+"""Checkpoints of targets and of every kind of draft, whatever is damaged in config or weights: they are loaded and
+decode, or are refused with one line; of damaged weights with the tensor's name.
 """
 
 from __future__ import annotations
@@ -201,7 +201,9 @@ def _shown(name: str) -> str:
 @nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints(kind: str, is_nightly: bool, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Config and bytes, on a machine with little memory, which a damaged size may not fill. Weights that are used are whole."""
+    """Config and bytes, on a machine with little memory, which a damaged size may not fill. Weights that are used are
+    whole.
+    """
     one = checkpoint(made, kind, tmp_path)
     content, data = json.loads(one.config.read_text()), one.weights.read_bytes()
     shapes = {name: tensor.shape for name, tensor in load_file(one.weights).items() if _is_used(kind, name)}

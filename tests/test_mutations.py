@@ -1,6 +1,7 @@
 """Anything that a user can give is read, or refused with one line: no other error, whatever is damaged.
 
-Of documents, workloads, images, traces, and what clients and engines send; models and studies have modules of their own.
+Of documents, workloads, images, traces, and what clients and engines send; models and studies have modules of their
+own.
 """
 
 from __future__ import annotations

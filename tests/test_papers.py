@@ -1,4 +1,6 @@
-"""``docs/papers.md`` has a row for everything that the five papers number, and ``docs/citations.md`` an entry for every work."""
+"""``docs/papers.md`` has a row for everything that the five papers number, and ``docs/citations.md`` an entry for every
+work.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from tests.imports import ROOT
 
 PAPERS, CITATIONS = (ROOT / "docs" / "papers.md").read_text(), (ROOT / "docs" / "citations.md").read_text()
 
-# Typed from the papers' text, and counted there by a search for "(n)" and \tag{n}, Table, Figure and Algorithm: equations, tables,
-# figures with their parts, algorithms.
+# Typed from the papers' text, and counted there by a search for "(n)" and \tag{n}, Table, Figure and Algorithm:
+# equations, tables, figures with their parts, algorithms.
 NUMBERED: dict[str, dict[str, str]] = {
     "SAGE": {"eq.": "1-39", "table": "1-6", "figure": "1-4", "algorithm": "1"},
     "WETAP": {"eq.": "1-11", "table": "1-5", "figure": "1a-c, 2-8", "algorithm": "1"},

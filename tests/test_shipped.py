@@ -42,7 +42,9 @@ def test_the_bundled_target_is_small_and_runs_in_float32() -> None:
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_card_describes_the_weights(name: str) -> None:
-    """Kind, target, acceptance by depth, licence, and the hash of the weights; the recipe and its curve, if there is one."""
+    """Kind, target, acceptance by depth, licence, and the hash of the weights; the recipe and its curve, if there is
+    one.
+    """
     folder = DRAFTS[name]
     card = (folder / "README.md").read_text()
     sha256 = sha256_of(folder / "model.safetensors")

@@ -1,9 +1,10 @@
 """Tiny random models of real Hugging Face classes that disagree as a trained target and draft do.
 
-The classes, configs, tokenizer and processor are those that ``drafts.digits.make.build`` makes for the bundled pair; only
-the sizes are small. Random weights as transformers initialises them are useless here: their distributions over 300 tokens
-are almost flat, so no child of the root exceeds SAGE's threshold ``0.1 l / D`` and every tree stays empty. The weights are
-therefore scaled (``sharpen``); ``test_decoder.py`` checks that trees branch and that several tokens of a round are accepted.
+The classes, configs, tokenizer and processor are those that ``drafts.digits.make.build`` makes for the bundled pair;
+only the sizes are small. Random weights as transformers initialises them are useless here: their distributions over 300
+tokens are almost flat, so no child of the root exceeds SAGE's threshold ``0.1 l / D`` and every tree stays empty. The
+weights are therefore scaled (``sharpen``); ``test_decoder.py`` checks that trees branch and that several tokens of a
+round are accepted.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a draft loaded by ``from_pretrained``. Session-wide: tests change them through ``monkeypatch`` only."""
+    """A target and a draft loaded by ``from_pretrained``. Session-wide: tests change them through
+    ``monkeypatch`` only.
+    """
 
     target: Any
     draft: Any
@@ -77,8 +80,8 @@ def inputs_on(inputs: Inputs, device: str) -> Inputs:
 def sharpen(model: Any, layers: Any, num_strong_layers: int) -> None:
     """Scale random weights so that distributions are peaked, outputs long and varied, and the first layers decisive.
 
-    * Embeddings of standard deviation 0.7 in 32 dimensions, tied to the output head, give logits of standard deviation 4:
-      the best token has a probability of 10 to 90 %.
+    * Embeddings of standard deviation 0.7 in 32 dimensions, tied to the output head, give logits of standard deviation
+      4: the best token has a probability of 10 to 90 %.
     * Layer outputs outweigh the embedding that they are added to; otherwise a tied head repeats the input token.
     * Late layers add little: the draft is the target without them and agrees with it on about two tokens of three.
 
@@ -126,8 +129,8 @@ def vision_pair(folder: Path) -> Pair:
 
 
 def llama_pair(folder: Path, **config: Any) -> Pair:
-    """Save and load a text-only Llama and its draft, with the vocabulary of ``vision_pair``. The tokenizer, which has a chat template
-    and no token for images, is saved next to the target.
+    """Save and load a text-only Llama and its draft, with the vocabulary of ``vision_pair``. The tokenizer, which has a
+    chat template and no token for images, is saved next to the target.
     """
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=new_tokenizer().backend_tokenizer, **special)

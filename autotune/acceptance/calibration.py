@@ -1,5 +1,6 @@
-"""Calibration of a draft's probabilities: how often the target accepts a child that the draft gives a certain probability,
-by the depth of the child and its rank; and how often it accepts what retrieval finds, by the length of the match.
+"""Calibration of a draft's probabilities: how often the target accepts a child that the draft gives a certain
+probability, by the depth of the child and its rank; and how often it accepts what retrieval finds, by the length of the
+match.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The rounds of one recorded prompt with their trees, for reports and tests: the decoding loop with a trace as its draft.
+"""The rounds of one recorded prompt with their trees, for reports and tests: the decoding loop with a trace as its
+draft.
 
 ``replay.py`` does the same thousands of times a second and keeps only counts.
 """

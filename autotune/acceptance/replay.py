@@ -43,9 +43,10 @@ class Replay:
     verified_nodes: Ints
     """Draft nodes sent to verification, over all rounds."""
     missing: Ints
-    """Proposed nodes that the policy expanded and the trace does not hold; where there are none, replay is exact. None of them
-    is on the answer, so accepted lengths are exact too, unless a node budget binds: the missing nodes' descendants would have
-    taken room from other nodes. Always 0 for trees that have their shape whatever the draft proposes.
+    """Proposed nodes that the policy expanded and the trace does not hold; where there are none, replay is exact. None
+    of them is on the answer, so accepted lengths are exact too, unless a node budget binds: the missing nodes'
+    descendants would have taken room from other nodes. Always 0 for trees that have their shape whatever the draft
+    proposes.
     """
     accepted_lengths: list[Ints]
     """τ of every round, an array for each prompt."""
@@ -54,7 +55,9 @@ class Replay:
     overhead_ms: Floats
     draft_prefill_ms: Floats
     step_ms: Floats
-    """Time over all prompts by kind of step and number of tokens, [4, tokens]: plain steps, verifications, first passes, levels."""
+    """Time over all prompts by kind of step and number of tokens, [4, tokens]: plain steps, verifications, first
+    passes, levels.
+    """
 
     @property
     def is_covered(self) -> bool:

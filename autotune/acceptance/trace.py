@@ -58,12 +58,12 @@ class TraceHeader(Document, kind="trace", made_by="autotune record"):
 class Forest:
     """The recorded proposals along one answer, or along several concatenated ones.
 
-    ``answer`` [tokens] is the target's output. In the forest of one answer, its token i is node i, for all but the last.
-    ``child_token``, ``child_logprob`` and ``child_node`` are [nodes, proposals], most probable first; ``child_node`` is
-    -1 where the child was not expanded.
+    ``answer`` [tokens] is the target's output. In the forest of one answer, its token i is node i, for all but the
+    last. ``child_token``, ``child_logprob`` and ``child_node`` are [nodes, proposals], most probable first;
+    ``child_node`` is -1 where the child was not expanded.
 
-    ``retrieved`` [tokens, ``MAX_RETRIEVED``] is what followed the longest match of the context up to each token, -1 where there
-    is nothing, and ``match_length`` [tokens] the length of that match (``trees.tree.Retrieved``).
+    ``retrieved`` [tokens, ``MAX_RETRIEVED``] is what followed the longest match of the context up to each token, -1
+    where there is nothing, and ``match_length`` [tokens] the length of that match (``trees.tree.Retrieved``).
     """
 
     answer: Ints
@@ -138,9 +138,9 @@ class Trace:
     def draft_kv_length(self, crossing_share: float) -> Ints:
         """KV length [prompts] at which a draft's forward passes are priced when decoding begins.
 
-        Blocks that cross (DREAM, STAR) attend to the whole prompt and the others to what pruning left. What attention costs
-        is proportional to the keys and values that it reads, so the price of both is the price of a draft without pruning at
-        their mean, weighted by the ``crossing_share`` of the keys and values of a token.
+        Blocks that cross (DREAM, STAR) attend to the whole prompt and the others to what pruning left. What attention
+        costs is proportional to the keys and values that it reads, so the price of both is the price of a draft without
+        pruning at their mean, weighted by the ``crossing_share`` of the keys and values of a token.
         """
         num_pruned = self.prompt_length - self.draft_prompt_length
         return np.round(self.draft_prompt_length + crossing_share * num_pruned).astype(np.int64)
@@ -153,7 +153,8 @@ class Trace:
         return prompt, token, self.first_node[prompt] + token - self.answer_start[prompt]
 
     def agreement(self, ranks: Sequence[int] = (1, 4)) -> pd.DataFrame:
-        """How often the draft, given the true prefix, has the target's next token among its ``rank`` most probable ones.
+        """How often the draft, given the true prefix, has the target's next token among its ``rank`` most probable
+        ones.
 
         Columns: task, rank, share. A task whose answers have one token each has no rows.
         """
@@ -174,8 +175,8 @@ class PackedForest(NamedTuple):
     """A forest laid out for replay, so that what a round reads is contiguous in memory.
 
     Rows of ``proposals`` are forest nodes: first the NUM_HOT most probable nodes of every root, root by root, because
-    every policy reads these and replay is bound by memory latency; then the others. The last row, ``unrecorded``, is that
-    of every node not recorded and proposes nothing. ``root_row`` [answer tokens] is the row of each token.
+    every policy reads these and replay is bound by memory latency; then the others. The last row, ``unrecorded``, is
+    that of every node not recorded and proposes nothing. ``root_row`` [answer tokens] is the row of each token.
     """
 
     proposals: Proposals
@@ -297,7 +298,9 @@ def load_trace(path: Path) -> Trace:
 
 
 def _why_damaged(arrays: dict[str, NDArray[Any]], header: TraceHeader) -> str | None:
-    """The first rule that the arrays of a file break, of those that ``Trace`` and ``Forest`` state; None if they are sound."""
+    """The first rule that the arrays of a file break, of those that ``Trace`` and ``Forest`` state; None if they are
+    sound.
+    """
     num_prompts, num_tokens = len(header.prompts), arrays["answer"].size
     num_nodes, k = arrays["child_token"].shape if arrays["child_token"].ndim == 2 else (0, 0)
     shapes: dict[str, tuple[int, ...]] = {

@@ -12,8 +12,8 @@ CONTEXT_TOKENS = 8  # of the prompt, on which it depends whether the answer begi
 
 
 class AnswerText:
-    """Collects the tokens of an answer. As a stopping criterion of generate, it ends the answer with the token that completes a
-    stop string.
+    """Collects the tokens of an answer. As a stopping criterion of generate, it ends the answer with the token that
+    completes a stop string.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:

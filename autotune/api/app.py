@@ -80,8 +80,8 @@ class Reply:
 
 
 def create_app(service: DecoderService, api_key: str | None) -> FastAPI:
-    """The routes. Without a key, requests name this machine as their host: the page of another site cannot make a browser
-    send such ones.
+    """The routes. Without a key, requests name this machine as their host: the page of another site cannot make a
+    browser send such ones.
     """
 
     async def authorize(request: Request) -> None:

@@ -21,7 +21,8 @@ MAX_PIXELS = 1 << 25  # of all images of a request
 MAX_ASPECT = 20  # some processors scale an image's shorter side up
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_STOPS = 16
-# Parameters that are not supported, with the values at which they change no answer, and parameters that never change one.
+# Parameters that are not supported, with the values at which they change no answer, and parameters that never change
+# one.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of"), (1,)),
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
@@ -86,7 +87,9 @@ class StreamOptions(_Asked):
 
 
 class Generation(_Asked):
-    """The parameters of completions and of chats. Settings that are left out are those of the model's generation config."""
+    """The parameters of completions and of chats. Settings that are left out are those of the model's generation
+    config.
+    """
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
@@ -163,7 +166,9 @@ class ChatRequest(Generation):
 
 
 def parse_request(kind: type[CompletionRequest | ChatRequest], body: bytes) -> CompletionRequest | ChatRequest:
-    """A request from its body; an ``ApiError`` if it is none, or asks for what would give another answer than this server's."""
+    """A request from its body; an ``ApiError`` if it is none, or asks for what would give another answer than this
+    server's.
+    """
     try:
         content = parse_json(body.decode())
     except ValueError as error:

@@ -24,8 +24,8 @@ JOIN_S = 10.0  # for the step that the decoder runs
 
 
 class ApiServer(uvicorn.Server):
-    """Answers requests until a signal comes, then those that it has accepted, as long as there is time; the next signal ends it
-    at once. Signals are not raised again.
+    """Answers requests until a signal comes, then those that it has accepted, as long as there is time; the next signal
+    ends it at once. Signals are not raised again.
 
     Args:
         load: called in the decoder's thread.

@@ -52,8 +52,8 @@ class _NotWanted(Exception):
 
 
 class Job:
-    """An accepted request. It lives in the event loop; the decoder's thread calls ``send``, and ``put`` and ``end``, which
-    generate expects of a streamer.
+    """An accepted request. It lives in the event loop; the decoder's thread calls ``send``, and ``put`` and ``end``,
+    which generate expects of a streamer.
     """
 
     def __init__(self, service: DecoderService) -> None:

@@ -68,7 +68,9 @@ def code_hash(side: Side) -> str:
 
 @contextmanager
 def open_sides(against: str | None, profile: Path, folder: Path, dtype: Dtype | None = None) -> Iterator[Sides]:
-    """Base and head. The base is the profile ``against`` if that is a file, otherwise a git revision; None: the head."""
+    """Base and head. The base is the profile ``against`` if that is a file, otherwise a git revision; None: the
+    head.
+    """
     head_profile = DecodingProfile.load(profile)
     copy = _without_evidence(profile, folder / "head.json")
     head = Side(name="head", label="the current version", profile=copy, dtype=dtype)

@@ -1,8 +1,8 @@
 """The exact gate: compares the counts of two decodings of the same prompts. Counts have no noise.
 
-The target forwards, draft forwards and nodes of a prompt depend only on models, tree and prompt, so every difference is a
-change of the program. Differences are priced in plain decoding steps, by the prices that the profile took from its cost
-table.
+The target forwards, draft forwards and nodes of a prompt depend only on models, tree and prompt, so every difference is
+a change of the program. Differences are priced in plain decoding steps, by the prices that the profile took from its
+cost table.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def counts_gate(
 ) -> Gate:
     """The gate on a comparison of counts with those of ``source``.
 
-    A predicted slowdown above ``tolerance`` is a regression. With an ``advisory_reason`` the gate can only warn, and with a
-    ``different_answer_reason`` different answers are acceptable.
+    A predicted slowdown above ``tolerance`` is a regression. With an ``advisory_reason`` the gate can only warn, and
+    with a ``different_answer_reason`` different answers are acceptable.
     """
     changed, different = comparison.changed, comparison.different_answers
     num_worse = sum(change.is_worse for change in changed)

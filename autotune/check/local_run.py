@@ -67,13 +67,15 @@ class LocalRun:
             timing=timing,
         )
 
-    # ------------------------------------------------------------------------------------------------------------ gates
+    # -------- gates
 
     def skipped_gate(self, name: str, reason: str) -> Gate:
         return Gate(name=name, workload=self.workload.name, verdict="skipped", summary=reason)
 
     def lossless_gate(self) -> Gate:
-        """Fails if an answer of a lossless point differs from plain decoding, other than by a near tie in reduced precision."""
+        """Fails if an answer of a lossless point differs from plain decoding, other than by a near tie in reduced
+        precision.
+        """
         summary = self.summary
         verdict: GateVerdict = "passed"
         if self.divergences:
@@ -132,7 +134,9 @@ class LocalRun:
 
 
 def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: Callable[[int, int], None]) -> LocalRun:
-    """Decode prompt by prompt in random order, side by side with plain decoding; then again, to see if counts repeat."""
+    """Decode prompt by prompt in random order, side by side with plain decoding; then again, to see if counts
+    repeat.
+    """
     runner = ArmRunner(decoder, decoder.processor)
     workload = runner.conversations.follow_workload(workload)
     tuned = runner.plain if decoder.draft is None else DecoderArm(TUNED, decoder)
@@ -160,7 +164,8 @@ def evidence_for(profile: DecodingProfile, workload: Workload, settings: CheckSe
     """The profile's evidence about the workload's first prompts, or why there is none.
 
     Raises:
-        NotComparable: the evidence is about other prompts of this workload; or about another workload, without another gate.
+        NotComparable: the evidence is about other prompts of this workload; or about another workload, without another
+            gate.
     """
     source = settings.profile
     evidence = profile.evidence.prompts[: len(workload.prompts)]

@@ -1,8 +1,8 @@
 """Pairs: base and head decode the same prompt within about a second, in random order.
 
-A disturbance of the machine then affects either side with the same probability, so without a change a pair's log-ratio is
-distributed symmetrically around 0, which is all that the test in ``sequential.py`` assumes. Processes also differ in their
-memory layout, so both are restarted every few pairs. No pair is ever discarded.
+A disturbance of the machine then affects either side with the same probability, so without a change a pair's log-ratio
+is distributed symmetrically around 0, which is all that the test in ``sequential.py`` assumes. Processes also differ in
+their memory layout, so both are restarted every few pairs. No pair is ever discarded.
 """
 
 from __future__ import annotations

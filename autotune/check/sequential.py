@@ -1,14 +1,15 @@
-"""A group-sequential test: is the head slower than the base? Analysed at a few numbers of pairs that are fixed beforehand.
+"""A group-sequential test: is the head slower than the base? Analysed at a few numbers of pairs that are fixed
+beforehand.
 
-Each pair gives x = ln(t_head / t_base) for one prompt, decoded in random order. The test is the exact Wilcoxon signed-rank
-test of two null hypotheses: a failure must reject "slower by at most the tolerance", a pass must reject "slower by at least
-the limit". The error probabilities are spent over the interim analyses, more at later ones, so repeated analyses do not
-inflate them.
+Each pair gives x = ln(t_head / t_base) for one prompt, decoded in random order. The test is the exact Wilcoxon
+signed-rank test of two null hypotheses: a failure must reject "slower by at most the tolerance", a pass must reject
+"slower by at least the limit". The error probabilities are spent over the interim analyses, more at later ones, so
+repeated analyses do not inflate them.
 
-Pairs of one launch are not independent: two processes of the same program can differ by several per cent for as long as they
-live, and five consecutive pairs then have the same sign. Signed ranks are therefore summed by launch, and the sums are
-tested (after Rosner, Glynn and Lee 2006, but exactly). Tested pair by pair, an unchanged program would be called slower
-several times as often as stated (``benchmarks/check_power.py``).
+Pairs of one launch are not independent: two processes of the same program can differ by several per cent for as long as
+they live, and five consecutive pairs then have the same sign. Signed ranks are therefore summed by launch, and the sums
+are tested (after Rosner, Glynn and Lee 2006, but exactly). Tested pair by pair, an unchanged program would be called
+slower several times as often as stated (``benchmarks/check_power.py``).
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Design:
     pass_risk: float = 0.05
     """Probability that a slowdown of at least ``limit`` passes."""
     analyses: tuple[int, ...] = (55, 80, 160, 240)
-    """Numbers of pairs. With fewer than 55 pairs (11 launches), the smallest possible p-value of the signs, 1/2048, exceeds
-    what the first analysis may spend on a failure if two workloads share it: nothing could fail.
+    """Numbers of pairs. With fewer than 55 pairs (11 launches), the smallest possible p-value of the signs, 1/2048,
+    exceeds what the first analysis may spend on a failure if two workloads share it: nothing could fail.
     """
     num_workloads: int = 1
     """They share the error probabilities."""
@@ -106,7 +107,9 @@ def p_value(x: Floats, launches: NDArray[Any] | None) -> Floats:
 
 
 def decide(x: Floats, design: Design) -> tuple[NDArray[np.object_], NDArray[np.int64]]:
-    """Verdicts [checks] and numbers of pairs used [checks] of complete checks x[checks, pairs] with complete launches."""
+    """Verdicts [checks] and numbers of pairs used [checks] of complete checks x[checks, pairs] with complete
+    launches.
+    """
     verdicts = np.full(len(x), Verdict.CONTINUE, dtype=object)
     used = np.full(len(x), design.max_pairs)
     for number, num_pairs in enumerate(design.analyses):

@@ -25,7 +25,9 @@ from autotune.check.sequential import (
 from autotune.errors import UserError
 
 AA_CHECKS = 2000  # simulated from the noise of an A/A run
-MAX_FALSE_ALARMS, MIN_DETECTION = 0.01, 0.95  # of a machine that is suitable for checks
+# Of a machine that is suitable for checks.
+MAX_FALSE_ALARMS = 0.01
+MIN_DETECTION = 0.95
 
 
 @dataclass(frozen=True)

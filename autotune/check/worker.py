@@ -1,7 +1,8 @@
 """One side of a timed comparison: decodes the requested prompts and reports times and counts.
 
-Runs as a script with the code under test, which may be of another commit than this file, so it uses only autotune's public interface.
-Requests are lines of JSON on standard input, answers lines of JSON on standard output. It ends when its input is closed.
+Runs as a script with the code under test, which may be of another commit than this file, so it uses only autotune's
+public interface. Requests are lines of JSON on standard input, answers lines of JSON on standard output. It ends when
+its input is closed.
 
     python -P worker.py '{"profile": FILE, "options": {"device": "cpu"}}'
 """

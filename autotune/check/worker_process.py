@@ -60,7 +60,9 @@ class Side:
 
 
 class WorkerProcess:
-    """A worker in a separate process. The constructor starts it; the first ``decode`` or ``wait`` waits until it has loaded."""
+    """A worker in a separate process. The constructor starts it; the first ``decode`` or ``wait`` waits until it has
+    loaded.
+    """
 
     def __init__(self, side: Side, *, device: str, log: Path) -> None:
         self.side, self.log = side, log

@@ -34,14 +34,16 @@ from autotune.search.settings import SearchSettings
 )
 @options.as_json
 def command(target: str | None, drafts: tuple[str, ...], workload: str | None, as_json: bool, **choices: Any) -> None:
-    """Tell what to expect on this machine before a search, in a minute: its devices and their datasheets, the bandwidth that a
-    copy reaches, and other processes. With a target also: the attention kernels that torch picks for its shapes, whether
-    verification equals single steps, what verifications cost in plain steps, and on a GPU time and memory of capturing.
+    """Tell what to expect on this machine before a search, in a minute: its devices and their datasheets, the bandwidth
+    that a copy reaches, and other processes. With a target also: the attention kernels that torch picks for its shapes,
+    whether verification equals single steps, what verifications cost in plain steps, and on a GPU time and memory of
+    capturing.
 
-    With drafts it decodes these answers as a search does, plainly and in rounds, eagerly and captured, and compares tokens, rounds and times.
+    With drafts it decodes these answers as a search does, plainly and in rounds, eagerly and captured, and compares
+    tokens, rounds and times.
 
-    Exits with 1 if torch cannot use the machine's GPU, or if a verification differs from single steps, captured steps from eager ones, or
-    a draft's answer from plain decoding, by more than rounding explains.
+    Exits with 1 if torch cannot use the machine's GPU, or if a verification differs from single steps, captured steps
+    from eager ones, or a draft's answer from plain decoding, by more than rounding explains.
     """
     from autotune.cli.preflight import require_workload
     from autotune.modeling.loading import default_workload, resolve

@@ -107,7 +107,9 @@ def _end(number: int, _frame: object) -> None:
 
 @contextlib.contextmanager
 def _ending_signals() -> Iterator[None]:
-    """Inside the context SIGTERM and SIGHUP end the command as SIGINT does; a caller that ignores one of them, as nohup, is obeyed."""
+    """Inside the context SIGTERM and SIGHUP end the command as SIGINT does; a caller that ignores one of them, as
+    nohup, is obeyed.
+    """
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     is_main = threading.current_thread() is threading.main_thread()
     numbers = [number for number in numbers if is_main and signal.getsignal(number) is signal.SIG_DFL]
@@ -121,7 +123,9 @@ def _ending_signals() -> Iterator[None]:
 
 
 def _open_closed_streams() -> None:
-    """Open the standard streams that the caller has closed (``2>&-``), or the files of a command would get their descriptors."""
+    """Open the standard streams that the caller has closed (``2>&-``), or the files of a command would get their
+    descriptors.
+    """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
@@ -134,6 +138,7 @@ def main() -> None:
 
     Without options every command uses the bundled models and workload, offline.
 
-    Exit codes: 0 done, 1 the check found a regression or the doctor a defect, 2 a mistake that the user can fix, 3 the check is inconclusive,
-    4 not comparable; 129, 130 and 143 ended by SIGHUP, SIGINT or SIGTERM, 141 by the reader of its output.
+    Exit codes: 0 done, 1 the check found a regression or the doctor a defect, 2 a mistake that the user can fix, 3 the
+    check is inconclusive, 4 not comparable; 129, 130 and 143 ended by SIGHUP, SIGINT or SIGTERM, 141 by the reader of
+    its output.
     """

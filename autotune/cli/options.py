@@ -21,7 +21,7 @@ from autotune.workloads.formats import FORMATS
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-# --------------------------------------------------------------------------------------------------------- value types
+# -------- value types
 
 
 class Duration(click.ParamType[float]):
@@ -84,7 +84,7 @@ class TableFile(click.Path):
         return path
 
 
-# ------------------------------------------------------------------------------------------------------- shared options
+# -------- shared options
 
 workload = click.option(
     "--workload",
@@ -183,7 +183,7 @@ def table(contents: str) -> Decorator:
     return click.option("--table", type=TableFile(), default=None, help=f"Write {contents} to a .csv or .parquet file.")
 
 
-# --------------------------------------------------------------------------------------------- options of settings models
+# -------- options of settings models
 
 
 def settings_options(model: type[BaseModel], *names: str) -> Decorator:
@@ -226,7 +226,7 @@ def _option(name: str, field: FieldInfo) -> Decorator:
     return click.option(*names, name, **options)
 
 
-# ---------------------------------------------------------------------------------------------------------------- output
+# -------- output
 
 
 def print_json(value: Any) -> None:

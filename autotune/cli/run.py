@@ -90,8 +90,8 @@ def _prompts(
     *,
     whole: bool,
 ) -> list[WorkloadPrompt]:
-    """The prompts to decode, with the settings of the command line instead of their own: the text, the whole workload, or its
-    first prompt.
+    """The prompts to decode, with the settings of the command line instead of their own: the text, the whole workload,
+    or its first prompt.
     """
     from pydantic import ValidationError
 

@@ -29,9 +29,9 @@ from autotune.option_fields import make_settings
 @options.profile_dtype
 @options.as_json
 def command(profile: Path, device: str, dtype: Dtype | None, as_json: bool, **values: Any) -> int:
-    """Answer /v1/chat/completions and /v1/completions in the form of OpenAI's API, one request after the other; also /v1/models,
-    /health and /metrics. SIGTERM, SIGHUP or Ctrl-C ends the server when accepted requests are answered, a second one at once.
-    With --json, an object says where requests are answered, as soon as they are.
+    """Answer /v1/chat/completions and /v1/completions in the form of OpenAI's API, one request after the other; also
+    /v1/models, /health and /metrics. SIGTERM, SIGHUP or Ctrl-C ends the server when accepted requests are answered, a
+    second one at once. With --json, an object says where requests are answered, as soon as they are.
     """
     from autotune.cli.preflight import require_profile
 

@@ -1,9 +1,11 @@
-"""One joint fit of the latencies of all steps, which gives prices at all sizes from those that were measured, and draws of what they may
-truly be: a Gaussian process over the logarithms of the times (Rasmussen and Williams, 2006, algorithm 2.1 and equations 5.10 to 5.12).
+"""One joint fit of the latencies of all steps, which gives prices at all sizes from those that were measured, and draws
+of what they may truly be: a Gaussian process over the logarithms of the times (Rasmussen and Williams, 2006, algorithm
+2.1 and equations 5.10 to 5.12).
 
-Sizes of one network share a curve over tokens, the effect of the KV length and of the shares of heads and vocabulary, and the
-kernels that a number of tokens needs. So a sample of one subnet tells about the others, a size that contradicts all of its
-neighbors is believed only as far as its samples allow, and errors of prices are correlated as the physics is.
+Sizes of one network share a curve over tokens, the effect of the KV length and of the shares of heads and vocabulary,
+and the kernels that a number of tokens needs. So a sample of one subnet tells about the others, a size that contradicts
+all of its neighbors is believed only as far as its samples allow, and errors of prices are correlated as the physics
+is.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ class SurfaceSteps(NamedTuple):
 
 
 def choice_of(subnet: Subnet) -> tuple[float, float]:
-    """Mean share of heads that is left out, and the octaves by which the vocabulary is smaller, over ``VOCABULARY_OCTAVES``."""
+    """Mean share of heads that is left out, and the octaves by which the vocabulary is smaller, over
+    ``VOCABULARY_OCTAVES``.
+    """
     shares = subnet.head_shares
     return 1 - sum(shares) / len(shares), -math.log2(subnet.vocabulary or 1.0) / VOCABULARY_OCTAVES
 
@@ -123,7 +127,8 @@ class Posterior:
         errors = np.array([observation.error for _, observation in (*timed, *live)])
         self._timed, observed = rows[: len(timed)], self._steps[rows]
         observed.is_live = np.arange(len(rows)) >= len(timed)
-        # Prices are those of decoding where decoding was observed; but its times are in plain steps, which it does not move.
+        # Prices are those of decoding where decoding was observed; but its times are in plain steps, which it does not
+        # move.
         self._steps.is_live = bool(live) & (self._steps.group != PLAIN_STEPS)
         # Algorithm 2.1, around the mean of the observations of each group.
         groups = 1 + int(self._steps.group.max())
@@ -147,7 +152,9 @@ class Posterior:
         return np.split(np.sqrt(variances), self._ends)
 
     def _left_out(self) -> tuple[Floats, Floats]:
-        """Errors of the prediction of every observation from all others, and the standard deviations that they should have."""
+        """Errors of the prediction of every observation from all others, and the standard deviations that they should
+        have.
+        """
         inverse = np.diag(self._inverse)
         return -self._weights / inverse, np.sqrt(1 / inverse)
 
@@ -166,8 +173,8 @@ class Posterior:
         return means
 
     def contradictions(self) -> list[Floats]:
-        """How far observations are from their predictions by all others, as absolute differences of logarithms, by part: where that is
-        more than ``CONTRADICTION`` standard deviations; 0 elsewhere.
+        """How far observations are from their predictions by all others, as absolute differences of logarithms, by
+        part: where that is more than ``CONTRADICTION`` standard deviations; 0 elsewhere.
         """
         errors, expected = self._left_out()
         return self._by_part(np.abs(errors) * (np.abs(errors) > CONTRADICTION * expected))

@@ -72,9 +72,9 @@ Costs = TypeVar("Costs", PrefillCost, Overhead)
 
 
 def fit_costs(document: type[Costs], samples: Sequence[list[Any]]) -> list[Costs]:
-    """Fit the costs of members together, ``ms ~ factor * (counts @ costs)``: the prefills of a network's subnets, which have one line, or
-    the overheads of drafts, which are the same work of the runtime. The factor of each is pooled towards 1 by its standard error, and
-    the error in cross-validation is of all.
+    """Fit the costs of members together, ``ms ~ factor * (counts @ costs)``: the prefills of a network's subnets, which
+    have one line, or the overheads of drafts, which are the same work of the runtime. The factor of each is pooled
+    towards 1 by its standard error, and the error in cross-validation is of all.
 
     Args:
         samples: of each member, as in its document. The intercept of a prefill counts once.

@@ -1,10 +1,11 @@
 """Estimated cost tables from the limits in a device's datasheet (roofline model).
 
-Traffic takes bytes over reached bandwidth, and arithmetic operations over peak throughput. An eager step takes the longest of both and
-the host's kernel launches; a captured step the longer of both, and the times of its kernels and of the host. Limits are scaled to tables
-that were measured on the device with other models. Everything made from an estimate is marked ``estimated``. Eager speedups that papers
-published, and captured steps that engines published, are predicted with a median error of 13 % (``benchmarks/published_speedups.py``),
-single ones with far larger ones: an estimate serves to rank configurations.
+Traffic takes bytes over reached bandwidth, and arithmetic operations over peak throughput. An eager step takes the
+longest of both and the host's kernel launches; a captured step the longer of both, and the times of its kernels and of
+the host. Limits are scaled to tables that were measured on the device with other models. Everything made from an
+estimate is marked ``estimated``. Eager speedups that papers published, and captured steps that engines published, are
+predicted with a median error of 13 % (``benchmarks/published_speedups.py``), single ones with far larger ones: an
+estimate serves to rank configurations.
 """
 
 from __future__ import annotations
@@ -27,21 +28,27 @@ from autotune.execution import EAGER, padded_lengths
 from autotune.files import Document, data_root
 from autotune.trees.limits import Floats
 
-COMPUTE_SLICES, MEMORY_SLICES = 7, 8  # of a GPU that is split into MIG slices
+# Of a GPU that is split into MIG slices.
+COMPUTE_SLICES = 7
+MEMORY_SLICES = 8
 KV_LENGTHS = (64, 512, 4096)
 PADDED_KV_LENGTHS = padded_lengths(8192)
 REACHED_BANDWIDTH = 0.88  # of the datasheet's
-# Whatever the GPU; fitted by benchmarks/published_speedups.py, eager steps to what papers and others published, captured ones to an H100.
+# Whatever the GPU; fitted by benchmarks/published_speedups.py, eager steps to what papers and others published,
+# captured ones to an H100.
 EAGER_LAYER_MS = 0.9  # the host launches the kernels of a layer; published plain steps lie between 0.25 and 1.55
 KERNEL_MS = 0.0027  # a kernel of a captured step, besides its memory traffic
-LAYERS_OUTSIDE, KERNELS_OUTSIDE = 2.4, 40  # outside the layers: eager launches, in layers; captured kernels
+LAYERS_OUTSIDE = 2.4  # eager launches outside the layers, as the number of layers that would take as long
+KERNELS_OUTSIDE = 40  # captured kernels outside the layers
 HOST_MS = 0.37  # the host's part of a captured step, which copies its input, replays the graph and awaits the result
 ROUND_MS = 0.18  # a round outside the models, measured on the host of an H100; a level takes an eighth of it
 REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
 
 
 class DatasheetLimits(Document, kind="device-limits"):
-    """Limits of a device, in the units of datasheets, and of the host, which are the same for all devices unless measured."""
+    """Limits of a device, in the units of datasheets, and of the host, which are the same for all devices unless
+    measured.
+    """
 
     model: str
     source: str
@@ -64,8 +71,9 @@ def datasheets() -> dict[str, Path]:
 
 
 def find_limits(name: str) -> DatasheetLimits | None:
-    """Limits of a device in ``datasheets()``, or of a MIG slice, ``h100-mig-1g.10gb`` or ``h100-mig-1c.3g.40gb``: a GPU has seven slices
-    of compute and eight of memory, which divide capacity and bandwidth equally (MIG user guide, partitioning). None if there are none.
+    """Limits of a device in ``datasheets()``, or of a MIG slice, ``h100-mig-1g.10gb`` or ``h100-mig-1c.3g.40gb``: a GPU
+    has seven slices of compute and eight of memory, which divide capacity and bandwidth equally (MIG user guide,
+    partitioning). None if there are none.
     """
     device, _, part = name.partition("-mig-")
     path = datasheets().get(device)
@@ -91,12 +99,16 @@ def find_limits(name: str) -> DatasheetLimits | None:
 
 
 def step_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float, mode: str = EAGER) -> float:
-    """Latency of a forward of ``tokens`` tokens with ``kv_length`` tokens in the KV cache, padded unless the mode is ``eager``."""
+    """Latency of a forward of ``tokens`` tokens with ``kv_length`` tokens in the KV cache, padded unless the mode is
+    ``eager``.
+    """
     return float(_latency_ms(np.array(_parts_ms(shape, limits, tokens, kv_length, mode)), mode))
 
 
 def device_bound_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float) -> float:
-    """The least latency of the same forward that the device allows, however fast the host is: memory traffic or arithmetic."""
+    """The least latency of the same forward that the device allows, however fast the host is: memory traffic or
+    arithmetic.
+    """
     memory_ms, arithmetic_ms, _ = _parts_ms(shape, limits, tokens, kv_length, EAGER)
     return max(REACHED_BANDWIDTH * memory_ms, arithmetic_ms)
 
@@ -110,8 +122,8 @@ def operations(shape: ModelShape, tokens: float, kv_length: float) -> float:
 def _parts_ms(
     shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float, mode: str
 ) -> tuple[float, float, float]:
-    """Times of a forward: memory traffic, arithmetic, and the host's launches or else the captured kernels with the host's part; 0
-    for a draft without forward passes.
+    """Times of a forward: memory traffic, arithmetic, and the host's launches or else the captured kernels with the
+    host's part; 0 for a draft without forward passes.
     """
     if not shape.has_forward_pass:
         return 0.0, 0.0, 0.0
@@ -136,8 +148,8 @@ def _latency_ms(parts_ms: Floats, mode: str) -> Floats:
 
 
 def anchored(limits: DatasheetLimits, measured: Sequence[CostTable], mode: str = EAGER) -> DatasheetLimits:
-    """Scale bandwidth, peak throughput and the time of launches, or else of captured kernels and the host, to tables measured on the
-    device in a mode, by least squares of log latency.
+    """Scale bandwidth, peak throughput and the time of launches, or else of captured kernels and the host, to tables
+    measured on the device in a mode, by least squares of log latency.
 
     Limits that no measured point depends on are not changed. ``round_ms`` becomes the median of the tables.
     """
@@ -207,7 +219,8 @@ def estimate_table(
     capture_sizes: tuple[int, ...] = (),
     measured: Sequence[CostTable] = (),
 ) -> CostTable:
-    """Estimate the cost table of a target and its drafts from the datasheet of a device. Prefills are eager in every mode.
+    """Estimate the cost table of a target and its drafts from the datasheet of a device. Prefills are eager in every
+    mode.
 
     Args:
         name: the device, which ``find_limits`` knows.

@@ -23,7 +23,9 @@ def robust_deviation(samples: Sequence[float] | Floats) -> float:
 
 
 def robust_weights(deviations: Floats) -> Floats:
-    """Weights of errors, given in standard deviations, by Student's t distribution (Lange, Little and Taylor, 1989): large ones count less."""
+    """Weights of errors, given in standard deviations, by Student's t distribution (Lange, Little and Taylor, 1989):
+    large ones count less.
+    """
     return (DEGREES + 1) / (DEGREES + np.square(deviations))
 
 
@@ -41,8 +43,8 @@ class Observation(Document):
 
 
 class Point(Document):
-    """A forward that reads ``tokens`` tokens with ``kv_length`` tokens in the KV cache; of a captured one, ``kv_length`` is the padded
-    KV length that it attends to.
+    """A forward that reads ``tokens`` tokens with ``kv_length`` tokens in the KV cache; of a captured one,
+    ``kv_length`` is the padded KV length that it attends to.
     """
 
     tokens: int = Field(ge=1)
@@ -54,7 +56,9 @@ class Point(Document):
     live: Observation | None = None
     """The time of finalists' rounds near this size."""
     fitted_ms: float | None = Field(default=None, ge=0)
-    """The price of the joint fit (``autotune.cost.joint_fit``); None where nothing is fitted: the median of the samples is the price."""
+    """The price of the joint fit (``autotune.cost.joint_fit``); None where nothing is fitted: the median of the samples
+    is the price.
+    """
 
     @property
     def latency_ms(self) -> float:
@@ -66,9 +70,13 @@ class Surface(Document):
 
     points: list[Point] = Field(min_length=1)
     held_out_error: float | None = None
-    """Median relative error of the joint fit at the measured sizes, each predicted from all others (leave-one-out); None without a fit."""
+    """Median relative error of the joint fit at the measured sizes, each predicted from all others (leave-one-out);
+    None without a fit.
+    """
     uncertainty: float | None = None
-    """Relative standard deviation of a price in the posterior of the joint fit, root mean square over the points; None without a fit."""
+    """Relative standard deviation of a price in the posterior of the joint fit, root mean square over the points; None
+    without a fit.
+    """
 
     @field_validator("points")
     @classmethod

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 KV_STEP = 16  # tokens between two KV lengths of the prices
-# Numbers of tokens measured: every small one, because matrix kernels work on blocks and the ninth token may cost more than
-# the first eight; then full trees of 64 and 128 nodes with their root, and the widest level of wetap.
+# Numbers of tokens measured: every small one, because matrix kernels work on blocks and the ninth token may cost more
+# than the first eight; then full trees of 64 and 128 nodes with their root, and the widest level of wetap.
 TOKENS = (*range(1, 11), 12, 16, 17, 24, 32, 33, 48, 65, 129)
 EVERY_ROW = tuple(range(1, 34))
-"""Numbers of tokens measured in addition where kernels may change with any of them, as those of quantized products do, and those of
-CPUs, on some of which an odd number takes longer than the even one after it.
+"""Numbers of tokens measured in addition where kernels may change with any of them, as those of quantized products do,
+and those of CPUs, on some of which an odd number takes longer than the even one after it.
 """
 
 
@@ -48,10 +48,12 @@ class ModelShape(Document):
     layer_kernels: int = Field(default=40, gt=0)
     """Kernels of a layer in a captured step: 24, and eight for each RMSNorm, of which most models have two."""
     crossing_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of the KV bytes per token in cross-attention blocks, whose KV length includes pruned tokens (``Trace.draft_kv_length``)."""
+    """Share of the KV bytes per token in cross-attention blocks, whose KV length includes pruned tokens
+    (``Trace.draft_kv_length``).
+    """
     block_tokens: int = Field(default=0, ge=0)
-    """Tokens that a draft's first forward pass of a round evaluates besides the committed ones, so that all levels are drafted by
-    it; 0: every level is a forward pass.
+    """Tokens that a draft's first forward pass of a round evaluates besides the committed ones, so that all levels are
+    drafted by it; 0: every level is a forward pass.
     """
 
     @property
@@ -61,8 +63,8 @@ class ModelShape(Document):
 
 
 class DraftCosts(Document):
-    """Latencies of a draft, or of a subnet with fewer heads or a smaller vocabulary. Pruned visual tokens only shorten the KV cache, and the
-    injection layer does not change latency.
+    """Latencies of a draft, or of a subnet with fewer heads or a smaller vocabulary. Pruned visual tokens only shorten
+    the KV cache, and the injection layer does not change latency.
 
     Forward passes are measured with one KV length for all blocks, as without pruning.
     """
@@ -77,16 +79,17 @@ class DraftCosts(Document):
     kv_bytes_per_token: int | None = None
     shape: ModelShape | None = None
     draft_first: Surface
-    """The first draft forward of a round, which reads the committed tokens and proposes the root's children. It runs after
-    a verification, which has evicted the draft's weights from the processor's caches.
+    """The first draft forward of a round, which reads the committed tokens and proposes the root's children. It runs
+    after a verification, which has evicted the draft's weights from the processor's caches.
     """
     draft_level: Surface
     """Every other draft forward of a round; it runs after another draft forward."""
     prefill: PrefillCost
     overhead: Overhead
     verify_ratio: float = Field(default=1.0, gt=0)
-    """Verification between rounds of this draft, as a multiple of the table's ``verify``, the mean over drafts. A draft's weights
-    take the place of the target's in the processor's caches, and the target keeps the outputs of the layers that it reads.
+    """Verification between rounds of this draft, as a multiple of the table's ``verify``, the mean over drafts. A
+    draft's weights take the place of the target's in the processor's caches, and the target keeps the outputs of the
+    layers that it reads.
     """
     verify_error: float = Field(default=0.0, ge=0)
     """Relative standard error of ``verify_ratio``."""
@@ -102,14 +105,16 @@ class DraftCosts(Document):
         return " ".join([self.draft.id, self.subnet.label.replace("=", "-")]).strip()
 
     def is_of(self, draft: ModelReference, subnet: Subnet) -> bool:
-        """Whether they are those of a draft with the heads and vocabulary of a subnet. Without hashes, names are compared."""
+        """Whether they are those of a draft with the heads and vocabulary of a subnet. Without hashes, names are
+        compared.
+        """
         choices = self.subnet.head_shares, self.vocabulary
         return self.draft.is_same(draft) and choices == (subnet.head_shares, subnet.vocabulary)
 
 
 class CostTable(Document, kind="cost-table", made_by="autotune measure"):
-    """Latencies of a target and its drafts on one device, in the mode that decodes, over (tokens, KV length, subnet). The
-    batch size is 1, because the rows of a batch are decoded one after another.
+    """Latencies of a target and its drafts on one device, in the mode that decodes, over (tokens, KV length, subnet).
+    The batch size is 1, because the rows of a batch are decoded one after another.
     """
 
     provenance: Provenance
@@ -129,7 +134,9 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
     num_anchors: int = Field(default=0, ge=0)
     """Number of measured tables of the same device that the estimate is scaled to."""
     disturbed_samples: int = Field(default=0, ge=0)
-    """Number of samples during which the device's speed changed, so that scaling by plain steps corrects them in part only."""
+    """Number of samples during which the device's speed changed, so that scaling by plain steps corrects them in part
+    only.
+    """
     target: ModelReference
     target_shape: ModelShape | None = None
     decode: Surface
@@ -205,8 +212,8 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
     def costs_around(self, draft: ModelReference, subnet: Subnet) -> tuple[DraftCosts, DraftCosts, float]:
         """Two measured costs and the weight of the second, whose weighted mean is the cost of a subnet.
 
-        A subnet with different shares of heads that the table does not hold is interpolated between the nearest subnets of its
-        vocabulary with one share in all blocks, at the mean of its own shares: all blocks have the same sizes.
+        A subnet with different shares of heads that the table does not hold is interpolated between the nearest subnets
+        of its vocabulary with one share in all blocks, at the mean of its own shares: all blocks have the same sizes.
 
         Raises:
             UserError: the table has no costs of the draft around this mean.
@@ -243,7 +250,8 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
     ) -> DensePrices:
         """Prices for replay, for forwards of up to ``max_tokens`` tokens and KV lengths of up to ``max_kv_length``.
 
-        A captured step has the price of its padded KV length, which is the power of two that caches have where memory allows.
+        A captured step has the price of its padded KV length, which is the power of two that caches have where memory
+        allows.
         """
         costs, neighbor, weight = self.costs_around(draft, subnet or Subnet())
 

@@ -45,8 +45,8 @@ class _Observer(TorchFunctionMode):
 
 @torch.inference_mode()
 def attention_uses(target: Target, prompt: EncodedPrompt, num_tokens: int) -> tuple[AttentionUse, ...]:
-    """The kernels of a prefill, a plain step, and a verification of ``num_tokens`` tokens; empty if the model attends by code of
-    its own.
+    """The kernels of a prefill, a plain step, and a verification of ``num_tokens`` tokens; empty if the model attends
+    by code of its own.
     """
     target.reserve(len(prompt) + 1 + num_tokens)
     tokens = np.resize(prompt.tokens.cpu().numpy(), num_tokens)

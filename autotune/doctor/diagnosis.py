@@ -29,11 +29,13 @@ class AttentionUse(Document):
     forward: str
     """``prefill``, ``plain step`` or ``verification``."""
     backend: str
-    """As torch names it: ``flash_attention``, ``efficient_attention``, ``cudnn_attention``, ``math``; ``overrideable`` is the kernel of
-    another device.
+    """As torch names it: ``flash_attention``, ``efficient_attention``, ``cudnn_attention``, ``math``; ``overrideable``
+    is the kernel of another device.
     """
     query: tuple[int, ...]
-    """Shape of the queries, [batch, heads, tokens, head size]; where several heads share a KV head, the KV heads may be the batch."""
+    """Shape of the queries, [batch, heads, tokens, head size]; where several heads share a KV head, the KV heads may be
+    the batch.
+    """
     key: tuple[int, ...]
     """Shape of the keys."""
     has_mask: bool
@@ -60,7 +62,9 @@ class NearTies(Document):
 
 
 class TreeCheck(Document):
-    """Two rounds of a tree against transformers' own forward passes (``modeling/self_check.py``), in standard deviations of the logits."""
+    """Two rounds of a tree against transformers' own forward passes (``modeling/self_check.py``), in standard
+    deviations of the logits.
+    """
 
     difference: float = Field(ge=0)
     """Largest difference between a tree's logits and uncached ones of transformers."""
@@ -99,10 +103,14 @@ class DecodingTrial(Document):
     speedup: float = Field(gt=0)
     """Over plain decoding in the same mode."""
     rounds_over_eager: float | None
-    """Rounds over those of mode ``eager``, in the answers that have the same tokens in both; None without one. 1.0: the trees are the same."""
+    """Rounds over those of mode ``eager``, in the answers that have the same tokens in both; None without one. 1.0: the
+    trees are the same.
+    """
     num_answers: int = Field(ge=1)
     num_near_ties: int = Field(ge=0)
-    """Answers that leave the one of eager plain decoding at a near tie; ``unexplained``, in words, are those that leave it elsewhere."""
+    """Answers that leave the one of eager plain decoding at a near tie; ``unexplained``, in words, are those that leave
+    it elsewhere.
+    """
     unexplained: tuple[str, ...]
     num_captures: int = Field(ge=0)
     """Forward passes that were captured for it, in addition to those of the trials after it in the list."""
@@ -154,7 +162,9 @@ class Diagnosis(Document, kind="diagnosis", made_by="autotune doctor"):
     contention: Contention
     target: TargetFound | None = None
     defects: tuple[str, ...] = ()
-    """GPUs that torch cannot use, and differences between a verification and single steps beyond rounding, in sentences."""
+    """GPUs that torch cannot use, and differences between a verification and single steps beyond rounding, in
+    sentences.
+    """
     notes: tuple[str, ...] = ()
     """Expectations of a search here, in sentences."""
 

@@ -1,4 +1,6 @@
-"""Examines a target on its device: attention, trees and verification against single steps, and times of forward passes."""
+"""Examines a target on its device: attention, trees and verification against single steps, and times of forward
+passes.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def audit_near_ties(target: Target, inputs: Sequence[dict[str, Any]], num_tokens
 
 @torch.inference_mode()
 def time_steps(target: Target, mode: str, kv_length: int) -> StepTimes:
-    """Time plain steps and verifications in turns. Every mode but eager prepares all sizes first, which is timed too."""
+    """Time plain steps and verifications in turns. Every mode but eager prepares all sizes first, which is
+    timed too.
+    """
     sizes = capture_sizes_for(mode, ())
     settings = CostSettings(kv_lengths=(kv_length,), capture_sizes=sizes, mode=mode)
     memory = graph_memory(target.device)

@@ -42,8 +42,8 @@ class Predicted(Document):
     ms_per_token: float
     tokens_per_round: float | None
     interval90: tuple[float, float] | None = None
-    """90 % interval of the speedup on other prompts, by the errors of the cost table and the variation over prompts; null where
-    it was not estimated.
+    """90 % interval of the speedup on other prompts, by the errors of the cost table and the variation over prompts;
+    null where it was not estimated.
     """
     estimated: bool = False
     """Whether the cost table is an estimate from a datasheet."""
@@ -73,7 +73,8 @@ class OperatingPoint(Document):
     verification: Verification = Field(default_factory=LosslessVerification)
     lossless: bool = True
     fallback: RoundPrice | None = None
-    """Cost of a round in plain steps: a request whose rounds cost more continues with plain steps. Null: it never does."""
+    """Cost of a round in plain steps: a request whose rounds cost more continues with plain steps. Null: it never does.
+    """
     predicted: Predicted | None
     measured: Measured | None
 
@@ -165,7 +166,9 @@ class Shrinkage(Document):
 
 
 class Differences(Document):
-    """Answers of the profile to held-out prompts that differ from plain decoding, told apart by the rule of ``autotune check``."""
+    """Answers of the profile to held-out prompts that differ from plain decoding, told apart by the rule of ``autotune
+    check``.
+    """
 
     rounding: int = 0  # first at a near tie, in reduced precision or with quantized weights
     other: list[str] = Field(default_factory=list)  # prompt, tokens, margin and noise of each
@@ -179,7 +182,8 @@ class Evidence(Document):
     compared: list[ComparedArm] = Field(default_factory=list)
     configurations_replayed: int = 0
     best_default: str | None = None
-    """The published default that was fastest on held-out prompts; null where none was measured, as the shrinkage below."""
+    """The published default that was fastest on held-out prompts; null where none was measured, as the shrinkage below.
+    """
     gains: list[Gain] = Field(default_factory=list)
     shrinkage: Shrinkage | None = None
     differences: Differences | None = None

@@ -29,7 +29,9 @@ class DraftKind:
     is_target_layer: bool = False
     """Whether it is one layer of the target's type after a projection, which vLLM runs as a head of MiMo."""
     token_draft: str | None = None
-    """``module:Class`` of a draft without files, which is loaded by the name of its kind (``drafters.token_draft.TokenDraft``)."""
+    """``module:Class`` of a draft without files, which is loaded by the name of its kind
+    (``drafters.token_draft.TokenDraft``).
+    """
 
 
 KINDS: dict[str, DraftKind] = {

@@ -1,4 +1,6 @@
-"""The profile of a serving engine: its own speculation settings, with the counts and prices behind them. Loads no torch."""
+"""The profile of a serving engine: its own speculation settings, with the counts and prices behind them. Loads no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ OPTIONS: dict[SpeculationType, Options] = {
     },
     **{name: {"n-max" if name.startswith("draft-") else "num_speculative_tokens": 3} for name in get_args(ModelType)},
 }
-"""The options that change a type's drafts, with the engines' defaults, in the order in which a server of several types asks them; of
-vLLM's ``ngram`` the values of its documentation, and three tokens of a draft model.
+"""The options that change a type's drafts, with the engines' defaults, in the order in which a server of several types
+asks them; of vLLM's ``ngram`` the values of its documentation, and three tokens of a draft model.
 """
 REAL_OPTIONS = {"suffix_decoding_max_spec_factor": 64, "suffix_decoding_min_token_prob": 1}
 """Options that are no whole numbers, with the largest value."""
@@ -47,7 +49,9 @@ TYPES: dict[EngineName, list[SpeculationType]] = {
 
 
 class Speculation(Document):
-    """One type of an engine's speculation with all of its options: llama.cpp's by their names without ``--spec-TYPE-``."""
+    """One type of an engine's speculation with all of its options: llama.cpp's by their names without
+    ``--spec-TYPE-``.
+    """
 
     type: SpeculationType
     options: Options = Field(default_factory=dict)
@@ -94,7 +98,9 @@ class SpeculationCounts(Document):
 
 
 class ServedAnswer(Document):
-    """A greedy answer of the engine, with its own counts of draft tokens and its time from the first token to the last."""
+    """A greedy answer of the engine, with its own counts of draft tokens and its time from the first token to
+    the last.
+    """
 
     prompt_tokens: list[Natural] = Field(min_length=1)
     tokens: list[Natural] = Field(min_length=1)
@@ -152,7 +158,9 @@ class ConfirmedArm(Document):
 
 
 class PredictedSettings(Document):
-    """The speedup of settings over no speculation by replay and prices, pooled over the tuning prompts, with a bootstrap interval."""
+    """The speedup of settings over no speculation by replay and prices, pooled over the tuning prompts, with a
+    bootstrap interval.
+    """
 
     speculation: Speculation
     speedup: float
@@ -160,7 +168,9 @@ class PredictedSettings(Document):
 
 
 class ServedLoad(Document):
-    """Settings that served a number of requests at a time in a new server; times are the client's, prompts are read in them."""
+    """Settings that served a number of requests at a time in a new server; times are the client's, prompts are read in
+    them.
+    """
 
     label: str
     requests_at_once: int = Field(ge=1)
@@ -177,7 +187,9 @@ class ServedLoad(Document):
 
 
 class EngineProfile(Document, kind="engine-profile", version=5, made_by="autotune search --engine"):
-    """The fastest speculation settings of one engine for a model, a workload and a machine; or that it should be off."""
+    """The fastest speculation settings of one engine for a model, a workload and a machine; or that it should
+    be off.
+    """
 
     provenance: Provenance
     engine: EngineName

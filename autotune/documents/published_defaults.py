@@ -26,7 +26,8 @@ class PublishedDefault(NamedTuple):
 
 
 EAGLE_LEVELS = "0 1 2 3", "00 01 02 10 11 20 21 30", "000 001 002 010 011 020 021 100", "0000 0001 0002", "00000 00001"
-# EAGLE's released code counts otherwise than its papers: ``depth`` levels follow the first, ``total_token`` counts the root.
+# EAGLE's released code counts otherwise than its papers: ``depth`` levels follow the first, ``total_token`` counts the
+# root.
 DEFAULTS: dict[str, PublishedDefault] = {
     "chain": PublishedDefault(
         {"policy": "chain", "depth": 5},

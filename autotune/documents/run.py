@@ -108,7 +108,9 @@ REST = "tree building and the rest"
 
 
 def time_shares(runs: Sequence[Run | Mapping[str, Any]]) -> dict[str, float]:
-    """Share of each part in the time of all runs, prefill included (SAGE, table 6); empty where parts are not measured."""
+    """Share of each part in the time of all runs, prefill included (SAGE, table 6); empty where parts are not
+    measured.
+    """
     rows = [run.model_dump() if isinstance(run, Run) else run for run in runs]
     total_ms = sum(row["target_prefill_ms"] + row["decode_ms"] for row in rows)
     if total_ms == 0 or not any(row["verify_ms"] > 0 for row in rows):

@@ -10,13 +10,15 @@ from pydantic import Field
 from autotune.files import Document
 
 VisualRanking = Literal["text_after_image", "all_queries", "last_query", "even", "random"]
-"""How the visual tokens that a draft reads are chosen: by the attention that they receive in the target's last layer, from
-the text after the image, from all tokens (STAR, eq. 2), or from the last token of the prompt; evenly spaced; or at random.
+"""How the visual tokens that a draft reads are chosen: by the attention that they receive in the target's last layer,
+from the text after the image, from all tokens (STAR, eq. 2), or from the last token of the prompt; evenly spaced; or at
+random.
 """
 VISUAL_RANKINGS: tuple[VisualRanking, ...] = get_args(VisualRanking)
 VisualInput = Literal["features", "placeholders"]
-"""How a draft reads a prompt with an image: as this project's runtime shows it (features of the draft's own vision tower, or no
-visual tokens for a draft that sees no images), or with every placeholder read as a token of text, as some serving engines do.
+"""How a draft reads a prompt with an image: as this project's runtime shows it (features of the draft's own vision
+tower, or no visual tokens for a draft that sees no images), or with every placeholder read as a token of text, as some
+serving engines do.
 """
 VISUAL_INPUTS: tuple[VisualInput, ...] = get_args(VisualInput)
 Operator = Literal["prune", "pool", "convolve", "resample", "text_only"]
@@ -46,7 +48,9 @@ class Subnet(Document):
     operator_ratio: int | None = Field(default=None, ge=1)
     """Visual tokens for each row that ``prune`` or ``pool`` leaves; None for the ratio of the training."""
     vocabulary: float | None = Field(default=None, gt=0, le=1)
-    """Share of the target's vocabulary that the draft proposes, its most frequent tokens; None for all that it was trained on."""
+    """Share of the target's vocabulary that the draft proposes, its most frequent tokens; None for all that it was
+    trained on.
+    """
 
     @property
     def head_shares(self) -> tuple[float, float, float]:
@@ -65,7 +69,9 @@ class Subnet(Document):
 
     @property
     def label(self) -> str:
-        """Name in tables: ``heads=0.5 layer=9 keep=0.1``, without the draft's defaults; there may be no image to keep all of."""
+        """Name in tables: ``heads=0.5 layer=9 keep=0.1``, without the draft's defaults; there may be no image to keep
+        all of.
+        """
         return self._described("" if self.visual_keep == 1.0 else f"keep={self.visual_keep:g}")
 
     def _described(self, keep: str) -> str:

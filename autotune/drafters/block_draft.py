@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 
 
 class BlockDraft(FeatureDraft):
-    """Drafts with a ``DFlashNetwork``: the nodes of one level have the same children, and only the root's need a forward pass.
+    """Drafts with a ``DFlashNetwork``: the nodes of one level have the same children, and only the root's need a
+    forward pass.
 
     The cache holds the context: the keys and values of committed tokens, from the target's features of these tokens. A
-    pending token is one whose predecessor's features are not in the cache yet; the last of them, the root, begins the block.
+    pending token is one whose predecessor's features are not in the cache yet; the last of them, the root, begins the
+    block.
     """
 
     network: DFlashNetwork
@@ -57,7 +59,9 @@ class BlockDraft(FeatureDraft):
         super().reserve(num_tokens + self.num_block_tokens)
 
     def prefill(self, prompt: EncodedPrompt, visual_scores: Tensor | None, *, capacity: int) -> None:
-        """See ``Draft``. The target must have prefilled the same prompt just before. The last token's features are pending."""
+        """See ``Draft``. The target must have prefilled the same prompt just before. The last token's features are
+        pending.
+        """
         self.reserve(max(capacity, len(prompt) + MAX_STEP))
         self._pending, self._pending_features = [], []
         kept = kept_tokens(prompt.is_visual, visual_scores, self.visual_keep)
@@ -73,7 +77,9 @@ class BlockDraft(FeatureDraft):
         return BlockForestGrower(self, answer).grow_all()
 
     def read_pending(self, size: int = 0) -> Tensor:
-        """Evaluate a block after the pending tokens, and commit these; returns its logits, [block size - 1, vocabulary]."""
+        """Evaluate a block after the pending tokens, and commit these; returns its logits, [block size - 1,
+        vocabulary].
+        """
         count = len(self._pending)
         features = self._features(self._pending_hidden())
         if self.graph_runner is None:
@@ -138,9 +144,9 @@ class BlockDraft(FeatureDraft):
         return mask.masked_fill_(is_far, self.mask_value)[None, None]
 
     def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:
-        """As ``_block_logits``. The integers are the number of cached tokens, the number of prompt tokens that are not in the cache,
-        the number of features that are no padding, and the root. The block overwrites the padding's keys and values; what remains of
-        them is hidden.
+        """As ``_block_logits``. The integers are the number of cached tokens, the number of prompt tokens that are not
+        in the cache, the number of features that are no padding, and the root. The block overwrites the padding's keys
+        and values; what remains of them is hidden.
         """
         prefix, num_condensed, count, root = inputs["integers"].unsqueeze(1)
         features, size, (length,) = inputs["features"], self.num_block_tokens, key.kv_lengths
@@ -165,7 +171,9 @@ class BlockDraft(FeatureDraft):
 
 
 class BlockForestGrower(LevelForestGrower):
-    """Evaluates one block for every root, as decoding does: the nodes of one level of a root's forest have the same children."""
+    """Evaluates one block for every root, as decoding does: the nodes of one level of a root's forest have the same
+    children.
+    """
 
     def __init__(self, draft: BlockDraft, answer: AnswerToRecord) -> None:
         super().__init__(answer)

@@ -1,7 +1,7 @@
 """Blocks of trained drafts, with attention and MLP in parallel.
 
-The latency of a small draft depends on its number of kernels, not on its arithmetic. A block therefore has one norm, one
-matrix product for queries, keys, values and the MLP's input, and one back to the residual stream.
+The latency of a small draft depends on its number of kernels, not on its arithmetic. A block therefore has one norm,
+one matrix product for queries, keys, values and the MLP's input, and one back to the residual stream.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MAX_BLOCKS = 4
 
 
 def rotation(positions: Tensor, head_size: int, theta: float) -> Tensor:
-    """Rotary factors of tokens at ``positions`` [..., n] for their (query, key, value): complex, [..., n, 3, 1, head size / 2].
-    The factors of values are 1.
+    """Rotary factors of tokens at ``positions`` [..., n] for their (query, key, value): complex, [..., n, 3, 1, head
+    size / 2]. The factors of values are 1.
     """
     frequencies = theta ** (-torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size)
     angles = positions.unsqueeze(-1).float() * frequencies
@@ -30,7 +30,9 @@ def rotation(positions: Tensor, head_size: int, theta: float) -> Tensor:
 
 
 def rotate(states: Tensor, factors: Tensor) -> Tensor:
-    """Rotate pairs of adjacent elements in the last dimension of ``states`` [..., 3, heads, head size] by ``factors``."""
+    """Rotate pairs of adjacent elements in the last dimension of ``states`` [..., 3, heads, head size] by
+    ``factors``.
+    """
     pairs = torch.view_as_complex(states.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * factors).flatten(-2).to(states.dtype)
 
@@ -39,8 +41,8 @@ class KeysValues(Protocol):
     """The keys and values that one block has computed before."""
 
     def write(self, keys_values: Tensor, begin: int | KVSlots) -> tuple[Tensor, Tensor]:
-        """Add those of n tokens, [batch, heads, 2, n, head size]; returns the keys and the values that the tokens attend to,
-        [batch, heads, KV length, head size] each.
+        """Add those of n tokens, [batch, heads, 2, n, head size]; returns the keys and the values that the tokens
+        attend to, [batch, heads, KV length, head size] each.
         """
 
 
@@ -53,7 +55,9 @@ class BlockCache:
         self.slab = torch.zeros(num_heads, 2, capacity, head_size, dtype=dtype, device=device)
 
     def write(self, keys_values: Tensor, begin: int | KVSlots) -> tuple[Tensor, Tensor]:
-        """Write ``keys_values`` [1, heads, 2, n, head size] from index ``begin``, or at KV slots; see ``KeysValues``."""
+        """Write ``keys_values`` [1, heads, 2, n, head size] from index ``begin``, or at KV slots; see
+        ``KeysValues``.
+        """
         (keys_values,) = keys_values
         if isinstance(begin, KVSlots):
             self.slab.index_copy_(2, begin.slots, keys_values)
@@ -66,8 +70,8 @@ class BlockCache:
 
 
 class Crossing(NamedTuple):
-    """Input of a cross-attention block: features of more tokens than its stream has, because visual tokens are pruned from
-    the stream only (DREAM, section 3.1; STAR, section 3.1).
+    """Input of a cross-attention block: features of more tokens than its stream has, because visual tokens are pruned
+    from the stream only (DREAM, section 3.1; STAR, section 3.1).
     """
 
     mask: Tensor | None = None  # as in ``AttentionContext``, with a column for every feature

@@ -27,11 +27,12 @@ PENDING_PIECE = 32  # pending tokens that captured steps read at once
 
 
 class CachedDraft(CachedModel):
-    """A draft whose cache holds the committed prefix, then the nodes evaluated in this round, in order of evaluation: the
-    order that ``tree.kv_slot`` counts.
+    """A draft whose cache holds the committed prefix, then the nodes evaluated in this round, in order of evaluation:
+    the order that ``tree.kv_slot`` counts.
 
-    Committed tokens that are not in the cache yet are *pending*: the new root, and before it accepted tokens whose nodes
-    were not evaluated, or were evaluated without the target's features. The round's first forward pass evaluates them.
+    Committed tokens that are not in the cache yet are *pending*: the new root, and before it accepted tokens whose
+    nodes were not evaluated, or were evaluated without the target's features. The round's first forward pass evaluates
+    them.
     """
 
     visual_keep: float = 1.0
@@ -120,13 +121,17 @@ class CachedDraft(CachedModel):
         self._append(token)
 
     def _make_room_for_pending(self, num_tokens: int) -> None:
-        """Read the pending tokens, of plain steps or of rounds that drafted nothing, where more do not fit a forward pass."""
+        """Read the pending tokens, of plain steps or of rounds that drafted nothing, where more do not fit a forward
+        pass.
+        """
         limit = MAX_STEP if self.graph_runner is None else PENDING_PIECE
         if self._pending and len(self._pending) + num_tokens > limit:
             self.read_pending()
 
     def pending_size(self, count: int) -> int:
-        """Number of tokens to which ``count`` pending ones are padded. All sizes above ``usual_pending`` share a capture."""
+        """Number of tokens to which ``count`` pending ones are padded. All sizes above ``usual_pending`` share a
+        capture.
+        """
         if self.graph_runner is not None and count > self.usual_pending:
             count = max(count, PENDING_PIECE)
         return round_up(count, self.capture_sizes)
@@ -136,8 +141,8 @@ class CachedDraft(CachedModel):
         """Make a committed token pending."""
 
     def read_pending(self, size: int = 0) -> Tensor:
-        """Evaluate and commit the pending tokens, padded to ``size`` (0: the usual); returns the logits after the last of them,
-        [1, vocabulary].
+        """Evaluate and commit the pending tokens, padded to ``size`` (0: the usual); returns the logits after the last
+        of them, [1, vocabulary].
         """
         count = len(self._pending)
         size = size or self.pending_size(count)

@@ -47,11 +47,14 @@ LoadedDraft = ModelDraft | TokenDraft
 GEMMA4_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 
 PUBLISHED = ((is_dflash, load_dflash), (is_eagle3, load_eagle3))
-"""Forms of drafts that read features and are published by other projects: whether a ``config.json`` is of one, and its loader."""
+"""Forms of drafts that read features and are published by other projects: whether a ``config.json`` is of one, and its
+loader.
+"""
 
 
 def read_config(name: str) -> tuple[Path, dict[str, Any]] | None:
-    """The folder of a draft or Hugging Face model and its ``config.json``; None for a GGUF file, or an id that is not found.
+    """The folder of a draft or Hugging Face model and its ``config.json``; None for a GGUF file, or an id that is not
+    found.
 
     Raises:
         UserError: no such model.
@@ -104,13 +107,13 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     checkpoint, or ``retrieval``.
 
     Args:
-        subnet: heads, injection layer, vocabulary and operator of the compressor to use. Its share of visual tokens applies later,
-            prompt by prompt.
+        subnet: heads, injection layer, vocabulary and operator of the compressor to use. Its share of visual tokens
+            applies later, prompt by prompt.
         random_weights: as in ``load_model``.
 
     Raises:
-        UserError: an unknown draft, a draft for another target, a subnet that it does not have, or an EAGLE-3 head with random
-            weights.
+        UserError: an unknown draft, a draft for another target, a subnet that it does not have, or an EAGLE-3 head with
+            random weights.
     """
     subnet = subnet or Subnet()
     if name.endswith(MTP_SUFFIX):

@@ -1,11 +1,11 @@
 """The elastic compressor, which replaces the rows of visual tokens by fewer ones (SpecVLM, section 3.4).
 
 Its operators are ``prune`` (keep some tokens), ``pool`` (mean of neighbours), ``convolve`` (learned mix of neighbours),
-``resample`` (cross-attention of learned queries) and ``text_only`` (keep no visual token). A gate that reads the question
-selects one of them or weighs those with one ratio; or their outputs are concatenated.
+``resample`` (cross-attention of learned queries) and ``text_only`` (keep no visual token). A gate that reads the
+question selects one of them or weighs those with one ratio; or their outputs are concatenated.
 
-The rows of a selected operator do not depend on the gate's scores, so they have no gradient for it. ``expected_cost`` trains
-it instead (``drafters/specvlm.py``).
+The rows of a selected operator do not depend on the gate's scores, so they have no gradient for it. ``expected_cost``
+trains it instead (``drafters/specvlm.py``).
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Compressor(nn.Module):
 
         Args:
             question: normalized features of the prompt's last token, [hidden].
-            generator: source of drawn operators and pruned tokens in training. None: the gate's best operator and evenly
-                spaced tokens.
+            generator: source of drawn operators and pruned tokens in training. None: the gate's best operator and
+                evenly spaced tokens.
             operator: compress with this operator; None: with ``self.operator``, or as the gate decides.
         """
         config = self.config
@@ -137,8 +137,8 @@ class Compressor(nn.Module):
         return self.config.operators[int(self.scores(question).argmax())]
 
     def draw(self, question: Tensor, generator: torch.Generator) -> Operator:
-        """An operator for one training example. Half of the examples draw it by the gate's shares (Gumbel-max), the others
-        draw all operators with the same chance, so that each of them stays trained.
+        """An operator for one training example. Half of the examples draw it by the gate's shares (Gumbel-max), the
+        others draw all operators with the same chance, so that each of them stays trained.
         """
         operators = self.config.operators
         explores = float(torch.rand((), generator=generator)) < EXPLORED
@@ -148,8 +148,8 @@ class Compressor(nn.Module):
         return operators[int(noise.argmax())]
 
     def expected_cost(self, questions: Tensor, costs: Tensor, entropy_weight: float) -> Tensor:
-        """The gate's loss: the mean cost of the operators that ``draw`` draws by the gate's shares, minus ``entropy_weight`` of
-        their entropy, which keeps the shares of operators with similar costs similar.
+        """The gate's loss: the mean cost of the operators that ``draw`` draws by the gate's shares, minus
+        ``entropy_weight`` of their entropy, which keeps the shares of operators with similar costs similar.
 
         Args:
             questions: [examples, hidden].

@@ -1,9 +1,9 @@
 """``dflash``: block-diffusion drafts (DFlash, arXiv 2602.06036). One forward pass proposes the tokens of a whole block.
 
-A block is the last committed token, whose features are not known yet, and mask tokens after it. All of them attend to each
-other and to the context: keys and values that every layer computes from the target's features of the committed tokens,
-several layers projected together. The state of the mask at depth d gives the distribution of the d-th drafted token,
-whatever the tokens between are, so that the nodes of one level have the same children.
+A block is the last committed token, whose features are not known yet, and mask tokens after it. All of them attend to
+each other and to the context: keys and values that every layer computes from the target's features of the committed
+tokens, several layers projected together. The state of the mask at depth d gives the distribution of the d-th drafted
+token, whatever the tokens between are, so that the nodes of one level have the same children.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DFlashNetwork(JoinedLayersNetwork):
     """The draft, with the parameter names of its authors' checkpoints.
 
     Args:
-        layer: sizes of the layers; their types are ``full_attention`` and ``sliding_attention``, whose window reaches as far
-            ahead as back.
+        layer: sizes of the layers; their types are ``full_attention`` and ``sliding_attention``, whose window reaches
+            as far ahead as back.
         draft_vocabulary_size: tokens of a vocabulary of its own, with an output head of its own; None: the target's.
     """
 
@@ -159,7 +159,9 @@ def _split(begin: int | KVSlots, count: int) -> tuple[int | KVSlots, int | KVSlo
 
 
 def block_embeddings(table: nn.Embedding, tokens: Tensor) -> Tensor:
-    """Embeddings of a block's tokens: as the target scales them, but without a norm that a target has after its table."""
+    """Embeddings of a block's tokens: as the target scales them, but without a norm that a target has after its
+    table.
+    """
     if getattr(table, "embed_norm", None) is None:
         return table(tokens)  # type: ignore[no-any-return]
     return embedding(tokens, table.weight)

@@ -1,12 +1,12 @@
 """Loads and saves block-diffusion drafts, in three published forms.
 
-* The authors' (``architectures: [DFlashDraftModel]``, with ``dflash_config``): SGLang and vLLM read it, and ``autotune train``
-  writes it.
+* The authors' (``architectures: [DFlashDraftModel]``, with ``dflash_config``): SGLang and vLLM read it, and ``autotune
+  train`` writes it.
 * That of ``speculators`` (``speculators_model_type: dflash``).
 * That of transformers, the assistants that ``generate`` runs with ``speculation_type="dflash"``.
 
-Layer ids name layers whose outputs are read in the first and the last form; in that of ``speculators`` they count hidden states,
-of which the first is the embedding, as vLLM reads them.
+Layer ids name layers whose outputs are read in the first and the last form; in that of ``speculators`` they count
+hidden states, of which the first is the embedding, as vLLM reads them.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def load_dflash(
     """Load the draft in a folder with the ``config.json`` ``content``, or make one with random weights.
 
     Raises:
-        UserError: a form or setting that is not supported, missing or other tensors than the config promises, or a draft for
-            another target.
+        UserError: a form or setting that is not supported, missing or other tensors than the config promises, or a
+            draft for another target.
     """
     path = folder / CONFIG
     hidden_size, num_layers, vocab_size = target.text.config.hidden_size, len(target.text.layers), target.vocab_size

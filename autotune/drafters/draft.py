@@ -25,16 +25,16 @@ Proposals = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Tokens and log-probabilities, each [nodes, proposals], most probable first."""
 
 Coupling = Callable[[Tensor], Tensor]
-"""Coupled sampling of the children of n nodes: from a draft's logits to the scores that take their place, both
-[n, target's vocabulary]. The scores are the logits, processed as the request asks, plus the noise with which the target's
+"""Coupled sampling of the children of n nodes: from a draft's logits to the scores that take their place, both [n,
+target's vocabulary]. The scores are the logits, processed as the request asks, plus the noise with which the target's
 token at the children's position is drawn (``TokenSampler.proposal_scores``).
 """
 
 
 FeatureSource = Ints | Mapping[int, Tensor]
-"""Where a draft that reads features takes those of a step's tokens from. Tree nodes: KV slots of their parents among the
-uncommitted tokens, [n]; -1 is the last token of the prefix. Committed tokens: outputs of each of ``aux_layers`` for the
-token before, [n, hidden].
+"""Where a draft that reads features takes those of a step's tokens from. Tree nodes: KV slots of their parents among
+the uncommitted tokens, [n]; -1 is the last token of the prefix. Committed tokens: outputs of each of ``aux_layers`` for
+the token before, [n, hidden].
 """
 
 
@@ -52,8 +52,8 @@ class Dimensions(NamedTuple):
 class Draft(Protocol):
     """Drafts for one request at a time.
 
-    The calls of a request: ``prompts`` of a batch, ``prefill`` of one of them, ``append`` of the first token, then rounds
-    of ``propose`` (once per level) and ``commit``.
+    The calls of a request: ``prompts`` of a batch, ``prefill`` of one of them, ``append`` of the first token, then
+    rounds of ``propose`` (once per level) and ``commit``.
     """
 
     kind: str
@@ -120,13 +120,13 @@ class Draft(Protocol):
         """Set ``mode``."""
 
     def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt]) -> Sequence[Any]:
-        """The draft's prompt for each row of a batch, without padding, from the outputs of the target's processor and the
-        target's prompts for the same rows.
+        """The draft's prompt for each row of a batch, without padding, from the outputs of the target's processor and
+        the target's prompts for the same rows.
         """
 
     def prefill(self, prompt: Any, visual_scores: Tensor | None, *, capacity: int) -> None:
-        """Evaluate one of ``prompts``. ``visual_scores`` [visual tokens] rank the visual tokens, and may be None if all are kept;
-        ``capacity`` is the KV length that the request can reach, trees included.
+        """Evaluate one of ``prompts``. ``visual_scores`` [visual tokens] rank the visual tokens, and may be None if all
+        are kept; ``capacity`` is the KV length that the request can reach, trees included.
         """
 
     def append(self, token: int) -> None:
@@ -135,13 +135,13 @@ class Draft(Protocol):
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
         """The most probable children of the frontier's nodes, which have one depth. Each round begins with the root.
 
-        Drafts with a KV cache set ``tree.kv_slot`` of the nodes. ``coupling`` gives the scores whose log-softmax ranks children;
-        None, as at temperature 0: that of the logits.
+        Drafts with a KV cache set ``tree.kv_slot`` of the nodes. ``coupling`` gives the scores whose log-softmax ranks
+        children; None, as at temperature 0: that of the logits.
         """
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
-        """End the round: commit the accepted nodes and the target's own token after them. In a round without ``propose`` the
-        draft has read none of the nodes.
+        """End the round: commit the accepted nodes and the target's own token after them. In a round without
+        ``propose`` the draft has read none of the nodes.
         """
 
 
@@ -171,8 +171,8 @@ def num_kept(visual_keep: float, num_visual_tokens: int) -> int:
 
 
 def kept_tokens(is_visual: Tensor, visual_scores: Tensor | None, visual_keep: float) -> Tensor:
-    """Indices of the prompt tokens that enter a draft's cache, ascending: all that are not ``is_visual`` [n], and the visual
-    ones of the highest ``visual_scores`` [visual tokens].
+    """Indices of the prompt tokens that enter a draft's cache, ascending: all that are not ``is_visual`` [n], and the
+    visual ones of the highest ``visual_scores`` [visual tokens].
     """
     everything = torch.arange(len(is_visual), device=is_visual.device)
     if visual_scores is None or not is_visual.any():  # a draft that does not see the image

@@ -1,7 +1,7 @@
 """``dream``: an initial block, a cross-attention block over the target's features, a final block (DREAM, section 3.1).
 
-Embedding and head are the target's. Attention and MLP of a block run in parallel (``blocks.py``), the paper's one after the other; and
-a block adds its output to the stream, where the paper's fused features replace those of the first layer.
+Embedding and head are the target's. Attention and MLP of a block run in parallel (``blocks.py``), the paper's one after
+the other; and a block adds its output to the stream, where the paper's fused features replace those of the first layer.
 """
 
 from __future__ import annotations

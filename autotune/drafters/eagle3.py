@@ -1,8 +1,8 @@
 """``eagle3``: EAGLE-3 heads, public ones in the authors' format and in that of ``speculators``, and new ones.
 
-A head is one decoder layer whose attention reads the concatenation of embedding and features. Features of committed tokens
-are computed by ``fc`` from three layers of the target; those of drafted tokens are the layer's own output. The vocabulary
-is a subset of the target's: its token i is the target's token ``i + d2t[i]``.
+A head is one decoder layer whose attention reads the concatenation of embedding and features. Features of committed
+tokens are computed by ``fc`` from three layers of the target; those of drafted tokens are the layer's own output. The
+vocabulary is a subset of the target's: its token i is the target's token ``i + d2t[i]``.
 """
 
 from __future__ import annotations
@@ -63,11 +63,15 @@ class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
     ignore_keys_at_rope_validation = frozenset({"mrope_section", "mrope_interleaved"})
 
     def validate_architecture(self) -> None:
-        """Heads may together be wider than the states (SpecForge's for Qwen2.5-VL-32B); other sizes do not fit the weights."""
+        """Heads may together be wider than the states (SpecForge's for Qwen2.5-VL-32B); other sizes do not fit the
+        weights.
+        """
 
     @property
     def axes(self) -> Tensor | None:
-        """See ``DraftNetwork``. Sections follow each other (Qwen2.5-VL), or alternate as far as they reach (Qwen3-VL)."""
+        """See ``DraftNetwork``. Sections follow each other (Qwen2.5-VL), or alternate as far as they reach
+        (Qwen3-VL).
+        """
         if (sections := self.rope_parameters.get("mrope_section")) is None:
             return None
         axes = [axis for axis, number in enumerate(sections) for _ in range(number)]
@@ -103,8 +107,8 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
 
     @classmethod
     def new(cls, sizes: Mapping[str, Any], target: Target, *, source: str) -> Self:
-        """A head over the target's whole vocabulary, until ``keep_tokens``, with a copy of its output head, which must not be quantized.
-        It has three position axes if the target has them, with sections in the same proportions.
+        """A head over the target's whole vocabulary, until ``keep_tokens``, with a copy of its output head, which must
+        not be quantized. It has three position axes if the target has them, with sections in the same proportions.
         """
         try:
             given = Eagle3Sizes.model_validate_json(json.dumps(sizes))
@@ -275,8 +279,8 @@ def load_eagle3(
     """Load the head in a folder with the ``config.json`` ``content``.
 
     Raises:
-        UserError: no safetensors file, tensors of another kind of model, a head for another target, a rotary embedding that is
-            not known, or random weights.
+        UserError: no safetensors file, tensors of another kind of model, a head for another target, a rotary embedding
+            that is not known, or random weights.
     """
     if random_weights:
         raise UserError(

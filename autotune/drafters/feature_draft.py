@@ -35,8 +35,8 @@ class FeatureCache:
     """Keys and values of all blocks. ``length`` counts committed tokens only: nodes are evaluated with the draft's own
     features, and evaluated again with the target's once they are accepted.
 
-    A cross-attention block also holds the tokens of the prompt that were pruned: its slot of a token is that of the other
-    blocks plus their number. All blocks have the capacity of a prompt without pruning.
+    A cross-attention block also holds the tokens of the prompt that were pruned: its slot of a token is that of the
+    other blocks plus their number. All blocks have the capacity of a prompt without pruning.
     """
 
     def __init__(self, network: DraftNetwork, capacity: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -61,19 +61,20 @@ class FeatureCache:
 class FeatureDraft(CachedDraft):
     """Drafts with a network that reads outputs of the target's layers (see ``Draft``).
 
-    Pruned tokens are missing from the stream and from self-attention. Cross-attention blocks attend to the features of all
-    tokens (DREAM, section 3.1; STAR, section 3.1).
+    Pruned tokens are missing from the stream and from self-attention. Cross-attention blocks attend to the features of
+    all tokens (DREAM, section 3.1; STAR, section 3.1).
 
-    A pending token is stored with the target's features of the token before it. After a round, the accepted nodes and the
-    new root are pending.
+    A pending token is stored with the target's features of the token before it. After a round, the accepted nodes and
+    the new root are pending.
 
     Args:
         network: a draft network, or a subnet sliced from a supernet.
-        subnet: heads that the network keeps, and the injection layer, operator and vocabulary to use. Its share of visual tokens
-            applies later, prompt by prompt.
+        subnet: heads that the network keeps, and the injection layer, operator and vocabulary to use. Its share of
+            visual tokens applies later, prompt by prompt.
 
     Raises:
-        UserError: a layer or an operator that the network does not have, or no token frequencies to cut its vocabulary by.
+        UserError: a layer or an operator that the network does not have, or no token frequencies to cut its vocabulary
+            by.
     """
 
     def __init__(self, network: DraftNetwork, subnet: Subnet | None = None) -> None:
@@ -129,8 +130,8 @@ class FeatureDraft(CachedDraft):
 
     @property
     def dimensions(self) -> Dimensions:
-        """See ``Draft``. A supernet without a cross-attention block reads no features, so that all layers would make one draft: the
-        last one stands for them.
+        """See ``Draft``. A supernet without a cross-attention block reads no features, so that all layers would make
+        one draft: the last one stands for them.
         """
         network = self.network
         layers = network.config.injection_layers if network.is_supernet else ()
@@ -149,8 +150,8 @@ class FeatureDraft(CachedDraft):
         return self.network.config.hidden_size * num_tokens
 
     def _follows(self, target: Target) -> bool:
-        """Whether the draft is attached to this target's model, perhaps through another decoder's ``Target``; then it reads the
-        features of this one from here on.
+        """Whether the draft is attached to this target's model, perhaps through another decoder's ``Target``; then it
+        reads the features of this one from here on.
         """
         if self._target is None or self._target.model is not target.model:
             return False
@@ -235,8 +236,8 @@ class FeatureDraft(CachedDraft):
         self._num_condensed = len(prompt) - len(positions)
         at = positions[None]
         if network.axes is not None:
-            # A token's features are those of the token before, and heads are trained at that token's position. All are one
-            # further here, which changes no attention and counts text as on one axis.
+            # A token's features are those of the token before, and heads are trained at that token's position. All are
+            # one further here, which changes no attention and counts text as on one axis.
             self._rope_delta, at = np.broadcast_to(prompt.rope_delta, 3), prompt.own_positions[..., positions - 1] + 1
         factors = network.join_axes(self._factors[at.flatten(0, -2).clamp(max=len(self._factors) - 1)])[None]
         crossing = None
@@ -305,7 +306,9 @@ class FeatureDraft(CachedDraft):
         return logits
 
     def _run_with_features(self, step: Step, positions: Ints, source: FeatureSource) -> Outputs:
-        """``_run_captured``. Rows of the step are the positions, and the rows of ``_own`` that tree nodes read features from."""
+        """``_run_captured``. Rows of the step are the positions, and the rows of ``_own`` that tree nodes read features
+        from.
+        """
         count, read = len(step.tokens), np.zeros_like(step.offsets)
         if not isinstance(source, Mapping):
             read[: len(source)] = source + 1
@@ -331,7 +334,9 @@ class FeatureDraft(CachedDraft):
         return states  # type: ignore[no-any-return]
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [..., vocabulary] of the network's states; over the tokens of a cut vocabulary alone, if it has one."""
+        """Logits [..., vocabulary] of the network's states; over the tokens of a cut vocabulary alone, if it
+        has one.
+        """
         return self.network.logits(states, self._head)
 
     def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:

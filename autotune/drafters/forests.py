@@ -1,4 +1,6 @@
-"""Forests: what a draft proposes from every position of an answer, grown for several positions together, level by level."""
+"""Forests: what a draft proposes from every position of an answer, grown for several positions together, level by
+level.
+"""
 
 from __future__ import annotations
 
@@ -302,7 +304,8 @@ def choose_expanded(
 ) -> tuple[Ints, Ints]:
     """The children that ``ForestBounds`` expands at this level, as (frontier row, rank).
 
-    ``logprob`` [rows, proposals] is cumulative. The rows of a root are contiguous. What has no probability is not expanded.
+    ``logprob`` [rows, proposals] is cumulative. The rows of a root are contiguous. What has no probability is not
+    expanded.
     """
     num_rows, k = logprob.shape
     rows = np.empty(num_rows * k, np.int64)

@@ -55,8 +55,8 @@ class TrainableBlocks(BlocksNetwork, TrainableNetwork):
         is_own: Tensor,
         compare: Divergence = divergence,
     ) -> TokenLosses:
-        """Read the rows of a batch twice, and compare the draft with the target: the weighted sum of the divergence from the
-        target's distribution and of the SmoothL1 loss of the last features.
+        """Read the rows of a batch twice, and compare the draft with the target: the weighted sum of the divergence
+        from the target's distribution and of the SmoothL1 loss of the last features.
         """
         logit_weight, feature_weight = (
             weight if given is None else given

@@ -1,9 +1,9 @@
 """``mtp``: multi-token prediction heads, as they are trained with DeepSeek-V3, GLM-4.5 and Qwen3.5, and new ones.
 
-A head normalizes the embedding of a token and the target's last hidden state before it, projects their concatenation, and runs
-one decoder layer of the target's own type; a norm follows, then the target's output head (DeepSeek-V3, arXiv 2412.19437,
-section 2.2). To draft further tokens the head reads its own states in place of the target's. Of a checkpoint with
-several heads the first is used.
+A head normalizes the embedding of a token and the target's last hidden state before it, projects their concatenation,
+and runs one decoder layer of the target's own type; a norm follows, then the target's output head (DeepSeek-V3, arXiv
+2412.19437, section 2.2). To draft further tokens the head reads its own states in place of the target's. Of a
+checkpoint with several heads the first is used.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class MtpNetwork(UnrolledNetwork):
 
     @torch.no_grad()
     def prepare(self, batches: Iterable[TeacherBatch]) -> None:
-        """Begin with the projection of least squares from a token's embedding and the features before it to the input of the
-        target's last layer at that token, of which the head's layer is a copy (ridge regression).
+        """Begin with the projection of least squares from a token's embedding and the features before it to the input
+        of the target's last layer at that token, of which the head's layer is a copy (ridge regression).
         """
         products: Tensor | float = 0.0
         size = self.eh_proj.in_features
@@ -167,7 +167,9 @@ class MtpNetwork(UnrolledNetwork):
     def forward(
         self, stream: Tensor, features: Tensor, factors: Tensor, context: AttentionContext = WITHIN_BATCH
     ) -> Tensor:
-        """The layer's normalized output [batch, n, hidden], input of the target's head and features of the next token."""
+        """The layer's normalized output [batch, n, hidden], input of the target's head and features of the next
+        token.
+        """
         cache = context.caches[0]
         keys = None if cache is None else _LayerCache(cache, context.begin)
         return self.norm(self._run_layer(stream, factors, context.mask, keys))  # type: ignore[no-any-return]
@@ -180,8 +182,8 @@ class MtpNetwork(UnrolledNetwork):
 
 
 class _LayerCache:
-    """The part of transformers' cache that an attention layer calls, over ours. Keys and values may differ in size, as with
-    latent attention; the shorter ones are padded in the cache.
+    """The part of transformers' cache that an attention layer calls, over ours. Keys and values may differ in size, as
+    with latent attention; the shorter ones are padded in the cache.
     """
 
     def __init__(self, cache: KeysValues, begin: int | KVSlots) -> None:

@@ -1,7 +1,9 @@
-"""Reads the multi-token prediction head of a target's own checkpoint, which transformers ignores when it loads the target.
+"""Reads the multi-token prediction head of a target's own checkpoint, which transformers ignores when it loads the
+target.
 
-Two layouts are published: a decoder layer after the target's last one (``model.layers.61.*`` in DeepSeek-V3, likewise in
-GLM-4.5), and ``mtp.*`` (Qwen3-Next, Qwen3.5). Embedding and output head are the target's; copies of them are left out.
+Two layouts are published: a decoder layer after the target's last one (``model.layers.61.*`` in DeepSeek-V3, likewise
+in GLM-4.5), and ``mtp.*`` (Qwen3-Next, Qwen3.5). Embedding and output head are the target's; copies of them are left
+out.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _HEAD_PARTS = ("enorm", "hnorm", "eh_proj", "norm")
 
 
 def load_own_mtp(name: str, target: Target, *, random_weights: bool = False) -> MtpNetwork:
-    """Load the first head of a target's checkpoint, which ``name`` gives by its folder or Hugging Face id, followed by ``:mtp``.
+    """Load the first head of a target's checkpoint, which ``name`` gives by its folder or Hugging Face id, followed by
+    ``:mtp``.
 
     Raises:
         UserError: the checkpoint has no head, or a head of other sizes than the target's layers.
@@ -64,7 +67,9 @@ def _why_missing(target: Target, num_layers: int) -> str:
 
 
 def own_name(name: str, num_layers: int) -> str | None:
-    """The name in ``MtpNetwork`` of a checkpoint's tensor; None if it belongs to no head or a later one, or is shared."""
+    """The name in ``MtpNetwork`` of a checkpoint's tensor; None if it belongs to no head or a later one, or is
+    shared.
+    """
     if (match := _AFTER_THE_LAST.match(name)) is not None:
         if int(match[1]) != num_layers:
             return None

@@ -1,7 +1,7 @@
 """Networks of drafts that read the target's features.
 
-Row i of their input is token i with the target's features of token i - 1, the last ones known when token i + 1 is drafted.
-After unverified tokens, the draft's own last state takes the place of these features.
+Row i of their input is token i with the target's features of token i - 1, the last ones known when token i + 1 is
+drafted. After unverified tokens, the draft's own last state takes the place of these features.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ class DraftNetwork(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.token_frequencies: Tensor | None
-        """How often the target emitted each token of its vocabulary in training, [vocabulary]; ``NOT_TRAINED`` for those over which the
-        network was not trained. None: not known.
+        """How often the target emitted each token of its vocabulary in training, [vocabulary]; ``NOT_TRAINED`` for
+        those over which the network was not trained. None: not known.
         """
         self.register_buffer("token_frequencies", None, persistent=False)
         self.axes: Tensor | None
-        """The position axis (time, height, width) by which each element of a head turns, [head size]; None: one axis."""
+        """The position axis (time, height, width) by which each element of a head turns, [head size]; None: one axis.
+        """
         self.register_buffer("axes", None, persistent=False)
 
     @property
@@ -114,7 +115,8 @@ class DraftNetwork(nn.Module, ABC):
 
     def cut_vocabulary(self, share: float) -> None:
         """Propose only the most frequent tokens: this share of the vocabulary, and none over which the network was not
-        trained. The draft's head then computes fewer logits, and the target verifies with its whole vocabulary (FR-Spec, Zhao et al. 2025).
+        trained. The draft's head then computes fewer logits, and the target verifies with its whole vocabulary
+        (FR-Spec, Zhao et al. 2025).
 
         Raises:
             UserError: a network without token frequencies.
@@ -155,7 +157,9 @@ class DraftNetwork(nn.Module, ABC):
         """Rotary factors of ``positions`` [..., n]."""
 
     def join_axes(self, factors: Tensor) -> Tensor:
-        """Rotary factors [..., n, 2, head size] of tokens, from those of their positions, [1 or 3 axes, ..., n, 2, head size]."""
+        """Rotary factors [..., n, 2, head size] of tokens, from those of their positions, [1 or 3 axes, ..., n, 2, head
+        size].
+        """
         if self.axes is None:
             return factors[0]
         return factors.expand(3, *factors.shape[1:]).gather(0, self.axes.expand(1, *factors.shape[1:]))[0]
@@ -300,7 +304,9 @@ class JoinedLayersConfig(NetworkConfig):
 
 
 class JoinedLayersNetwork(DraftNetwork):
-    """A network that reads several layers of the target together, over a vocabulary that may be smaller than the target's."""
+    """A network that reads several layers of the target together, over a vocabulary that may be smaller than the
+    target's.
+    """
 
     config: JoinedLayersConfig
     fc: nn.Linear
@@ -308,7 +314,8 @@ class JoinedLayersNetwork(DraftNetwork):
     layer_config: Any
     """The transformers config of the layers."""
     d2t: Tensor | None
-    """Offsets of a smaller vocabulary: its token i is the target's token ``i + d2t[i]``. None: the target's vocabulary."""
+    """Offsets of a smaller vocabulary: its token i is the target's token ``i + d2t[i]``. None: the target's vocabulary.
+    """
 
     @property
     def token_ids(self) -> Tensor | None:  # type: ignore[override]
@@ -328,8 +335,8 @@ class JoinedLayersNetwork(DraftNetwork):
         return self.fc(torch.cat([hidden[layer] for layer in self.config.layers], -1))  # type: ignore[no-any-return]
 
     def factors(self, positions: Tensor) -> Tensor:
-        """Cosines and sines, [..., n, 2, head size]. No buffer holds the angles, because they are float32 in every precision.
-        Types that depend on the length (``dynamic``, ``longrope``) are as for short sequences.
+        """Cosines and sines, [..., n, 2, head size]. No buffer holds the angles, because they are float32 in every
+        precision. Types that depend on the length (``dynamic``, ``longrope``) are as for short sequences.
         """
         rotary = LlamaRotaryEmbedding(self.layer_config).to(positions.device)
         angles = positions[..., None].float() * rotary.inv_freq

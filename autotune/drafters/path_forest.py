@@ -1,5 +1,5 @@
-"""Chains from every position of an answer, by a draft with recurrent or convolution states. A state follows one path, so that
-they are recorded one position at a time, in the forward passes of decoding.
+"""Chains from every position of an answer, by a draft with recurrent or convolution states. A state follows one path,
+so that they are recorded one position at a time, in the forward passes of decoding.
 """
 
 from __future__ import annotations

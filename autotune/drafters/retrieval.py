@@ -1,5 +1,5 @@
-"""``retrieval``: proposes what followed earlier occurrences of the last tokens in prompt and output. Needs no model. Prompt
-lookup is its setting with matches of at most three tokens.
+"""``retrieval``: proposes what followed earlier occurrences of the last tokens in prompt and output. Needs no model.
+Prompt lookup is its setting with matches of at most three tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TIMED_PERIOD = 48  # tokens after which the text repeats whose lookups are timed
 class RetrievalDraft(TokenDraft):
     """Proposes the followers of the longest match of the context's last tokens in the tokens before.
 
-    A follower's probability is its share of the occurrences of that match; ties go to the most recent one. Placeholders of
-    images are never proposed. Where nothing matches, nothing is proposed, and a round is a plain step.
+    A follower's probability is its share of the occurrences of that match; ties go to the most recent one. Placeholders
+    of images are never proposed. Where nothing matches, nothing is proposed, and a round is a plain step.
 
     Args:
         max_match: tokens that are compared, at least 1.
@@ -92,7 +92,9 @@ class RetrievalDraft(TokenDraft):
         self._index.clear()
 
     def prepare_step(self, kv_length: int, *, num_pending: int = 0) -> None:
-        """Index a text of ``kv_length`` tokens that repeats itself, so that a timed lookup finds matches. No token is pending."""
+        """Index a text of ``kv_length`` tokens that repeats itself, so that a timed lookup finds matches. No token is
+        pending.
+        """
         if self.length != kv_length:
             self.reserve(kv_length)
             self._index.append(np.arange(-kv_length, 0, dtype=np.int32) % min(TIMED_PERIOD, self.vocab_size))

@@ -1,6 +1,6 @@
 """``specvlm``: one block over embeddings fused with the inputs of the target's head, as in EAGLE-2, with normalized
-inputs; an elastic compressor shortens the visual tokens (SpecVLM, sections 3.3 and 3.4). Unlike the paper's decoder layer,
-attention and MLP of the block run in parallel (``blocks.py``).
+inputs; an elastic compressor shortens the visual tokens (SpecVLM, sections 3.3 and 3.4). Unlike the paper's decoder
+layer, attention and MLP of the block run in parallel (``blocks.py``).
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class SpecVlmNetwork(TrainableBlocks):
     ) -> tuple[Tensor, Metrics] | None:
         """The loss of the compressor's gate on a few examples with images, and metrics; None without such examples.
 
-        The cost of an operator is its loss, relative to the mean over all operators and examples, plus ``gate_cost`` times the
-        share of visual rows that it leaves.
+        The cost of an operator is its loss, relative to the mean over all operators and examples, plus ``gate_cost``
+        times the share of visual rows that it leaves.
         """
         with_image = batch.is_visual.any(1).nonzero()[:, 0].cpu()
         drawn = with_image[torch.randperm(len(with_image), generator=generator)][: settings.gate_examples].tolist()

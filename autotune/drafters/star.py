@@ -1,5 +1,5 @@
-"""``star``: DREAM's blocks as a supernet (STAR, section 3.1). One set of weights contains a draft for every share of heads
-in each block, every share of visual tokens, and every injection layer among the target's last layers.
+"""``star``: DREAM's blocks as a supernet (STAR, section 3.1). One set of weights contains a draft for every share of
+heads in each block, every share of visual tokens, and every injection layer among the target's last layers.
 
 A subnet is a copy with smaller matrices for the heads that it keeps.
 """

@@ -1,7 +1,7 @@
 """An index of a token sequence that finds what followed the longest match of a context's end.
 
-Positions with equal hashes of the token before them form a chain, most recent first, as in deflate (RFC 1951,
-section 4). Every position of a chain is compared token by token, so that hash collisions cost time and nothing else. Appending
+Positions with equal hashes of the token before them form a chain, most recent first, as in deflate (RFC 1951, section
+4). Every position of a chain is compared token by token, so that hash collisions cost time and nothing else. Appending
 a token takes constant time and no allocation.
 """
 
@@ -75,8 +75,8 @@ class SuffixIndex:
         """The tokens that followed the longest match of the end of each node's context.
 
         The context of a node is the first ``visible`` tokens and the drafted tokens from a root to the node. Of equally
-        frequent followers the most recent one comes first. Where fewer tokens follow, the others are absent: token -1 with
-        probability 0.
+        frequent followers the most recent one comes first. Where fewer tokens follow, the others are absent: token -1
+        with probability 0.
 
         Args:
             token: of all drafted nodes, [drafted].
@@ -95,8 +95,8 @@ class SuffixIndex:
         return out
 
     def continuation(self) -> Retrieved:
-        """The most frequent follower of the longest match of the text's end, then that of the match which it continues, and so
-        on, up to ``MAX_RETRIEVED`` tokens.
+        """The most frequent follower of the longest match of the text's end, then that of the match which it continues,
+        and so on, up to ``MAX_RETRIEVED`` tokens.
         """
         tokens = np.full(MAX_RETRIEVED, -1)
         match_length = _find_continuation(self._text, self.length, self._scratch, tokens)

@@ -57,8 +57,9 @@ class TeacherBatch:
         )
 
     def distilled_layer(self, rule: DistillationRule) -> int:
-        """The layer (from 1) whose output the first block imitates: the one of least AE (DREAM, section 3.2), or of least
-        AE + |AE(l) - AE(l - 1)| (STAR, section 3.2). The last one is excluded: its output is the target of the feature loss.
+        """The layer (from 1) whose output the first block imitates: the one of least AE (DREAM, section 3.2), or of
+        least AE + |AE(l) - AE(l - 1)| (STAR, section 3.2). The last one is excluded: its output is the target of the
+        feature loss.
         """
         assert self.entropies is not None
         entropies = self.entropies[:-1]

@@ -31,8 +31,8 @@ Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def divergence(logits: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(teacher || draft) of every token, and 1 where the most probable tokens agree, otherwise 0; [tokens] each, from the
-    draft's ``logits`` and the target's log-probabilities in float32, [tokens, vocabulary] each.
+    """KL(teacher || draft) of every token, and 1 where the most probable tokens agree, otherwise 0; [tokens] each, from
+    the draft's ``logits`` and the target's log-probabilities in float32, [tokens, vocabulary] each.
     """
     logprobs = logits.float().log_softmax(-1)
     found = functional.kl_div(logprobs, teacher_logprobs, reduction="none", log_target=True).sum(-1)
@@ -51,7 +51,9 @@ class LossSettings(Document):
     logit_weight: float | None = Field(default=None, ge=0)
     """Weight of the KL divergence from the target's distributions. None: that of the draft's paper."""
     feature_weight: float | None = Field(default=None, ge=0)
-    """Weight of the SmoothL1 loss between the draft's states and the target's last features. None: that of the draft's paper."""
+    """Weight of the SmoothL1 loss between the draft's states and the target's last features. None: that of the draft's
+    paper.
+    """
     unrolled_steps: int = Field(default=6, ge=1)
     """Training of ``eagle3`` and ``mtp``: number of tokens that are drafted at every position, one from the next."""
     gate_examples: int = Field(default=1, ge=1)
@@ -79,7 +81,8 @@ class TrainableNetwork(DraftNetwork):
     @classmethod
     @abstractmethod
     def new(cls, sizes: Mapping[str, Any], target: Target, *, source: str) -> Self:
-        """Make a network with new weights for a target. ``sizes`` are config fields of the draft, from the recipe ``source``.
+        """Make a network with new weights for a target. ``sizes`` are config fields of the draft, from the recipe
+        ``source``.
 
         Raises:
             UserError: unknown or invalid sizes, or a target that cannot have such a draft.
@@ -96,8 +99,8 @@ class TrainableNetwork(DraftNetwork):
         return self.config.injection_layers
 
     def keep_tokens(self, token_ids: Tensor, head_rows: Tensor) -> None:
-        """Called before training with the ids [n] of the tokens over which the draft will be compared, and their rows [n, hidden] of
-        the target's output head: a network with an output head of its own begins with these.
+        """Called before training with the ids [n] of the tokens over which the draft will be compared, and their rows
+        [n, hidden] of the target's output head: a network with an output head of its own begins with these.
         """
 
     @abstractmethod
@@ -106,8 +109,8 @@ class TrainableNetwork(DraftNetwork):
     ) -> tuple[Tensor, Metrics]:
         """The loss of one teacher batch, and metrics of it: of the full network while it is in evaluation mode.
 
-        ``agreement`` is the share of tokens on which the draft's most probable token is the target's, given the target's
-        features; ``own_agreement`` the same given the draft's own states.
+        ``agreement`` is the share of tokens on which the draft's most probable token is the target's, given the
+        target's features; ``own_agreement`` the same given the draft's own states.
 
         Args:
             generator: source of everything that is drawn at random.
@@ -127,8 +130,8 @@ class TrainableNetwork(DraftNetwork):
 
     @torch.no_grad()
     def finish(self, batches: Iterable[TeacherBatch]) -> None:
-        """Called after the last step, with teacher batches of the last stage, which are read as they are asked for: count how often
-        the target is expected to emit each token of its vocabulary along them.
+        """Called after the last step, with teacher batches of the last stage, which are read as they are asked for:
+        count how often the target is expected to emit each token of its vocabulary along them.
         """
         total: Tensor | float = 0.0
         for batch in batches:
@@ -151,7 +154,8 @@ class TrainableNetwork(DraftNetwork):
 
 
 def read_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
-    """The tensors of a published draft; ``kind`` names it in messages. Of a pickle, torch reads tensors alone and runs no code.
+    """The tensors of a published draft; ``kind`` names it in messages. Of a pickle, torch reads tensors alone and runs
+    no code.
 
     Raises:
         UserError: no file of weights, or a pickle of anything else.

@@ -1,7 +1,7 @@
 """The two readings of a batch in the training of drafts that read the target's features.
 
-Inside a tree a draft reads its own states in place of the target's features. Each batch is therefore read twice: with the
-target's features, and with runs of the draft's own states in their place.
+Inside a tree a draft reads its own states in place of the target's features. Each batch is therefore read twice: with
+the target's features, and with runs of the draft's own states in their place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ OWN_FEATURE_RUN = 6  # tokens: one feature of the target, then the draft's own s
 
 @dataclass(frozen=True)
 class DraftRows:
-    """A teacher batch as a draft reads it, with visual tokens pruned and condensed: [batch, n] or [batch, n, hidden]."""
+    """A teacher batch as a draft reads it, with visual tokens pruned and condensed: [batch, n] or [batch, n,
+    hidden].
+    """
 
     embeddings: Tensor
     """Embeddings of the tokens at ``positions``."""
@@ -36,7 +38,8 @@ class DraftRows:
     """The column of the teacher batch that each row comes from."""
     loss_mask: Tensor
     all_features: Tensor
-    """The features of every column of the teacher batch, which cross-attention blocks read, [batch, columns, hidden]."""
+    """The features of every column of the teacher batch, which cross-attention blocks read, [batch, columns, hidden].
+    """
     num_rows: Tensor
     """Number of rows of each example, [batch]."""
     is_pruned: bool
@@ -52,8 +55,8 @@ def rows_of(
     generator: torch.Generator | None = None,
     operators: Sequence[Operator | None] | None = None,
 ) -> DraftRows:
-    """The rows of a teacher batch for one subnet. ``generator`` makes the noise of trained compressors; ``operators`` are
-    those of the compressor for each example.
+    """The rows of a teacher batch for one subnet. ``generator`` makes the noise of trained compressors; ``operators``
+    are those of the compressor for each example.
     """
     batch_size = len(batch.lengths)
     before = network.target_features({injection_layer: batch.hidden[injection_layer][:, :-1]})
@@ -85,13 +88,13 @@ def rows_of(
 
 
 class TwoPasses:
-    """Keys and values of one block in both readings of a batch. The second reading evaluates the loss tokens only; all other
-    tokens are before them and have the keys and values of the first.
+    """Keys and values of one block in both readings of a batch. The second reading evaluates the loss tokens only; all
+    other tokens are before them and have the keys and values of the first.
     """
 
     def __init__(self, columns: Tensor, is_second: Tensor) -> None:
-        """For each column of the first reading [batch, n]: the token of the second with its keys and values, and whether
-        there is one.
+        """For each column of the first reading [batch, n]: the token of the second with its keys and values, and
+        whether there is one.
         """
         self._columns = columns[:, None, None, :, None]
         self._is_second = is_second[:, None, None, :, None]
@@ -108,7 +111,9 @@ class TwoPasses:
 
 
 class TwoReadings:
-    """Reads a batch of rows with the target's features, then its loss tokens again with some of the draft's own states."""
+    """Reads a batch of rows with the target's features, then its loss tokens again with some of the draft's own
+    states.
+    """
 
     def __init__(self, network: BlocksNetwork, rows: DraftRows, head_masks: Sequence[Tensor] | None) -> None:
         self.network, self.rows, self.head_masks = network, rows, head_masks
@@ -151,8 +156,8 @@ class TwoReadings:
         return network(rows.stream, rows.features, self._factors, context, head_masks=masks, early=early)
 
     def with_own_features(self, states: Tensor, is_own: Tensor) -> Tensor:
-        """States [batch, most loss tokens, hidden] of the rows ``again``. Where ``is_own`` [batch, n], they read the state of
-        the row before in ``states``.
+        """States [batch, most loss tokens, hidden] of the rows ``again``. Where ``is_own`` [batch, n], they read the
+        state of the row before in ``states``.
         """
         rows, network = self.rows, self.network
 
@@ -172,8 +177,8 @@ class TwoReadings:
 
 
 def own_feature_mask(rows: DraftRows, generator: torch.Generator, *, copies: int = 1) -> Tensor:
-    """Rows that read the draft's own state of the row before [batch, n]: all answer tokens except the first of each run of
-    OWN_FEATURE_RUN tokens. Runs begin at a random offset, the same for ``copies`` consecutive examples.
+    """Rows that read the draft's own state of the row before [batch, n]: all answer tokens except the first of each run
+    of OWN_FEATURE_RUN tokens. Runs begin at a random offset, the same for ``copies`` consecutive examples.
     """
     offset = torch.randint(OWN_FEATURE_RUN, (len(rows.positions) // copies, 1), generator=generator)
     offset = offset.repeat_interleave(copies, 0).to(rows.positions.device)

@@ -1,8 +1,9 @@
-"""Training of EAGLE-3 and multi-token prediction heads: drafting is unrolled for a few tokens at every position (training-time test, EAGLE-3, arXiv 2503.01840).
+"""Training of EAGLE-3 and multi-token prediction heads: drafting is unrolled for a few tokens at every position
+(training-time test, EAGLE-3, arXiv 2503.01840).
 
-In step 0 every row reads the target's features of the token before. In step k, row i reads the state that step k - 1 gave
-row i - 1, and attends to what it would have in its cache: keys of step 0 up to row i - k, the last that read the target,
-and one key of every later step, of rows i - k + 1 to i.
+In step 0 every row reads the target's features of the token before. In step k, row i reads the state that step k - 1
+gave row i - 1, and attends to what it would have in its cache: keys of step 0 up to row i - k, the last that read the
+target, and one key of every later step, of rows i - k + 1 to i.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class UnrolledKeys:
 
 
 def unrolled_mask(num_rows: int, step: int, first: int = 0) -> Tensor:
-    """Whether row i of a step attends to column (step j, row) [1, 1, rows, columns]; every row sees itself. All steps but 0
-    have the rows from ``first`` on.
+    """Whether row i of a step attends to column (step j, row) [1, 1, rows, columns]; every row sees itself. All steps
+    but 0 have the rows from ``first`` on.
     """
     columns = torch.arange(num_rows)
     rows = columns[first if step else 0 :, None]
@@ -56,9 +57,10 @@ class UnrolledNetwork(TrainableNetwork):
     def unrolled_states(
         self, stream: Tensor, features: Tensor, num_steps: int, *, first: int = 0, positions: Tensor | None = None
     ) -> Iterator[Tensor]:
-        """States [batch, rows, state size] of every step, for embeddings ``stream`` and the target's ``features``, [batch, n, ...]
-        each. Step 0 has all n rows, the others those from ``first`` on. In step k, the first k of these mean nothing, because
-        there is nothing before them to be drafted from. ``positions`` [axes, batch, n] are for networks with three axes.
+        """States [batch, rows, state size] of every step, for embeddings ``stream`` and the target's ``features``,
+        [batch, n, ...] each. Step 0 has all n rows, the others those from ``first`` on. In step k, the first k of these
+        mean nothing, because there is nothing before them to be drafted from. ``positions`` [axes, batch, n] are for
+        networks with three axes.
         """
         rows = torch.arange(stream.shape[1], device=stream.device)
         positions = rows[None, None] if positions is None or self.axes is None else positions
@@ -75,8 +77,8 @@ class UnrolledNetwork(TrainableNetwork):
     def loss(
         self, batch: TeacherBatch, settings: LossSettings, generator: torch.Generator, compare: Divergence = divergence
     ) -> tuple[Tensor, Metrics]:
-        """The divergence from the target's distribution, averaged over the steps with falling weights. ``own_agreement`` is
-        that of the later steps.
+        """The divergence from the target's distribution, averaged over the steps with falling weights.
+        ``own_agreement`` is that of the later steps.
         """
         hidden, last, num_steps = batch.hidden, self.config.num_target_layers, settings.unrolled_steps
         features = self.target_features({layer: hidden[layer][:, :-1] for layer in self.layers_read(None)})

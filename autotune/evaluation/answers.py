@@ -36,8 +36,8 @@ def _not_in_order(prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
 def answer_prompts(
     profile: Path, prompts: Sequence[WorkloadPrompt], *, device: str, dtype: Dtype | None = None, prints: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Decode prompts one after the other; yields the text of each answer, its statistics and a summary line. The turns of a
-    conversation are given in their order, and follow the answers of the profile.
+    """Decode prompts one after the other; yields the text of each answer, its statistics and a summary line. The turns
+    of a conversation are given in their order, and follow the answers of the profile.
 
     With ``prints``, each answer is printed to stdout while it is decoded, word by word.
     """

@@ -139,7 +139,9 @@ class BenchResults:
     """Tables that sum up the runs of a bench."""
 
     def __init__(self, runs: Mapping[str, list[Run]], prompts: Workload, seed: int) -> None:
-        """``runs`` by arm are of these prompts in their order, and include plain decoding; ``seed``: of bootstrap intervals."""
+        """``runs`` by arm are of these prompts in their order, and include plain decoding; ``seed``: of bootstrap
+        intervals.
+        """
         self.runs, self.format = dict(runs), prompts.format
         self.summaries = [summarize(name, of_arm, runs[AR], seed=seed) for name, of_arm in runs.items()]
         self.by_task, self.by_length = speedups_by_task(self.runs), gain_by_length(self.runs)
@@ -211,8 +213,8 @@ def choose_arms(names: Sequence[str], runner: ArmRunner, prompts: Workload) -> C
 def try_assisted(runner: ArmRunner, prompts: Workload) -> tuple[str | None, str | None]:
     """Try Hugging Face's assisted generation on the first prompt with an image and the first without.
 
-    Returns why it cannot run, or None, and a limitation to report, or None. In half precision rounding can flip the argmax
-    of a near tie, so only in float32 an output that differs from ``generate`` alone is a failure.
+    Returns why it cannot run, or None, and a limitation to report, or None. In half precision rounding can flip the
+    argmax of a near tie, so only in float32 an output that differs from ``generate`` alone is a failure.
     """
     assistant = assistant_of(runner)
     if assistant is None:

@@ -29,7 +29,9 @@ def points_used(profile: DecodingProfile, runs: Sequence[Run]) -> str:
 
 
 def speedups_by_task(runs: dict[str, list[Run]]) -> DataFrame:
-    """Pooled speedup over ``ar``: a row for each arm, a column for each task; NaN for a task in which nothing was decoded."""
+    """Pooled speedup over ``ar``: a row for each arm, a column for each task; NaN for a task in which nothing was
+    decoded.
+    """
     frame = runs_dataframe(runs)[["arm", "number", "task", "decode_ms", "new_tokens"]]
     frame["steps"] = frame.new_tokens - 1
     plain = frame[frame.arm == AR].set_index("number")[["decode_ms", "steps"]]
@@ -104,9 +106,10 @@ OVERALL = "overall"
 def benchmark_results(runs: dict[str, list[Run]], prompts: Sequence[WorkloadPrompt]) -> DataFrame:
     """Mean accepted tokens and speedup over ``ar`` by task and overall, as Spec-Bench and MMSpec report them.
 
-    Mean accepted tokens are the tokens per round of all rounds, including the target's own token; NaN for an arm without rounds. The
-    speedup is the ratio of mean tokens per second over questions. The turns of a question are added up, and its time is wall time:
-    the prefills count, unlike in the other tables. ``prompts`` are those of the runs, in their order.
+    Mean accepted tokens are the tokens per round of all rounds, including the target's own token; NaN for an arm
+    without rounds. The speedup is the ratio of mean tokens per second over questions. The turns of a question are added
+    up, and its time is wall time: the prefills count, unlike in the other tables. ``prompts`` are those of the runs, in
+    their order.
 
     Columns: arm, task, questions, mean_accepted_tokens, speedup.
     """
@@ -198,8 +201,8 @@ def print_acceptance(name: str, acceptance: AcceptanceCounts, console: Console) 
 
 
 def _print_figures(title: str, table: DataFrame, column: str, tokens: str, mark: str, console: Console) -> None:
-    """Print a row for each arm and a column for each value of ``column``: the speedup and, where there are rounds, ``mark`` and
-    the value of ``tokens``.
+    """Print a row for each arm and a column for each value of ``column``: the speedup and, where there are rounds,
+    ``mark`` and the value of ``tokens``.
     """
     figures = zip(table.speedup.to_numpy(float), table[tokens].to_numpy(float), strict=True)
     texts = [f"{gain:.2f}x" + ("" if np.isnan(value) else f", {mark}{value:.2f}") for gain, value in figures]

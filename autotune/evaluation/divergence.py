@@ -74,8 +74,8 @@ def divergences_from_plain(
     runs: Mapping[str, Sequence[Run]],
     deadline: float = math.inf,
 ) -> dict[str, Divergence]:
-    """First divergences of an arm from plain decoding by prompt, of lossless points. Answers with other hashes whose tokens the
-    runner does not know, of an interrupted comparison, are decoded again.
+    """First divergences of an arm from plain decoding by prompt, of lossless points. Answers with other hashes whose
+    tokens the runner does not know, of an interrupted comparison, are decoded again.
 
     Args:
         runs: of both arms on the first prompts of the workload, by the arms' names.

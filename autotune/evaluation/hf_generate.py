@@ -42,9 +42,9 @@ def hf_generate(
 ) -> tuple[list[int], DecodingStats]:
     """Call ``model.generate`` on one prompt, with ``assistant`` as its ``assistant_model``; returns the new tokens.
 
-    Without an assistant, decoding time runs from the first token to the last. With one, the draft runs before the target
-    has read the prompt, and the target reads prompt and first candidates in one forward. That forward is the prefill, and
-    all other time until the last token is decoding. Time inside the two models is not measured.
+    Without an assistant, decoding time runs from the first token to the last. With one, the draft runs before the
+    target has read the prompt, and the target reads prompt and first candidates in one forward. That forward is the
+    prefill, and all other time until the last token is decoding. Time inside the two models is not measured.
     """
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     settings = sampling if temperature > 0 else {"do_sample": False}

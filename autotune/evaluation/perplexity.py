@@ -1,4 +1,6 @@
-"""Perplexity of answers under the target and their agreement with plain decoding: the quality that lossy verification costs."""
+"""Perplexity of answers under the target and their agreement with plain decoding: the quality that lossy verification
+costs.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Quality(NamedTuple):
     perplexity: float
     """exp of the mean negative log-probability of its tokens (WETAP, eq. 11)."""
     agreement: float | None
-    """Share of its tokens that plain decoding emits after the tokens before them; None if it must decide them one by one."""
+    """Share of its tokens that plain decoding emits after the tokens before them; None if it must decide them one by
+    one.
+    """
 
 
 def quality(target: Target, inputs: dict[str, Any], tokens: list[int], sampler: TokenSampler | None = None) -> Quality:

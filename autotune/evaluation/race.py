@@ -1,10 +1,12 @@
 """A race: arms decode blocks of the same prompts until the fastest is known.
 
 After every block comes an interim look. Arms leave when they are significantly slower than the fastest arm; published
-defaults leave only when they are significantly slower than the fastest default, so that the best default is known as well.
+defaults leave only when they are significantly slower than the fastest default, so that the best default is known as
+well.
 
 The risk that a race between equal arms loses any of them is spent over the planned looks (``spent_share``) and divided
-by the number of ordered pairs of arms in the race (Bonferroni), because the runs themselves say which arm is the fastest.
+by the number of ordered pairs of arms in the race (Bonferroni), because the runs themselves say which arm is the
+fastest.
 """
 
 from __future__ import annotations
@@ -60,10 +62,11 @@ def race(
         risk: probability that any of equal arms leaves.
         prompts_per_block: number of prompts between two looks.
         min_prompts: are run even past the deadline, but no more than a block.
-        kept_prompts: that ``always`` are to run before the deadline; defaults leave when another block with them leaves too little time.
+        kept_prompts: that ``always`` are to run before the deadline; defaults leave when another block with them leaves
+            too little time.
         passes: over the prompts.
-        ends: whether the race is over, given the names of the arms and defaults that are not significantly slower than the
-            fastest of them; by default, when one is left.
+        ends: whether the race is over, given the names of the arms and defaults that are not significantly slower than
+            the fastest of them; by default, when one is left.
         deadline: of ``time.monotonic``. No prompt is begun that is expected to end later.
     """
     prompts = workload.prompts
@@ -113,6 +116,8 @@ def race(
 
 
 def _not_slower(runs: Mapping[str, Sequence[Run]], names: Sequence[str], risk: float) -> list[str]:
-    """The arms that are not significantly slower than the fastest of them, the fastest first. All have run equally often."""
+    """The arms that are not significantly slower than the fastest of them, the fastest first. All have run equally
+    often.
+    """
     by_speed = sorted(names, key=lambda name: ms_per_token(runs[name]))
     return [name for name in by_speed if not is_significantly_slower(runs[name], runs[by_speed[0]], risk=risk)]

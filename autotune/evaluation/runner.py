@@ -1,8 +1,8 @@
 """Compares arms by real runs: prompt by prompt, all arms one after the other in random order.
 
-Every prompt's runs are lines of a ledger as soon as all arms have decoded it, and an interrupted comparison continues from
-there. Another comparison measures all of its arms again: a machine's speed changes from hour to hour, so arms are only
-compared by runs of the same prompt that are seconds apart.
+Every prompt's runs are lines of a ledger as soon as all arms have decoded it, and an interrupted comparison continues
+from there. Another comparison measures all of its arms again: a machine's speed changes from hour to hour, so arms are
+only compared by runs of the same prompt that are seconds apart.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ LEAST_PROMPTS = 2  # of a comparison, for which its variance is known
 SHAPE_TOKENS = (
     64  # prompts whose lengths round up to the same multiple have one shape; on a GPU it is the padded length
 )
-# Prompt lookup decoding (Saxena, 2023) is the baseline that needs no draft model. Its chain is as long as the published one.
+# Prompt lookup decoding (Saxena, 2023) is the baseline that needs no draft model. Its chain is as long as the published
+# one.
 PROMPT_LOOKUP_CHAIN = Configuration(tree={"policy": "chain", "depth": 5})
 PROMPT_LOOKUP_MATCH = 3  # tokens; ``max_ngram_size`` of its code
 
@@ -81,7 +82,9 @@ class ArmRunner:
         self.with_perplexity = with_perplexity
         self.draft_of = draft_of
         self.limit = math.inf
-        """A value of ``time.monotonic``: ``min_prompts`` of a comparison may end past its deadline, and all but two until then."""
+        """A value of ``time.monotonic``: ``min_prompts`` of a comparison may end past its deadline, and all but two
+        until then.
+        """
         self.num_repeated = 0
         """Runs that were measured again because the machine was busy or something was captured."""
         plain = Decoder(
@@ -92,7 +95,9 @@ class ArmRunner:
         self.conversations = Conversations(processor, self._plain_answers)
         self._decoders: dict[str, Decoder] = {}
         self.answers: dict[tuple[str, str], list[int]] = {}
-        """Tokens of the last run of an arm on a prompt, by arm key and prompt hash; those of runs in the ledger are not known."""
+        """Tokens of the last run of an arm on a prompt, by arm key and prompt hash; those of runs in the ledger are not
+        known.
+        """
         self._warm: set[tuple[Any, ...]] = set()
         self._run_s: defaultdict[str, list[float]] = defaultdict(list)  # durations with warm-ups, by arm key
         self._reserved: dict[str, int] = {}  # tokens of a prompt and its answer, by the prompt's hash
@@ -128,8 +133,8 @@ class ArmRunner:
         )
 
     def reserve(self, workload: Workload) -> None:
-        """Prepare arms for the longest of these prompts and answers from the first one on: caches that grow later drop the captures
-        of all arms.
+        """Prepare arms for the longest of these prompts and answers from the first one on: caches that grow later drop
+        the captures of all arms.
         """
         if self.decoder.mode != CUDA_GRAPH:
             return
@@ -156,7 +161,8 @@ class ArmRunner:
         Args:
             arms: of equal names the last one counts.
             seed: of the order in which arms take turns.
-            deadline: of ``time.monotonic``. After ``min_prompts``, no prompt is begun that is expected to end later (see ``limit``).
+            deadline: of ``time.monotonic``. After ``min_prompts``, no prompt is begun that is expected to end later
+                (see ``limit``).
             repeat: distinguishes comparisons of the same arms in the ledger.
         """
         order = random.Random(seed)
@@ -191,8 +197,8 @@ class ArmRunner:
         """Run all arms on one prompt, in random order, and repeat the runs that something else slowed down.
 
         The target's prefill is the same work in every arm and not part of what is compared. A run whose prefill took
-        several times as long as in the other arms was slowed down by something else on the machine, and so was a run whose
-        forwards took far longer, or in which forward passes were captured.
+        several times as long as in the other arms was slowed down by something else on the machine, and so was a run
+        whose forwards took far longer, or in which forward passes were captured.
         """
         runs: dict[str, Run] = {}
         for arm in order.sample(list(arms), len(arms)):
@@ -217,7 +223,9 @@ class ArmRunner:
         return runs
 
     def run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
-        """Run one arm on one prompt, after a warm-up on the first prompt of a shape. Later turns follow plain decoding's answers."""
+        """Run one arm on one prompt, after a warm-up on the first prompt of a shape. Later turns follow plain
+        decoding's answers.
+        """
         with errors_about(prompt.name):
             prompt, target = self.conversations.follow(prompt), self.decoder.target
             inputs = prompt.inputs(self.processor, target.device)

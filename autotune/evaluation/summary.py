@@ -104,7 +104,8 @@ def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
 def decoded_pairs(runs: Sequence[Run], baseline: Sequence[Run]) -> NDArray[np.float64]:
     """Decoding times in ms and decoded tokens of runs and of their baseline, [4, prompts].
 
-    Only the first prompts, that both have run, and only those for which both answers have more than one token; the prefill emits the first.
+    Only the first prompts, that both have run, and only those for which both answers have more than one token; the
+    prefill emits the first.
     """
     pairs = zip(runs, baseline, strict=False)
     rows = [(a.decode_ms, a.new_tokens - 1, b.decode_ms, b.new_tokens - 1) for a, b in pairs]
@@ -119,7 +120,9 @@ def ms_per_token(runs: Sequence[Run]) -> float:
 
 
 def time_ratio(runs: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0) -> tuple[float, float]:
-    """95 % interval of the ratio of pooled decoding times per token of ``runs`` and of their baseline (``bootstrap_ratio``)."""
+    """95 % interval of the ratio of pooled decoding times per token of ``runs`` and of their baseline
+    (``bootstrap_ratio``).
+    """
     ms, tokens, baseline_ms, baseline_tokens = decoded_pairs(runs, baseline)
     return bootstrap_ratio(ms, baseline_ms, above_units=tokens, below_units=baseline_tokens, seed=seed)
 
@@ -160,7 +163,8 @@ def spent_share(look: int, num_looks: int) -> float:
 
 
 def is_significantly_slower(runs: Sequence[Run], than: Sequence[Run], *, risk: float) -> bool:
-    """Whether runs take longer per token than others of the same prompts: a one-sided paired t-test of log times per token.
+    """Whether runs take longer per token than others of the same prompts: a one-sided paired t-test of log times per
+    token.
 
     Prompts for which nothing was decoded after the first token do not count. The test keeps its ``risk`` with the eight
     prompts of a block; a bootstrap of so few does not.

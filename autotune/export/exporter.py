@@ -1,4 +1,6 @@
-"""``autotune export``: the configuration of a serving engine nearest to a profile, found by replay in the engine's space."""
+"""``autotune export``: the configuration of a serving engine nearest to a profile, found by replay in the engine's
+space.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ GGUF_NOTE = "predictions are of its dequantized weights; an engine that keeps th
 
 @dataclass(frozen=True)
 class Selection:
-    """The last operating point of a profile, for all requests, with a draft for one engine and the documents of its search."""
+    """The last operating point of a profile, for all requests, with a draft for one engine and the documents of its
+    search.
+    """
 
     profile: DecodingProfile
     documents: SearchDocuments
@@ -41,8 +45,8 @@ def select_for_export(source: Path, *, study: Path | None = None, draft: str | N
     """Choose the draft of an export; see ``export_profile`` for the arguments.
 
     Raises:
-        UserError: the profile or its study cannot be read, there is no such draft, the engine does not serve the draft, or the draft
-            was not recorded as the engine shows it images.
+        UserError: the profile or its study cannot be read, there is no such draft, the engine does not serve the draft,
+            or the draft was not recorded as the engine shows it images.
     """
     profile = DecodingProfile.load(source)
     point = profile.point

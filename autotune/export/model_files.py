@@ -63,8 +63,8 @@ class ModelFiles:
 
 
 def find_model(name: str) -> ModelFiles | None:
-    """The files of a bundled model, of a folder, or of an id in the Hugging Face cache; None where there are none. Nothing is
-    downloaded.
+    """The files of a bundled model, of a folder, or of an id in the Hugging Face cache; None where there are none.
+    Nothing is downloaded.
     """
     folder = bundled_models().get(name, Path(name))
     if not (folder / CONFIG).exists():
@@ -141,7 +141,9 @@ def text_part(source: ModelFiles, folder: Path, name: str) -> Conversion:
 
 
 def has_short_vision_names(model: ModelFiles) -> bool:
-    """Whether the weights of a CLIP or SigLIP tower have the names of transformers 5.20 and later, ``vision_tower.encoder...``."""
+    """Whether the weights of a CLIP or SigLIP tower have the names of transformers 5.20 and later,
+    ``vision_tower.encoder...``.
+    """
     vision = model.config.get("vision_config")
     if not isinstance(vision, dict) or vision.get("model_type") not in TOWERS_RENAMED:
         return False
@@ -160,8 +162,8 @@ def with_long_vision_names(source: ModelFiles, folder: Path) -> Conversion:
 
 
 def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]:
-    """How vLLM drafts with a model: the type of its speculation, and the folder that it loads. An ``mtp`` head of this project is
-    written below ``folder`` as one of MiMo, whose layer and norms are the same.
+    """How vLLM drafts with a model: the type of its speculation, and the folder that it loads. An ``mtp`` head of this
+    project is written below ``folder`` as one of MiMo, whose layer and norms are the same.
 
     Raises:
         UserError: vLLM does not draft with it for this target.

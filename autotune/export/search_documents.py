@@ -25,8 +25,8 @@ from autotune.trees.limits import Floats
 
 @dataclass(frozen=True)
 class SearchDocuments:
-    """One cost table of a study folder, and the traces that it prices, for a profile's target, device, precision and tuning
-    prompts.
+    """One cost table of a study folder, and the traces that it prices, for a profile's target, device, precision and
+    tuning prompts.
     """
 
     folder: Path
@@ -36,8 +36,8 @@ class SearchDocuments:
     _evaluators: dict[Path, Evaluator] = field(default_factory=dict, init=False, repr=False)
 
     def engine_trace(self, draft: str, vision: VisualInput) -> Trace | None:
-        """The trace of a draft as an engine runs it, with every head; None if it was not recorded. A trace of prompts without images
-        serves every engine.
+        """The trace of a draft as an engine runs it, with every head; None if it was not recorded. A trace of prompts
+        without images serves every engine.
         """
         for path, header in self.headers.items():
             if header.draft.id != draft or header.subnet.head_shares != (1.0, 1.0, 1.0):
@@ -49,8 +49,8 @@ class SearchDocuments:
         return None
 
     def predict(self, point: OperatingPoint, trace: Trace) -> Predicted:
-        """Predict a point; without the point's own trace, return the profile's prediction. ``trace`` is any trace of the same prompts,
-        along which plain decoding is priced.
+        """Predict a point; without the point's own trace, return the profile's prediction. ``trace`` is any trace of
+        the same prompts, along which plain decoding is priced.
 
         Raises:
             UserError: neither the study nor the profile has a prediction of the point.
@@ -69,8 +69,8 @@ class SearchDocuments:
         return prediction(result, evaluator.ar_ms, is_estimated=self.table.estimated)
 
     def reproduces(self, point: OperatingPoint) -> bool | None:
-        """Whether replay repeats the profile's prediction of a point, as it does with the documents of the profile's own
-        search; None if one of the two predictions is missing.
+        """Whether replay repeats the profile's prediction of a point, as it does with the documents of the profile's
+        own search; None if one of the two predictions is missing.
         """
         if point.predicted is None or (replayed := self._replay(point)) is None:
             return None
@@ -98,8 +98,8 @@ class SearchDocuments:
 
 
 def find_search_documents(profile: DecodingProfile, source: Path, folder: Path | None) -> list[SearchDocuments]:
-    """Documents for each cost table of ``folder``, newest first; without a folder, of the studies in ``.autotune`` next to
-    the profile and in the working directory.
+    """Documents for each cost table of ``folder``, newest first; without a folder, of the studies in ``.autotune`` next
+    to the profile and in the working directory.
 
     Raises:
         UserError: nothing was found, or a document of ``folder`` cannot be read.
@@ -126,8 +126,8 @@ def find_search_documents(profile: DecodingProfile, source: Path, folder: Path |
 
 
 def priced_chains(trace: Trace, table: CostTable) -> dict[int, Predicted]:
-    """Predictions of every chain that the trace holds and the table prices, by depth, for one request at a time. Every round of a chain
-    drafts and verifies the same number of tokens, in this project's runtime as in an engine.
+    """Predictions of every chain that the trace holds and the table prices, by depth, for one request at a time. Every
+    round of a chain drafts and verifies the same number of tokens, in this project's runtime as in an engine.
 
     Raises:
         UserError: the answers are too short to decode.

@@ -1,5 +1,5 @@
-"""vLLM: chains, as the JSON of ``--speculative-config``. Its ``num_speculative_tokens`` k is a chain's depth: k draft tokens per round
-without the root, one draft forward pass each, and a verification of k + 1 tokens.
+"""vLLM: chains, as the JSON of ``--speculative-config``. Its ``num_speculative_tokens`` k is a chain's depth: k draft
+tokens per round without the root, one draft forward pass each, and a verification of k + 1 tokens.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def caveats(pair: Pair) -> Sequence[str]:
 
 
 def loadable(pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
-    """The pair with models that vLLM loads, and the checkpoints in ``folder`` that have to be written for it: the text part of a
-    draft, and a vision tower whose weights have the names that vLLM knows.
+    """The pair with models that vLLM loads, and the checkpoints in ``folder`` that have to be written for it: the text
+    part of a draft, and a vision tower whose weights have the names that vLLM knows.
 
     Raises:
         UserError: a model cannot be converted.

@@ -43,8 +43,8 @@ class LogHeader(Document):
 class BlockLog:
     """Blocks of samples of one table, from which an interrupted measurement continues.
 
-    Samples are multiples of the plain steps before and after them, so blocks of another hour, when the machine was faster or slower,
-    serve as well as new ones.
+    Samples are multiples of the plain steps before and after them, so blocks of another hour, when the machine was
+    faster or slower, serve as well as new ones.
 
     Args:
         path: file of the log, named by all that determines the sizes and the models.

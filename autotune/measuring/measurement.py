@@ -1,5 +1,5 @@
-"""Measures cost tables with the code that decodes: steps of a ``Decoder`` at the sizes of a ``Sampler``, prefills, and real
-decoding for the overhead outside the models.
+"""Measures cost tables with the code that decodes: steps of a ``Decoder`` at the sizes of a ``Sampler``, prefills, and
+real decoding for the overhead outside the models.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Report = Callable[[int, int], None]
 """Called as report(done, total)."""
 DEFAULT_SETTINGS = CostSettings()
 ACCEPTED_EXCESS = 0.1  # of the time limit, before it is mentioned
-# Shares of the time limit; the rest is for the steps. Their order is the order of the measurements, so that the steps, most of
-# the time, use exactly what the others have left.
+# Shares of the time limit; the rest is for the steps. Their order is the order of the measurements, so that the steps,
+# most of the time, use exactly what the others have left.
 THREADS_SHARE, PREFILL_SHARE, OVERHEAD_SHARE = 0.08, 0.12, 0.2
 
 
@@ -68,8 +68,8 @@ def measure_costs(
 ) -> CostTable:
     """Measure a target and its drafts on their device, with prompts of a workload for prefills and overhead.
 
-    ``settings.time_limit_s`` covers everything. Slow models get fewer repetitions, sizes and prompts; where even the least
-    exceeds the limit, ``say`` is called with a line about it.
+    ``settings.time_limit_s`` covers everything. Slow models get fewer repetitions, sizes and prompts; where even the
+    least exceeds the limit, ``say`` is called with a line about it.
 
     Args:
         log: file that keeps the timed steps, so that an interrupted measurement continues; None keeps nothing.
@@ -81,7 +81,8 @@ def measure_costs(
     every_row = target.text.quantization is not None or target.device.type == "cpu"
     settings = replace(settings, every_row=every_row)
     if settings.mode != EAGER:
-        # Steps after the longest prefix attend to their own tokens too, and prices to the middle of a step of KV lengths.
+        # Steps after the longest prefix attend to their own tokens too, and prices to the middle of a step of KV
+        # lengths.
         longest = padded_length(settings.kv_lengths[-1] + MAX_STEP + 2 * KV_STEP)
         padded = (length for length in padded_lengths(longest) if length >= settings.kv_lengths[0])
         settings = replace(settings, kv_lengths=tuple(padded))

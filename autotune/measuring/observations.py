@@ -1,8 +1,8 @@
 """Robust means of timed steps, and how far other processes disturbed them.
 
-A sample is the product of the latency of its size, of an effect of its job (the plain steps beside it are noisy too, and a burst of
-another process lasts longer than a step), and of noise with heavy tails. All three are estimated together, by iteratively reweighted
-least squares.
+A sample is the product of the latency of its size, of an effect of its job (the plain steps beside it are noisy too,
+and a burst of another process lasts longer than a step), and of noise with heavy tails. All three are estimated
+together, by iteratively reweighted least squares.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Observations:
 
     by_size: dict[Key, Observation]
     verify_ratios: dict[int, tuple[float, float]]
-    """Verification between rounds of each draft as a multiple of the mean over drafts, with its relative standard error; both are
-    pooled towards the mean: a draft with few or noisy samples has 1.
+    """Verification between rounds of each draft as a multiple of the mean over drafts, with its relative standard
+    error; both are pooled towards the mean: a draft with few or noisy samples has 1.
     """
 
 

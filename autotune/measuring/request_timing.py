@@ -1,7 +1,7 @@
 """Times prefills, and the overhead outside the models in real decoding.
 
-As in ``autotune.measuring.sampling``, a plain step is timed before and after every request, and times are multiples of the plain
-steps next to them.
+As in ``autotune.measuring.sampling``, a plain step is timed before and after every request, and times are multiples of
+the plain steps next to them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ from autotune.workloads.workload import Workload
 PREFILL_REPEATS = 3
 PREFILL_THREAD_REPEATS = 8
 LEAST_PREFILLS = 3  # even after the time limit: as many as a prefill's cost has coefficients
-MIN_PREFILL_PROMPTS, MAX_PREFILL_PROMPTS = 6, 12  # in between, two of every task
+# In between, two prompts of every task.
+MIN_PREFILL_PROMPTS = 6
+MAX_PREFILL_PROMPTS = 12
 OVERHEAD_PROMPTS = 4
-OVERHEAD_TOKENS, FEW_OVERHEAD_TOKENS = 24, 8  # new tokens of a run; few where there is little time
+OVERHEAD_TOKENS = 24  # new tokens of a run
+FEW_OVERHEAD_TOKENS = 8  # where there is little time
 CUT_PROMPT_TOKENS = 16  # where there is little time
-# Chains have one node per level. A wide tree distinguishes the cost of a node from the cost of a level; one tree has retrieval.
+# Chains have one node per level. A wide tree distinguishes the cost of a node from the cost of a level; one tree has
+# retrieval.
 TREES: tuple[dict[str, Any], ...] = (
     {"policy": "chain", "depth": 1},
     {"policy": "chain", "depth": 8},
@@ -47,8 +51,8 @@ OverheadRuns = list[tuple[int, int, int, int, float]]
 
 
 class PrefillTimer:
-    """Times prefills of a target and its drafts over prompts of a workload, drafts also over shares of visual tokens, with a
-    number of CPU ``threads`` (None: torch's).
+    """Times prefills of a target and its drafts over prompts of a workload, drafts also over shares of visual tokens,
+    with a number of CPU ``threads`` (None: torch's).
     """
 
     def __init__(
@@ -73,7 +77,9 @@ class PrefillTimer:
         self._is_slow = False
 
     def run(self, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Measure every prompt ``PREFILL_REPEATS`` times, and ``LEAST_PREFILLS`` prompts even if that exceeds the limit."""
+        """Measure every prompt ``PREFILL_REPEATS`` times, and ``LEAST_PREFILLS`` prompts even if that exceeds the
+        limit.
+        """
         started = clock()
         visual_keeps = [draft.visual_keep for draft in self.drafts]
         with torch.inference_mode():
@@ -118,7 +124,8 @@ class PrefillTimer:
             if self._is_slow and len(samples) >= LEAST_PREFILLS:  # several shares of one prompt's visual tokens
                 continue
             for draft.visual_keep in (1.0, 0.5, 0.1) if has_image else (1.0,):
-                self.plain_step()  # evicts the draft's weights from the processor's caches, as the target's prefill does
+                # evicts the draft's weights from the processor's caches, as the target's prefill does
+                self.plain_step()
                 target.hidden = hidden
                 started = now_ms(device)
                 draft_prompt: Any
@@ -136,10 +143,11 @@ def choose_prefill_threads(
     until: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> int | None:
-    """The number of CPU threads for prefills: 1 where torch's default takes longer in the mean; None for torch's default.
+    """The number of CPU threads for prefills: 1 where torch's default takes longer in the mean; None for torch's
+    default.
 
-    Several threads wait for each other at every operation. Beside another busy process that may take ten times as long as one
-    thread, so means count, not medians.
+    Several threads wait for each other at every operation. Beside another busy process that may take ten times as long
+    as one thread, so means count, not medians.
 
     Args:
         until: the time of ``clock`` after which no repetition begins, apart from the warm-up and the first.
@@ -177,8 +185,8 @@ def overhead_runs(
 ) -> OverheadRuns:
     """Decode with shallow, deep and wide trees.
 
-    Every tree decodes at least once. If time is short, prompts without images are cut to their last ``CUT_PROMPT_TOKENS``
-    tokens and answers have ``FEW_OVERHEAD_TOKENS``: overhead does not depend on the prompt.
+    Every tree decodes at least once. If time is short, prompts without images are cut to their last
+    ``CUT_PROMPT_TOKENS`` tokens and answers have ``FEW_OVERHEAD_TOKENS``: overhead does not depend on the prompt.
     """
     has_states = target.has_states or draft.has_states
     decoders = [

@@ -1,12 +1,14 @@
 """Times the steps of a target and its drafts in the order of decoding.
 
-A plain step is timed before and after every job. Samples are kept as multiples of the plain steps before and after them, because
-another process, throttling or another clock slow both down equally; the median of all plain steps turns them into milliseconds.
+A plain step is timed before and after every job. Samples are kept as multiples of the plain steps before and after
+them, because another process, throttling or another clock slow both down equally; the median of all plain steps turns
+them into milliseconds.
 
-A step is faster after steps of its own kind, which leave weights and code in the processor's caches: plain steps become up to
-15 % faster within ten of them, a draft's forwards are 12 % slower after a plain step, and verifications become 4 % slower from
-the second round after plain steps to the sixth. So rounds are timed in long rows, plain steps after plain steps, and the plain
-steps that samples are multiples of always after a round. A verification also depends on the draft that ran before it.
+A step is faster after steps of its own kind, which leave weights and code in the processor's caches: plain steps become
+up to 15 % faster within ten of them, a draft's forwards are 12 % slower after a plain step, and verifications become 4
+% slower from the second round after plain steps to the sixth. So rounds are timed in long rows, plain steps after plain
+steps, and the plain steps that samples are multiples of always after a round. A verification also depends on the draft
+that ran before it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from autotune.measuring.observations import ITERATIONS, Key, Observations, obser
 from autotune.measuring.settings import CostSettings, Size
 
 LEVELS_PER_ROUND = 4  # draft levels after the draft's first forward
-ROUNDS_IN_A_ROW, SLOW_ROUNDS_IN_A_ROW = 8, 2  # timed, after untimed ones; of models with slow steps
+ROUNDS_IN_A_ROW = 8  # timed, after untimed ones
+SLOW_ROUNDS_IN_A_ROW = 2  # of models with slow steps
 UNTIMED_ROUNDS = 2
 REFERENCE_STEPS = 3  # of which the last is the reference of the samples next to it
 UNTIMED_TOKENS = 9, 2, 4  # of the verification, the first draft forward and the levels of untimed rounds
@@ -37,7 +40,8 @@ JOBS_PER_BLOCK = 12
 WARM_UPS = 2  # untimed rounds of a draft after rounds of another
 DISTURBANCE = 0.15  # relative difference of the plain steps before and after a job
 DECODE, VERIFY, DRAFT_FIRST, DRAFT_LEVEL = "decode", "verify", "draft_first", "draft_level"
-# Steps of a typical round, and the number of tokens over which they become rarer by a factor of e: what an error of a price costs.
+# Steps of a typical round, and the number of tokens over which they become rarer by a factor of e: what an error of a
+# price costs.
 USE = {DECODE: (1.0, 1.0), VERIFY: (1.0, 24.0), DRAFT_FIRST: (1.0, 8.0), DRAFT_LEVEL: (3.0, 12.0)}
 LEAST_USE = 0.05  # of sizes that are rare
 VERIFIED_IN_A_SWEEP = 16  # sizes
@@ -47,16 +51,16 @@ DRAFTS_OF_A_SWEEP = 3  # one of so many drafts is in a sweep
 class Sampler:
     """Measures the surfaces of a target and of several drafts; all drafts share the target's surfaces.
 
-    Steps run in the order of decoding: every round is a verification, then a draft's first forward, then draft levels. The
-    rounds of one draft follow each other, as in decoding, where its weights are still in the processor's caches from the
-    round before. Drafts and sizes come in random order, so that a drifting clock favors none.
+    Steps run in the order of decoding: every round is a verification, then a draft's first forward, then draft levels.
+    The rounds of one draft follow each other, as in decoding, where its weights are still in the processor's caches
+    from the round before. Drafts and sizes come in random order, so that a drifting clock favors none.
 
     The first samples are of a coarse grid. The next ones go where they decide: to sizes whose error, by the joint fit
     (``autotune.cost.joint_fit``), changes the time of a typical round most, and to those that contradict the fit.
 
     Args:
-        subnets: of each bench, its network and subnet: subnets of one network share what they can. Default: all are different
-            networks.
+        subnets: of each bench, its network and subnet: subnets of one network share what they can. Default: all are
+            different networks.
         log: keeps every block of samples as soon as it is complete, and holds the blocks of an interrupted run.
         clock: seconds.
     """
@@ -82,7 +86,9 @@ class Sampler:
         """All sizes of every part, which are the points of its surface."""
         coarse = list(itertools.product(settings.coarse_tokens, ends))
         self.coarse: dict[str, list[Size]] = {DECODE: [(1, m) for m in ends], VERIFY: coarse}
-        """Sizes that are measured first: of a network's further subnets a few, which tell how far they differ from the first."""
+        """Sizes that are measured first: of a network's further subnets a few, which tell how far they differ from the
+        first.
+        """
         self.least: dict[str, list[Size]] = {DECODE: self.coarse[DECODE][:1], VERIFY: coarse[:: len(ends)]}
         """Sizes that are measured even past the deadline: no network is without a sample."""
         self._members: dict[str, tuple[int, int, int, Subnet]] = {
@@ -108,7 +114,7 @@ class Sampler:
         for block in () if log is None else log.blocks:
             self._add(block)
 
-    # ------------------------------------------------------------------------------------------------------- results
+    # -------- results
 
     @property
     def plain_ms(self) -> float:
@@ -154,18 +160,20 @@ class Sampler:
 
     @property
     def disturbed_samples(self) -> int:
-        """Samples during which the device's speed changed by more than it usually does from one plain step to the next."""
+        """Samples during which the device's speed changed by more than it usually does from one plain step to
+        the next.
+        """
         changes = [math.log(job.plain_ms[1] / job.plain_ms[0]) for job in self.jobs]
         allowed = max(math.log(1 + DISTURBANCE), 3 * robust_deviation(changes)) if changes else 0.0
         return sum(len(job.samples) for job, change in zip(self.jobs, changes, strict=True) if abs(change) > allowed)
 
-    # --------------------------------------------------------------------------------------------------- measurement
+    # -------- measurement
 
     def run(self, deadline: float, report: Callable[[float], None] = lambda share: None) -> None:
         """Measure until the prices are as precise as the settings ask, or ``deadline`` of the clock is reached.
 
-        The least sizes get a sample in any case, then the coarse ones ``settings.least_samples``. ``report`` is called with the share of
-        the time that has passed.
+        The least sizes get a sample in any case, then the coarse ones ``settings.least_samples``. ``report`` is called
+        with the share of the time that has passed.
         """
         started = self._clock()
 
@@ -194,8 +202,8 @@ class Sampler:
         return {part: of_part for part, of_part in lacking.items() if of_part}
 
     def _decisive(self) -> dict[str, list[Size]]:
-        """The sizes whose next samples change the time of a typical round most, and those that contradict the joint fit; none where all
-        prices are precise enough.
+        """The sizes whose next samples change the time of a typical round most, and those that contradict the joint
+        fit; none where all prices are precise enough.
         """
         posterior = self._posterior(self.observations(iterations=1).by_size)
         ranked: dict[str, list[Size]] = {}
@@ -210,7 +218,8 @@ class Sampler:
             # What contradicts the fit is measured again before it is believed.
             errors = use * np.maximum(deviations, contradictions) * (counts < self.settings.max_samples)
             largest[part] = float(errors.max())
-            # A sample tells about other KV lengths too: each number of tokens once, at the length that was sampled least.
+            # A sample tells about other KV lengths too: each number of tokens once, at the length that was sampled
+            # least.
             order = np.lexsort((counts, -np.round(np.log(np.maximum(errors, 1e-12)), 1)))
             by_tokens = {sizes[row][0]: row for row in reversed(order.tolist()) if errors[row] > 0}
             ranked[part] = [sizes[row] for row in order.tolist() if row in by_tokens.values()]
@@ -227,8 +236,8 @@ class Sampler:
         return wanted
 
     def _sweep(self, wanted: Mapping[str, Sequence[Size]]) -> list[Job]:
-        """One sample of every wanted size, in random order. The steps of a round have similar KV lengths and numbers of tokens,
-        as in decoding, where the processor's caches hold keys, values and weights from the step before.
+        """One sample of every wanted size, in random order. The steps of a round have similar KV lengths and numbers of
+        tokens, as in decoding, where the processor's caches hold keys, values and weights from the step before.
         """
         rounds: list[tuple[int, Size | None, tuple[Size | None, ...]]] = []
         for draft in range(len(self.benches)):
@@ -267,7 +276,7 @@ class Sampler:
         self._random.shuffle(groups)
         return list(itertools.chain(*groups))
 
-    # ---------------------------------------------------------------------------------------------------------- jobs
+    # -------- jobs
 
     def _run_block(self, jobs: list[Job], until: float) -> None:
         """Run jobs between plain steps; jobs and rounds that would begin after ``until`` are left out."""
@@ -347,8 +356,8 @@ class Sampler:
     def _time(
         self, samples: Samples, part: str, time_ms: Callable[[int, int], float], size: Size | None, small: Size
     ) -> None:
-        """Take a sample, or run a small step untimed. The first sample of a size in this process is discarded, because it
-        prepares the kernels.
+        """Take a sample, or run a small step untimed. The first sample of a size in this process is discarded, because
+        it prepares the kernels.
         """
         tokens, kv_length = size or small
         ms = time_ms(tokens, kv_length)

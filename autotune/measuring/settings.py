@@ -25,7 +25,9 @@ class CostSettings:
     """Samples of every size of the coarse grid, before further sizes are measured."""
     max_samples: int = 30
     target_error: float = 0.002
-    """Standard deviation of every price, times the number of its steps in a typical round, in plain steps, at which sampling stops."""
+    """Standard deviation of every price, times the number of its steps in a typical round, in plain steps, at which
+    sampling stops.
+    """
     time_limit_s: float = 90.0
     """For the whole table. Slow models get fewer samples, sizes and prompts."""
     every_row: bool = False

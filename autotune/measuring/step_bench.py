@@ -34,8 +34,8 @@ THREAD_REPEATS = 15
 
 
 class StepBench:
-    """Times single steps of a decoder, whose requests have ``sampler`` (None: greedy). The contents of its KV caches are arbitrary,
-    because latency does not depend on them.
+    """Times single steps of a decoder, whose requests have ``sampler`` (None: greedy). The contents of its KV caches
+    are arbitrary, because latency does not depend on them.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class StepBench:
                     break
 
     def _prefix(self, kv_length: int) -> int:
-        """Committed tokens for a step at a KV length: where steps are captured, so few that all of them attend to its padded length."""
+        """Committed tokens for a step at a KV length: where steps are captured, so few that all of them attend to its
+        padded length.
+        """
         target = self.decoder.target
         return kv_length if target.mode == EAGER else min(kv_length, target.padded_length(kv_length) - STEP_ROOM)
 
@@ -83,8 +85,9 @@ class StepBench:
         return request.stats.verify_ms
 
     def verify_ms(self, tokens: int, kv_length: int) -> float:
-        """A verification of ``tokens`` tokens, including the root. If the target has states, half of the tokens are accepted and
-        read again. The time hardly depends on how many they are; a round that accepts all of them is faster than its price.
+        """A verification of ``tokens`` tokens, including the root. If the target has states, half of the tokens are
+        accepted and read again. The time hardly depends on how many they are; a round that accepts all of them is
+        faster than its price.
         """
         self.decoder.target.output_layers = self.draft.aux_layers
         self.decoder.target.cache.length = self._prefix(kv_length)
@@ -96,7 +99,9 @@ class StepBench:
         return request.stats.verify_ms
 
     def draft_first_ms(self, tokens: int, kv_length: int) -> float:
-        """The draft's first forward after a round that committed ``tokens`` tokens; it proposes after the last of them."""
+        """The draft's first forward after a round that committed ``tokens`` tokens; it proposes after the last
+        of them.
+        """
         self.draft.prepare_step(self._prefix(kv_length), num_pending=tokens)
         _plant_star(self.tree, 0)
         return self._propose_ms(np.array([ROOT]))
@@ -119,9 +124,9 @@ def choose_threads(
 ) -> int | None:
     """The number of CPU threads for decoding; None on a GPU or a single core.
 
-    It has the fastest rounds of those whose plain steps are not significantly more than 3 % slower than the fastest: the
-    baseline of every speedup must not be slowed down. The choices are timed one after the other and compared by the ratios of
-    such neighbors, which contention moves least.
+    It has the fastest rounds of those whose plain steps are not significantly more than 3 % slower than the fastest:
+    the baseline of every speedup must not be slowed down. The choices are timed one after the other and compared by the
+    ratios of such neighbors, which contention moves least.
 
     Args:
         until: the time of ``clock`` after which no repetition begins, apart from the first.
@@ -149,7 +154,9 @@ def choose_threads(
 
 
 def _geometric_means(ratios: Floats) -> Floats:
-    """Means of the columns, which count every interruption: threads that wait for each other lose most when another process runs."""
+    """Means of the columns, which count every interruption: threads that wait for each other lose most when another
+    process runs.
+    """
     means: Floats = np.exp(np.log(ratios).mean(axis=0))
     return means
 

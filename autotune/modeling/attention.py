@@ -1,7 +1,8 @@
-"""The attention of a model: the function that its layers call, and the kernels that all models of a process may use on a GPU.
+"""The attention of a model: the function that its layers call, and the kernels that all models of a process may use on
+a GPU.
 
-cuDNN, which torch prefers on recent GPUs, is left out. It builds a plan for every new shape, and eager decoding meets a new
-shape with every token; and it was found to corrupt the output of models with few KV heads (pytorch issue 193893).
+cuDNN, which torch prefers on recent GPUs, is left out. It builds a plan for every new shape, and eager decoding meets a
+new shape with every token; and it was found to corrupt the output of models with few KV heads (pytorch issue 193893).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ ATTENTION_BACKENDS = ("flash", "efficient", "math")
 
 
 def choose_attention(device: torch.device | str) -> tuple[str, ...]:
-    """Set the attention backends of this process where ``device`` is a GPU; returns them, or nothing for a CPU, which has one.
+    """Set the attention backends of this process where ``device`` is a GPU; returns them, or nothing for a CPU, which
+    has one.
 
     Target, drafts, prefills, training and Hugging Face's ``generate`` run in one process and so with the same backends.
     """

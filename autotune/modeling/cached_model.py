@@ -34,7 +34,9 @@ class CachedModel(ABC):
     dtype: torch.dtype
     graph_runner: GraphRunner | None = None  # runs forward passes after the prefill; None in mode ``eager``
     least_columns: int = 0
-    """Columns that tree masks of captured steps have at least, so that steps after more or fewer uncommitted tokens share a capture."""
+    """Columns that tree masks of captured steps have at least, so that steps after more or fewer uncommitted tokens
+    share a capture.
+    """
     _masks: MaskBuffer
 
     @cached_property
@@ -43,7 +45,9 @@ class CachedModel(ABC):
 
     @property
     def num_block_tokens(self) -> int:
-        """KV slots that a round's first forward pass takes after the pending tokens, of a draft that proposes whole blocks."""
+        """KV slots that a round's first forward pass takes after the pending tokens, of a draft that proposes whole
+        blocks.
+        """
         return 0
 
     @property
@@ -72,7 +76,9 @@ class CachedModel(ABC):
 
     @abstractmethod
     def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:
-        """The function that ``GraphRunner`` captures. Input ``integers`` is a ``PackedStep``, unless a draft has another."""
+        """The function that ``GraphRunner`` captures. Input ``integers`` is a ``PackedStep``, unless a draft has
+        another.
+        """
 
     def _run_captured(
         self,
@@ -161,14 +167,16 @@ class CachedModel(ABC):
         return self._masks.mask_value
 
     def reserve(self, num_tokens: int) -> None:
-        """Empty the cache and give it room for ``num_tokens`` tokens; a ``UserError`` says if there is no memory for them."""
+        """Empty the cache and give it room for ``num_tokens`` tokens; a ``UserError`` says if there is no memory for
+        them.
+        """
         if num_tokens > self.cache.capacity:
             self._grow(num_tokens)
         self.cache.clear()
 
     def _grow(self, num_tokens: int) -> None:
-        """Replace cache and captures. Where forward passes are captured, the capacity is doubled if there is room, because
-        a request that needs more captures all of them anew.
+        """Replace cache and captures. Where forward passes are captured, the capacity is doubled if there is room,
+        because a request that needs more captures all of them anew.
         """
         capacity = rounded_capacity(num_tokens)
         needs = {"cache": self.kv_bytes_per_token * num_tokens}

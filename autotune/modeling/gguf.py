@@ -22,8 +22,9 @@ _READ_ERRORS = (LookupError, NotImplementedError, OSError, OverflowError, Runtim
 
 
 def find_gguf(name: str, *, local_only: bool = False) -> Path | None:
-    """The GGUF file that a model's name means: a packaged model's, a file, the only one in a folder without ``config.json``,
-    or ``OWNER/NAME:FILE.gguf`` of the Hugging Face hub, which is downloaded; None for models of other formats.
+    """The GGUF file that a model's name means: a packaged model's, a file, the only one in a folder without
+    ``config.json``, or ``OWNER/NAME:FILE.gguf`` of the Hugging Face hub, which is downloaded; None for models of other
+    formats.
 
     Args:
         local_only: download nothing.
@@ -91,7 +92,8 @@ def architecture_of(model: Path) -> str:
 
 
 def read_metadata(path: Path, name: str) -> Mapping[str, Any]:
-    """The metadata of a file that transformers can be asked to load; long lists of strings are replaced by their lengths.
+    """The metadata of a file that transformers can be asked to load; long lists of strings are replaced by their
+    lengths.
 
     Args:
         name: the model in error messages.
@@ -126,7 +128,9 @@ def file_type(metadata: Mapping[str, Any]) -> str:
 
 @contextmanager
 def gguf_errors(path: Path, name: str) -> Iterator[None]:
-    """Turn errors of reading a file into one line, which tells a damaged file from one that transformers does not support."""
+    """Turn errors of reading a file into one line, which tells a damaged file from one that transformers does not
+    support.
+    """
     try:
         yield
     except _READ_ERRORS as error:

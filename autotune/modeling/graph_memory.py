@@ -1,8 +1,8 @@
 """CUDA graphs of one device: their memory, the stream that captures them, and the limits on both.
 
-A capture allocates from a private pool, from which the caching allocator serves nothing else. All captures of a device share
-one pool, so that they also share the memory of their intermediate results. Replays follow each other on one stream, hence
-they never use it at the same time.
+A capture allocates from a private pool, from which the caching allocator serves nothing else. All captures of a device
+share one pool, so that they also share the memory of their intermediate results. Replays follow each other on one
+stream, hence they never use it at the same time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Run = Callable[[], Outputs]
 
 WARM_UPS = 2  # runs before a capture, because libraries initialize themselves in the first one
 MAX_CAPTURES = 512
-"""Captured forward passes that a device keeps, for each of which the driver needs some MiB beside the pool. A search uses up to
-about 200. Beyond the limits, the least recently used one is dropped.
+"""Captured forward passes that a device keeps, for each of which the driver needs some MiB beside the pool. A search
+uses up to about 200. Beyond the limits, the least recently used one is dropped.
 """
 MAX_SHARE = 0.1
 """Share of the device's memory that their inputs and outputs may take."""
@@ -33,8 +33,9 @@ _clock = itertools.count()
 class CapturedForward:
     """A prepared forward pass over its own input buffers.
 
-    Its outputs are overwritten when it runs again, and when a capture of the same device that is older than it runs: memory
-    in which the older one keeps intermediate results may have become outputs of this one. Without a graph it only has buffers.
+    Its outputs are overwritten when it runs again, and when a capture of the same device that is older than it runs:
+    memory in which the older one keeps intermediate results may have become outputs of this one. Without a graph it
+    only has buffers.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class GraphMemory:
             forward.drop()
 
     def capture(self, function: Run) -> tuple[torch.cuda.CUDAGraph, Outputs]:
-        """Capture a function; returns its graph and outputs. An error is what the function raised, not what torch makes of it at
-        the end. Where the memory does not suffice, all other captures are dropped first.
+        """Capture a function; returns its graph and outputs. An error is what the function raised, not what torch makes
+        of it at the end. Where the memory does not suffice, all other captures are dropped first.
         """
         try:
             return self._capture(function)
@@ -126,7 +127,8 @@ class GraphMemory:
             # Other threads may allocate meanwhile: a capture that a request needs does not wait for them.
             captured = torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local")
             try:
-                # The outer context restores the stream where the end of a failed capture raises, which torch.cuda.graph does not.
+                # The outer context restores the stream where the end of a failed capture raises, which torch.cuda.graph
+                # does not.
                 with torch.cuda.stream(stream), captured:
                     try:
                         outputs = function()

@@ -4,11 +4,12 @@ An eager forward pass shows attention the KV cache up to its last token, so its 
 graph needs the same shapes at the same addresses each time. A forward pass of n tokens therefore
 
 * reads its inputs from buffers that are allocated once,
-* attends to a *padded KV length*, 256 tokens doubled until it suffices, in which its mask hides what has not been written,
+* attends to a *padded KV length*, 256 tokens doubled until it suffices, in which its mask hides what has not been
+  written,
 * writes keys and values at cache indices (*KV slots*) that it reads from a buffer.
 
-All forward passes with the same n and padded KV length then share one ``CapturedForward``. Lengths are doubled, because every
-one of them is captured: a context of 8,192 tokens has six.
+All forward passes with the same n and padded KV length then share one ``CapturedForward``. Lengths are doubled, because
+every one of them is captured: a context of 8,192 tokens has six.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from autotune.modeling.graph_memory import CapturedForward, Outputs, graph_memor
 
 Values = Mapping[str, NDArray[Any] | Tensor]
 Function = Callable[[Mapping[str, Tensor]], Outputs]
-"""Maps named buffers to tensors. It may depend on its key and on the shapes of the buffers, on no other value of the host."""
+"""Maps named buffers to tensors. It may depend on its key and on the shapes of the buffers, on no other value of the
+host.
+"""
 
 
 class KVSlots(NamedTuple):
@@ -59,8 +62,8 @@ class EagerNotice(UserWarning):
 
 
 class GraphRunner:
-    """The prepared forward passes of one function, each prepared on first use. It holds no reference to the function, so
-    that models and their memory are freed as soon as they are dropped. ``mode`` is any but ``eager``.
+    """The prepared forward passes of one function, each prepared on first use. It holds no reference to the function,
+    so that models and their memory are freed as soon as they are dropped. ``mode`` is any but ``eager``.
     """
 
     def __init__(self, mode: str, device: torch.device, *, description: str) -> None:
@@ -82,8 +85,8 @@ class GraphRunner:
         self._captured.clear()
 
     def run(self, function: Function, key: Hashable, values: Values) -> Outputs:
-        """Run a forward pass, preparing it if needed. The outputs are overwritten when another forward pass of the device runs
-        (``CapturedForward``).
+        """Run a forward pass, preparing it if needed. The outputs are overwritten when another forward pass of the
+        device runs (``CapturedForward``).
         """
         forward = self._captured.get(key)
         if forward is None or forward.is_dropped:
@@ -116,8 +119,8 @@ class GraphRunner:
 
 
 def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_states: bool = False) -> str:
-    """Return the mode if it is available on this device; of ``auto``, ``cuda-graph`` for a model on one CUDA device, else
-    ``eager``. Whether captured steps are right there is tested by ``runtime.preparation.decoding_mode``.
+    """Return the mode if it is available on this device; of ``auto``, ``cuda-graph`` for a model on one CUDA device,
+    else ``eager``. Whether captured steps are right there is tested by ``runtime.preparation.decoding_mode``.
 
     Args:
         num_devices: over which the model is spread.
@@ -144,7 +147,9 @@ def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_sta
 
 
 def fill(inputs: Mapping[str, Tensor], values: Values) -> None:
-    """Copy values into buffers. No synchronization is needed: pageable host memory is staged before the call returns."""
+    """Copy values into buffers. No synchronization is needed: pageable host memory is staged before the call
+    returns.
+    """
     for name, value in values.items():
         inputs[name].copy_(_tensor(value), non_blocking=True)
 

@@ -1,9 +1,9 @@
 """Attention of grouped queries that does not copy keys and values.
 
 Several query heads share one KV head. With a mask, transformers repeats keys and values for every query head before it
-calls ``scaled_dot_product_attention``, in every layer and step. Here the KV heads become the batch, and their keys and values
-are broadcast to the query heads with a stride of 0, which every kernel reads without a copy. The result is the same bit for
-bit on a CPU.
+calls ``scaled_dot_product_attention``, in every layer and step. Here the KV heads become the batch, and their keys and
+values are broadcast to the query heads with a stride of 0, which every kernel reads without a copy. The result is the
+same bit for bit on a CPU.
 """
 
 from __future__ import annotations

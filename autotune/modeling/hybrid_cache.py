@@ -1,10 +1,10 @@
-"""The cache of hybrid models, of which some layers keep a recurrent or convolution state in place of keys and values, or
-beside them.
+"""The cache of hybrid models, of which some layers keep a recurrent or convolution state in place of keys and values,
+or beside them.
 
-Keys and values of rejected tokens are dropped; a state has absorbed them. Every forward pass whose tokens may be rejected
-therefore begins with a copy of the states after the committed tokens, and keeps the inputs of the modules that update them, the
-*mixers*. If some of the tokens are rejected, the copy is put back, and the mixers alone read the accepted ones again:
-attention and feed-forward layers do not, and the head does not.
+Keys and values of rejected tokens are dropped; a state has absorbed them. Every forward pass whose tokens may be
+rejected therefore begins with a copy of the states after the committed tokens, and keeps the inputs of the modules that
+update them, the *mixers*. If some of the tokens are rejected, the copy is put back, and the mixers alone read the
+accepted ones again: attention and feed-forward layers do not, and the head does not.
 
 A state follows one path, so that chains can be verified, but no trees.
 """

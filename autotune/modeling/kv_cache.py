@@ -1,4 +1,6 @@
-"""A preallocated KV cache that transformers models write to, and from which rejected tree nodes are dropped in place."""
+"""A preallocated KV cache that transformers models write to, and from which rejected tree nodes are dropped in
+place.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +73,11 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SlabCache(Cache):  # type: ignore[misc]
-    """Keys and values of all layers of a device with one shape in two slabs [layers, batch, kv heads, capacity, head dim],
-    allocated at the first forward pass and kept between requests.
+    """Keys and values of all layers of a device with one shape in two slabs [layers, batch, kv heads, capacity, head
+    dim], allocated at the first forward pass and kept between requests.
 
-    A forward pass of n tokens writes after ``length`` committed and ``num_uncommitted`` other tokens and changes neither.
-    The caller then commits all (``advance``) or some (``keep``) of the tokens.
+    A forward pass of n tokens writes after ``length`` committed and ``num_uncommitted`` other tokens and changes
+    neither. The caller then commits all (``advance``) or some (``keep``) of the tokens.
 
     Args:
         windows: attention window of each layer; None sees everything.
@@ -106,8 +108,8 @@ class SlabCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def forward_pass(self, num_uncommitted: int, *, is_final: bool = False) -> Iterator[None]:
-        """The context of a forward pass after the prefill, which sees ``num_uncommitted`` tokens of earlier steps of this
-        round. ``is_final``: all of its tokens will be committed.
+        """The context of a forward pass after the prefill, which sees ``num_uncommitted`` tokens of earlier steps of
+        this round. ``is_final``: all of its tokens will be committed.
         """
         self.num_uncommitted = num_uncommitted
         try:
@@ -134,7 +136,9 @@ class SlabCache(Cache):  # type: ignore[misc]
         return key_slab[row], value_slab[row]
 
     def insert_row(self, row: int, num_rows: int, source: SlabCache) -> None:
-        """Copy the tokens of a cache with one row to a row of this one, which has ``num_rows``, so that they end at ``length``."""
+        """Copy the tokens of a cache with one row to a row of this one, which has ``num_rows``, so that they end at
+        ``length``.
+        """
         for key, slabs in source._slabs.items():
             if key not in self._slabs:
                 self._slabs[key] = tuple(  # type: ignore[assignment]
@@ -172,7 +176,9 @@ class SlabCache(Cache):  # type: ignore[misc]
         self.length += num_tokens
 
     def keep(self, slots: list[int]) -> None:
-        """Commit some of the tokens after ``length``, from which ``slots`` count in ascending order; drop the others."""
+        """Commit some of the tokens after ``length``, from which ``slots`` count in ascending order; drop the
+        others.
+        """
         if slots and slots != list(range(len(slots))):
             kept = np.array(slots) + self.length
             for slab in itertools.chain(*self._slabs.values()):

@@ -58,7 +58,9 @@ def default_workload(target: str) -> str:
 
 
 def default_drafts(target: str) -> tuple[str, ...]:
-    """The drafts that compete for a target by default: a packaged model's own, or those of the bundled pair, and retrieval."""
+    """The drafts that compete for a target by default: a packaged model's own, or those of the bundled pair, and
+    retrieval.
+    """
     if target not in PACKAGED:
         return DEFAULT_DRAFTS
     return (*(name for name in bundled_models() if name.startswith(f"{target}/")), RETRIEVAL)
@@ -98,7 +100,9 @@ def resolve(name: str) -> str:
 
 
 def reference(name: str) -> ModelReference:
-    """The model's name and the hash of its weights and config; without a hash if the model is not on disk, or there is none."""
+    """The model's name and the hash of its weights and config; without a hash if the model is not on disk, or there is
+    none.
+    """
     if name in TOKEN_DRAFTS:
         return ModelReference(id=name, sha256="")
     path = Path(resolve(name.removesuffix(MTP_SUFFIX)))
@@ -121,14 +125,14 @@ def load_model(
     """Load a model for inference. GGUF weights are dequantized.
 
     Args:
-        dtype: None: the checkpoint's. GGUF files, whose weights have none of their own, are loaded in bfloat16 where the device
-            multiplies it natively.
+        dtype: None: the checkpoint's. GGUF files, whose weights have none of their own, are loaded in bfloat16 where
+            the device multiplies it natively.
         random_weights: make the weights at random. Only the config is needed, and latency does not depend on weights.
         console: is told what was done to the weights of a GGUF file.
 
     Raises:
-        UserError: transformers cannot load it or read its packed weights, it does not fit on the device, it is quantized and
-            cannot run there, or it cannot run in ``dtype``.
+        UserError: transformers cannot load it or read its packed weights, it does not fit on the device, it is
+            quantized and cannot run there, or it cannot run in ``dtype``.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GgufConfig
@@ -146,8 +150,8 @@ def load_model(
         _check_sizes(config, name=name)
         is_quantized = quantization_of(config) is not None
         if gguf:
-            # A config that is given is not parsed again, which takes seconds. Transformers would keep weights packed where it
-            # finds kernels for them.
+            # A config that is given is not parsed again, which takes seconds. Transformers would keep weights packed
+            # where it finds kernels for them.
             dense = {"config": config, "quantization_config": GgufConfig(dequantize=True)}
             options = {**gguf, **dense, "dtype": _gguf_dtype(name, gguf["gguf_file"], device, dtype, console)}
         if random_weights:
@@ -168,11 +172,13 @@ def load_model(
             if is_dense or (options and not is_quantized):
                 weights = _weight_bytes(factory, config, options)
             elif weights and not is_quantized:
-                # Of a damaged config, many times those of its files; twice that may be another precision or a tied head.
+                # Of a damaged config, many times those of its files; twice that may be another precision or a tied
+                # head.
                 whole = _weight_bytes(factory, config, options)
                 weights = whole if whole > 4 * weights else weights
             check_room(device, {"weights": weights}, what=name, advice=advice)
-            # Straight to the device: the host never holds all weights of a GPU, and some quantized models cannot be moved.
+            # Straight to the device: the host never holds all weights of a GPU, and some quantized models cannot be
+            # moved.
             model, info = factory.from_pretrained(
                 source,
                 output_loading_info=True,
@@ -191,7 +197,9 @@ def load_model(
 
 
 def _pretrained(name: str) -> tuple[str, dict[str, str]]:
-    """A model as ``from_pretrained`` takes it: folder or id, and ``gguf_file`` for a GGUF file, whose metadata are checked."""
+    """A model as ``from_pretrained`` takes it: folder or id, and ``gguf_file`` for a GGUF file, whose metadata are
+    checked.
+    """
     source = Path(resolve(name))
     if not source.is_file():
         return str(source), {}
@@ -216,8 +224,8 @@ def _gguf_dtype(name: str, file: str, device: str, dtype: Dtype | None, console:
 
 
 def _check_runs(model: Any, dtype: Dtype | None, name: str) -> None:
-    """Check that a model reads a token, in the data type that was asked for: quantized weights may allow one only, and a damaged
-    config may show nowhere else.
+    """Check that a model reads a token, in the data type that was asked for: quantized weights may allow one only, and
+    a damaged config may show nowhere else.
     """
     import torch
 
@@ -259,7 +267,9 @@ def load_errors(name: str, advice: str = "check the name or path, and its files"
 
 
 def check_whole(path: Path) -> None:
-    """Refuse a safetensors file that ends before a tensor does, by the tensor's name. Other damage is left to safetensors."""
+    """Refuse a safetensors file that ends before a tensor does, by the tensor's name. Other damage is left to
+    safetensors.
+    """
     end = path.stat().st_size
     with suppress(ValueError, LookupError, TypeError, AttributeError), path.open("rb") as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
@@ -289,7 +299,9 @@ def check_finite(tensors: Mapping[str, Any], *, source: object) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file by ``write_bytes``: safetensors' own files are their owner's alone, and a killed process leaves parts."""
+    """Write a safetensors file by ``write_bytes``: safetensors' own files are their owner's alone, and a killed process
+    leaves parts.
+    """
     from safetensors.torch import save
 
     write_bytes(path, save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))

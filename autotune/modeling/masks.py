@@ -28,7 +28,9 @@ class _Slab:
         self._written: list[tuple[int, int, int]] = []  # rows, first column, end column
 
     def write(self, num_columns: int, *blocks: tuple[int, TreeMask]) -> Tensor:
-        """The first ``num_columns`` columns, with each block written from its first column. Valid until the next call."""
+        """The first ``num_columns`` columns, with each block written from its first column. Valid until the
+        next call.
+        """
         if self._mask.shape[3] < num_columns:
             self._mask, self._written = self._mask.new_zeros(1, 1, MAX_STEP, num_columns), []
         for rows, begin, end in self._written:
@@ -67,8 +69,8 @@ class MaskBuffer:
         return bool(self._sliding)
 
     def write(self, tree_mask: TreeMask, prefix: int, row_offsets: Ints, column_offsets: Ints) -> LayerMasks:
-        """Masks [1, 1, rows, visible prefix + columns] for ``tree_mask`` [rows, columns] after ``prefix`` tokens. Valid until
-        the next call.
+        """Masks [1, 1, rows, visible prefix + columns] for ``tree_mask`` [rows, columns] after ``prefix`` tokens. Valid
+        until the next call.
         """
         deepest = prefix + int(row_offsets.max())
         is_limited = {name: window is not None and deepest >= window for name, window in self.windows.items()}

@@ -26,8 +26,8 @@ class Divergence:
     over the temperature plus the noise of the position.
     """
     noise: float
-    """Largest difference between the logits of single steps and of one forward over the same tokens, at least one unit in
-    the last place of the two logits; with sampling over the temperature.
+    """Largest difference between the logits of single steps and of one forward over the same tokens, at least one unit
+    in the last place of the two logits; with sampling over the temperature.
     """
 
     @property
@@ -45,8 +45,8 @@ def flips(alone: Tensor, together: Tensor, noise: float) -> list[Divergence]:
     Args:
         alone: logits of single steps, [tokens, vocabulary].
         together: the logits of the forward over all.
-        noise: by which each of two logits may be wrong. It is not taken from these logits, whose difference is at least half
-            of the margin wherever an argmax flips.
+        noise: by which each of two logits may be wrong. It is not taken from these logits, whose difference is at least
+            half of the margin wherever an argmax flips.
     """
     best_alone, best_together = alone.argmax(-1), together.argmax(-1)
     divergences = []

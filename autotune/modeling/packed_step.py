@@ -1,8 +1,9 @@
 """The input of a captured step as one array of integers, which a single copy brings to the device.
 
-The array holds, in this order, the number of uncommitted tokens; the length of the prefix for each padded KV length; the tokens,
-their offsets and the model's own integers of each token; the offsets of the uncommitted tokens and the n tokens, where a layer
-has a sliding window; and the tree mask in bits. The captured work unpacks it and makes the additive masks.
+The array holds, in this order, the number of uncommitted tokens; the length of the prefix for each padded KV length;
+the tokens, their offsets and the model's own integers of each token; the offsets of the uncommitted tokens and the n
+tokens, where a layer has a sliding window; and the tree mask in bits. The captured work unpacks it and makes the
+additive masks.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class PackedStep(NamedTuple):
         mask_value: float,
         dtype: torch.dtype,
     ) -> dict[str, Tensor]:
-        """Additive masks [1, 1, n, padded KV length] by layer type after prefix ``number``: the prefix as far as the window
-        reaches, the tree mask, and hidden padding.
+        """Additive masks [1, 1, n, padded KV length] by layer type after prefix ``number``: the prefix as far as the
+        window reaches, the tree mask, and hidden padding.
         """
         num_columns = WORD_BITS * self.bits.shape[1]
         # Column of the tree mask for each cached token: negative in the prefix, too large in the padding.

@@ -66,7 +66,9 @@ class EncodedPrompt:
         return self.positions[..., -1].flatten().cpu().numpy() + 1 - len(self)
 
     def chunks(self, size: int) -> Iterator[EncodedPrompt]:
-        """Consecutive parts of up to ``size`` tokens, which keep their positions, of a prompt without a mask and ``extra``."""
+        """Consecutive parts of up to ``size`` tokens, which keep their positions, of a prompt without a mask and
+        ``extra``.
+        """
         for begin in range(0, len(self), size):
             part = slice(begin, begin + size)
             embeddings = None if self.embeddings is None else self.embeddings[:, part]

@@ -1,7 +1,7 @@
 """Quantized models: what they are called, whether this machine can run them, and how large they really are.
 
-Transformers loads every method through ``quantization_config``. Nothing here depends on the method, except the names of the
-packages to install.
+Transformers loads every method through ``quantization_config``. Nothing here depends on the method, except the names of
+the packages to install.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _DETAILS = ("bits", "weight_bits", "format", "quant_algo", "weights")
 
 
 def quantization_of(config: Any) -> str | None:
-    """Method and variant by which a model with this config is quantized, ``torchao Int8WeightOnly`` or ``gptq 4-bit``; None
-    for other models.
+    """Method and variant by which a model with this config is quantized, ``torchao Int8WeightOnly`` or ``gptq 4-bit``;
+    None for other models.
     """
     content = _settings(config)
     if content is None:
@@ -105,24 +105,25 @@ def usable_quantizer(config: Any, *, name: str, device: str) -> Any:
 
 
 def is_dense_once_loaded(quantizer: Any) -> bool:
-    """Whether the weights of a model that this quantizer (``usable_quantizer``) loads are dense once it runs: transformers has
-    no kernels for those of compressed-tensors, and none for ``fp8`` on most devices, the CPU among them.
+    """Whether the weights of a model that this quantizer (``usable_quantizer``) loads are dense once it runs:
+    transformers has no kernels for those of compressed-tensors, and none for ``fp8`` on most devices, the CPU among
+    them.
     """
     settings = quantizer.quantization_config
     return settings.quant_method == "compressed-tensors" or bool(getattr(settings, "dequantize", False))
 
 
 def decompress(model: Any) -> None:
-    """Make the weights of a model of compressed-tensors dense now, as its own first forward pass would: forward passes of its
-    layers alone would not, and until then its memory is not that of decoding.
+    """Make the weights of a model of compressed-tensors dense now, as its own first forward pass would: forward passes
+    of its layers alone would not, and until then its memory is not that of decoding.
     """
     if hasattr(model, "ct_decompress_hook"):
         model.hf_quantizer.compressor.decompress_model(model)
 
 
 def check_packed_weights(missing: Iterable[str], unexpected: Iterable[str], *, name: str) -> None:
-    """Check that transformers has read the packed weights of a checkpoint. Where its config does not say how they are packed, or
-    transformers ignores it (as that of hqq), it makes the weights of these layers at random.
+    """Check that transformers has read the packed weights of a checkpoint. Where its config does not say how they are
+    packed, or transformers ignores it (as that of hqq), it makes the weights of these layers at random.
 
     Args:
         missing: names of the model's tensors that the checkpoint does not have.
@@ -153,8 +154,8 @@ def _bytes_of(tensor: Any) -> int:
 
 
 def unquantized(model: Any) -> Any:
-    """The model that a quantized one was made from, without memory for its weights: layers of quantized models hide their
-    shapes in packed tensors. Another model is returned as it is.
+    """The model that a quantized one was made from, without memory for its weights: layers of quantized models hide
+    their shapes in packed tensors. Another model is returned as it is.
     """
     if quantization_of(model.config) is None:
         return model

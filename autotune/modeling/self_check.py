@@ -1,4 +1,6 @@
-"""Self-tests: tree decoding of unlisted text models must agree with token-by-token decoding, and captured steps with eager ones."""
+"""Self-tests: tree decoding of unlisted text models must agree with token-by-token decoding, and captured steps with
+eager ones.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ precision.
 """
 _MOST_NOISE = 1e-3
 _MOST_NOISE_EPS = 32.0
-"""Likewise the largest noise of models with states, which update them by other formulas in single steps than in passes over
-several tokens.
+"""Likewise the largest noise of models with states, which update them by other formulas in single steps than in passes
+over several tokens.
 """
 
 
@@ -175,8 +177,8 @@ def _cached(model: TreeModel, text: list[int], num_prompt: int) -> Tensor:
 
 @torch.inference_mode()
 def compare_captured_steps(target: Target) -> CapturedSteps:
-    """Compare captured plain steps and a captured verification with eager ones, at the tokens of a greedy answer. If mode
-    ``auto`` must not capture, an ``EagerNotice`` says why.
+    """Compare captured plain steps and a captured verification with eager ones, at the tokens of a greedy answer. If
+    mode ``auto`` must not capture, an ``EagerNotice`` says why.
 
     The noise of the precision is the difference between eager steps and one eager forward pass over the same tokens.
     """

@@ -1,5 +1,5 @@
-"""The decoder stack of any Hugging Face model and its properties, derived from config and modules, so that no model family
-needs code of its own.
+"""The decoder stack of any Hugging Face model and its properties, derived from config and modules, so that no model
+family needs code of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from autotune.errors import UserError
 from autotune.modeling.kv_cache import KVShape
 from autotune.modeling.quantization import quantization_of
 
-# tests/runtime/test_families.py shows that these decode the same tokens as ``generate``, test_hybrids.py those with states.
+# tests/runtime/test_families.py shows that these decode the same tokens as ``generate``, test_hybrids.py those with
+# states.
 _KNOWN_HYBRID_TYPES = ("qwen3_next", "lfm2", "granitemoehybrid", "falcon_h1")
 _KNOWN_TEXT_ONLY_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma4_text"),
@@ -100,8 +101,8 @@ class TextModel:
 
     @property
     def is_exact(self) -> bool:
-        """Whether forward passes of other sizes choose the same tokens. Quantized products round more than those of float32,
-        and may run another kernel for another number of rows.
+        """Whether forward passes of other sizes choose the same tokens. Quantized products round more than those of
+        float32, and may run another kernel for another number of rows.
         """
         return self.precision == "float32"
 
@@ -126,8 +127,8 @@ class TextModel:
 
     @cached_property
     def kv_shapes(self) -> list[KVShape | None]:
-        """Number of KV heads and head size of each layer; None for layers that cache nothing, or read the keys and values of an
-        earlier layer (Gemma 4).
+        """Number of KV heads and head size of each layer; None for layers that cache nothing, or read the keys and
+        values of an earlier layer (Gemma 4).
         """
         num_reading = getattr(self.config, "num_kv_shared_layers", None) or 0
         shapes: list[KVShape | None] = [None] * len(self.layers)
@@ -145,8 +146,8 @@ class TextModel:
         return type(self.head) is nn.Linear and not hasattr(self.head.weight, "__tensor_flatten__")
 
     def with_vocabulary(self, token_ids: Tensor) -> TextModel:
-        """The model with an output head for some tokens of its vocabulary [n], which is a copy of the head's rows. Only a plain
-        linear head has these.
+        """The model with an output head for some tokens of its vocabulary [n], which is a copy of the head's rows. Only
+        a plain linear head has these.
         """
         if not self.has_plain_head:
             kind = type(self.head).__name__ if self.quantization is None else f"quantized with {self.quantization}"
@@ -163,8 +164,8 @@ class TextModel:
         return replace(self, head=head.requires_grad_(False))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocabulary] of final hidden states [n, hidden], scaled and soft-capped according to the config, on the
-        embedding's device.
+        """Logits [n, vocabulary] of final hidden states [n, hidden], scaled and soft-capped according to the config, on
+        the embedding's device.
         """
         logits = self.head(hidden).to(self.device)
         if self.logit_scale != 1.0:
@@ -229,7 +230,9 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def _mixer(config: Any, layer: nn.Module) -> nn.Module:
-    """The part of a layer that convolves the tokens: it knows its layer's index, by which it finds its state in the cache."""
+    """The part of a layer that convolves the tokens: it knows its layer's index, by which it finds its state in the
+    cache.
+    """
     found = [
         part
         for part in layer.modules()

@@ -1,5 +1,5 @@
-"""Transfers between host and device during a round. A transfer to the host synchronizes with the device, so there are few,
-and all of them are made here.
+"""Transfers between host and device during a round. A transfer to the host synchronizes with the device, so there are
+few, and all of them are made here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def rows_to_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int32], N
 
 
 def select(states: Tensor, indices: NDArray[np.int64], dim: int) -> Tensor:
-    """A few slices of ``states`` along ``dim``, copied. Nothing is sent to a device: there the slices are views by number."""
+    """A few slices of ``states`` along ``dim``, copied. Nothing is sent to a device: there the slices are views by
+    number.
+    """
     if states.device.type == "cpu":
         return states.index_select(dim, torch.from_numpy(indices))
     return torch.cat([states.narrow(dim, index, 1) for index in indices.tolist()], dim)

@@ -110,8 +110,8 @@ class TreeModel(CachedModel):
     ) -> Tensor:
         """Run a prompt through all layers into the empty cache; returns the logits after its last token, [vocabulary].
 
-        Long prompts are read in chunks of ``PREFILL_CHUNK`` tokens, so that the memory of activations does not grow with the
-        prompt, unless a prompt has a mask or other inputs of its layers, or the model has recurrent states.
+        Long prompts are read in chunks of ``PREFILL_CHUNK`` tokens, so that the memory of activations does not grow
+        with the prompt, unless a prompt has a mask or other inputs of its layers, or the model has recurrent states.
 
         Args:
             full_prompt: the prompt before tokens were pruned. Later tokens take the positions after it.
@@ -132,7 +132,9 @@ class TreeModel(CachedModel):
         return self.text.logits(last)[0]
 
     def _read(self, prompt: EncodedPrompt) -> Tensor:
-        """Append a prompt, or a part of one, to the cache; returns the final hidden state of its last token, [1, hidden]."""
+        """Append a prompt, or a part of one, to the cache; returns the final hidden state of its last token, [1,
+        hidden].
+        """
         name, tokens = (
             ("inputs_embeds", prompt.embeddings)
             if prompt.embeddings is not None
@@ -174,8 +176,8 @@ class TreeModel(CachedModel):
         return self.text.logits(final[step.first_logits :])
 
     def paths(self, step: Step) -> Tensor:
-        """The tokens on the path to each token of the latest step, which has no uncommitted tokens, [n, n]. Columns that a token
-        does not see repeat the first one. A captured step is on the device already.
+        """The tokens on the path to each token of the latest step, which has no uncommitted tokens, [n, n]. Columns
+        that a token does not see repeat the first one. A captured step is on the device already.
         """
         if self.graph_runner is not None:
             key, forward = self.graph_runner.latest

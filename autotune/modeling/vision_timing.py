@@ -39,7 +39,9 @@ def timed_vision(model: Any) -> AbstractContextManager[ForwardClock]:
 
 @contextmanager
 def timed_forwards(parts: list[Any], device: Any, *, first_only: bool = False) -> Iterator[ForwardClock]:
-    """Count the forward passes of modules and add up their times; ``first_only`` times, and synchronizes, the first alone."""
+    """Count the forward passes of modules and add up their times; ``first_only`` times, and synchronizes, the first
+    alone.
+    """
     clock = ForwardClock()
 
     def begin(*_: Any) -> None:

@@ -32,7 +32,9 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """One layer's attention in the prefill of whole prompts: query [batch, heads, n, d], key [batch, kv heads, n, d]."""
+    """One layer's attention in the prefill of whole prompts: query [batch, heads, n, d], key [batch, kv heads,
+    n, d].
+    """
 
     layer: int
     query: Tensor
@@ -47,7 +49,9 @@ class LayerAttention:
         return torch.stack(parts).sum(0) / len(queries)
 
     def weights(self, row: int, queries: Tensor) -> Tensor:
-        """Attention weights of some tokens of a batch row, [heads, queries, n]. Weights outside the causal window are 0."""
+        """Attention weights of some tokens of a batch row, [heads, queries, n]. Weights outside the causal window are
+        0.
+        """
         key = self.key[row].repeat_interleave(self.query.shape[1] // self.key.shape[1], dim=0)
         logits = (self.query[row, :, queries] @ key.transpose(1, 2)).float() * self.scaling
         if self.softcap is not None:
@@ -94,10 +98,10 @@ def visual_scores(
 ) -> Tensor:
     """Scores of a prompt's visual tokens, [visual tokens]; a draft keeps the tokens with the highest scores.
 
-    ``text_after_image`` takes the queries after the last visual token, because earlier ones do not see all visual tokens; if
-    an image ends the prompt, its last token is the query. ``all_queries`` is eq. 2 of STAR: the mean of causal attention
-    weights over heads and all queries. ``even`` and ``random`` need no attention; ``random`` is seeded by the prompt's
-    tokens.
+    ``text_after_image`` takes the queries after the last visual token, because earlier ones do not see all visual
+    tokens; if an image ends the prompt, its last token is the query. ``all_queries`` is eq. 2 of STAR: the mean of
+    causal attention weights over heads and all queries. ``even`` and ``random`` need no attention; ``random`` is seeded
+    by the prompt's tokens.
 
     Args:
         tokens: the prompt, [n].
@@ -118,17 +122,17 @@ def visual_scores(
 
 
 def even_scores(count: int) -> np.ndarray:
-    """Scores of which the k highest are spread over ``count`` tokens about evenly for every k, float32 [count]: tokens in
-    the order in which multiples of the golden ratio, modulo 1, reach them. These do not align with the rows of an image, as
-    equal steps may.
+    """Scores of which the k highest are spread over ``count`` tokens about evenly for every k, float32 [count]: tokens
+    in the order in which multiples of the golden ratio, modulo 1, reach them. These do not align with the rows of an
+    image, as equal steps may.
     """
     reached = (np.arange(1, 4 * count + 1) * GOLDEN_RATIO % 1.0 * count).astype(np.int64)  # every token, by three gaps
     return -np.unique(reached, return_index=True)[1].astype(np.float32)
 
 
 def attention_entropy(attention: LayerAttention, row: int, queries: Tensor) -> Tensor:
-    """Attention entropy (AE) of a layer in nats, averaged over heads and some queries, a scalar (DREAM, section 3.2; STAR,
-    section 3.2).
+    """Attention entropy (AE) of a layer in nats, averaged over heads and some queries, a scalar (DREAM, section 3.2;
+    STAR, section 3.2).
     """
     weights = attention.weights(row, queries)
     return torch.special.entr(weights).sum(-1).mean()

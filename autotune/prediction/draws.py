@@ -1,7 +1,8 @@
-"""Draws of the decoding times that configurations may truly have, as far as a cost table and its prompts leave them open.
+"""Draws of the decoding times that configurations may truly have, as far as a cost table and its prompts leave them
+open.
 
-Every draw takes prices from the posterior of the table's joint fit and weights of the prompts from a Bayesian bootstrap (Rubin, 1981).
-All configurations of a draw share both, so that errors which they share cancel in comparisons.
+Every draw takes prices from the posterior of the table's joint fit and weights of the prompts from a Bayesian bootstrap
+(Rubin, 1981). All configurations of a draw share both, so that errors which they share cancel in comparisons.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class PriceDraws:
 
 
 def time_draws(evaluator: Evaluator, configurations: Sequence[Configuration], *, other_prompts: bool = True) -> Floats:
-    """Decoding times in ms over the evaluator's prompts, or over ``other_prompts`` like them, [configurations, draws]."""
+    """Decoding times in ms over the evaluator's prompts, or over ``other_prompts`` like them, [configurations,
+    draws].
+    """
     results = evaluator.replay_many(configurations)
     weights = _prompt_weights(len(evaluator.tasks)) if other_prompts else None
     times = []

@@ -1,4 +1,6 @@
-"""Predicts the speed of configurations without running a model: trees are replayed over traces and priced by a cost table."""
+"""Predicts the speed of configurations without running a model: trees are replayed over traces and priced by a cost
+table.
+"""
 
 from __future__ import annotations
 
@@ -97,8 +99,8 @@ class Evaluator:
         return self.table.prices(draft, max_tokens=max_tokens, max_kv_length=self.max_kv_length, subnet=subnet)
 
     def resolve(self, configuration: Configuration) -> Configuration:
-        """The configuration with a draft and an injection layer, by default the first draft and a draft's last layer, and a
-        tree with the prices and the calibration that its policy needs.
+        """The configuration with a draft and an injection layer, by default the first draft and a draft's last layer,
+        and a tree with the prices and the calibration that its policy needs.
         """
         draft, subnet = configuration.draft or next(iter(self.traces))[0], configuration.subnet
         if subnet.injection_layer is None and (draft, subnet) not in self.traces:
@@ -143,7 +145,9 @@ class Evaluator:
         return trace, policy, prices
 
     def can_replay(self, configuration: Configuration) -> bool:
-        """Whether a trace has its draft variant and nearly all of its nodes: nodes outside the trace would not be priced."""
+        """Whether a trace has its draft variant and nearly all of its nodes: nodes outside the trace would not be
+        priced.
+        """
         try:
             return self.replay(configuration).is_covered
         except UserError:

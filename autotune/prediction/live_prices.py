@@ -40,8 +40,8 @@ def updated_table(
 
     Args:
         runs: configurations with their runs on the evaluator's prompts, in order and over and over, by arm name.
-        plain: runs of plain decoding on the same prompts. Times count in multiples of theirs, because a machine that has become
-            slower is slower with and without a draft.
+        plain: runs of plain decoding on the same prompts. Times count in multiples of theirs, because a machine that
+            has become slower is slower with and without a draft.
     """
     table = evaluator.table
     if not is_fitted(table):
@@ -159,7 +159,9 @@ def _scaled(part: Scaled, ratios: Sequence[_Ratio]) -> Scaled:
 
 
 def _verify_ratio(costs: DraftCosts, ratios: Sequence[_Ratio], mean: _Ratio) -> dict[str, float]:
-    """The ratio of verifications after a draft to the mean over drafts, of which only the difference to the mean is its own."""
+    """The ratio of verifications after a draft to the mean over drafts, of which only the difference to the mean is its
+    own.
+    """
     if not ratios or not costs.verify_error:
         return {}
     observed = _pooled(ratios)

@@ -29,7 +29,9 @@ class TreePricing:
         return calibrate(self._trace)
 
     def complete(self, tree: Tree) -> Tree:
-        """A tree with the prices and the calibration that its policy needs, where it has none; any other tree as it is."""
+        """A tree with the prices and the calibration that its policy needs, where it has none; any other tree
+        as it is.
+        """
         if "prices" in tree or not POLICIES[tree["policy"]].needs_prices:
             return tree
         policy = parse_policy(tree)
@@ -38,8 +40,8 @@ class TreePricing:
 
 
 def tree_prices(trace: Trace, prices: DensePrices, *, width: int, nodes: int) -> TreePrices:
-    """Prices of levels of up to ``width`` nodes and verifications of up to ``nodes`` draft nodes, with the time outside the
-    models, at ``NUM_CONTEXTS`` context lengths of the trace.
+    """Prices of levels of up to ``width`` nodes and verifications of up to ``nodes`` draft nodes, with the time outside
+    the models, at ``NUM_CONTEXTS`` context lengths of the trace.
 
     A draft is priced at the KV length that it has at a context length on average over the trace's prompts.
     """

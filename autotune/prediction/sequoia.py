@@ -47,8 +47,8 @@ def solve(acceptance: Floats, budget: int, depth: int) -> tuple[Floats, Ints]:
     Returns:
         expected: [depth + 1, budget + 2]; ``expected[d, n]`` is the largest expected number of tokens emitted by a tree
             of n nodes, its root included, with d levels below the root.
-        first_share: [depth + 1, ranks + 1, budget + 1]; of m nodes shared among the subtrees of ranks r, r + 1, ... of a
-            node with d levels below it, the subtree of rank r gets ``first_share[d, r, m]``.
+        first_share: [depth + 1, ranks + 1, budget + 1]; of m nodes shared among the subtrees of ranks r, r + 1, ... of
+            a node with d levels below it, the subtree of rank r gets ``first_share[d, r, m]``.
     """
     num_ranks = len(acceptance)
     expected = np.ones((depth + 1, budget + 2))

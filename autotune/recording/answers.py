@@ -86,7 +86,8 @@ class AnswerRecorder:
         return self._answer(self._request(prompt), self._alone(prompt))
 
     def write_together(self, prompts: Sequence[WorkloadPrompt], **settings: Any) -> list[list[int]]:
-        """The tokens of answers that are decoded in one batch, in which rounding may choose others than one by one: to train on.
+        """The tokens of answers that are decoded in one batch, in which rounding may choose others than one by one: to
+        train on.
 
         A model with states, whose rows cannot be padded, decodes them one by one.
 

@@ -1,9 +1,9 @@
 """Records chains of many subnets of a supernet at once.
 
-A chain is accepted up to its first token that differs from the answer, so a node matters only while every token before it
-is the answer's own. The tokens of all nodes that matter are therefore known before anything is drafted and are the same
-for all subnets: the answer is evaluated level by level, for every position and every subnet in one batch. A row of the
-batch is a subnet, whose heads are masked in place of sliced.
+A chain is accepted up to its first token that differs from the answer, so a node matters only while every token before
+it is the answer's own. The tokens of all nodes that matter are therefore known before anything is drafted and are the
+same for all subnets: the answer is evaluated level by level, for every position and every subnet in one batch. A row of
+the batch is a subnet, whose heads are masked in place of sliced.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _GrownCache:
 
 
 class _SharedRows(NamedTuple):
-    """The rows of one block in the first level: one for each different choice of heads in this block and those before it,
-    because subnets differ in nothing else there.
+    """The rows of one block in the first level: one for each different choice of heads in this block and those before
+    it, because subnets differ in nothing else there.
     """
 
     of_subnet: Tensor
@@ -134,8 +134,9 @@ def record_chains(
 ) -> list[RecordedPrompt]:
     """Chains of up to ``depth`` tokens from every position of an answer, for each subnet.
 
-    A forest holds the nodes whose tokens are the answer's. Other nodes are not evaluated, because none of their descendants
-    is accepted: one path of placeholders stands for all of them, so that replay grows chains of full length.
+    A forest holds the nodes whose tokens are the answer's. Other nodes are not evaluated, because none of their
+    descendants is accepted: one path of placeholders stands for all of them, so that replay grows chains of full
+    length.
 
     Args:
         draft: the whole supernet, attached to the target.
@@ -223,8 +224,8 @@ def record_chains(
 
 
 def _best(draft: Any, states: Tensor, sampler: TokenSampler | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The most probable token after each state and its log-probability, [batch, n] each; ``positions`` [batch, n] are those
-    of these tokens.
+    """The most probable token after each state and its log-probability, [batch, n] each; ``positions`` [batch, n] are
+    those of these tokens.
     """
     coupling = None
     if sampler is not None:

@@ -61,8 +61,8 @@ class TargetFeatures:
 
 
 class Recorder:
-    """Records with one loaded target. Work is idempotent and crash-safe: every answer and every forest is written to a file
-    of its own under ``folder`` as soon as it is complete, named by a hash of what it depends on.
+    """Records with one loaded target. Work is idempotent and crash-safe: every answer and every forest is written to a
+    file of its own under ``folder`` as soon as it is complete, named by a hash of what it depends on.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Recorder:
                 yield prompt, answer
 
     def answers_to_train_on(self, prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
-        """The tokens of the target's answers, missing ones decoded in one batch. Each has a file of its own, beside those of
-        ``answers``, from which they may differ where two tokens are nearly tied.
+        """The tokens of the target's answers, missing ones decoded in one batch. Each has a file of its own, beside
+        those of ``answers``, from which they may differ where two tokens are nearly tied.
         """
         paths = {
             prompt.sha256: self.folder / "training-answers" / f"{self._answer_key(prompt)}.json" for prompt in prompts
@@ -120,8 +120,8 @@ class Recorder:
         return [found[prompt.sha256] for prompt in prompts]
 
     def follow(self, workload: Workload, deadline: float = math.inf) -> Workload:
-        """The workload with the target's answers that its later turns follow, which are recorded as all answers are: of the first
-        prompts alone, where the next ones are not expected before ``deadline``, of ``time.monotonic``.
+        """The workload with the target's answers that its later turns follow, which are recorded as all answers are: of
+        the first prompts alone, where the next ones are not expected before ``deadline``, of ``time.monotonic``.
         """
 
         def decode(prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
@@ -157,8 +157,8 @@ class Recorder:
         bounds: ForestBounds,
         report: Report | None = None,
     ) -> Trace:
-        """The proposals of the draft, which sees the first ``visual_keep`` of the visual tokens by ``visual_ranking``, along the
-        target's answers.
+        """The proposals of the draft, which sees the first ``visual_keep`` of the visual tokens by ``visual_ranking``,
+        along the target's answers.
         """
         check_visual_input(draft, draft_reference.id, visual_keep, visual_input)
         draft.visual_keep = visual_keep
@@ -233,8 +233,8 @@ class Recorder:
     def target_features(
         self, prompt: WorkloadPrompt, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]
     ) -> TargetFeatures:
-        """The target's outputs for the prompt and its answer, for a draft that reads ``layers``. Those of ``self.layers`` are
-        kept in memory.
+        """The target's outputs for the prompt and its answer, for a draft that reads ``layers``. Those of
+        ``self.layers`` are kept in memory.
         """
         if not set(layers) <= set(self.layers):
             return run_target(self.target, inputs, answer, layers)
@@ -326,8 +326,8 @@ def record_forest(
     sampler: TokenSampler | None = None,
     shares_tokens: bool = True,
 ) -> RecordedPrompt:
-    """The forest along one answer of the target to which the draft is attached. Without ``outputs`` the target is run for
-    the layers that the draft reads.
+    """The forest along one answer of the target to which the draft is attached. Without ``outputs`` the target is run
+    for the layers that the draft reads.
 
     Args:
         sampler: that of a sampled answer, to which the proposals of a draft with a model are coupled.

@@ -1,4 +1,6 @@
-"""Ablation of the search dimensions by predicted time: each one fixed at its default, and all of them freed one by one."""
+"""Ablation of the search dimensions by predicted time: each one fixed at its default, and all of them freed one
+by one.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ class Ablation:
 
 
 def default_subnet(sources: Sources, draft: str) -> tuple[tuple[float, ...], int | None, float]:
-    """Default heads, injection layer and share of visual tokens: all heads, the last layer, and the share of the draft's
-    published default, or the largest one if that share was not screened.
+    """Default heads, injection layer and share of visual tokens: all heads, the last layer, and the share of the
+    draft's published default, or the largest one if that share was not screened.
     """
     subnets = [s.subnet for s in sources.screened if s.draft == draft]
     keeps = {subnet.visual_keep for subnet in subnets}
@@ -62,8 +64,8 @@ def _screened_at_default(sources: Sources) -> pd.DataFrame:
 
 
 def ablations(sources: Sources) -> list[Ablation]:
-    """Every dimension fixed at its default in turn, largest gain first. Dimensions of the subnet are compared by the chains of
-    screening, draft and tree by the replayed trees of the surviving subnets.
+    """Every dimension fixed at its default in turn, largest gain first. Dimensions of the subnet are compared by the
+    chains of screening, draft and tree by the replayed trees of the surviving subnets.
     """
     results: list[Ablation] = []
     if sources.screened:

@@ -32,8 +32,8 @@ class PointAcceptance:
 
 
 def acceptance_table(kind: str, **counts: AcceptanceCounts) -> pd.DataFrame:
-    """Columns ``NAME_offered`` and ``NAME_accepted`` for each of ``counts``; rows are depths or ranks from 1, those offered
-    anywhere.
+    """Columns ``NAME_offered`` and ``NAME_accepted`` for each of ``counts``; rows are depths or ranks from 1, those
+    offered anywhere.
     """
     import pandas as pd
 

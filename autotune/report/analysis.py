@@ -33,7 +33,9 @@ def fastest_by_size(candidates: Sequence[Candidate]) -> dict[str, list[Candidate
 
 @dataclass(frozen=True)
 class SubnetGrid:
-    """Predicted speedups of a draft's subnets with one injection layer, each by its fastest ranking of visual tokens."""
+    """Predicted speedups of a draft's subnets with one injection layer, each by its fastest ranking of visual
+    tokens.
+    """
 
     draft: str
     layer: int | None

@@ -20,7 +20,9 @@ from autotune.report.sources import Sources
 
 
 class Content:
-    """The variables of the page's template. Unavailable content is None or empty; the page then says how to obtain it."""
+    """The variables of the page's template. Unavailable content is None or empty; the page then says how to
+    obtain it.
+    """
 
     def __init__(self, sources: Sources, *, workload: str | None = None) -> None:
         profile, table, study = sources.profile, sources.table, sources.study

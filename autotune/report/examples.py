@@ -1,4 +1,6 @@
-"""Examples for the report: for each operating point a recorded prompt, its answer by rounds, and the tree of one round."""
+"""Examples for the report: for each operating point a recorded prompt, its answer by rounds, and the tree of
+one round.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ def answer_parts(replayed: Sequence[ReplayedRound], texts: Sequence[str], drawn:
 
 
 def round_to_draw(replayed: Sequence[ReplayedRound]) -> int:
-    """The round in which the tree helped most compared with a chain: most accepted tokens of rank 2 and above, then most
-    accepted tokens, then most nodes, then the earliest.
+    """The round in which the tree helped most compared with a chain: most accepted tokens of rank 2 and above, then
+    most accepted tokens, then most nodes, then the earliest.
     """
 
     def merit(number: int) -> tuple[int, int, int, int]:
@@ -59,7 +61,9 @@ class DecodedExample:
     def __init__(
         self, sources: Sources, number: int, prompt: int, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts
     ) -> None:
-        """``number`` is the point's, ``prompt`` the prompt's in the trace; ``prompts`` are the workload's, if they were found."""
+        """``number`` is the point's, ``prompt`` the prompt's in the trace; ``prompts`` are the workload's, if they were
+        found.
+        """
         point = sources.points[number]
         trace = sources.trace_of(point)
         assert point.tree is not None and trace is not None

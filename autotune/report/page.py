@@ -1,5 +1,5 @@
-"""``autotune report``: one HTML page that explains a decoding profile by the documents of its search, or an engine's profile. It opens
-offline: style, plots and images are inline, and there is no script.
+"""``autotune report``: one HTML page that explains a decoding profile by the documents of its search, or an engine's
+profile. It opens offline: style, plots and images are inline, and there is no script.
 """
 
 from __future__ import annotations

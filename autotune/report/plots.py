@@ -1,4 +1,6 @@
-"""The plots of the page: each function yields the names, descriptions for screen readers, and figures of one section."""
+"""The plots of the page: each function yields the names, descriptions for screen readers, and figures of one
+section.
+"""
 
 from __future__ import annotations
 

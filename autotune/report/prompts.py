@@ -63,7 +63,9 @@ class TokenTexts:
 
 
 def _tokenizer(target: str) -> Any | None:
-    """``tokenizer.json`` from the target's folder or the Hugging Face cache, or a GGUF file's tokenizer; nothing is downloaded."""
+    """``tokenizer.json`` from the target's folder or the Hugging Face cache, or a GGUF file's tokenizer; nothing is
+    downloaded.
+    """
     from huggingface_hub import try_to_load_from_cache
     from tokenizers import Tokenizer
 

@@ -90,8 +90,8 @@ def find_sources(given: Path, *, study: Path | None = None, storage: str | None 
     """Find the documents of a profile, or of a study folder. A profile's study is searched next to it unless given.
 
     Raises:
-        UserError: ``given`` is neither a profile nor a study, the study belongs to another profile, or a document cannot be
-            read.
+        UserError: ``given`` is neither a profile nor a study, the study belongs to another profile, or a document
+            cannot be read.
     """
     if given.is_dir():
         if study is not None:
@@ -162,7 +162,9 @@ def _study_document(profile: DecodingProfile | None, folder: Path) -> tuple[Stud
 
 
 def _traces(folder: Path, study: StudyDocument | None, profile: DecodingProfile | None) -> list[Trace]:
-    """The traces of the search's tuning prompts; without a study document and a profile, the traces of the newest trace's prompts."""
+    """The traces of the search's tuning prompts; without a study document and a profile, the traces of the newest
+    trace's prompts.
+    """
     headers = load_headers(folder)  # may include traces of earlier searches with other workloads
     workload_sha256 = study.tune_sha256 if study else profile.workload.tune_sha256 if profile else None
     if workload_sha256 is None and headers:

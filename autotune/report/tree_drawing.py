@@ -20,8 +20,8 @@ def visible(text: str) -> str:
 
 
 def node_rows(parent: Ints, rank: Ints) -> list[int]:
-    """Row of each node: leaves are below each other, a parent is next to the first of its children, children are in order
-    of rank.
+    """Row of each node: leaves are below each other, a parent is next to the first of its children, children are in
+    order of rank.
     """
     size = len(parent)
     children = [[child for child in range(1, size) if parent[child] == node] for node in range(size)]

@@ -1,5 +1,5 @@
-"""Plain decoding of several requests in one batch: of greedy ones with the tokens that decoding them one by one emits, or of any
-where rounding may choose others.
+"""Plain decoding of several requests in one batch: of greedy ones with the tokens that decoding them one by one emits,
+or of any where rounding may choose others.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ difference seen in answers of the bundled target was 10 times the precision.
 
 
 def can_batch(target: Target, request: Request) -> bool:
-    """Whether a request can be decoded in a batch: it is greedy, and nothing but its length and end tokens stops it. In half
-    precision and with quantized weights too many tokens are near ties. Padding would enter the states of a hybrid model.
+    """Whether a request can be decoded in a batch: it is greedy, and nothing but its length and end tokens stops it. In
+    half precision and with quantized weights too many tokens are near ties. Padding would enter the states of a hybrid
+    model.
     """
     is_exact = target.text.is_exact and not target.has_states
     return is_exact and request.sampler.is_greedy and not request.call.stops
 
 
 class GreedyBatch:
-    """The KV caches of several prompts, a row each, padded on the left so that all rows end in the same column. The requests
-    are encoded, and not prefilled.
+    """The KV caches of several prompts, a row each, padded on the left so that all rows end in the same column. The
+    requests are encoded, and not prefilled.
     """
 
     def __init__(self, target: Target, requests: Sequence[Request]) -> None:
@@ -54,13 +55,15 @@ class GreedyBatch:
 
     @torch.inference_mode()
     def insert(self, row: int, prefilled: Prefilled) -> bool:
-        """Copy a prompt that the target has just prefilled, and emit its first token; returns whether that is certain."""
+        """Copy a prompt that the target has just prefilled, and emit its first token; returns whether that is
+        certain.
+        """
         self.cache.insert_row(row, len(self._padding), self.target.cache)
         return self._emit([self.requests[row]], prefilled.logits[None])[0]
 
     def decode(self, is_certain: list[bool]) -> Iterator[tuple[Request, bool]]:
-        """Decode all requests, given the results of ``insert``; yields each as soon as it is finished, and whether its tokens
-        are certain: where they are not, it is left unfinished and must be decoded by itself.
+        """Decode all requests, given the results of ``insert``; yields each as soon as it is finished, and whether its
+        tokens are certain: where they are not, it is left unfinished and must be decoded by itself.
         """
         rows = list(range(len(self.requests)))  # of the requests that go on
         while True:
@@ -114,7 +117,9 @@ class GreedyBatch:
 
 
 class SampledBatch(GreedyBatch):
-    """The same for greedy and sampled requests whose tokens need not be those of decoding them one by one: all are certain."""
+    """The same for greedy and sampled requests whose tokens need not be those of decoding them one by one: all are
+    certain.
+    """
 
     def _emit(self, requests: Sequence[Request], logits: Tensor) -> list[bool]:
         tokens = drawn_tokens([request.sampler for request in requests], logits, list(map(_position, requests)))
@@ -128,9 +133,9 @@ def _position(request: Request) -> int:
 
 
 def drawn_tokens(samplers: Sequence[TokenSampler], logits: Tensor, positions: Sequence[int]) -> list[int]:
-    """A token of each row of ``logits`` [n, vocabulary], at one position each. A sampled one inverts the cumulative distribution at a
-    number of the sampler's seed and the position, where ``TokenSampler.token``, which draws from the same distributions, makes noise
-    of every token; it draws for samplers with processors.
+    """A token of each row of ``logits`` [n, vocabulary], at one position each. A sampled one inverts the cumulative
+    distribution at a number of the sampler's seed and the position, where ``TokenSampler.token``, which draws from the
+    same distributions, makes noise of every token; it draws for samplers with processors.
     """
     tokens = logits.argmax(-1).tolist()
     rows = [row for row, sampler in enumerate(samplers) if sampler.temperature > 0.0 and not sampler.processors]

@@ -47,19 +47,20 @@ DEFAULT_CONTEXT_TOKENS = 2048  # for which captures are made ahead
 class Decoder:
     """Decodes with a target and a draft. Output equals that of the target alone, unless ``verification`` is lossy.
 
-    A target and its drafts decode one request at a time, also those of several decoders. While a request runs, another thread's is
-    refused with a ``UserError``; a request of the same thread ends a stream that is still open.
+    A target and its drafts decode one request at a time, also those of several decoders. While a request runs, another
+    thread's is refused with a ``UserError``; a request of the same thread ends a stream that is still open.
 
     Args:
         target: a Hugging Face model, as ``from_pretrained`` returns it.
         draft: a smaller model with the same vocabulary, or None for plain autoregressive (AR) decoding through the same
             code.
-        points: operating points with their conditions, in place of ``draft`` and ``point``. A request is decoded by the first
-            point whose condition it meets; every request must meet the last one's.
+        points: operating points with their conditions, in place of ``draft`` and ``point``. A request is decoded by the
+            first point whose condition it meets; every request must meet the last one's.
         capture_sizes: numbers of tokens that forward passes are padded to. Without them, ``eager`` pads nothing and
             ``cuda-graph`` uses ``DEFAULT_CAPTURE_SIZES``.
-        mode: how forward passes after the prefill run: ``eager``, or ``cuda-graph``, which captures them as CUDA graphs. ``auto``:
-            ``cuda-graph`` for a target on one CUDA device whose captured steps pass a self-test, else ``eager``.
+        mode: how forward passes after the prefill run: ``eager``, or ``cuda-graph``, which captures them as CUDA
+            graphs. ``auto``: ``cuda-graph`` for a target on one CUDA device whose captured steps pass a self-test, else
+            ``eager``.
         threads: CPU threads after the prefill; None: as many as torch uses.
         prefill_threads: CPU threads of image encoders and prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer; stop strings need it.
@@ -67,8 +68,8 @@ class Decoder:
         point: tree policy and other arguments of ``LoadedPoint``, of the only operating point.
 
     Raises:
-        UserError: different vocabularies, an unknown tree policy or hyperparameter, a value out of range, or a tree that
-            branches for a model with recurrent states.
+        UserError: different vocabularies, an unknown tree policy or hyperparameter, a value out of range, or a tree
+            that branches for a model with recurrent states.
     """
 
     def __init__(
@@ -118,8 +119,8 @@ class Decoder:
     def prepare(
         self, context_tokens: int = DEFAULT_CONTEXT_TOKENS, *, report: Report = lambda done, total: None
     ) -> Preparation:
-        """Capture everything that requests can need, in mode ``cuda-graph``; nothing in the other modes. What is captured
-        already is kept. Longer requests are captured when they come.
+        """Capture everything that requests can need, in mode ``cuda-graph``; nothing in the other modes. What is
+        captured already is kept. Longer requests are captured when they come.
 
         Args:
             context_tokens: longest prompt and answer together; at most the target's context.
@@ -198,7 +199,9 @@ class Decoder:
                 yield from tokens
 
     def requests(self, *, seed: int = 0, workload: str | None = None, **inputs: Any) -> list[Request]:
-        """The requests that ``generate`` decodes, one for each row. Takes the arguments of ``generate``, except ``streamer``."""
+        """The requests that ``generate`` decodes, one for each row. Takes the arguments of ``generate``, except
+        ``streamer``.
+        """
         call = self._prepare(inputs, seed, workload)
         with Ownership(modules=(self.target,)) as ownership:
             return self._requests(call, ownership)
@@ -224,8 +227,8 @@ class Decoder:
         """Implement Hugging Face's hook: ``model.generate(**inputs, custom_generate=decoder)``.
 
         Greedy output equals that of ``model.generate(**inputs)``. With ``do_sample`` the distribution is the same, but
-        the noise is keyed by position in place of torch's global random state; ``torch.manual_seed`` or ``seed`` makes it
-        repeatable. With ``prepare_only`` the prepared ``Call`` is returned and nothing is decoded.
+        the noise is keyed by position in place of torch's global random state; ``torch.manual_seed`` or ``seed`` makes
+        it repeatable. With ``prepare_only`` the prepared ``Call`` is returned and nothing is decoded.
 
         Raises:
             UserError: ``model`` is not the decoder's target, or the call asks for several beams or sequences, a filled

@@ -176,8 +176,8 @@ def new_request(call: Call, prompt: EncodedPrompt, row: int, target: Target, poi
 
 
 def takes_vision_inputs(method: Callable[P, T]) -> Callable[P, T]:
-    """Name the inputs of image encoders in the signature of a custom decoding method, so that generate passes them on unencoded:
-    the target's visual features are of no use to the draft, and positions are computed from the grids.
+    """Name the inputs of image encoders in the signature of a custom decoding method, so that generate passes them on
+    unencoded: the target's visual features are of no use to the draft, and positions are computed from the grids.
     """
     signature = inspect.signature(method)
     *first, rest = signature.parameters.values()
@@ -221,7 +221,9 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 def check_tokens(model: Any, inputs: Mapping[str, Any]) -> None:
-    """Refuse tokens that the model does not have, on which an accelerator ends the process, and positions that do not count them."""
+    """Refuse tokens that the model does not have, on which an accelerator ends the process, and positions that do not
+    count them.
+    """
     tokens, size = inputs["input_ids"], len(model.get_input_embeddings().weight)
     unknown = ((tokens < 0) | (tokens >= size)) & ~visual_tokens(model.config, tokens)
     if bool(unknown.any()):
@@ -236,7 +238,9 @@ def check_tokens(model: Any, inputs: Mapping[str, Any]) -> None:
 
 
 def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Translate the arguments of ``Decoder.generate`` to those of Hugging Face's; None leaves a setting to the config."""
+    """Translate the arguments of ``Decoder.generate`` to those of Hugging Face's; None leaves a setting to the
+    config.
+    """
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     settings = {name: value for name, value in arguments.items() if name not in names}
     max_new_tokens, temperature, top_k, top_p = (arguments.get(name) for name in names)
@@ -250,7 +254,8 @@ def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any
     if temperature is not None:
         settings["do_sample"] = temperature > 0
     if temperature is not None and temperature > 0:
-        # With a temperature, the call alone says how the distribution is cut; the config's top-k and top-p do not apply.
+        # With a temperature, the call alone says how the distribution is cut; the config's top-k and top-p do not
+        # apply.
         settings |= {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
     elif temperature is None:
         settings |= {name: value for name, value in (("top_k", top_k), ("top_p", top_p)) if value is not None}

@@ -35,10 +35,10 @@ def load(
 ) -> Decoder:
     """Load a decoder that follows a profile.
 
-    Loads the target, in ``dtype`` or the profile's precision, and the drafts that the profile names, each once, or takes loaded
-    models. On another device or in another precision than the profile's, decoding is still lossless: the loader warns. In mode
-    ``cuda-graph`` everything that requests of up to ``context_tokens`` tokens need is captured now (``Decoder.prepare``), with a
-    progress bar on ``console``; 0 captures nothing.
+    Loads the target, in ``dtype`` or the profile's precision, and the drafts that the profile names, each once, or
+    takes loaded models. On another device or in another precision than the profile's, decoding is still lossless: the
+    loader warns. In mode ``cuda-graph`` everything that requests of up to ``context_tokens`` tokens need is captured
+    now (``Decoder.prepare``), with a progress bar on ``console``; 0 captures nothing.
 
     Raises:
         UserError: the profile or its models cannot be read, ``draft`` is given for points that name several drafts,
@@ -108,8 +108,8 @@ def decoder_for(
     processor: Any = None,
     is_tuned_here: bool = True,
 ) -> Decoder:
-    """The decoder of a profile whose models are loaded. Numbers of threads are those of the device that it was tuned on; on
-    another one, captured forward passes run in mode ``auto``.
+    """The decoder of a profile whose models are loaded. Numbers of threads are those of the device that it was tuned
+    on; on another one, captured forward passes run in mode ``auto``.
     """
     points = [
         LoadedPoint(

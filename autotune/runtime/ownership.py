@@ -21,8 +21,9 @@ def _nothing() -> None:
 class Ownership:
     """The right to run models, from here to ``close`` or the end of the context.
 
-    Another thread that asks for them is refused at once. The thread that ran them last takes them over between two steps: the
-    request that had them cannot go on. That thread may have ended, as those of a pool do; then any other takes them over.
+    Another thread that asks for them is refused at once. The thread that ran them last takes them over between two
+    steps: the request that had them cannot go on. That thread may have ended, as those of a pool do; then any other
+    takes them over.
 
     Args:
         cached: targets and drafts, whose caches hold one request.

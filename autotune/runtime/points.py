@@ -27,10 +27,12 @@ class LoadedPoint:
         tree: a tree policy, ``{"policy": "sage", "d_max": 8, ...}``; the paper's defaults fill in what is left out.
         visual_keep: share of visual tokens that the draft reads, in (0, 1].
         visual_ranking: how these tokens are chosen, one of ``VISUAL_RANKINGS``.
-        verification: how draft tokens are accepted. Lossless by default; ``{"kind": "wetap", "threshold": 0.9}`` is lossy.
-        fallback: the cost of a round in plain steps. With it, a request falls back to plain steps while rounds do not pay.
-        coupled: above temperature 0, rank draft tokens with the noise that the target's tokens are drawn with. More of them
-            are accepted and the output is the same; False is for comparison. Lossy verification is never coupled.
+        verification: how draft tokens are accepted. Lossless by default; ``{"kind": "wetap", "threshold": 0.9}`` is
+            lossy.
+        fallback: the cost of a round in plain steps. With it, a request falls back to plain steps while rounds do not
+            pay.
+        coupled: above temperature 0, rank draft tokens with the noise that the target's tokens are drawn with. More of
+            them are accepted and the output is the same; False is for comparison. Lossy verification is never coupled.
         when: the requests that this point decodes; all of them by default.
 
     Raises:
@@ -64,8 +66,8 @@ class LoadedPoint:
         self._is_coupled = coupled and self.verification.is_lossless
 
     def coupling_sampler(self, sampler: TokenSampler) -> TokenSampler | None:
-        """The sampler of a request, if the draft's proposals are coupled to it: the request samples, the verification is
-        lossless, and coupling is not switched off.
+        """The sampler of a request, if the draft's proposals are coupled to it: the request samples, the verification
+        is lossless, and coupling is not switched off.
         """
         return sampler if self._is_coupled and sampler.temperature >= COUPLED_TEMPERATURE else None
 

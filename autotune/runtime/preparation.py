@@ -1,4 +1,6 @@
-"""Chooses how forward passes run, and prepares them ahead of requests, so that no request and no measurement captures anything."""
+"""Chooses how forward passes run, and prepares them ahead of requests, so that no request and no measurement captures
+anything.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,12 @@ Job = Callable[[], object]
 
 
 def decoding_mode(mode: str, target: Target, drafts: Iterable[Draft | None]) -> str:
-    """The mode of all forward passes after the prefill: that of the target, unless a draft keeps states (see ``check_mode``).
+    """The mode of all forward passes after the prefill: that of the target, unless a draft keeps states (see
+    ``check_mode``).
 
-    Where ``auto`` would capture, captured steps of the target are compared with eager ones first, once for each loaded target
-    (``compare_captured_steps``); its open session is closed. If they differ by more than rounding explains, it is ``eager``.
+    Where ``auto`` would capture, captured steps of the target are compared with eager ones first, once for each loaded
+    target (``compare_captured_steps``); its open session is closed. If they differ by more than rounding explains, it
+    is ``eager``.
     """
     has_states = target.has_states or any(draft is not None and draft.has_states for draft in drafts)
     chosen = check_mode(mode, target.device, target.num_devices, has_states=has_states)

@@ -86,8 +86,8 @@ class Round:
         return num_levels
 
     def verify(self, request: Request, point: LoadedPoint) -> tuple[Ints, int]:
-        """Run the target over root and tree in one forward pass; returns the accepted nodes and the target's token after
-        the last of them.
+        """Run the target over root and tree in one forward pass; returns the accepted nodes and the target's token
+        after the last of them.
         """
         tree, sampler = point.grower.tree, request.sampler
         count = int(tree.size[0])
@@ -123,8 +123,8 @@ class Round:
         return path, token
 
     def keep(self, request: Request, nodes: list[int]) -> None:
-        """Commit the root and accepted nodes to the target's cache. A target with states may read them again, which counts as
-        a part of the verification.
+        """Commit the root and accepted nodes to the target's cache. A target with states may read them again, which
+        counts as a part of the verification.
         """
         if not self.target.has_states:
             self.target.cache.keep(nodes)
@@ -136,8 +136,8 @@ class Round:
     def _accept_row_by_row(
         self, logits: Tensor, positions: Ints, sampler: TokenSampler, tree: Tree
     ) -> tuple[Ints, int]:
-        """Lossless acceptance that computes tokens for the visited nodes only, because a token costs time in proportion to the
-        vocabulary, and some logits processors need the prefix of a node as it is.
+        """Lossless acceptance that computes tokens for the visited nodes only, because a token costs time in proportion
+        to the vocabulary, and some logits processors need the prefix of a node as it is.
         """
         node = ROOT
         path: list[int] = []

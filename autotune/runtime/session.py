@@ -80,7 +80,9 @@ class Session:
         return emitted
 
     def round(self) -> list[int]:
-        """Draft a tree, verify it and accept a path; returns the accepted tokens and the target's own token after them."""
+        """Draft a tree, verify it and accept a path; returns the accepted tokens and the target's own token
+        after them.
+        """
         return self._advance(self._round)
 
     def plain_step(self) -> list[int]:

@@ -1,11 +1,13 @@
-"""The token that the target emits at a position, a function of logits, seed and position (``docs/concepts.md``, losslessness).
+"""The token that the target emits at a position, a function of logits, seed and position (``docs/concepts.md``,
+losslessness).
 
-The token at absolute position t is ``argmax(processed_logits / T + gumbel(seed, t))``; at temperature 0 there is no noise.
-By the Gumbel-max trick it is distributed as softmax(processed_logits / T). Plain decoding, trees and recording all use this
-function, and the noise does not depend on the order of calls, so they emit the same tokens at any temperature.
+The token at absolute position t is ``argmax(processed_logits / T + gumbel(seed, t))``; at temperature 0 there is no
+noise. By the Gumbel-max trick it is distributed as softmax(processed_logits / T). Plain decoding, trees and recording
+all use this function, and the noise does not depend on the order of calls, so they emit the same tokens at any
+temperature.
 
-A draft that ranks tokens by the same function of its own logits, with the same noise, proposes the target's token more often
-(coupled sampling: Daliri, Musco and Suresh, arXiv 2408.07978). Which tokens are emitted does not depend on it.
+A draft that ranks tokens by the same function of its own logits, with the same noise, proposes the target's token more
+often (coupled sampling: Daliri, Musco and Suresh, arXiv 2408.07978). Which tokens are emitted does not depend on it.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from autotune.trees.limits import Floats, Ints
 _MASK64 = (1 << 64) - 1
 MAX_NOISE_BYTES = 64 << 20  # of the noise that a sampler keeps
 COUPLED_TEMPERATURE = 0.01
-"""The lowest temperature at which drafts are coupled. Below it noise decides near ties only, while scores over such a temperature
-would tell a tree policy that every draft is certain. The defaults of Qwen2.5-VL have 1e-6.
+"""The lowest temperature at which drafts are coupled. Below it noise decides near ties only, while scores over such a
+temperature would tell a tree policy that every draft is certain. The defaults of Qwen2.5-VL have 1e-6.
 """
 NUCLEUS_TOKENS = 1024  # that top-p looks at before it sorts a vocabulary
 MASS_ROUNDING = 2**-18  # by which sums of a vocabulary's probabilities may differ
@@ -47,7 +49,8 @@ OF_LENGTH = frozenset(
         *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor"),
     }
 )
-# All that can decide several tokens at once: the repetition penalty reads which tokens the prefix has, in any order and number.
+# All that can decide several tokens at once: the repetition penalty reads which tokens the prefix has, in any order and
+# number.
 AT_ONCE = PREFIX_FREE | OF_LENGTH | {"RepetitionPenaltyLogitsProcessor"}
 
 
@@ -70,9 +73,9 @@ def mix_seed(seed: int, position: int) -> int:
 
 
 def nucleus(scores: Tensor, warper: TopPLogitsWarper) -> tuple[Tensor, Tensor]:
-    """The ``scores`` [n, vocabulary] as ``warper`` leaves them, by the ``NUCLEUS_TOKENS`` best of each row, and whether a row is
-    unsure, [n]: its nucleus may reach beyond these, or ends where rounding decides. Of equal scores that are kept in part, the
-    last ones are kept.
+    """The ``scores`` [n, vocabulary] as ``warper`` leaves them, by the ``NUCLEUS_TOKENS`` best of each row, and whether
+    a row is unsure, [n]: its nucleus may reach beyond these, or ends where rounding decides. Of equal scores that are
+    kept in part, the last ones are kept.
     """
     best, index = scores.topk(min(NUCLEUS_TOKENS, scores.shape[-1]))
     # A softmax of the vocabulary would be added up less exactly.
@@ -181,8 +184,8 @@ class TokenSampler:
 
         Args:
             positions: of the tokens, [n]; the first row's follows the prefix.
-            paths: for processors that read the prefix, the tokens after it in each row, [n, columns]; other columns repeat one
-                of them, or are no token. None: there are no tokens after it.
+            paths: for processors that read the prefix, the tokens after it in each row, [n, columns]; other columns
+                repeat one of them, or are no token. None: there are no tokens after it.
             unsure: with it, top-p does not sort the vocabulary, and appends whether a row needs that, [n].
         """
         if self.is_greedy:
@@ -206,11 +209,12 @@ class TokenSampler:
         return scores if self.temperature == 0.0 else scores + self._noise_of_rows(positions, scores)
 
     def proposal_scores(self, logits: Tensor, positions: Ints) -> Tensor:
-        """The scores by which a draft ranks tokens under coupled sampling, [n, vocabulary]: ``scores`` of its own logits.
-        Processors that read the prefix are left out, and top-p keeps at most ``NUCLEUS_TOKENS``.
+        """The scores by which a draft ranks tokens under coupled sampling, [n, vocabulary]: ``scores`` of its own
+        logits. Processors that read the prefix are left out, and top-p keeps at most ``NUCLEUS_TOKENS``.
 
         Args:
-            logits: the draft's, over the target's vocabulary, on any device; -inf for tokens that the draft does not know.
+            logits: the draft's, over the target's vocabulary, on any device; -inf for tokens that the draft does not
+                know.
             positions: of the proposed tokens, [n], or [1] if all rows have one position. The temperature is above 0.
         """
         scores = logits.float() / self._divisor
@@ -232,7 +236,9 @@ class TokenSampler:
         return noise[transfer.to_device(inverse, noise.device)]
 
     def _noise_at(self, position: int, vocabulary: int) -> Tensor:
-        """The noise of a position, [vocabulary]. Draft and target ask for the same positions, so recent ones are kept."""
+        """The noise of a position, [vocabulary]. Draft and target ask for the same positions, so recent ones
+        are kept.
+        """
         key = position, vocabulary
         if key not in self._noise:
             while self._noise and (len(self._noise) + 1) * vocabulary * 4 > self.max_noise_bytes:

@@ -39,8 +39,8 @@ def table_for_gpu(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
         mode: of the estimate; ``auto``: captured, as on every GPU, but for models with states.
 
     Raises:
-        UserError: the device has no datasheet, and its shipped tables describe other models; or any mode but ``eager`` for
-            models with states.
+        UserError: the device has no datasheet, and its shipped tables describe other models; or any mode but ``eager``
+            for models with states.
     """
     target = model_pool.target_reference
     shipped = [CostTable.load(path) for path in shipped_tables().get(gpu, [])]
@@ -68,11 +68,11 @@ def table_for_gpu(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
 
 
 def priced_variants(variants: Sequence[DraftVariant]) -> list[DraftVariant]:
-    """One variant per draft, share of heads and vocabulary: visual tokens, operator and the layer read do not change a step's
-    cost.
+    """One variant per draft, share of heads and vocabulary: visual tokens, operator and the layer read do not change a
+    step's cost.
 
-    Of a draft with more than ``MAX_PRICED`` choices of heads, those with one share in all blocks are priced; the costs of the
-    others are interpolated (``CostTable.costs_around``).
+    Of a draft with more than ``MAX_PRICED`` choices of heads, those with one share in all blocks are priced; the costs
+    of the others are interpolated (``CostTable.costs_around``).
     """
     priced: dict[tuple[str, float | None], dict[tuple[float, ...], Subnet]] = {}
     for draft, subnet in variants:
@@ -97,8 +97,8 @@ def local_table(
     *,
     time_limit_s: float = CostSettings.time_limit_s,
 ) -> CostTable:
-    """This device's table: from the study's folder or ledger if it was measured for the same drafts in the same time, else
-    measured now by one of the study's workers.
+    """This device's table: from the study's folder or ledger if it was measured for the same drafts in the same time,
+    else measured now by one of the study's workers.
 
     Raises:
         UserError: the file in the folder is of another target, device or precision.
@@ -135,8 +135,8 @@ def measure_table(
     time_limit_s: float = CostSettings.time_limit_s,
     log: BlockLog | None = None,
 ) -> CostTable:
-    """Measure target and drafts at the KV lengths that the workload's prompts and answers reach. An interrupted measurement
-    continues from the samples in its ``log``.
+    """Measure target and drafts at the KV lengths that the workload's prompts and answers reach. An interrupted
+    measurement continues from the samples in its ``log``.
     """
     lengths = [prompt.inputs(model_pool.processor)["input_ids"].shape[1] for prompt in workload.prompts]
     ends = (n + prompt.settings.max_new_tokens for n, prompt in zip(lengths, workload.prompts, strict=True))

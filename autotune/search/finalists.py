@@ -44,8 +44,8 @@ def published_defaults(model_pool: ModelPool) -> dict[str, Configuration]:
 
 
 def confirmable(fastest: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates that are ranked again on confirming prompts: the ``NUM_CONFIRMED`` fastest on the choosing ones, and the
-    ``NUM_CONFIRMED_OF_KIND`` fastest of each draft and policy.
+    """The candidates that are ranked again on confirming prompts: the ``NUM_CONFIRMED`` fastest on the choosing ones,
+    and the ``NUM_CONFIRMED_OF_KIND`` fastest of each draft and policy.
     """
     num_of_kind: Counter[tuple[str | None, str]] = Counter()
     chosen = []
@@ -58,11 +58,12 @@ def confirmable(fastest: Sequence[Candidate]) -> list[Candidate]:
 
 
 def choose_finalists(candidates: Sequence[Candidate], evaluator: Evaluator, count: int) -> list[Candidate]:
-    """Up to ``count`` distinct configurations to measure: of every (draft, subnet, policy) one, at most two of a draft and policy.
+    """Up to ``count`` distinct configurations to measure: of every (draft, subnet, policy) one, at most two of a draft
+    and policy.
 
-    They are ranked by the share of draws in which they are the fastest of all: prices and prompts are drawn from what the cost table
-    and the evaluator's prompts leave open (``autotune.prediction.draws``). Of more than two, a configuration that is slower than the
-    first one in ``CONFIDENCE`` of the draws is left out.
+    They are ranked by the share of draws in which they are the fastest of all: prices and prompts are drawn from what
+    the cost table and the evaluator's prompts leave open (``autotune.prediction.draws``). Of more than two, a
+    configuration that is slower than the first one in ``CONFIDENCE`` of the draws is left out.
     """
     here = sorted((evaluator.evaluate(candidate.configuration) for candidate in candidates), key=lambda c: c.rank)
     ms = time_draws(evaluator, [candidate.configuration for candidate in here])
@@ -104,10 +105,11 @@ def measure_finalists(
     seed: int,
     deadline: float,
 ) -> MeasuredFinalists:
-    """Run finalists, with their fallbacks, and published defaults on confirming prompts until the fastest is known or the time
-    is over. Where the time is short, fewer of them run: the fastest by prediction.
+    """Run finalists, with their fallbacks, and published defaults on confirming prompts until the fastest is known or
+    the time is over. Where the time is short, fewer of them run: the fastest by prediction.
 
-    Their rounds update the prices, all candidates are replayed with them, and those that now lead run beside the winner.
+    Their rounds update the prices, all candidates are replayed with them, and those that now lead run beside the
+    winner.
 
     Args:
         candidates: the fastest first.
@@ -187,8 +189,8 @@ def measure_finalists(
 def leaders(
     candidates: Sequence[Candidate], winner: Configuration, measured: Sequence[str], prompts: TuningPrompts
 ) -> list[Candidate]:
-    """Up to ``MAX_LEADERS`` configurations, none with a key in ``measured``, that are predicted to be faster than the winner; the
-    fastest first.
+    """Up to ``MAX_LEADERS`` configurations, none with a key in ``measured``, that are predicted to be faster than the
+    winner; the fastest first.
     """
     if not prompts.full.can_replay(winner):
         return []
@@ -209,7 +211,9 @@ def _fitting(
     confirming: Evaluator,
     deadlines: Mapping[tuple[int, int, int | None], float],
 ) -> tuple[int, dict[str, Configuration], dict[str, Configuration]]:
-    """The first of the rounds whose block ends before its deadline, or the last of ``ROUNDS``: prompts, finalists, defaults."""
+    """The first of the rounds whose block ends before its deadline, or the last of ``ROUNDS``: prompts, finalists,
+    defaults.
+    """
     ranked = sorted(defaults, key=lambda name: -(confirming.speedup(defaults[name]) or 0.0))
     for round_ in (*deadlines, thresholds.ROUNDS[-1]):
         prompts_per_block, num_finalists, num_defaults = round_
@@ -233,7 +237,8 @@ def block_s(configurations: Sequence[Configuration], confirming: Evaluator, num_
 def _document(name: str, configuration: Configuration, measured: Race, confirming: Evaluator) -> MeasuredConfiguration:
     """The measurement of an arm of the race, beside the prediction for the prompts that were run, over and over.
 
-    Speedups are compared: a machine that has become slower since its cost table was measured is slower with and without a draft.
+    Speedups are compared: a machine that has become slower since its cost table was measured is slower with and without
+        a draft.
     """
     runs = measured.runs[name]
     summary = summarize(name, runs, measured.runs[AR][: len(runs)])
@@ -258,18 +263,20 @@ def _document(name: str, configuration: Configuration, measured: Race, confirmin
 
 
 def estimated_speedup(finalist: MeasuredConfiguration, evaluator: Evaluator) -> float:
-    """Speedup of a finalist on the evaluator's prompts: the predicted one, times measured over predicted speedup on the prompts
-    that were run (a ratio estimator). Few prompts are run, and they differ more than the predictions err.
+    """Speedup of a finalist on the evaluator's prompts: the predicted one, times measured over predicted speedup on the
+    prompts that were run (a ratio estimator). Few prompts are run, and they differ more than the predictions err.
     """
     assert finalist.predicted_speedup is not None
     return evaluator.evaluate(finalist.configuration).speedup * finalist.speedup / finalist.predicted_speedup
 
 
 def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
-    """The finalist with the highest estimate, of those that are not significantly slower than the fastest arm and not slower than
-    a default; of estimates within ``MAX_TIE``, the one with the smallest trees. The fastest default where one is faster than every finalist.
+    """The finalist with the highest estimate, of those that are not significantly slower than the fastest arm and not
+    slower than a default; of estimates within ``MAX_TIE``, the one with the smallest trees. The fastest default where
+    one is faster than every finalist.
 
-    Speeds are times per token, so that a shorter answer is no gain. ``estimates`` are the finalists' ``estimated_speedup``.
+    Speeds are times per token, so that a shorter answer is no gain. ``estimates`` are the finalists'
+    ``estimated_speedup``.
     """
     defaults = {name: measured.runs[name] for name in measured.remaining_defaults}
     finalists = {name: measured.runs[name] for name in measured.remaining}

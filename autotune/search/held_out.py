@@ -57,7 +57,9 @@ class Evaluation:
 
     @cached_property
     def gains(self) -> list[Gain]:
-        """The speedup of the profile over plain decoding, Hugging Face and the best default, by task and over all prompts."""
+        """The speedup of the profile over plain decoding, Hugging Face and the best default, by task and over all
+        prompts.
+        """
         gains = []
         for over in filter(None, (AR, HF, self.best_default)):
             pairs = list(zip(self.runs[TUNED], self.runs[over], strict=False))  # some arms have fewer runs
@@ -122,7 +124,9 @@ def _print_gains(gains: Sequence[Gain], best_default: str | None, console: Conso
 def with_evidence(
     profile: DecodingProfile, evaluation: Evaluation, shrinkage: Shrinkage, plain_point: OperatingPoint
 ) -> DecodingProfile:
-    """The profile with its measured points and its evidence; it decodes plainly, by ``plain_point``, where that is faster."""
+    """The profile with its measured points and its evidence; it decodes plainly, by ``plain_point``, where that is
+    faster.
+    """
     runs, summaries = evaluation.runs, evaluation.summaries
     is_faster = summaries[TUNED].speedup >= 1.0
     points = [plain_point.model_copy(update={"measured": _measured(summaries[AR], summaries[AR])})]
@@ -151,8 +155,8 @@ def with_evidence(
 def shrinkage_of(
     winner: MeasuredConfiguration, evaluation: Evaluation, num_points: int, prompts: TuningPrompts
 ) -> Shrinkage:
-    """How the speedup of the winner, the last of ``num_points`` operating points, shrank from the prompts that chose it to those
-    that did not.
+    """How the speedup of the winner, the last of ``num_points`` operating points, shrank from the prompts that chose it
+    to those that did not.
     """
     pairs = list(zip(evaluation.runs[TUNED], evaluation.runs[AR], strict=True))
     winner_pairs = [pair for pair in pairs if pair[0].point == num_points - 1]  # without the prompts of other points

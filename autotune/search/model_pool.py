@@ -41,8 +41,8 @@ def _run_task(
 ) -> None:
     """Load the models of a pool with these ``arguments`` in a worker, and run ``task``.
 
-    The pool sees the main process's ``num_cores`` threads, which are part of the device's fingerprint and so of the keys of
-    documents; the task runs on ``num_threads``.
+    The pool sees the main process's ``num_cores`` threads, which are part of the device's fingerprint and so of the
+    keys of documents; the task runs on ``num_threads``.
     """
     torch.set_num_threads(num_cores)
     model_pool = ModelPool(*arguments)
@@ -65,8 +65,8 @@ class ModelPool:
         random_weights: bool = False,
         console: Console | None = None,
     ) -> None:
-        """``dtype`` and ``console`` as in ``load_model``, of the target; ``random_weights`` of the target and the drafts. Workers
-        know neither ``random_weights`` nor ``console``.
+        """``dtype`` and ``console`` as in ``load_model``, of the target; ``random_weights`` of the target and the
+        drafts. Workers know neither ``random_weights`` nor ``console``.
 
         Raises:
             UserError: a model cannot be loaded, or a draft does not fit the target.
@@ -96,8 +96,8 @@ class ModelPool:
     def worker_pool(
         self, jobs: int | None, task: Callable[..., object], *arguments: Any, deadline: float
     ) -> Iterator[WorkerPool]:
-        """A pool of workers that load the same models and run ``task(model_pool, rank, *arguments)`` until ``deadline``, ``jobs``
-        processes in all (None: one per core), which share torch's threads.
+        """A pool of workers that load the same models and run ``task(model_pool, rank, *arguments)`` until
+        ``deadline``, ``jobs`` processes in all (None: one per core), which share torch's threads.
         """
         num_workers, num_threads = self.worker_limits(jobs)
         given = self.arguments, self.num_cores, num_threads, task, *arguments
@@ -106,8 +106,8 @@ class ModelPool:
             yield pool
 
     def worker_limits(self, jobs: int | None) -> tuple[int, int]:
-        """Number of workers in addition to this process, and of CPU threads for each, as far as memory allows; no workers on an
-        accelerator.
+        """Number of workers in addition to this process, and of CPU threads for each, as far as memory allows; no
+        workers on an accelerator.
         """
         if self.target.device.type != "cpu":
             return 0, self.num_cores
@@ -128,7 +128,8 @@ class ModelPool:
         return self._full_drafts[draft].kind
 
     def draft(self, draft: str, subnet: Subnet | None = None) -> LoadedDraft:
-        """A draft with the heads, injection layer, vocabulary and operator of a subnet; its visual tokens are selected per prompt.
+        """A draft with the heads, injection layer, vocabulary and operator of a subnet; its visual tokens are selected
+        per prompt.
 
         Raises:
             UserError: the draft has no such subnet.
@@ -177,12 +178,12 @@ class ModelPool:
         return self.draft(configuration.draft or next(iter(self._full_drafts)), configuration.subnet)
 
     def subnets(self, space: SearchSpace) -> list[DraftVariant]:
-        """All variants of a space: its subnets of every draft. Heads and layers of a space apply to supernets. Drafts that
-        see no images have no visual tokens to choose.
+        """All variants of a space: its subnets of every draft. Heads and layers of a space apply to supernets. Drafts
+        that see no images have no visual tokens to choose.
 
         Raises:
-            UserError: the space has operators only and no draft has a compressor, or cut vocabularies only and no draft has
-                token frequencies.
+            UserError: the space has operators only and no draft has a compressor, or cut vocabularies only and no draft
+                has token frequencies.
         """
         dimensions = [draft.dimensions for draft in self._full_drafts.values()]
         if "gate" not in space.operators:
@@ -221,7 +222,9 @@ class ModelPool:
 
     @property
     def key(self) -> str:
-        """Content key of the models, the device, the library versions, and the mode: part of the key of every document."""
+        """Content key of the models, the device, the library versions, and the mode: part of the key of every
+        document.
+        """
         models = [model.sha256 or model.id for model in (self.target_reference, *self.references.values())]
         documents: list[object] = [*models, self.precision, self.device.key]
         documents += [version_of("torch"), version_of("transformers")]

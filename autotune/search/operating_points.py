@@ -1,9 +1,9 @@
 """Operating points from replay: conditions under which another configuration than the common one is faster.
 
-With many configurations and few requests, the best configuration is partly the best by
-chance. A group of requests therefore gets its own point only if the configuration chosen on one half of the group beats the
-common one on the other half: by a minimum gain, and significantly. Groups are split in halves many times; because the halves
-overlap, the variance of the mean gain is corrected (Nadeau and Bengio 2003, "Inference for the generalization error"). The
+With many configurations and few requests, the best configuration is partly the best by chance. A group of requests
+therefore gets its own point only if the configuration chosen on one half of the group beats the common one on the other
+half: by a minimum gain, and significantly. Groups are split in halves many times; because the halves overlap, the
+variance of the mean gain is corrected (Nadeau and Bengio 2003, "Inference for the generalization error"). The
 significance level is divided by the number of groups tried (Bonferroni).
 """
 
@@ -86,8 +86,8 @@ def by_temperature(temperatures: Sequence[float]) -> Grouping:
 def choose_points(ms: Floats, groupings: Sequence[Grouping], common: int, *, seed: int = 0) -> list[Proposal]:
     """The points of the grouping that saves most time; the last one decodes all remaining requests.
 
-    A grouping by workload helps only callers who tag their requests. It is used only if it saves ``WORKLOAD_ADVANTAGE`` times
-    as much time as the best of the others.
+    A grouping by workload helps only callers who tag their requests. It is used only if it saves ``WORKLOAD_ADVANTAGE``
+    times as much time as the best of the others.
 
     Args:
         ms: predicted decoding times [configurations, requests]. All configurations emit the same tokens. Plain decoding

@@ -1,4 +1,6 @@
-"""``autotune search``: from models and prompts to a decoding profile. Every stage stores what the next run can reuse."""
+"""``autotune search``: from models and prompts to a decoding profile. Every stage stores what the next run can
+reuse.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ from autotune.workloads.workload import Workload, load_workload
 
 
 def search(settings: SearchSettings, console: Console) -> DecodingProfile:
-    """Search a decoding profile, and write it. An interrupted search resumes; searches with one ``storage`` share the work.
+    """Search a decoding profile, and write it. An interrupted search resumes; searches with one ``storage`` share the
+    work.
 
     The budget begins when the models are loaded.
     """
@@ -211,8 +214,8 @@ class _SearchRun:
         return chosen
 
     def shared_decision(self, what: str, documents: object, decide: Callable[[], Any]) -> Any:
-        """A decision that depends on how much was done in time. It is a record: workers that share a ledger agree on it, and
-        the same command continues with it.
+        """A decision that depends on how much was done in time. It is a record: workers that share a ledger agree on
+        it, and the same command continues with it.
         """
         key = content_key([what, self.model_pool.key, self.settings.budget_s, documents])
         return self.ledger.work("decisions", {key: lambda: {what: decide()}})[key][what]
@@ -279,8 +282,8 @@ class _SearchRun:
 
 
 def narrowed_space(settings: SearchSettings, *, has_images: bool = True) -> SearchSpace:
-    """The search space, with its heads, layers and operators replaced by the values of the settings. Without images, visual
-    tokens are not searched.
+    """The search space, with its heads, layers and operators replaced by the values of the settings. Without images,
+    visual tokens are not searched.
     """
     space = load_space(settings.space)
     given = {

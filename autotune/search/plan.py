@@ -1,8 +1,8 @@
 """The plan of a search: what fits into its budget on this machine.
 
-The number of prompts, the length of answers and the least of every stage are planned from the target's measured speed before
-the long part begins. Every stage then has its least and a share of the time that nothing needs: it does its work in the order of
-its value until its deadline, and time that it does not need goes to later stages.
+The number of prompts, the length of answers and the least of every stage are planned from the target's measured speed
+before the long part begins. Every stage then has its least and a share of the time that nothing needs: it does its work
+in the order of its value until its deadline, and time that it does not need goes to later stages.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ from autotune.workloads.workload import Workload
 
 UNTIMED_STAGES = ("screening", "traces", "tree search")
 """The stages of a search for another device, whose cost table exists and where nothing is run."""
-RATE_TOKENS, RATE_RUNS = 6, 2  # decoded to measure the target's speed
+# Decoded to measure the target's speed.
+RATE_TOKENS = 6
+RATE_RUNS = 2
 # Estimates of whole stages, in plain steps of the target. They are rough; the deadlines of the stages keep the budget.
-TABLE_STEPS, TABLE_STEPS_OF_DRAFT = 90, 30  # of the smallest cost table
+# Of the smallest cost table.
+TABLE_STEPS = 90
+TABLE_STEPS_OF_DRAFT = 30
 FULL_TABLE = 8  # times the smallest
 TRACE_STEPS = 1.0  # of a draft's proposals at one position of an answer
 SCREENED_TOKENS = 8 * 64
@@ -108,7 +112,9 @@ class SearchSize:
         return num_screened * SCREENED_TOKENS * SCREENING_STEPS * rates.step_s / self.num_processes
 
     def kept_s(self, rates: Rates, num_tokens: float, kept_prompts: KeptPrompts) -> dict[str, float]:
-        """Estimated duration of the least of each stage, in seconds, with answers of ``num_tokens`` and drafts that gain nothing."""
+        """Estimated duration of the least of each stage, in seconds, with answers of ``num_tokens`` and drafts that
+        gain nothing.
+        """
         num_judged, num_raced, num_finalists, num_defaults = kept_prompts
         answer_s = rates.answer_s(num_tokens)
         traced_s = answer_s + self.num_survivors * num_tokens * TRACE_STEPS * rates.step_s
@@ -142,7 +148,9 @@ class Plan(Document):
     """Share of the time that is not kept, in which subnets are screened."""
 
     def table_limit_s(self, limit_s: float) -> float:
-        """``limit_s``, halved until the cost table leaves the other stages their time: similar searches share a table."""
+        """``limit_s``, halved until the cost table leaves the other stages their time: similar searches share a
+        table.
+        """
         free_s = self.seconds - sum(self.kept_s.values())
         while limit_s > 2 * (self.kept_s.get("cost table", 0.0) + STAGES["cost table"] * max(free_s, 0.0)):
             limit_s /= 2
@@ -168,7 +176,8 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
     """The plan for a budget of ``seconds``, of which ``spent_s`` are over.
 
     Answers are shortened, by halves, until ``MIN_TUNE_PROMPTS`` answers and the first of ``KEPT_PROMPTS`` fit; below
-    ``KEPT_TOKENS`` tokens only where the last of them does not fit otherwise. A search that screens has as many arms as that one.
+    ``KEPT_TOKENS`` tokens only where the last of them does not fit otherwise. A search that screens has as many arms as
+    that one.
 
     Raises:
         UserError: not even the smallest sound search fits; the message has its duration.
@@ -198,7 +207,8 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
         if is_answered and free_s >= (1 - thresholds.KEPT_SHARE) * left_s:
             break
     # Answers may end before their limits, so twice as many are tried; the deadline of their stage ends it.
-    num_tried, screening_share = int(2 * answers_s / rates.answer_s(num_tokens)), size.screening_s(rates) / seconds
+    num_tried = int(2 * answers_s / rates.answer_s(num_tokens))
+    screening_share = size.screening_s(rates) / seconds
     return Plan(
         seconds=seconds,
         rates=rates,
@@ -229,8 +239,8 @@ class StageClock:
         self.weights[stage] = others * share / (1 - share)
 
     def deadline_of(self, stage: str) -> float:
-        """The end of a stage that begins now: the time kept for it, and its share of the time that is left for it and the later
-        stages and not kept.
+        """The end of a stage that begins now: the time kept for it, and its share of the time that is left for it and
+        the later stages and not kept.
         """
         kept = self._kept_from(stage)
         now, weights = time.monotonic(), [self.weights[name] for name in kept]

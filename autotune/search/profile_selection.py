@@ -148,7 +148,9 @@ class ProfileSelection:
     def confirmed(
         self, points: Sequence[tuple[Condition, Candidate]], finalists: MeasuredFinalists
     ) -> list[tuple[Condition, Configuration]]:
-        """The points that beat the winner and the best published default on the tuning prompts that meet their conditions."""
+        """The points that beat the winner and the best published default on the tuning prompts that meet their
+        conditions.
+        """
         deadline = self.clock.deadline_of("operating points")
         rivals = {"winner": finalists.winner.configuration, "default": next(iter(finalists.best_defaults.values()))}
         kept: list[tuple[Condition, Configuration]] = []
@@ -204,13 +206,14 @@ class ProfileSelection:
         return measured_profile
 
     def evaluation(self, profile: DecodingProfile, defaults: Mapping[str, Configuration]) -> Evaluation:
-        """Run the profile, plain decoding, Hugging Face and the defaults on held-out prompts until the end of the stage. The profile and
-        plain decoding run on as many as the plan has kept time for, if need be without the defaults.
+        """Run the profile, plain decoding, Hugging Face and the defaults on held-out prompts until the end of the
+        stage. The profile and plain decoding run on as many as the plan has kept time for, if need be without the
+        defaults.
 
         Args:
-            defaults: published defaults that may be the best one, the most probable one first. Others are not run where replay
-                says, in nine of ten draws, that the profile is faster; they leave when they are significantly slower than the
-                fastest. One that is the profile's only point has the runs of the profile.
+            defaults: published defaults that may be the best one, the most probable one first. Others are not run where
+                replay says, in nine of ten draws, that the profile is faster; they leave when they are significantly
+                slower than the fastest. One that is the profile's only point has the runs of the profile.
         """
         pool, deadline = self.model_pool, self.clock.deadline_of("evaluation")
         decoder = decoder_for(profile, pool.target, lambda c: pool.draft(c.id, c.subnet), processor=pool.processor)

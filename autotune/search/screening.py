@@ -1,7 +1,7 @@
 """Screening: every subnet of every draft is evaluated, as STAR chooses among its subnets, the promising ones first.
 
-The whole subnet of each draft comes first, then a few shares of visual tokens, then the subnets that are nearest to the best one of
-each draft that can still win, so that a deadline leaves out those that are least likely to win.
+The whole subnet of each draft comes first, then a few shares of visual tokens, then the subnets that are nearest to the
+best one of each draft that can still win, so that a deadline leaves out those that are least likely to win.
 
 A subnet's speed is predicted from chains along recorded answers and the cost table. Subnets of a supernet that differ
 in heads only are recorded together (``recording.chain_recorder``); their chains are the chains of the recorder of
@@ -59,12 +59,13 @@ def screen(
 ) -> list[ScreenedSubnet]:
     """Predict the speed of every variant with its best chain; returns the fastest first.
 
-    Every variant is a record of the ledger. Where that takes long, ``jobs`` processes share the work (None: one per core).
-    No variant is begun that would end after ``deadline``, of ``time.monotonic``; the whole subnet of every draft may end until
-    ``limit``. The target's answers are kept in ``folder``.
+    Every variant is a record of the ledger. Where that takes long, ``jobs`` processes share the work (None: one per
+    core). No variant is begun that would end after ``deadline``, of ``time.monotonic``; the whole subnet of every draft
+    may end until ``limit``. The target's answers are kept in ``folder``.
     """
     num_processes = 1 + model_pool.worker_limits(jobs)[0]
-    given, times = (variants, table, workload, folder), (deadline, limit, num_processes)
+    given = (variants, table, workload, folder)
+    times = (deadline, limit, num_processes)
     with (
         console.stage("screening") as update,
         model_pool.worker_pool(jobs, screen_units, ledger, given, times, deadline=deadline) as workers,
@@ -83,7 +84,9 @@ def screen_units(
     times: tuple[float, float, int],
     report: Report = lambda done, of: None,
 ) -> list[ScreenedSubnet]:
-    """Make the records that no other process makes, the promising ones first; returns what is known, the fastest first."""
+    """Make the records that no other process makes, the promising ones first; returns what is known, the
+    fastest first.
+    """
     (waiting, screen_together), (deadline, limit, num_processes) = _screening_units(model_pool, *given), times
     num_units, records = len(waiting), dict[str, Record]()
     whole: dict[str, str] = {}
@@ -108,7 +111,9 @@ def screen_units(
 
 
 def _coarse(waiting: Mapping[str, Group], whole: Mapping[str, str]) -> list[str]:
-    """Keys of groups like the first of their draft, ``whole`` by draft, with a middle and the least share of visual tokens."""
+    """Keys of groups like the first of their draft, ``whole`` by draft, with a middle and the least share of visual
+    tokens.
+    """
     chosen: list[str] = []
     for draft, whole_key in whole.items():
         first = waiting[whole_key][0][1]
@@ -123,7 +128,9 @@ def _coarse(waiting: Mapping[str, Group], whole: Mapping[str, str]) -> list[str]
 
 
 def _nearest(waiting: Mapping[str, Group], screened: Sequence[ScreenedSubnet], count: int) -> list[str]:
-    """Keys of the groups that are nearest to the best subnet of their draft, the drafts in turn; last come drafts that cannot win."""
+    """Keys of the groups that are nearest to the best subnet of their draft, the drafts in turn; last come drafts that
+    cannot win.
+    """
     best_of_draft = {subnet.draft: subnet for subnet in reversed(screened)}
     near: dict[str, list[tuple[float, str]]] = {draft: [] for draft in best_of_draft}
     for key, group in waiting.items():
@@ -138,7 +145,9 @@ def _nearest(waiting: Mapping[str, Group], screened: Sequence[ScreenedSubnet], c
 
 
 def _distance(subnet: Subnet, best: Subnet) -> float:
-    """How much a subnet differs from the best one: by one choice less than by two, and visual tokens by their logarithm."""
+    """How much a subnet differs from the best one: by one choice less than by two, and visual tokens by their
+    logarithm.
+    """
     changed = sum(getattr(subnet, name) != getattr(best, name) for name in Subnet.model_fields)
     return 10.0 * changed + abs(math.log(subnet.visual_keep / best.visual_keep))
 
@@ -146,8 +155,8 @@ def _distance(subnet: Subnet, best: Subnet) -> float:
 def _screening_units(
     model_pool: ModelPool, variants: Sequence[DraftVariant], table: CostTable, workload: Workload, folder: Path
 ) -> Units:
-    """Groups of variants that are recorded together, by a key that contains everything that their record depends on, and the
-    function that finds the best chain of each variant of a group.
+    """Groups of variants that are recorded together, by a key that contains everything that their record depends on,
+    and the function that finds the best chain of each variant of a group.
     """
     prompts = workload.cut(NUM_PROMPTS)
     recorder = model_pool.recorder(folder)
@@ -173,8 +182,8 @@ def _screening_units(
 
 
 def _recorded_together(model_pool: ModelPool, variants: Sequence[DraftVariant]) -> list[Group]:
-    """The variants in groups: up to ``MAX_TOGETHER`` subnets of a supernet that differ in heads only, those with one share in all
-    blocks first, and single ones.
+    """The variants in groups: up to ``MAX_TOGETHER`` subnets of a supernet that differ in heads only, those with one
+    share in all blocks first, and single ones.
     """
     groups: dict[object, list[DraftVariant]] = {}
     for draft, subnet in variants:
@@ -202,8 +211,8 @@ def _ranked(records: Mapping[str, Record]) -> list[ScreenedSubnet]:
 
 
 def survivors(screened: Sequence[ScreenedSubnet], count: int) -> list[DraftVariant]:
-    """The variants whose trees are searched: the best subnet of each draft that can still win, then the best others, ``count``
-    in all.
+    """The variants whose trees are searched: the best subnet of each draft that can still win, then the best others,
+    ``count`` in all.
 
     Args:
         screened: the fastest first.
@@ -232,7 +241,9 @@ def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVar
 
 
 def _print_equal_shares(screened: Sequence[ScreenedSubnet], console: Console) -> None:
-    """Compare a draft's best subnet with the best of those that keep one share of heads in all blocks, fastest first."""
+    """Compare a draft's best subnet with the best of those that keep one share of heads in all blocks, fastest
+    first.
+    """
     equal = [subnet for subnet in screened if len(set(subnet.subnet.head_shares)) == 1]
     if 0 < len(equal) < len(screened):
         best, best_equal = screened[0].speedup, equal[0].speedup

@@ -1,4 +1,5 @@
-"""Settings of ``autotune search``: the command line's options and the command recorded in a study come from the fields here.
+"""Settings of ``autotune search``: the command line's options and the command recorded in a study come from the fields
+here.
 
 Checking them loads neither torch nor numba, so that a mistake is answered at once.
 """
@@ -118,7 +119,9 @@ class SearchSettings(Document):
 
     @property
     def command(self) -> str:
-        """The command line that repeats this search, defaults included; a database's URL, which may hold a password, is left out."""
+        """The command line that repeats this search, defaults included; a database's URL, which may hold a password, is
+        left out.
+        """
         words = ["autotune", "search"]
         for name, field in type(self).model_fields.items():
             option, value = option_name(name, field), getattr(self, name)
@@ -139,8 +142,8 @@ def check_settings(settings: SearchSettings) -> None:
     """Refuse what cannot work before models are loaded.
 
     Raises:
-        UserError: an unknown device or space, a database of an unknown kind, sizes out of range, or an output that cannot
-            be written.
+        UserError: an unknown device or space, a database of an unknown kind, sizes out of range, or an output that
+            cannot be written.
     """
     check_capture_sizes(settings.capture_sizes)
     if settings.study is not None and (settings.study in (".", "..") or not re.fullmatch(r"[^/\\\0]+", settings.study)):
@@ -159,7 +162,8 @@ def device_for(gpu: str) -> str | None:
     """The local device to measure on, or None where ``gpu`` names another one, whose shipped table is used.
 
     Raises:
-        UserError: neither a local device nor one with a shipped cost table or datasheet, or a local one that torch cannot use.
+        UserError: neither a local device nor one with a shipped cost table or datasheet, or a local one that torch
+            cannot use.
     """
     if re.fullmatch(LOCAL, gpu):
         return choose_device(gpu)

@@ -34,7 +34,9 @@ MAX_VALUES = 100_000
 
 
 class Dimension(Document):
-    """Values of one hyperparameter: ``choices``, or a range from ``low`` to ``high`` with an optional ``step`` or ``log``."""
+    """Values of one hyperparameter: ``choices``, or a range from ``low`` to ``high`` with an optional ``step`` or
+    ``log``.
+    """
 
     choices: list[Any] | None = Field(default=None, min_length=1)
     low: int | float | None = None
@@ -81,8 +83,8 @@ class Dimension(Document):
         return self.choices[-1] if self.choices is not None else self.high
 
     def quantile(self, share: float) -> Any:
-        """The value at a share, in [0, 1), of the dimension: every value has the same part of it; on a logarithmic scale if
-        ``log``.
+        """The value at a share, in [0, 1), of the dimension: every value has the same part of it; on a logarithmic
+        scale if ``log``.
         """
         if self.choices is not None:
             return self.choices[int(share * len(self.choices))]
@@ -240,7 +242,9 @@ class SearchSpace(Document, kind="search-space"):
         return list({content_key(tree): tree for tree in trees}.values())
 
     def sweep(self, policy: str, count: int, seed: int, *, first: int = 0) -> list[Tree]:
-        """``count`` trees of a policy that fill the space evenly: points of a scrambled Sobol sequence from index ``first``."""
+        """``count`` trees of a policy that fill the space evenly: points of a scrambled Sobol sequence from index
+        ``first``.
+        """
         from scipy.stats import qmc
 
         names, dimensions = self.trees[policy].keys(), self.trees[policy].values()
@@ -347,7 +351,8 @@ def bounds_of(space: SearchSpace, max_tokens: int = TOKENS[-1]) -> ForestBounds:
     """Bounds of the forests that traces need for a space: of each policy with all hyperparameters at their upper ends.
 
     Raises:
-        UserError: the space has trees with steps of more than ``max_tokens`` tokens, which the cost table does not price.
+        UserError: the space has trees with steps of more than ``max_tokens`` tokens, which the cost table does not
+            price.
     """
     from autotune.acceptance.trace import bounds_for
     from autotune.trees.policy import POLICIES, parse_policy

@@ -1,4 +1,6 @@
-"""The numbers that decide something in a search. ``docs/search.md`` has a table of them, which a test compares with this module."""
+"""The numbers that decide something in a search. ``docs/search.md`` has a table of them, which a test compares with
+this module.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ KEPT_PROMPTS = (
     (16, 8, 2, 1),
     (16, 8, 1, 1),
     (8, 4, 2, 2),
-)  # held-out prompts, finalists' prompts, finalists and published defaults whose time is kept: the first that fit; where subnets are screened, of those with as many finalists and defaults as the last
+    # held-out prompts, finalists' prompts, finalists and published defaults whose time is kept: the first that fit;
+    # where subnets are screened, of those with as many finalists and defaults as the last
+)
 KEPT_TOKENS = 100  # tokens below which answers are shortened only where no `KEPT_PROMPTS` fit otherwise
 KEPT_SHARE = 0.9  # largest share of the budget that is kept for the least of all stages
 MIN_TRACED_PROMPTS = 6  # prompts that are recorded past the deadline too, as long as later stages keep their least
@@ -41,7 +45,9 @@ ROUNDS: tuple[tuple[int, int, int | None], ...] = (
     (8, 4, 2),
     (8, 2, 2),
     (4, 2, 2),
-)  # prompts between two looks, finalists and published defaults (None: all) of the race: the first that fits, or those of `KEPT_PROMPTS`
+    # prompts between two looks, finalists and published defaults (None: all) of the race: the first that fits, or those
+    # of `KEPT_PROMPTS`
+)
 RISK = 0.05  # probability that a race of equally fast arms drops any of them, spent over its looks
 MIN_PROMPTS = 4  # prompts of a race that may end past its deadline, and between two looks at an operating point
 MAX_PASSES = 4  # passes over the confirming prompts in the race of finalists

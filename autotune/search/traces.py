@@ -40,10 +40,10 @@ def record_traces(
 ) -> list[Trace]:
     """Record the target's answers, then a trace of every variant, and save them under ``folder``.
 
-    Where that takes long, ``jobs`` processes share the work (None: one per core). The traces are of the first prompts of the
-    workload, the same for all variants: those whose records end before ``deadline``, of ``time.monotonic``, and
-    ``MIN_TRACED_PROMPTS`` that end before ``limit``. Fewer answers are decoded together where one takes so long, ``answer_s``, that
-    a batch may pass the deadline. Other ``options`` are those of ``Recording``.
+    Where that takes long, ``jobs`` processes share the work (None: one per core). The traces are of the first prompts
+    of the workload, the same for all variants: those whose records end before ``deadline``, of ``time.monotonic``, and
+    ``MIN_TRACED_PROMPTS`` that end before ``limit``. Fewer answers are decoded together where one takes so long,
+    ``answer_s``, that a batch may pass the deadline. Other ``options`` are those of ``Recording``.
     """
     at_once = ANSWERS_AT_ONCE if model_pool.target.text.is_exact else PROMPTS_AT_ONCE  # the latter are not batched
     left_s = deadline - time.monotonic()
@@ -77,8 +77,8 @@ def record_in_worker(model_pool: ModelPool, rank: int, work: Mapping[str, Any]) 
 class Recording:
     """Answers and forests that processes record together, in the order of the one with this ``rank``.
 
-    Every process takes its own prompts first, so that no two record the same; the first one (rank 0) ends with those that
-    others have not made yet.
+    Every process takes its own prompts first, so that no two record the same; the first one (rank 0) ends with those
+    that others have not made yet.
     """
 
     model_pool: ModelPool
@@ -127,11 +127,14 @@ class Recording:
         record_part: Callable[[Workload], object],
         report: Report | None = None,
     ) -> int:
-        """Record parts of ``size`` prompts until the deadline; returns the number of the first prompts that are recorded."""
+        """Record parts of ``size`` prompts until the deadline; returns the number of the first prompts that are
+        recorded.
+        """
         prompts, total, num_processes = workload.prompts, len(workload.prompts), self.num_processes
         # Parts that other processes have made are read, in no time: one part in so many is this process's own.
         durations = deque([0.0], maxlen=2 * num_processes)
-        # The first process records all that others have not made, in order, and so knows how many of the first prompts are done.
+        # The first process records all that others have not made, in order, and so knows how many of the first prompts
+        # are done.
         for begin in range(self.rank % num_processes * size, total, size if self.rank == 0 else size * num_processes):
             began, until = time.monotonic(), deadline if begin >= MIN_TRACED_PROMPTS else self.limit
             if begin > 0 and began + max(durations) > until:

@@ -1,8 +1,8 @@
 """Tree search: trees are replayed over the traces of every surviving subnet and priced by the cost table.
 
-Small policies are enumerated; the others are swept evenly, and Optuna's TPE sampler continues from the best trees of the
-sweeps. The work is divided into units whose records a ledger keeps, so that any number of workers share it and the result
-does not depend on which worker did what.
+Small policies are enumerated; the others are swept evenly, and Optuna's TPE sampler continues from the best trees of
+the sweeps. The work is divided into units whose records a ledger keeps, so that any number of workers share it and the
+result does not depend on which worker did what.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def search_trees(
 ) -> TreeSearchResult:
     """Search the trees of a space over all draft variants of the evaluator.
 
-    The keys of the ledger's records contain ``documents`` (hashes of the models, workload, cost table and traces) and the
-    seed: the same call resumes from them. No unit is started after ``deadline``, of ``time.monotonic``.
+    The keys of the ledger's records contain ``documents`` (hashes of the models, workload, cost table and traces) and
+    the seed: the same call resumes from them. No unit is started after ``deadline``, of ``time.monotonic``.
 
     Raises:
         UserError: no tree was found before ``deadline``.
@@ -125,8 +125,8 @@ class _TreeStage:
         self.best: Candidate | None = None
 
     def sweeps(self) -> dict[str, Callable[[], Record]]:
-        """Units that enumerate or sweep: a part of every policy with the best subnet, then with the next one, and so on, so that a search
-        that is cut short has tried every policy.
+        """Units that enumerate or sweep: a part of every policy with the best subnet, then with the next one, and so
+        on, so that a search that is cut short has tried every policy.
         """
         units: dict[str, Callable[[], Record]] = {}
         for part, variant, policy in itertools.product(range(NUM_SWEPT // SWEEP_SIZE), self.variants, self.space.trees):
@@ -154,7 +154,9 @@ class _TreeStage:
         return [configurations[row] for row in sorted({*fastest, *itertools.chain(*by_task.values())})]
 
     def _leaders(self, ms: Floats, count: int, task_count: int) -> tuple[list[int], dict[str, list[int]]]:
-        """The rows of ``ms`` [configurations, prompts] with the smallest sums over all prompts, and over each task's."""
+        """The rows of ``ms`` [configurations, prompts] with the smallest sums over all prompts, and over each
+        task's.
+        """
 
         def smallest(sums: Floats, count: int) -> list[int]:
             return np.argsort(sums, kind="stable")[:count].tolist()

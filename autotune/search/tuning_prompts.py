@@ -1,4 +1,6 @@
-"""The tuning prompts, split into those that choose trees and those that confirm the choice, and intervals of predictions on them."""
+"""The tuning prompts, split into those that choose trees and those that confirm the choice, and intervals of
+predictions on them.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from autotune.workloads.workload import Workload
 class TuningPrompts:
     """The tuning prompts, and their split: trees are chosen on some of them, and the choice is confirmed on the others.
 
-    The fastest of thousands of configurations on some prompts is partly the fastest by chance (the winner's curse). Prompts
-    that did not take part in the choice predict its speed without this bias.
+    The fastest of thousands of configurations on some prompts is partly the fastest by chance (the winner's curse).
+    Prompts that did not take part in the choice predict its speed without this bias.
     """
 
     workload: Workload
@@ -51,8 +53,8 @@ class TuningPrompts:
 
 
 def confirms(tasks: Sequence[str]) -> NDArray[np.bool_]:
-    """Whether each prompt is a confirming one, [prompts]: every third of each task, and of the tasks with fewer prompts; every
-    second where thirds are fewer than ``MIN_CONFIRMING``.
+    """Whether each prompt is a confirming one, [prompts]: every third of each task, and of the tasks with fewer
+    prompts; every second where thirds are fewer than ``MIN_CONFIRMING``.
     """
     seen: Counter[str] = Counter()
     step = CONFIRMING if len(tasks) >= CONFIRMING * MIN_CONFIRMING else 2

@@ -25,8 +25,8 @@ MAX_WORKERS = 7  # more of them wait for memory
 class WorkerPool:
     """Up to ``num_workers`` processes that run ``task(rank, *arguments)``, ranks from 1.
 
-    They start once ``report`` finds enough work left before ``deadline``, of ``time.monotonic``, and are terminated at the end of
-    the ``with`` block.
+    They start once ``report`` finds enough work left before ``deadline``, of ``time.monotonic``, and are terminated at
+    the end of the ``with`` block.
     """
 
     def __init__(
@@ -48,7 +48,9 @@ class WorkerPool:
             process.join()
 
     def reporting(self, update: Update, *, before: int = 0, after: int = 0) -> Callable[[int, int], None]:
-        """Reports progress to a stage and to this pool, of whose pieces of work so many come before and after those of the stage."""
+        """Reports progress to a stage and to this pool, of whose pieces of work so many come before and after those of
+        the stage.
+        """
 
         def report(done: int, of: int) -> None:
             update(done, of)

@@ -1,4 +1,6 @@
-"""Serving engines over HTTP, and a running vLLM: answers by its OpenAI-compatible API, counts by its Prometheus metrics. Loads no torch."""
+"""Serving engines over HTTP, and a running vLLM: answers by its OpenAI-compatible API, counts by its Prometheus
+metrics. Loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -156,8 +158,9 @@ class EngineClient(EngineHttp):
         return change
 
     def complete(self, prompt: WorkloadPrompt, prompt_tokens: Sequence[int]) -> tuple[list[int], list[int] | None]:
-        """Decode one prompt greedily: the answer, and the prompt as the engine read it, None if it does not say. Text is sent as ``prompt_tokens``; a prompt with images as a chat, whose template is the
-        engine's copy of the target's.
+        """Decode one prompt greedily: the answer, and the prompt as the engine read it, None if it does not say. Text
+        is sent as ``prompt_tokens``; a prompt with images as a chat, whose template is the engine's copy of the
+        target's.
 
         Raises:
             UserError: the engine refuses the request, with its message, or does not answer.

@@ -1,4 +1,6 @@
-"""``autotune bench-server``: a serving engine with exported settings, against the prediction of the export, prompt by prompt."""
+"""``autotune bench-server``: a serving engine with exported settings, against the prediction of the export, prompt by
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class PromptComparison:
     has_image: bool
     tokens: int
     first_difference: int | None
-    """Index of the first token that differs from the target's plain decoding in this project's runtime; None: all are the same."""
+    """Index of the first token that differs from the target's plain decoding in this project's runtime; None: all are
+    the same.
+    """
     reads_same_prompt: bool | None
     """Whether the engine read the same tokens as this project's runtime; None if it does not say."""
     predicted_rounds: int
@@ -47,7 +51,9 @@ class PromptComparison:
 
 @dataclass(frozen=True)
 class PredictedPrompt:
-    """One prompt with the target's answer by plain decoding in this project's runtime, and the rounds of replay along it."""
+    """One prompt with the target's answer by plain decoding in this project's runtime, and the rounds of replay along
+    it.
+    """
 
     prompt: WorkloadPrompt
     prompt_tokens: list[int]
@@ -64,7 +70,8 @@ def bench(
     engine: EngineClient | VllmEngine,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Compare an engine's answers and rounds with the prediction of an export, and print a table; returns the figures as JSON.
+    """Compare an engine's answers and rounds with the prediction of an export, and print a table; returns the figures
+    as JSON.
 
     Args:
         engine: one that runs, and serves no other clients; or vLLM, which is started with the exported command.
@@ -189,9 +196,11 @@ def load_export(source: Path, folder: Path | None) -> Export:
 def predict(
     export: Export, workload: Workload, device: str, console: Console, dtype: Any = None
 ) -> list[PredictedPrompt]:
-    """Record the target's answers and the draft's proposals along them, as vLLM shows the draft images, and replay them.
+    """Record the target's answers and the draft's proposals along them, as vLLM shows the draft images, and replay
+    them.
 
-    ``dtype`` is that of the target, as of ``load_model``. Records are kept in the study's folder, as those of ``autotune record``.
+    ``dtype`` is that of the target, as of ``load_model``. Records are kept in the study's folder, as those of
+    ``autotune record``.
 
     Raises:
         UserError: a prompt is sampled, or a model has changed since the export.

@@ -1,4 +1,6 @@
-"""The interface of serving engines that a search tunes: servers that it starts, and requests whose speculation and time are counted. No torch."""
+"""The interface of serving engines that a search tunes: servers that it starts, and requests whose speculation and time
+are counted. No torch.
+"""
 
 from __future__ import annotations
 
@@ -91,13 +93,15 @@ class EngineServer(EngineHttp, ABC):
 
     @abstractmethod
     def verify(self, prompt: list[int], n: int) -> ServedAnswer:
-        """A request that is exactly one verification of ``n`` tokens after its first token, in a server that drafts as ``priced_by``
-        says; or one that drafted another number of tokens than n - 1.
+        """A request that is exactly one verification of ``n`` tokens after its first token, in a server that drafts as
+        ``priced_by`` says; or one that drafted another number of tokens than n - 1.
         """
 
     @abstractmethod
     def stream(self, answer: ServedAnswer) -> tuple[list[int], list[float]]:
-        """Decode the prompt of an answer as one of several requests: tokens, and seconds from the request to each part of the reply."""
+        """Decode the prompt of an answer as one of several requests: tokens, and seconds from the request to each part
+        of the reply.
+        """
 
     @abstractmethod
     def text(self, tokens: list[int]) -> str:
@@ -139,7 +143,9 @@ class ServingEngine(ABC):
     pricing: ClassVar[Sequence[Speculation]]
     """Settings of the server whose drafts are tested and whose passes are priced."""
     tolerated_mismatches: ClassVar[float] = 0.0
-    """The share of requests whose counts may differ from the replay's: tokens beyond an answer's end are rounded otherwise when asked for."""
+    """The share of requests whose counts may differ from the replay's: tokens beyond an answer's end are rounded
+    otherwise when asked for.
+    """
     has_one_loop: ClassVar[bool] = True
     """Whether a pass without speculation takes the same time in a server that speculates."""
 
@@ -194,7 +200,9 @@ class ServingEngine(ABC):
 
     @abstractmethod
     def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:
-        """Arguments that the search adds: of a server for ``at_once`` requests of at most ``longest`` tokens, or 0 for any."""
+        """Arguments that the search adds: of a server for ``at_once`` requests of at most ``longest`` tokens, or 0 for
+        any.
+        """
 
     def types(self) -> list[SpeculationType]:
         """The types that the build has.

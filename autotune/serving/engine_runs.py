@@ -1,4 +1,6 @@
-"""Runs in an engine for a search: servers in turns, prices, the self-test, the confirmation, requests at once. Loads no torch."""
+"""Runs in an engine for a search: servers in turns, prices, the self-test, the confirmation, requests at once. Loads no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def is_exact(answer: ServedAnswer, replayed: RequestReplay) -> bool:
 
 @dataclass(frozen=True)
 class ArmRuns:
-    """Answers of settings in the order of the prompts, by the servers that gave them: a search that goes on starts a new one."""
+    """Answers of settings in the order of the prompts, by the servers that gave them: a search that goes on starts a
+    new one.
+    """
 
     speculations: Sequence[Speculation]
     by_server: list[list[ServedAnswer]]
@@ -90,7 +94,9 @@ class ArmRuns:
 
     @property
     def exact(self) -> int:
-        """Requests with the replay's counts; none where only the totals differ, because verifications are counted for all together."""
+        """Requests with the replay's counts; none where only the totals differ, because verifications are counted for
+        all together.
+        """
         found = sum(is_exact(*row) for row in self.rows)
         return found if found < len(self.rows) or self.replayed == self.counts else 0
 
@@ -160,8 +166,8 @@ def self_test(
     console: Console,
     record: Path,
 ) -> tuple[dict[str, ArmRuns], dict[SpeculationType, str]]:
-    """Answers of new servers, and the types whose counts differ from the replay's, with the reason. Where those of a server of several
-    types differ, each is served alone.
+    """Answers of new servers, and the types whose counts differ from the replay's, with the reason. Where those of a
+    server of several types differ, each is served alone.
     """
     left_out: dict[SpeculationType, str] = {}
     runs = serve_in_turns(servers, arms, prompts, "self-test", console, record=record)
@@ -195,8 +201,8 @@ def confirm(
     record: Path | None = None,
     stops_early: bool = False,
 ) -> tuple[list[ConfirmedArm], dict[str, ArmRuns]]:
-    """Serve prompts with every arm, in turns and in random order, each in a new server of its own; prints a table. Returns the arms in
-    their order, and their answers by name.
+    """Serve prompts with every arm, in turns and in random order, each in a new server of its own; prints a table.
+    Returns the arms in their order, and their answers by name.
 
     Args:
         stops_early: leave out the other prompts once the interval of the fastest arm lies on one side of ``WORTH``.
@@ -237,10 +243,11 @@ def confirm(
 
 
 def compared(runs: Mapping[str, ArmRuns], prices: VerificationPrices) -> list[ConfirmedArm]:
-    """Speedups of runs over those without speculation, in time per token, beside their predictions. Prompts with a request that took
-    ``DISTURBED`` times what is usual in its arm are left out, unless they are most.
+    """Speedups of runs over those without speculation, in time per token, beside their predictions. Prompts with a
+    request that took ``DISTURBED`` times what is usual in its arm are left out, unless they are most.
 
-    The clock is the wall's, unless a speedup in CPU time is another one; then other processes used the machine, and it is the CPU's.
+    The clock is the wall's, unless a speedup in CPU time is another one; then other processes used the machine, and it
+    is the CPU's.
     """
     longest = max(len(one.prompt_tokens) + len(one.tokens) for served in runs.values() for one in served.answers)
     price = prices.pricer(longest)
@@ -289,7 +296,9 @@ def compared(runs: Mapping[str, ArmRuns], prices: VerificationPrices) -> list[Co
 def measure_loads(
     engine: ServingEngine, arms: Arms, answers: Sequence[ServedAnswer], size: int, console: Console
 ) -> list[ServedLoad]:
-    """Serve the prompts of plain answers, ``size`` at a time, in a new server for every arm, one after the other; prints a table."""
+    """Serve the prompts of plain answers, ``size`` at a time, in a new server for every arm, one after the other;
+    prints a table.
+    """
     longest = max(len(one.prompt_tokens) + one.limit for one in answers) + PRICED_TOKENS[-1]  # with a draft
     loads = list[ServedLoad]()
     with console.stage("requests at once") as update:

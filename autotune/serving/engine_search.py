@@ -1,7 +1,8 @@
 """``autotune search --engine``: the fastest speculation of a serving engine, or that it should be off. Loads no torch.
 
-The engine records plain answers once, its n-gram drafts are replayed from their tokens, a draft model's chains from the rounds of the
-longest, and its own forward passes are the prices. Only the best settings are served, in turns with none and with the engine's default.
+The engine records plain answers once, its n-gram drafts are replayed from their tokens, a draft model's chains from the
+rounds of the longest, and its own forward passes are the prices. Only the best settings are served, in turns with none
+and with the engine's default.
 """
 
 from __future__ import annotations
@@ -147,8 +148,10 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         space += chains
     replayed = _replayed(space, plain, long, console)
     fastest = _fastest(replayed, plain, prices, console)
-    arms, loads = list[ConfirmedArm](), list[ServedLoad]()
-    best, answers = fastest[0].speculation, list[ServedAnswer]()
+    arms: list[ConfirmedArm] = []
+    loads: list[ServedLoad] = []
+    best = fastest[0].speculation
+    answers: list[ServedAnswer] = []
     if engine:
         default = best_default(fastest)
         others = [one.speculation for one in fastest if one.speculation != default]
@@ -214,7 +217,9 @@ def _prompts(settings: EngineSearchSettings, split: WorkloadSplit) -> Workload:
 def _plain(
     server: EngineServer, prompts: Sequence[WorkloadPrompt], folder: Path, console: Console
 ) -> tuple[ArmRuns, list[ServedAnswer]]:
-    """The plain answers, recorded once; the longest are asked for again, to see whether they repeat, and for times of today."""
+    """The plain answers, recorded once; the longest are asked for again, to see whether they repeat, and for times of
+    today.
+    """
     stage, record = "plain answers of the engine", folder / "answers.jsonl"
     plain = serve_in_turns({OFF: server}, {OFF: []}, prompts, stage, console, record=record)[OFF]
     if all(len(answer.tokens) == 1 for answer in plain.answers):
@@ -258,8 +263,8 @@ def _draft_prices(
     console: Console,
     record: Path,
 ) -> tuple[VerificationPrices, ArmRuns]:
-    """The prices with those of a draft model, and the answers with its longest chain, from which the others are replayed; a short chain
-    tests the replay.
+    """The prices with those of a draft model, and the answers with its longest chain, from which the others are
+    replayed; a short chain tests the replay.
     """
     arms = {one.label: [one] for one in (chains[0], chains[-1])}
     short, long = serve_in_turns(engine, arms, prompts, "rounds of the draft model", console, record=record).values()
@@ -279,8 +284,8 @@ def _draft_prices(
 def _replayed(
     settings: Sequence[Speculation], plain: ArmRuns, long: ArmRuns | None, console: Console
 ) -> list[tuple[Speculation, list[RequestReplay]]]:
-    """Every setting with its replays of the prompts in their order in one server: along the plain answers, or, of a draft model's chains,
-    along those of the ``long`` one.
+    """Every setting with its replays of the prompts in their order in one server: along the plain answers, or, of a
+    draft model's chains, along those of the ``long`` one.
     """
     known = [[KnownRequest(answer) for answer in runs.answers] for runs in (plain, long or plain)]
     replayed = []

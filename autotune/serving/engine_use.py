@@ -1,4 +1,6 @@
-"""A tuned engine in use: its counts checked against its profile's, prompts answered, and its speed measured again. Loads no torch."""
+"""A tuned engine in use: its counts checked against its profile's, prompts answered, and its speed measured again.
+Loads no torch.
+"""
 
 from __future__ import annotations
 

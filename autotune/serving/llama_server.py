@@ -73,15 +73,15 @@ class LlamaServer(EngineServer):
             return TOKENS.validate_python(tokens, strict=True)
 
     def answer(self, tokens: list[int], limit: int) -> ServedAnswer:
-        """After a request that only reads the prompt: from nothing, so that no answer depends on the order of prompts, and outside
-        the CPU time.
+        """After a request that only reads the prompt: from nothing, so that no answer depends on the order of prompts,
+        and outside the CPU time.
         """
         self._parts(tokens, 1, cache_prompt=False)
         return self._timed(tokens, limit)
 
     def verify(self, prompt: list[int], n: int) -> ServedAnswer:
-        """The prompt ends in a run of one token, the same token is forced at every position, so that the draft repeats it, and the
-        server cuts the draft to what is left of ``n_predict``.
+        """The prompt ends in a run of one token, the same token is forced at every position, so that the draft repeats
+        it, and the server cuts the draft to what is left of ``n_predict``.
         """
         token = prompt[-1]
         return self._timed([*prompt, *[token] * RUN], n + 1, logit_bias=[[token, 1e4]])

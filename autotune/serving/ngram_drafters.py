@@ -1,7 +1,9 @@
-"""Drafts of engines' speculation: n-grams from tokens alone, and a draft model's from the rounds of a longer chain. Loads no torch.
+"""Drafts of engines' speculation: n-grams from tokens alone, and a draft model's from the rounds of a longer chain.
+Loads no torch.
 
-Drafters follow the rules of llama-server b11434, with the state that it keeps from request to request, and of vLLM 0.32.0. They are
-called as in llama-server: ``begin`` after a prompt is read, ``draft`` before a forward pass, ``accept`` after a draft was verified.
+Drafters follow the rules of llama-server b11434, with the state that it keeps from request to request, and of vLLM
+0.32.0. They are called as in llama-server: ``begin`` after a prompt is read, ``draft`` before a forward pass,
+``accept`` after a draft was verified.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import numpy as np
 from autotune.documents.engine_profile import ServedAnswer
 
 MAP_SLOTS, MAP_FACTOR = 1 << 18, 2654435761
-MAP_VALUES, MAP_COUNT = 4, 16380  # continuations that a key of map-k4v counts, and the largest count
+MAP_VALUES = 4  # continuations that a key of map-k4v counts
+MAP_COUNT = 16380  # the largest count
 POOL_SLOTS, POOL_FACTOR = 1 << 22, 6364136223846793005
 POOL_CHUNK = 32  # tokens after which a request's new n-grams enter the pool
 POOR_DRAFTS = 5  # consecutive ones that empty the pool
@@ -29,8 +32,8 @@ BUCKETS = (13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273, 20753, 42043, 852
 
 @dataclass
 class Grams:
-    """The n-grams of a request: a number for each start, the starts by number, and the start of the latest equal n-gram that begins
-    at least two tokens before, from token 1 on, or 0.
+    """The n-grams of a request: a number for each start, the starts by number, and the start of the latest equal n-gram
+    that begins at least two tokens before, from token 1 on, or 0.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -41,7 +44,8 @@ class Grams:
 class KnownRequest:
     """The tokens of a request, with tables of its n-grams that settings share.
 
-    A drafter is given a ``length``: the server has read ``tokens[:length]``, and the next token is sampled and not yet read.
+    A drafter is given a ``length``: the server has read ``tokens[:length]``, and the next token is sampled and not yet
+        read.
     """
 
     def __init__(self, answer: ServedAnswer) -> None:
@@ -53,8 +57,8 @@ class KnownRequest:
 
     @functools.cached_property
     def is_drafted(self) -> list[bool]:
-        """Whether a draft model proposes each token after those before it. A round shows it of its accepted tokens and of the next one,
-        unless all were accepted; then, and beyond the rounds, tokens count as proposed.
+        """Whether a draft model proposes each token after those before it. A round shows it of its accepted tokens and
+        of the next one, unless all were accepted; then, and beyond the rounds, tokens count as proposed.
         """
         found, place = [True] * len(self.tokens), self.prompt_length
         for drafted, accepted in self.answer.rounds:
@@ -92,7 +96,9 @@ class Drafter(ABC):
     """A type with the state of a server; a new one keeps nothing."""
 
     ends_with_answer: bool = True
-    """Whether a draft is cut to what the request may still generate, and the end of the answer accepted only as its last token."""
+    """Whether a draft is cut to what the request may still generate, and the end of the answer accepted only as its
+    last token.
+    """
 
     def begin(self, request: KnownRequest) -> None:  # noqa: B027 - not every type has a state
         """Take note of a prompt."""
@@ -139,8 +145,8 @@ class _Key:
 class MapDrafter(Drafter):
     """``ngram-map-k``, and with ``min_hits`` ``ngram-map-k4v``.
 
-    Keys and places outlive a request, and mean the tokens at these places of the next one. A key drafts at most what was accepted of
-    it last time, so that 0 ends it.
+    Keys and places outlive a request, and mean the tokens at these places of the next one. A key drafts at most what
+    was accepted of it last time, so that 0 ends it.
     """
 
     def __init__(self, n: int, m: int, min_hits: int | None = None) -> None:
@@ -228,7 +234,9 @@ class MapDrafter(Drafter):
 
 
 class ModDrafter(Drafter):
-    """``ngram-mod``: a pool of hashed n-grams with the token after each, of all requests, until five poor drafts empty it."""
+    """``ngram-mod``: a pool of hashed n-grams with the token after each, of all requests, until five poor drafts empty
+    it.
+    """
 
     def __init__(self, n: int, n_min: int, n_max: int) -> None:
         self.n, self.n_min, self.n_max = n, n_min, n_max
@@ -273,8 +281,8 @@ class ModDrafter(Drafter):
 
 
 class CacheDrafter(Drafter):
-    """``ngram-cache`` without files: counts of tokens after n-grams, never cleared. Of a later prompt it reads only the tokens at
-    places that no earlier request reached.
+    """``ngram-cache`` without files: counts of tokens after n-grams, never cleared. Of a later prompt it reads only the
+    tokens at places that no earlier request reached.
     """
 
     def __init__(self) -> None:
@@ -300,7 +308,9 @@ class CacheDrafter(Drafter):
                 part[tokens[end]] = part.get(tokens[end], 0) + 1
 
     def _likely(self, context: tuple[int, ...]) -> int | None:
-        """The most frequent token after the longest n-gram that was seen often enough and is followed by it often enough."""
+        """The most frequent token after the longest n-gram that was seen often enough and is followed by it often
+        enough.
+        """
         for n in range(len(context), 0, -1):
             if part := self.counts.get(context[-n:]):
                 most, seen = max(part.values()), sum(part.values())
@@ -311,10 +321,11 @@ class CacheDrafter(Drafter):
 
 
 def iterated(tokens: Sequence[int]) -> list[int]:
-    """The order in which GNU's ``std::unordered_map`` iterates over keys inserted in this order, by which ties are broken.
+    """The order in which GNU's ``std::unordered_map`` iterates over keys inserted in this order, by which ties are
+    broken.
 
-    A key enters at the front of its bucket, and an empty bucket at the front of all. When keys outgrow the buckets, all are inserted
-    again in the order of iteration.
+    A key enters at the front of its bucket, and an empty bucket at the front of all. When keys outgrow the buckets, all
+    are inserted again in the order of iteration.
     """
     order: list[int] = []
     size = 0
@@ -330,8 +341,8 @@ def iterated(tokens: Sequence[int]) -> list[int]:
 
 
 class LookupDrafter(Drafter):
-    """vLLM's ``ngram``: the tokens after the earliest occurrence of the longest n-gram that ends here; without a state. Drafts reach
-    beyond the end of the answer.
+    """vLLM's ``ngram``: the tokens after the earliest occurrence of the longest n-gram that ends here; without a state.
+    Drafts reach beyond the end of the answer.
     """
 
     ends_with_answer = False
@@ -348,8 +359,9 @@ class LookupDrafter(Drafter):
 
 
 class ChainDrafter(Drafter):
-    """A draft model: k tokens, which are those of the answer up to the first that the model does not propose, then -1. Exact where a draft
-    depends on the text alone; a head that reads states proposes a token less often at the end of a long chain.
+    """A draft model: k tokens, which are those of the answer up to the first that the model does not propose, then -1.
+    Exact where a draft depends on the text alone; a head that reads states proposes a token less often at the end of a
+    long chain.
     """
 
     def __init__(self, k: int, *, ends_with_answer: bool) -> None:

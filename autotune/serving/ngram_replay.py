@@ -25,7 +25,9 @@ CONTEXT_STEP = 32
 
 
 class FirstDrafter(Drafter):
-    """Several types in one server: the first draft that is not empty is verified, and its drafter alone is told the outcome."""
+    """Several types in one server: the first draft that is not empty is verified, and its drafter alone is told the
+    outcome.
+    """
 
     def __init__(self, speculations: Iterable[Speculation]) -> None:
         self.drafters = [DRAFTERS[one.type](*one.options.values()) for one in speculations]
@@ -114,8 +116,8 @@ def replay_request(drafter: FirstDrafter, request: KnownRequest, context: int) -
 def replay_speculation(
     speculations: Sequence[Speculation], requests: Iterable[KnownRequest], context: int, *, is_cleared: bool = False
 ) -> list[RequestReplay]:
-    """Replay requests in their order, in one server of one or several types that keeps its state, or with ``is_cleared`` in a new
-    server for each. Without types every pass reads one token.
+    """Replay requests in their order, in one server of one or several types that keeps its state, or with
+    ``is_cleared`` in a new server for each. Without types every pass reads one token.
     """
     server = FirstDrafter(speculations)
     return [

@@ -20,8 +20,8 @@ from autotune.errors import UserError
 START_S = 900.0  # longest time until an engine is ready: it may compile kernels
 STOP_S = 30.0  # until it is killed
 ENDING_S = 1.0  # from a connection that is lost until its server has ended
-# The causes of a failure in an engine's log: lines with an exception's name and message, of llama.cpp's level E, or with what the command line
-# refuses. The first is the cause; later ones say that a process failed.
+# The causes of a failure in an engine's log: lines with an exception's name and message, of llama.cpp's level E, or
+# with what the command line refuses. The first is the cause; later ones say that a process failed.
 _CAUSE = re.compile(r"(?:[\d.]+ E [\w ]+|(?:\w+\.)*[A-Z]\w*(?:Error|Exception)|\w+: error|error): +(?P<message>\S.*)")
 _PR_SET_PDEATHSIG = 1
 _HEADING = re.compile(r"\d+ validation errors? for ")  # pydantic's message follows in the next lines
@@ -30,8 +30,8 @@ _PREFIX = re.compile(r"^\([^)]*pid=\d+\) ?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?
 
 @contextmanager
 def running(words: Sequence[str], name: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Start a server by its command on a free port, and yield its address and process when it is healthy; it is stopped at the end.
-    Error messages call it ``name``.
+    """Start a server by its command on a free port, and yield its address and process when it is healthy; it is stopped
+    at the end. Error messages call it ``name``.
 
     Raises:
         UserError: the server cannot be started, does not answer in time, or ends while it is used.

@@ -1,6 +1,8 @@
-"""vLLM's ``suffix``: the most frequent continuation of the text's suffixes, in the request and in earlier answers (SuffixDecoding, arXiv 2411.04975).
+"""vLLM's ``suffix``: the most frequent continuation of the text's suffixes, in the request and in earlier answers
+(SuffixDecoding, arXiv 2411.04975).
 
-The rules are those of arctic-inference 0.1.1, whose trees of suffixes give the same drafts as these lists of places. No torch.
+The rules are those of arctic-inference 0.1.1, whose trees of suffixes give the same drafts as these lists of places. No
+torch.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ SEPARATOR = -1  # before every answer in a text of several
 
 
 class SuffixDrafter(Drafter):
-    """Drafts from the request, or from all answers of the server where these score more: the sum of the tokens' estimated probabilities.
+    """Drafts from the request, or from all answers of the server where these score more: the sum of the tokens'
+    estimated probabilities.
 
     Answers are kept as they were generated, with what was accepted beyond their ends. Drafts reach beyond the end too.
     """
@@ -78,7 +81,9 @@ class SuffixDrafter(Drafter):
         return best
 
     def _follow(self, text: list[int], ends: list[int], room: int) -> tuple[float, list[int]]:
-        """Score and tokens of the likeliest continuation, token by token, of the occurrences that end there. In single precision."""
+        """Score and tokens of the likeliest continuation, token by token, of the occurrences that end there. In single
+        precision.
+        """
         score, probability, draft = np.float32(0), np.float32(1), list[int]()
         while len(draft) < room:
             following = [text[end] for end in ends if end < len(text) and text[end] != SEPARATOR]
@@ -95,8 +100,9 @@ class SuffixDrafter(Drafter):
 
 
 def most_frequent(tokens: Sequence[int]) -> tuple[int, int]:
-    """The most frequent token with its count, for tokens in the order in which they occurred. A token that draws level with others stands
-    behind them if some had its former count with it, and else before them, so that history decides among equal counts.
+    """The most frequent token with its count, for tokens in the order in which they occurred. A token that draws level
+    with others stands behind them if some had its former count with it, and else before them, so that history decides
+    among equal counts.
     """
     order, counts = list[int](), dict[int, int]()
     for token in tokens:

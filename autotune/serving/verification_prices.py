@@ -85,7 +85,9 @@ class VerificationPrices:
         return float(np.median(step.wall_ms if self.clock == "wall" else step.cpu_ms))
 
     def pricer(self, longest: int) -> Callable[[RequestReplay], tuple[float, float]]:
-        """A function that prices the plain passes and the verifications of a replay, for requests of at most ``longest`` tokens."""
+        """A function that prices the plain passes and the verifications of a replay, for requests of at most
+        ``longest`` tokens.
+        """
         units = range(longest // CONTEXT_STEP + 1)
         table = [[self.ms(n, (unit + 0.5) * CONTEXT_STEP) for unit in units] for n in range(PRICED_TOKENS[-1] + 2)]
         # The passes of a draft model are shared as plain ones are.
@@ -123,8 +125,9 @@ def time_of(clock: Clock) -> Callable[[ServedAnswer], float]:
 def served_prices(
     prices: VerificationPrices, plain: Sequence[Replayed], served: Sequence[Replayed], *, has_one_loop: bool
 ) -> VerificationPrices:
-    """The prices with the factors of served requests: a robust fit to the times of those that verify drafts, and of those without
-    speculation too in an engine that ``has_one_loop``. Where too few verify drafts, both kinds of passes have one factor.
+    """The prices with the factors of served requests: a robust fit to the times of those that verify drafts, and of
+    those without speculation too in an engine that ``has_one_loop``. Where too few verify drafts, both kinds of passes
+    have one factor.
     """
     from scipy.optimize import least_squares  # takes a second to import
 
@@ -144,8 +147,8 @@ def served_prices(
 
 
 def with_draft(prices: VerificationPrices, served: Sequence[Sequence[Replayed]]) -> VerificationPrices:
-    """The prices with the time of a draft model, by requests of two servers that drafted other numbers of tokens: what a round takes
-    beside its verification (medians over requests) is linear in the draft tokens.
+    """The prices with the time of a draft model, by requests of two servers that drafted other numbers of tokens: what
+    a round takes beside its verification (medians over requests) is linear in the draft tokens.
     """
     longest = max(len(one.prompt_tokens) + len(one.tokens) for rows in served for one, _ in rows)
     time, price, points = time_of(prices.clock), prices.pricer(longest), []

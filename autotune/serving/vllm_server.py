@@ -1,4 +1,6 @@
-"""vLLM: its speculation by n-grams and draft models, answers by its OpenAI-compatible API, and counts by its metrics, request by request. Loads no torch."""
+"""vLLM: its speculation by n-grams and draft models, answers by its OpenAI-compatible API, and counts by its metrics,
+request by request. Loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ SUFFIX_FACTORS, SUFFIX_PROBABILITIES = (0.5, 1.0, 2.0, 4.0), (0.05, 0.1, 0.2, 0.
 
 
 def vllm_arguments(speculations: Sequence[Speculation]) -> list[str]:
-    """Arguments of vLLM for one type; none switch speculation off. vLLM counts the layers of MiMo's heads by the target's config."""
+    """Arguments of vLLM for one type; none switch speculation off. vLLM counts the layers of MiMo's heads by the
+    target's config.
+    """
     words = []
     for one in speculations:
         model = {"model": one.model} if one.model else {}
@@ -123,7 +127,9 @@ class VllmServer(EngineClient, EngineServer):
         return answer, counts
 
     def _decode(self, tokens: list[int], limit: int, **options: Any) -> tuple[list[list[int]], list[float], bool]:
-        """Tokens of each part of the reply, the seconds from the request to each, and whether the last token ends the generation."""
+        """Tokens of each part of the reply, the seconds from the request to each, and whether the last token ends the
+        generation.
+        """
         request = {"model": self.model, "prompt": tokens, "max_tokens": limit, "temperature": 0.0, "stream": True}
         request |= {"return_token_ids": True} | options
         if len(tokens) % BLOCK == 1:  # with all blocks in the cache, vLLM would pad the first pass with drafts

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Study:
-    """A search's results as data frames: ``Study(".autotune/NAME").trials_dataframe()``. ``storage`` is the database of the
-    ledger, if workers shared one.
+    """A search's results as data frames: ``Study(".autotune/NAME").trials_dataframe()``. ``storage`` is the database of
+    the ledger, if workers shared one.
 
     Raises:
         UserError: the folder holds no study, or the storage does not answer.
@@ -37,8 +37,8 @@ class Study:
         """A row for every replayed configuration in the ledger, the fastest first.
 
         Columns: key, draft, subnet, policy, hyperparameters (NaN where a policy has no such hyperparameter), and the
-        predicted ``speedup``, ``ms_per_token``, ``tokens_per_round`` and ``nodes_per_round``. Each work unit of the search
-        keeps its fastest configurations only.
+        predicted ``speedup``, ``ms_per_token``, ``tokens_per_round`` and ``nodes_per_round``. Each work unit of the
+        search keeps its fastest configurations only.
         """
         import pandas as pd
 

@@ -104,7 +104,9 @@ class Ledger:
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        """Inside the context errors of the storage, as of a full disk, are one line; also Optuna's, which uses the same database."""
+        """Inside the context errors of the storage, as of a full disk, are one line; also Optuna's, which uses the same
+        database.
+        """
         try:
             yield
         except Exception as error:
@@ -181,8 +183,9 @@ class Ledger:
     ) -> dict[str, Record]:
         """Compute the missing records of ``units``, shared with all other workers of the ledger.
 
-        Returns the records in the order of ``units``: all of them, unless the deadline (of ``time.monotonic``) is too near. No unit
-        is begun that would end later: one is expected to take as long as the longest of the stage's ``RECENT`` latest here.
+        Returns the records in the order of ``units``: all of them, unless the deadline (of ``time.monotonic``) is too
+        near. No unit is begun that would end later: one is expected to take as long as the longest of the stage's
+        ``RECENT`` latest here.
         """
         keys = list(units)
         while len(waiting := self.missing(keys)) > 0:

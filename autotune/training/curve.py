@@ -37,12 +37,14 @@ def logged(log: Path) -> list[dict[str, Any]]:
 
 
 EXPECTATION_ERRORS = ((0.5, 0.04), (0.25, 0.08))
-"""Largest error of ``expected_agreement`` on the logs of the bundled drafts, by the least share of the steps that were done."""
+"""Largest error of ``expected_agreement`` on the logs of the bundled drafts, by the least share of the steps that were
+done.
+"""
 
 
 def expected_agreement(log: Path, stage_steps: Sequence[int]) -> tuple[float, float] | None:
-    """The held-out agreement to expect after the last step of a run, by a line through its own so far over the logarithm of the
-    steps, and the error of such lines; None before a quarter of the steps.
+    """The held-out agreement to expect after the last step of a run, by a line through its own so far over the
+    logarithm of the steps, and the error of such lines; None before a quarter of the steps.
     """
     total = sum(stage_steps)
     held_out = [record for record in logged(log) if AGREEMENT_METRIC in record]

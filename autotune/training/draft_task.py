@@ -42,7 +42,9 @@ NUM_FINISHED = 64  # batches that a network reads after its last step
 
 
 def autocast_dtype(device: torch.device, target: torch.dtype) -> torch.dtype | None:
-    """bfloat16 if the device multiplies it natively, or the target's data type is not float32; otherwise None (float32)."""
+    """bfloat16 if the device multiplies it natively, or the target's data type is not float32; otherwise None
+    (float32).
+    """
     return torch.bfloat16 if multiplies_bfloat16(device) or target != torch.float32 else None
 
 
@@ -112,7 +114,9 @@ class DraftTask:
         self._choose_vocabulary(self._training_lines)
 
     def _check_vocabulary(self) -> None:
-        """Refuse, before anything is written, more tokens than the target has, or some where its head's rows cannot be copied."""
+        """Refuse, before anything is written, more tokens than the target has, or some where its head's rows cannot be
+        copied.
+        """
         size, number = self.target.vocab_size, self.recipe.vocabulary
         if number is not None and number > size:
             raise UserError(
@@ -122,8 +126,8 @@ class DraftTask:
             self.target.text.with_vocabulary(torch.zeros(1, dtype=torch.long))
 
     def _choose_vocabulary(self, lines: Sequence[Line]) -> None:
-        """Compare draft and target over the tokens that are most frequent in the answers, and of equally frequent ones over those of
-        low ids.
+        """Compare draft and target over the tokens that are most frequent in the answers, and of equally frequent ones
+        over those of low ids.
         """
         size, text = self.target.vocab_size, self.target.text
         kept = None
@@ -158,7 +162,8 @@ class DraftTask:
         notify(f"time (h:mm:ss), as the first {len(lines)} examples take it: {', '.join(parts)}")
 
     def _seconds(self, stage: Stage, lines: Sequence[Line]) -> tuple[float, float]:
-        """Seconds in which the target reads a batch of a stage, and of the rest of a step on it. The draft stays as it is.
+        """Seconds in which the target reads a batch of a stage, and of the rest of a step on it. The draft stays as it
+        is.
 
         Raises:
             UserError: the batch needs more memory than there is.
@@ -279,7 +284,9 @@ class DraftTask:
         return self.module.loss(self._compared(self._teacher_batches[step]), settings, generator, self._compare)
 
     def _compared(self, batch: TeacherBatch) -> TeacherBatch:
-        """The batch with the target's logits of the tokens over which the draft is compared. Autocast to bfloat16 takes no float16."""
+        """The batch with the target's logits of the tokens over which the draft is compared. Autocast to bfloat16 takes
+        no float16.
+        """
         if batch.embeddings.dtype == torch.float16:
             hidden = {layer: states.float() for layer, states in batch.hidden.items()}
             batch = replace(batch, embeddings=batch.embeddings.float(), hidden=hidden)

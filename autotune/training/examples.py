@@ -36,7 +36,9 @@ Share = tuple[int, int]
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt with its answer, encoded as one text. Tokens from ``loss_start`` on are followed by a token of the answer."""
+    """A prompt with its answer, encoded as one text. Tokens from ``loss_start`` on are followed by a token of the
+    answer.
+    """
 
     prompt: EncodedPrompt
     loss_start: int
@@ -72,8 +74,8 @@ def split_file(
 ) -> tuple[list[NumberedPrompt], list[NumberedPrompt]]:
     """The training and the held-out prompts of a file.
 
-    Lines of the split ``evaluate`` are held out, or the last lines if there are none. If any line has the split ``train``, only
-    these are trained on.
+    Lines of the split ``evaluate`` are held out, or the last lines if there are none. If any line has the split
+    ``train``, only these are trained on.
 
     Args:
         batch_size: largest batch size of any stage; as many lines are held out if the file is large enough.
@@ -106,7 +108,8 @@ def split_file(
 
 
 def judged_questions(folder: Path, names: Sequence[str]) -> frozenset[str]:
-    """Hashes of the questions, with their images, of workloads that judge a draft: bundled ones, or files relative to a folder.
+    """Hashes of the questions, with their images, of workloads that judge a draft: bundled ones, or files relative to a
+    folder.
 
     Raises:
         UserError: a workload cannot be read.
@@ -126,7 +129,9 @@ def _question(prompt: WorkloadPrompt) -> str:
 
 
 def at_temperatures(lines: Sequence[NumberedPrompt], temperatures: Sequence[float]) -> list[NumberedPrompt]:
-    """The prompts without an answer once for each temperature; a sampled answer's seed is its line's number, unless it has one."""
+    """The prompts without an answer once for each temperature; a sampled answer's seed is its line's number, unless it
+    has one.
+    """
     several = []
     for number, prompt in lines:
         changes = [{"temperature": t, "seed": prompt.seed or number * (t > 0)} for t in temperatures]
@@ -143,12 +148,12 @@ def read_examples(
     report: Report | None = None,
     announce: Callable[[list[Line], int, float], None] | None = None,
 ) -> list[Line]:
-    """The lines with answers. The target writes missing answers in batches of prompts of similar length, each process a share of
-    them; the recorder caches them.
+    """The lines with answers. The target writes missing answers in batches of prompts of similar length, each process a
+    share of them; the recorder caches them.
 
     Args:
-        announce: is called once, with the lines of the first batch of which answers were missing, the number of later lines, and the
-            seconds that the batch would take if all were; or with all lines, 0 and 0.
+        announce: is called once, with the lines of the first batch of which answers were missing, the number of later
+            lines, and the seconds that the batch would take if all were; or with all lines, 0 and 0.
 
     Raises:
         UserError: an unreadable image, or a prompt that the target cannot read.
@@ -185,7 +190,9 @@ def read_examples(
 
 
 def _batches(lines: Sequence[Line], target: Target) -> Iterator[list[Line]]:
-    """Consecutive lines whose answers are decoded together: ``ROWS`` at most, as many as the memory of their keys and values allows."""
+    """Consecutive lines whose answers are decoded together: ``ROWS`` at most, as many as the memory of their keys and
+    values allows.
+    """
     batch: list[Line] = []
     longest = 0
     for line in lines:
@@ -269,7 +276,9 @@ class JsonlExamples:
 
     @torch.no_grad()
     def __getitem__(self, number: int) -> list[Example]:
-        """The batch of a number. Examples are encoded one by one: model families arrange the images of several rows differently."""
+        """The batch of a number. Examples are encoded one by one: model families arrange the images of several rows
+        differently.
+        """
         return [self._encode(line) for line in self.batches[number]]
 
     def _encode(self, line: Line) -> Example:

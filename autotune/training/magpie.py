@@ -1,5 +1,5 @@
-"""Prompts that the target writes itself, as in Magpie (Xu et al., arXiv 2406.08464): a chat model that is given the beginning of
-an empty user turn continues it with a question.
+"""Prompts that the target writes itself, as in Magpie (Xu et al., arXiv 2406.08464): a chat model that is given the
+beginning of an empty user turn continues it with a question.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def user_turn(processor: Any) -> tuple[str, str]:
 def write_questions(
     path: Path, settings: Magpie, answers: AnswerRecorder, report: Callable[[int, int], None] | None = None
 ) -> None:
-    """Write the target's questions to a JSONL file, each once, until it holds ``settings.num_prompts``. Every batch is on disk before
-    the next one begins, and a later call continues after the last.
+    """Write the target's questions to a JSONL file, each once, until it holds ``settings.num_prompts``. Every batch is
+    on disk before the next one begins, and a later call continues after the last.
 
     Raises:
         UserError: no chat template, or the target repeats itself.

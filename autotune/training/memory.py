@@ -15,11 +15,12 @@ from autotune.errors import UserError
 from autotune.modeling.quantization import weight_bytes
 from autotune.modeling.target import Target
 
-# Float32 arrays of [loss tokens, vocabulary] that exist at the same time in the backward pass, as measured: the target's
-# log-probabilities, and for each pass the draft's and the products of the divergence, some of them with gradients.
+# Float32 arrays of [loss tokens, vocabulary] that exist at the same time in the backward pass, as measured: the
+# target's log-probabilities, and for each pass the draft's and the products of the divergence, some of them with
+# gradients.
 LOGITS_COPIES = 9
-# Memory kept for the backward pass, as measured, relative to the inputs and outputs of all linear layers in float32 (norms,
-# rotations and gates add to it), by half precision: with autocast, products have half the size.
+# Memory kept for the backward pass, as measured, relative to the inputs and outputs of all linear layers in float32
+# (norms, rotations and gates add to it), by half precision: with autocast, products have half the size.
 ACTIVATIONS = {False: 1.6, True: 0.9}
 # Weights, gradients and two moments of Adam, in float32.
 BYTES_PER_WEIGHT = 16

@@ -28,8 +28,8 @@ class Stage(LossSettings):
     gradient_clip: float = Field(default=1.0, gt=0)
     """Highest norm of the gradient of all parameters."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """``muon`` orthogonalizes the updates of the layers' matrices (Jordan et al. 2024), at the size of AdamW's updates; all
-    other parameters keep AdamW.
+    """``muon`` orthogonalizes the updates of the layers' matrices (Jordan et al. 2024), at the size of AdamW's updates;
+    all other parameters keep AdamW.
     """
     final_rate: float = Field(default=0.05, ge=0, le=1)
     """Learning rate at the end of the stage, as a share of the highest one."""
@@ -53,14 +53,16 @@ class Data(Document):
     magpie: Magpie | None = None
     """Let the target write ``file``, or continue it."""
     judged: list[str] = Field(default_factory=list)
-    """Workloads that will judge the draft, as files relative to the recipe or names of bundled ones: their prompts are not trained on."""
+    """Workloads that will judge the draft, as files relative to the recipe or names of bundled ones: their prompts are
+    not trained on.
+    """
     num_examples: int | None = Field(default=None, ge=1)
-    """Number of different prompts; None: all of the file. They are repeated in another order each epoch, and the target's outputs
-    on them are cached in ``.autotune/teacher-batches``.
+    """Number of different prompts; None: all of the file. They are repeated in another order each epoch, and the
+    target's outputs on them are cached in ``.autotune/teacher-batches``.
     """
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(default_factory=list)
-    """Temperatures of the answers that the target writes: each prompt has one answer of each, and is as many examples. Empty: one
-    answer, at the line's own temperature.
+    """Temperatures of the answers that the target writes: each prompt has one answer of each, and is as many examples.
+    Empty: one answer, at the line's own temperature.
     """
     seed: int = 0
     """Recipes with the same seed share cached teacher batches."""
@@ -72,14 +74,16 @@ class Recipe(Document, kind="recipe"):
     model: Annotated[str, GetPydanticSchema(lambda *_: literal_schema([*NETWORKS]))]
     """The kind of the draft."""
     teacher: str
-    """The target: a folder or GGUF file relative to the recipe, or the name of a model. The draft uses its tokenizer and processor."""
+    """The target: a folder or GGUF file relative to the recipe, or the name of a model. The draft uses its tokenizer
+    and processor.
+    """
     dtype: Dtype | None = None
     """Data type of the target; None: as of ``load_model``."""
     draft: dict[str, Any] = Field(default_factory=dict)
     """Config fields of the draft."""
     vocabulary: int | None = Field(default=None, ge=1)
-    """Train on the tokens that the answers hold most often, so many of them (the vocabulary of FR-Spec, Zhao et al. 2025): draft and
-    target are compared over these, and the output head of ``eagle3`` has no others. None: all tokens.
+    """Train on the tokens that the answers hold most often, so many of them (the vocabulary of FR-Spec, Zhao et al.
+    2025): draft and target are compared over these, and the output head of ``eagle3`` has no others. None: all tokens.
     """
     compile: bool = False
     """Compile the comparison of draft and target with ``torch.compile``, which needs a C++ compiler on the CPU."""

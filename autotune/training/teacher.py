@@ -81,7 +81,8 @@ class Teacher:
         embeddings = [self.target.embeddings(prompt) for prompt in prompts]
         positions = [prompt.own_positions.flatten(0, -2).t() for prompt in prompts]
         num_axes = max(rows.shape[1] for rows in positions)
-        # Some families make masks and further inputs for one prompt at a time, or positions only for prompts with images.
+        # Some families make masks and further inputs for one prompt at a time, or positions only for prompts with
+        # images.
         axes = {None if prompt.positions is None else prompt.positions.shape[:-1] for prompt in prompts}
         can_batch = len(axes) == 1 and all(prompt.mask is None and not prompt.extra for prompt in prompts)
         groups = [range(len(prompts))] if can_batch else [range(row, row + 1) for row in range(len(prompts))]
@@ -108,7 +109,9 @@ class Teacher:
         return replace(batch, hidden=hidden)
 
     def _hidden(self, prompts: Sequence[EncodedPrompt], embeddings: list[Tensor]) -> tuple[Tensor, ...]:
-        """Outputs of the embedding and of every layer, [prompts, n, hidden] each; causal attention needs no padding mask."""
+        """Outputs of the embedding and of every layer, [prompts, n, hidden] each; causal attention needs no padding
+        mask.
+        """
         longest = max(len(prompt) for prompt in prompts)
         positions = [functional.pad(p.positions, (0, longest - len(p))) for p in prompts if p.positions is not None]
         # Gemma 4 looks up more than one embedding of a token.

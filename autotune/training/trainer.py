@@ -56,7 +56,9 @@ class Checkpoint:
         save_tensors(self.path, tensors, {"stage": str(stage), "step": str(step), "recipe": self.recipe_key})
 
     def position(self) -> tuple[int, int]:
-        """The (stage, step) to continue from; (0, 0) without a checkpoint, a ``UserError`` for a damaged or another recipe's one."""
+        """The (stage, step) to continue from; (0, 0) without a checkpoint, a ``UserError`` for a damaged or another
+        recipe's one.
+        """
         if not self.path.exists():
             return 0, 0
         with self._reading(), safe_open(self.path, "pt") as file:
@@ -216,9 +218,11 @@ def train(
     dtype: Dtype | None = None,
     console: Console | None = None,
 ) -> Path:
-    """Train the draft of a recipe, continuing from the last checkpoint; ``dtype`` of the target, instead of the recipe's.
+    """Train the draft of a recipe, continuing from the last checkpoint; ``dtype`` of the target, instead of the
+    recipe's.
 
-    Returns the folder with the weights, the training log and its plot. Only the main process calls ``progress`` and ``notify``.
+    Returns the folder with the weights, the training log and its plot. Only the main process calls ``progress`` and
+    ``notify``.
 
     Raises:
         UserError: an invalid recipe, teacher or example, too little memory, or a checkpoint of another recipe.

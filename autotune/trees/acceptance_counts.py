@@ -17,8 +17,8 @@ Rows = dict[Literal["by_depth", "by_rank"], list[list[int]]]
 class AcceptanceCounts:
     """Counts over rounds, [depth or rank, (offered, accepted)].
 
-    A round offers a depth if the accepted path reaches the depth above and its last node has children. A rank is offered
-    by the root, or an accepted node, that has a child of this rank in the tree.
+    A round offers a depth if the accepted path reaches the depth above and its last node has children. A rank is
+    offered by the root, or an accepted node, that has a child of this rank in the tree.
     """
 
     def __init__(self) -> None:

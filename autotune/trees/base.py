@@ -34,8 +34,8 @@ class ForestBounds(Document):
     num_proposals: int = Field(default=10, ge=1, le=32)
     """Children of a node."""
     floor: float = Field(default=0.1 / 12, gt=0, lt=1)
-    """A node of level l is expanded if its cumulative probability exceeds ``floor * l``. The default is SAGE's threshold
-    in trees of depth 12.
+    """A node of level l is expanded if its cumulative probability exceeds ``floor * l``. The default is SAGE's
+    threshold in trees of depth 12.
     """
     width: int = Field(default=16, ge=1, le=MAX_NODES)
     """Limit on the nodes of a level that ``floor`` expands."""
@@ -44,14 +44,14 @@ class ForestBounds(Document):
     beam_depth: int = Field(default=0, ge=0, le=MAX_DEPTH)
     """Depth of the trees that need ``beam``."""
     nucleus: float = Field(default=0.0, ge=0, le=1)
-    """The most probable children of a nucleus node, until their probabilities sum to this, are expanded as nucleus nodes.
-    The root is one.
+    """The most probable children of a nucleus node, until their probabilities sum to this, are expanded as nucleus
+    nodes. The root is one.
     """
     nucleus_width: int = Field(default=0, ge=0, le=MAX_WIDTH)
     """Limit on the nucleus nodes of a level."""
     is_renormalised: bool = False
-    """Whether ``nucleus`` is a share of the probability of the ``num_proposals`` children, not of all tokens. A policy that
-    renormalises over fewer children needs no more nodes.
+    """Whether ``nucleus`` is a share of the probability of the ``num_proposals`` children, not of all tokens. A policy
+    that renormalises over fewer children needs no more nodes.
     """
     nucleus_depth: int = Field(default=0, ge=0, le=MAX_DEPTH)
     """Depth of the trees that need ``nucleus``."""
@@ -77,8 +77,8 @@ class TreeSize(NamedTuple):
 class TreePolicy(Document):
     """Hyperparameters of a tree policy, and what the runtime, replay and search must know about it.
 
-    A policy is complete with the compiled steps of its file (``policy.STEPS``; ``grow``, and others where it needs them) and
-    its entry in ``policy.KINDS``.
+    A policy is complete with the compiled steps of its file (``policy.STEPS``; ``grow``, and others where it needs
+    them) and its entry in ``policy.KINDS``.
     """
 
     source: ClassVar[str]
@@ -90,8 +90,8 @@ class TreePolicy(Document):
     needs_prices: ClassVar[bool] = False
     """Whether a search gives each tree its ``prices``, from a cost table, and its ``calibration``, from a trace."""
     template_sizes: ClassVar[Mapping[str, int]] = {}
-    """The dimensions by which a search chooses among trees that it computes from the acceptance of ranks (Sequoia), each with
-    its largest value; empty: a search chooses the hyperparameters.
+    """The dimensions by which a search chooses among trees that it computes from the acceptance of ranks (Sequoia),
+    each with its largest value; empty: a search chooses the hyperparameters.
     """
     as_chain: ClassVar[Mapping[str, Any] | None] = None
     """Values of hyperparameters with which all trees are chains, None for the default; None: there are none."""

@@ -19,9 +19,9 @@ _DEPTH, _P_MIN, _N_MIN = range(3)  # params
 class ChainPolicy(TreePolicy):
     """Hyperparameters of ``chain``.
 
-    ``p_min`` and ``n_min`` are those of llama.cpp's ``--spec-draft-p-min`` and ``--spec-draft-n-min``, but that llama.cpp takes
-    the probability among the ten most probable tokens. ``assistant_confidence_threshold``
-    of transformers differs from ``p_min`` in two ways: the first token below the threshold is still verified, and the
+    ``p_min`` and ``n_min`` are those of llama.cpp's ``--spec-draft-p-min`` and ``--spec-draft-n-min``, but that
+    llama.cpp takes the probability among the ten most probable tokens. ``assistant_confidence_threshold`` of
+    transformers differs from ``p_min`` in two ways: the first token below the threshold is still verified, and the
     threshold changes with the acceptance of earlier rounds where scikit-learn is installed.
     """
 

@@ -1,8 +1,8 @@
 """Decorators of compiled functions, and the directory in which numba caches their machine code.
 
-numba renews the cached code of a function when the function's own file changes, but not when the file of a function that
-it calls does. The directory is therefore named by a hash of all files of this package, which hold whatever compiled code
-calls; directories of other versions are deleted.
+numba renews the cached code of a function when the function's own file changes, but not when the file of a function
+that it calls does. The directory is therefore named by a hash of all files of this package, which hold whatever
+compiled code calls; directories of other versions are deleted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from autotune.files import content_key, sha256_of, user_cache
 
 
 def _cache_directory() -> str:
-    """A directory in ``NUMBA_CACHE_DIR`` if that is set, else beside the package's bytecode, else in the user's cache."""
+    """A directory in ``NUMBA_CACHE_DIR`` if that is set, else beside the package's bytecode, else in the user's
+    cache.
+    """
     package = Path(__file__).resolve().parent
     if config.CACHE_DIR:
         parent = Path(config.CACHE_DIR)
@@ -58,8 +60,8 @@ inlined = _cached_jit(inline="always")
 def dispatcher(
     name: str, arguments: Sequence[str], steps: Sequence[Any], *, default: str = "None", decorate: Any = compiled
 ) -> Any:
-    """The compiled function ``name(kind, *arguments)``, which calls step number ``kind`` with those of the arguments that the
-    step's parameters name; ``default``: the value where the step is None.
+    """The compiled function ``name(kind, *arguments)``, which calls step number ``kind`` with those of the arguments
+    that the step's parameters name; ``default``: the value where the step is None.
 
     numba inlines and types only functions that it knows, so that the branches are written as source code.
     """

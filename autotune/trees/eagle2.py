@@ -1,11 +1,11 @@
 """``eagle2``: every level expands its ``k`` nodes of highest cumulative probability, and the ``budget`` best of all
 candidates are verified (EAGLE-2: dynamic draft trees).
 
-A node that is not among the ``budget`` best candidates so far has no descendant that could be, so it is not expanded, and
-drafting ends when no such node is left. The verified tree is EAGLE-2's, for fewer draft tokens.
+A node that is not among the ``budget`` best candidates so far has no descendant that could be, so it is not expanded,
+and drafting ends when no such node is left. The verified tree is EAGLE-2's, for fewer draft tokens.
 
-Levels and nodes are counted as in the paper. The released code calls ``depth`` the levels after the first, and its total of
-tokens counts the root: its tree of depth 7 and 60 tokens has ``depth`` 8 and ``budget`` 59 here.
+Levels and nodes are counted as in the paper. The released code calls ``depth`` the levels after the first, and its
+total of tokens counts the root: its tree of depth 7 and 60 tokens has ``depth`` 8 and ``budget`` 59 here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Eagle2Policy(TreePolicy):
     budget: int = Field(default=60, ge=1, le=MAX_NODES)
     """Limit on the draft nodes sent to verification, the root not counted."""
     floor: float = Field(default=0.0, ge=0, lt=1)
-    """Least cumulative probability of a candidate, so that drafting ends where the draft is unsure. EAGLE-2 has none."""
+    """Least cumulative probability of a candidate, so that drafting ends where the draft is unsure. EAGLE-2 has none.
+    """
 
     @property
     def size(self) -> TreeSize:
@@ -52,8 +53,8 @@ class Eagle2Policy(TreePolicy):
 
 @compiled
 def grow(params: Floats, tree: Tree, work: Workspace, num_frontier: int, proposals: Proposals) -> int:
-    """Add the candidates of one level that can be among the best; returns the number of nodes to expand next (written to
-    the frontier).
+    """Add the candidates of one level that can be among the best; returns the number of nodes to expand next (written
+    to the frontier).
     """
     level = tree.depth[work.frontier[0]] + 1
     k, budget = min(int(params[_K]), proposals.shape[1]), int(params[_BUDGET])
@@ -96,7 +97,9 @@ def grow(params: Floats, tree: Tree, work: Workspace, num_frontier: int, proposa
 
 @compiled
 def prune(params: Floats, tree: Tree, work: Workspace) -> None:
-    """Keep the ``budget`` best candidates as ranked by ``grow``, the earlier of equal ones, so that parents are kept."""
+    """Keep the ``budget`` best candidates as ranked by ``grow``, the earlier of equal ones, so that parents are
+    kept.
+    """
     budget = int(params[_BUDGET])
     if tree.size[0] - 1 <= budget:
         return

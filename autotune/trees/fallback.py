@@ -22,7 +22,9 @@ STATE_SIZE = 3
 MEMORY = 8.0  # rounds in the average
 START = 1.0  # saved steps credited to a new request: spent by 4 rounds that lose 1.85 each, or 6 that lose 1
 PROBE = 0.2  # saved steps credited to a probe: spent by one round that loses 1.4
-FIRST_STRETCH, LONGEST_STRETCH = 8, 128  # plain steps between probes
+# Plain steps between probes.
+FIRST_STRETCH = 8
+LONGEST_STRETCH = 128
 NO_FALLBACK = np.full(3, -1.0)  # params with which a request always speculates
 
 

@@ -1,7 +1,7 @@
 """The table of tree policies, and the compiled calls through which the runtime and replay drive any of them.
 
-Both drive the same code and differ only in where the proposals come from, so replay predicts rounds exactly. A policy is one
-file of this package and its entry in ``KINDS`` (``docs/adding-a-policy.md``).
+Both drive the same code and differ only in where the proposals come from, so replay predicts rounds exactly. A policy
+is one file of this package and its entry in ``KINDS`` (``docs/adding-a-policy.md``).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def kind_number(policy: Policy) -> int:
     return KINDS.index(type(policy))
 
 
-# The compiled steps: functions of these names in a policy's file, which take those of the arguments that they need. Only
-# ``grow`` is required.
+# The compiled steps: functions of these names in a policy's file, which take those of the arguments that they need.
+# Only ``grow`` is required.
 STEPS: dict[str, tuple[str, ...]] = {
     "reset": ("params", "state"),
     "begin_round": ("params", "state", "context_tokens", "match_length"),
@@ -98,14 +98,15 @@ prune: Callable[[int, Floats, Floats, Tree, Workspace], None] = _call("prune")
 """Prune the draft tree to the verification budget."""
 
 update: Callable[[int, Floats, Floats, int, bool], None] = _call("update")
-"""End a round with its accepted length; ``is_retrieved``: whether its first token is the first one that was retrieved."""
+"""End a round with its accepted length; ``is_retrieved``: whether its first token is the first one that was retrieved.
+"""
 
 
 class TreeGrower:
     """Grows one tree at a time from proposals that arrive level by level.
 
-    A round is ``set_root``, then ``grow`` until ``frontier`` is empty, which it may be at once, then ``prune``, and ``update``
-    with the accepted length.
+    A round is ``set_root``, then ``grow`` until ``frontier`` is empty, which it may be at once, then ``prune``, and
+    ``update`` with the accepted length.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -154,7 +155,9 @@ class TreeGrower:
 
 
 def compile_steps() -> None:
-    """Compile the steps of all policies, or read them from numba's cache. They hold Python's lock for about half of the time."""
+    """Compile the steps of all policies, or read them from numba's cache. They hold Python's lock for about half of the
+    time.
+    """
     grower = TreeGrower(ChainPolicy(depth=1))
     grower.set_root(0)
     grower.grow(np.zeros((1, 1), np.int32), np.zeros((1, 1), np.float32))

@@ -2,17 +2,18 @@
 verification. No paper has this policy.
 
 Costs and gains are in plain decoding steps. A node is worth its *survival*, the calibrated probability that the target
-accepts it, times ``worth``. For a rate, tokens over time, the ``worth`` that maximises it is the time of a token under the
-policy itself (Dinkelbach 1967, "On nonlinear fractional programming"), the inverse of its speedup.
+accepts it, times ``worth``. For a rate, tokens over time, the ``worth`` that maximises it is the time of a token under
+the policy itself (Dinkelbach 1967, "On nonlinear fractional programming"), the inverse of its speedup.
 
-* A level expands the m most probable new nodes, for the m that maximises ``worth`` times ``level_value`` times their survivals
-  minus the price of a level of m nodes and of m more nodes verified; drafting ends where no m gains anything.
+* A level expands the m most probable new nodes, for the m that maximises ``worth`` times ``level_value`` times their
+  survivals minus the price of a level of m nodes and of m more nodes verified; drafting ends where no m gains anything.
 * The n most probable nodes are verified, for the n that maximises ``worth`` times their survivals minus the price of a
   verification of n nodes.
 
 With ``retrieval``, what followed the longest match of the context (``drafters/retrieval.py``) is added as a branch from
-the root whose survival is calibrated by the length of the match. It competes with the draft's nodes in the verification. A
-round whose first retrieved token survives with at least ``skip_draft_above`` asks the draft for nothing.
+the root whose survival is calibrated by the length of the match. It competes with the draft's nodes in the
+verification. A round whose first retrieved token survives with at least ``skip_draft_above`` asks the draft for
+nothing.
 
 Prices are those of the cost table at the request's context length, with the steps of kernels and capture sizes, so a
 larger n may be better than n + 1. A node's survival is at most its parent's, so the most probable nodes are a tree.
@@ -41,7 +42,9 @@ _NUM_RANKS, _NUM_DEPTHS, _RETRIEVED, _NUM_HEADER = range(12, 16)
 # adaptations of the draft's and of retrieved survivals
 _CONTEXT, _MATCH, _EXPECTED, _LOG_EXPONENT, _LOG_EXPONENT_RETRIEVED = range(5)
 
-MAX_LOGIT, LOGIT_STEP = 10.0, 0.5  # of the grid of calibration curves
+# Of the grid of calibration curves.
+MAX_LOGIT = 10.0
+LOGIT_STEP = 0.5
 GRID = np.arange(-MAX_LOGIT, MAX_LOGIT + LOGIT_STEP, LOGIT_STEP)
 GRID_SIZE = len(GRID)
 MAX_SURVIVAL = 0.9995  # of a child: strictly below its parent's
@@ -62,7 +65,8 @@ class TreePrices(Document):
     level: Annotated[tuple[tuple[float, ...], ...], Tuples] = ((0.0, 0.2, 0.21, 0.22, 0.23),)
     """Price of a draft level by its number of nodes, from 0: [contexts, nodes]. Wider levels cost as the last one."""
     verify: Annotated[tuple[tuple[float, ...], ...], Tuples] = ((1.0, 1.02, 1.04, 1.06, 1.08),)
-    """Price of a verification by its number of draft nodes, from 0: [contexts, nodes]. The last two are extrapolated."""
+    """Price of a verification by its number of draft nodes, from 0: [contexts, nodes]. The last two are extrapolated.
+    """
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -78,15 +82,17 @@ class TreePrices(Document):
 
 
 class Calibration(Document):
-    """Probability that the target accepts a child whose parent it accepts, by the draft's own probability of the child."""
+    """Probability that the target accepts a child whose parent it accepts, by the draft's own probability of
+    the child.
+    """
 
     curves: Annotated[tuple[tuple[tuple[float, ...], ...], ...], Tuples] = Field(min_length=1)
-    """[depths, ranks, grid]: for children of depth 1, 2, ... and rank 0, 1, ...; the last of each stands for larger ones.
-    ``GRID`` has the logits of the draft's probability.
+    """[depths, ranks, grid]: for children of depth 1, 2, ... and rank 0, 1, ...; the last of each stands for larger
+    ones. ``GRID`` has the logits of the draft's probability.
     """
     retrieved: Annotated[tuple[tuple[float, ...], tuple[float, ...]] | None, Tuples] = None
-    """Probability that the target accepts the first retrieved token, and that it accepts a later one after those before it,
-    by the length of the match up to that token: [2, ``MAX_MATCH``], from length 1. None: nothing was retrieved.
+    """Probability that the target accepts the first retrieved token, and that it accepts a later one after those before
+    it, by the length of the match up to that token: [2, ``MAX_MATCH``], from length 1. None: nothing was retrieved.
     """
     draft: str
     """The draft's id."""
@@ -241,8 +247,8 @@ def drafts(params: Floats, state: Floats) -> bool:
 
 @compiled
 def add_retrieved(params: Floats, state: Floats, tree: Tree, work: Workspace, tokens: Ints) -> None:
-    """Add the retrieved tokens to the grown tree as a path from the root, which it shares with the draft's nodes as far as they
-    have the same tokens. A negative token ends it.
+    """Add the retrieved tokens to the grown tree as a path from the root, which it shares with the draft's nodes as far
+    as they have the same tokens. A negative token ends it.
     """
     if state[_MATCH] == 0:
         return

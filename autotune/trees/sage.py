@@ -3,22 +3,23 @@ algorithm 1, section 3.3).
 
 The paper leaves several points open. These are hyperparameters of ``SagePolicy``:
 
-* ``below_threshold``: section 3.2 says that a candidate is expanded if its probability exceeds the threshold (``leaf``),
-  and that a path belongs to the tree if and only if it does (``drop``).
+* ``below_threshold``: section 3.2 says that a candidate is expanded if its probability exceeds the threshold
+  (``leaf``), and that a path belongs to the tree if and only if it does (``drop``).
 * ``threshold_on``: the threshold is compared with the cumulative probability of a path, or with the probability of its
   last token alone.
 * ``rounding`` of D, W and W_l. "p_l < W_l" with indices from 0 and W_l not rounded is ``ceil``.
-* ``plan`` and ``confidence``: algorithm 1 builds the tree of a round at the end of the round before (line 18, "using P_out,
-  D, W, N_max"), from the distribution P_out that also gives the confidence (eq. 7 to 9). With ``plan="previous"`` P_out is
-  the distribution after the root of the round before, and every node is expected to have children of its probabilities, by
-  rank. The tree's shape is then known before drafting, and the draft only fills in tokens.
+* ``plan`` and ``confidence``: algorithm 1 builds the tree of a round at the end of the round before (line 18, "using
+  P_out, D, W, N_max"), from the distribution P_out that also gives the confidence (eq. 7 to 9). With
+  ``plan="previous"`` P_out is the distribution after the root of the round before, and every node is expected to have
+  children of its probabilities, by rank. The tree's shape is then known before drafting, and the draft only fills in
+  tokens.
 * ``depth_cap``: how far the acceptance history raises the maximum depth. The paper raises it and names no limit.
 
 Other open points have one reading here. D and W of eq. 10 and 11 are rounded before eq. 12 and the threshold use them.
-Level 1 is W wide, without the factor of eq. 12. A node that is expanded has at least one candidate. P_parent of eq. 12 is
-the cumulative probability of the parent. The maximum depth that the history moves, by one level a round once the window is
-full, is D_max of eq. 10. A tree that reaches N_max keeps the most probable candidates of its last level. The tree of the
-first round, of which the paper has a figure only (figure 4), is that of confidence 0.5.
+Level 1 is W wide, without the factor of eq. 12. A node that is expanded has at least one candidate. P_parent of eq. 12
+is the cumulative probability of the parent. The maximum depth that the history moves, by one level a round once the
+window is full, is D_max of eq. 10. A tree that reaches N_max keeps the most probable candidates of its last level. The
+tree of the first round, of which the paper has a figure only (figure 4), is that of confidence 0.5.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ class SagePolicy(TreePolicy):
     rounding: Literal["nearest", "floor", "ceil"] = "nearest"
     """Rounding of D, W and W_l."""
     plan: Literal["current", "previous"] = "current"
-    """Whether the probabilities of W_l, of the thresholds and of the choice under ``n_max`` are those of the nodes that the
-    draft proposes in this round, or expected ones: those after the root of the round before, by rank; 1/2, 1/4, ... in the
-    first round.
+    """Whether the probabilities of W_l, of the thresholds and of the choice under ``n_max`` are those of the nodes that
+    the draft proposes in this round, or expected ones: those after the root of the round before, by rank; 1/2, 1/4, ...
+    in the first round.
     """
 
     @property
@@ -176,7 +177,8 @@ def _log_threshold(params: Floats, state: Floats, level: int) -> float:
 @compiled
 def plan(params: Floats, state: Floats, work: Workspace) -> int:
     """Plan the shape of a tree of the depth and width in ``state`` from the probabilities of the last root; returns the
-    number of its nodes. Node i, from 1, has parent ``work.order[i]``, rank ``work.rank[i]`` and ``work.mark[i]`` children.
+    number of its nodes. Node i, from 1, has parent ``work.order[i]``, rank ``work.rank[i]`` and ``work.mark[i]``
+    children.
     """
     drops, of_token = params[_KEEPS_LEAVES] == 0.0, params[_OF_TOKEN] == 1.0
     work.frontier[0] = work.mark[0] = 0
@@ -246,7 +248,9 @@ def _grow_planned(num_nodes: float, level: int, tree: Tree, work: Workspace, pro
 
 @compiled
 def grow(params: Floats, state: Floats, tree: Tree, work: Workspace, num_frontier: int, proposals: Proposals) -> int:
-    """Add one level of children of the frontier; returns the number of nodes to expand next (written to the frontier)."""
+    """Add one level of children of the frontier; returns the number of nodes to expand next (written to the
+    frontier).
+    """
     level = tree.depth[work.frontier[0]] + 1
     if level == 1:
         _begin_round(params, state, work, proposals, tree.row[0])

@@ -1,5 +1,5 @@
-"""``static``: a tree of fixed shape, given by rank paths: ``[0, 2]`` is the third most probable child of the most probable
-child of the root. ``prediction/sequoia.py`` computes the best one.
+"""``static``: a tree of fixed shape, given by rank paths: ``[0, 2]`` is the third most probable child of the most
+probable child of the root. ``prediction/sequoia.py`` computes the best one.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class StaticPolicy(TreePolicy):
 
 @compiled
 def grow(params: Floats, tree: Tree, work: Workspace, proposals: Proposals) -> int:
-    """Add the nodes of one level, which have the same indices in every round; returns the number of nodes to expand next
-    (written to the frontier).
+    """Add the nodes of one level, which have the same indices in every round; returns the number of nodes to expand
+    next (written to the frontier).
     """
     level = tree.depth[work.frontier[0]] + 1
     num_next = 0

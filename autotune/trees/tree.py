@@ -34,7 +34,8 @@ class Tree(NamedTuple):
     row: Ints
     """Row of ``Proposals`` that holds the node's own children, once it is expanded."""
     kv_slot: Ints
-    """Index of the node in the draft's KV cache, counted from the end of the prefix; -1 if the draft has not read it."""
+    """Index of the node in the draft's KV cache, counted from the end of the prefix; -1 if the draft has not read it.
+    """
     size: Ints
 
 
@@ -55,8 +56,8 @@ class Retrieved(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Scratch arrays of a policy, allocated once, because an allocation costs as much as a level. Only ``frontier``, for
-    ``eagle2`` ``order``, and for ``priced`` ``score`` and ``mark`` keep their contents between two calls.
+    """Scratch arrays of a policy, allocated once, because an allocation costs as much as a level. Only ``frontier``,
+    for ``eagle2`` ``order``, and for ``priced`` ``score`` and ``mark`` keep their contents between two calls.
     """
 
     frontier: Ints
@@ -106,8 +107,8 @@ def add_child(tree: Tree, parent: int, rank: int, proposals: Proposals) -> int:
 
 @compiled
 def best_first(value: Floats, count: int, num_best: int, order: Ints) -> int:
-    """Write the indices of the ``num_best`` largest of ``value[:count]`` to ``order``, largest first, the earlier of equal
-    ones first; returns their number.
+    """Write the indices of the ``num_best`` largest of ``value[:count]`` to ``order``, largest first, the earlier of
+    equal ones first; returns their number.
     """
     num_ordered = 0
     for i in range(count):
@@ -133,8 +134,8 @@ def add_best_children(
     """Append the ``num_best`` children of the frontier of highest cumulative probability above the floor; returns their
     number. The first ``work.mark[i]`` proposals of frontier node i are candidates.
 
-    They are added most probable first, equal ones in the order of frontier and rank. Every row of proposals is sorted, so
-    a heap of each row's next candidate merges the rows and looks at no more candidates than it takes.
+    They are added most probable first, equal ones in the order of frontier and rank. Every row of proposals is sorted,
+    so a heap of each row's next candidate merges the rows and looks at no more candidates than it takes.
     """
     heap, value, next_rank = work.order, work.logprob, work.rank
     size = 0
@@ -219,8 +220,8 @@ def write_tree_mask(tree: Tree, mask: NDArray[np.float32], mask_value: float) ->
 def write_frontier_mask(
     tree: Tree, frontier: Ints, mask: NDArray[np.float32], num_slots: int, mask_value: float
 ) -> None:
-    """Write the additive attention mask of one draft level, [frontier, slots]: 0 for the KV slots of node ``frontier[i]``
-    and its ancestors, else ``mask_value``.
+    """Write the additive attention mask of one draft level, [frontier, slots]: 0 for the KV slots of node
+    ``frontier[i]`` and its ancestors, else ``mask_value``.
 
     The prefix, whose last token is the root, is visible to every node and has no columns here. Rows beyond the frontier
     are padding and fully masked.

@@ -1,5 +1,5 @@
-"""The rule that accepts draft tokens: lossless, the walk down the tree along the target's own tokens (``docs/concepts.md``),
-or lossy, WETAP's threshold from deep to shallow levels.
+"""The rule that accepts draft tokens: lossless, the walk down the tree along the target's own tokens
+(``docs/concepts.md``), or lossy, WETAP's threshold from deep to shallow levels.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class WetapVerification(Document):
     value; at 1 no path is accepted that the target finds less probable than the draft does.
 
     Both probabilities are of the models' own distributions at temperature 1, so that a ratio of 1 means that the models
-    agree; the paper decodes at temperature 1 and does not say whether its top-k and top-p apply to them. Tokens that the
-    request's own top-k, top-p or logits processors exclude are never accepted. Eq. 9 has "at least"; line 35 of
+    agree; the paper decodes at temperature 1 and does not say whether its top-k and top-p apply to them. Tokens that
+    the request's own top-k, top-p or logits processors exclude are never accepted. Eq. 9 has "at least"; line 35 of
     algorithm 1, ``min(1, p / q) > threshold``, would accept nothing at 1.
     """
 
@@ -81,8 +81,8 @@ def accept_path(tree: Tree, target_token: Ints, path: Ints) -> int:
 
 @compiled
 def accept_by_ratio(tree: Tree, target_logprob: Floats, log_threshold: float, path: Ints) -> int:
-    """WETAP's acceptance (eq. 9, algorithm 1, lines 27 to 46): among the nodes whose cumulative target probability is at
-    least the threshold times the draft's, the deepest, and of those the one most probable to the target.
+    """WETAP's acceptance (eq. 9, algorithm 1, lines 27 to 46): among the nodes whose cumulative target probability is
+    at least the threshold times the draft's, the deepest, and of those the one most probable to the target.
 
     The paper does not say whose probability decides among the accepted nodes of a level; it is the target's here.
     ``target_logprob[node]`` is the target's log-probability of the node's token after its parent; it is summed along

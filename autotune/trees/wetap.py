@@ -1,12 +1,13 @@
 """``wetap``: the entropy of a level sets the width of the next; over budget, nodes are kept for their probability and
 their depth (WETAP, eq. 3-8, algorithm 1, appendix D).
 
-Where the paper is open: the probabilities of eq. 3 are cumulative as those of eq. 7 (algorithm 1 has one q_i for both), or the
-tokens' own (``entropy_of``); p_min and p_max of eq. 7 are those of the grown tree; W_t of eq. 6 is the number of nodes that
-level t really has; widths are rounded to the nearest integer. A parent's candidates are those that transformers' warpers leave:
-its ``top_k`` best, of which those are taken whose better ones have less than ``top_p`` of the probability, renormalised over
-the ``top_k``; at least one. After missing parents have been added back, one pass drops leaves above the last level, from
-shallow to deep and the least probable of a level first; then the least probable nodes of all are dropped.
+Where the paper is open: the probabilities of eq. 3 are cumulative as those of eq. 7 (algorithm 1 has one q_i for both),
+or the tokens' own (``entropy_of``); p_min and p_max of eq. 7 are those of the grown tree; W_t of eq. 6 is the number of
+nodes that level t really has; widths are rounded to the nearest integer. A parent's candidates are those that
+transformers' warpers leave: its ``top_k`` best, of which those are taken whose better ones have less than ``top_p`` of
+the probability, renormalised over the ``top_k``; at least one. After missing parents have been added back, one pass
+drops leaves above the last level, from shallow to deep and the least probable of a level first; then the least probable
+nodes of all are dropped.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class WetapPolicy(TreePolicy):
     top_k: int = Field(default=10, ge=1, le=MAX_CHILDREN)
     top_p: float = Field(default=0.9, gt=0, le=1)
     nucleus: Literal["top_k", "all"] = "top_k"
-    """Mass that ``top_p`` is a share of: the probability of the ``top_k`` best candidates, as transformers cuts, or of all
-    tokens.
+    """Mass that ``top_p`` is a share of: the probability of the ``top_k`` best candidates, as transformers cuts, or of
+    all tokens.
     """
     entropy_of: Literal["path", "token"] = "path"
     """Probabilities whose entropy sets the next width (eq. 3): the cumulative ones, or the tokens' own."""

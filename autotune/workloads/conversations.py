@@ -1,7 +1,8 @@
 """Conversations: the prompts of later turns follow the target's own answers to the turns before them.
 
-The prompt of turn n is a prompt like any other once the n - 1 answers before it are known, so that recording, replay, bench and
-check need nothing else for conversations. Every arm of a bench reads the target's answers; the answers of lossless arms equal them.
+The prompt of turn n is a prompt like any other once the n - 1 answers before it are known, so that recording, replay,
+bench and check need nothing else for conversations. Every arm of a bench reads the target's answers; the answers of
+lossless arms equal them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Conversations:
         return replace(workload, prompts=tuple(self.follow_all(workload.prompts)))
 
     def follow_all(self, prompts: Sequence[WorkloadPrompt]) -> list[WorkloadPrompt]:
-        """The prompts with the target's answers to their earlier turns. The same turn of several conversations is decoded at once."""
+        """The prompts with the target's answers to their earlier turns. The same turn of several conversations is
+        decoded at once.
+        """
         conversations = [[prompt] if prompt.is_answered else prompt.conversation for prompt in prompts]
         for number in range(max(map(len, conversations), default=1) - 1):
             missing = {}

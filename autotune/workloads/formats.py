@@ -6,16 +6,19 @@
 | ``mt-bench`` | ``{"question_id": 81, "category": "writing", "turns": [text, text]}`` |
 | ``spec-bench`` | as ``mt-bench``; the categories of MT-Bench are one task, as Spec-Bench reports them |
 | ``mmspec`` | ``{"id": text, "image": path, "turns": [text], "topic": "general vqa"}`` |
-| ``speed-bench`` | ``{"question_id": text, "category": text, "turns": [text], ...}``, JSONL or Parquet; ``messages`` once prepared |
-| ``vllm`` | ``{"prompt": text, "image_files": [paths], "output_tokens": n}``, or ``content`` with parts of text and images |
+| ``speed-bench`` | ``{"question_id": text, "category": text, "turns": [text], ...}``, JSONL or Parquet; ``messages``
+once prepared |
+| ``vllm`` | ``{"prompt": text, "image_files": [paths], "output_tokens": n}``, or ``content`` with parts of text and
+images |
 | ``sharegpt`` | ``[{"conversations": [{"from": "human", "value": text}, ...]}]``, JSON or JSONL |
 | ``humaneval`` | ``{"task_id": "HumanEval/0", "prompt": code, ...}`` |
 | ``gsm8k`` | ``{"question": text, "answer": text}`` |
 
 Text files may be compressed by gzip.
 
-The reference answers of a benchmark are not used: later turns follow the target's own answers. Questions of a benchmark are
-taken from its tasks in turn, so that the first ones are of all tasks, and alternate between the splits within each task.
+The reference answers of a benchmark are not used: later turns follow the target's own answers. Questions of a benchmark
+are taken from its tasks in turn, so that the first ones are of all tasks, and alternate between the splits within each
+task.
 """
 
 from __future__ import annotations
@@ -118,7 +121,9 @@ def read_jsonl(path: Path, kind_of: type[P]) -> list[tuple[int, P]]:
 
 
 def detect(rows: Sequence[tuple[int, Any]]) -> Format:
-    """The format of a file with these rows, by the keys of the first one; Spec-Bench has categories that MT-Bench has not."""
+    """The format of a file with these rows, by the keys of the first one; Spec-Bench has categories that MT-Bench has
+    not.
+    """
     first = rows[0][1]
     keys = set(first) if isinstance(first, Mapping) else set()
     if "conversations" in keys:
@@ -273,7 +278,9 @@ class _ShareGpt(_Row):
     conversations: list[_ShareGptMessage]
 
     def prompt(self, format: Format) -> Prompt | None:
-        """The turns of ``human`` up to an empty one. Conversations without any exist in the published file, and are left out."""
+        """The turns of ``human`` up to an empty one. Conversations without any exist in the published file, and are
+        left out.
+        """
         turns = [message.value for message in self.conversations if message.speaker in ("human", "user")]
         turns = list(itertools.takewhile(str.strip, turns))
         return _conversation(turns, task="sharegpt") if turns else None

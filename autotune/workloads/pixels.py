@@ -48,8 +48,8 @@ def load_image(address: str | Path) -> Image:
 def load_video(address: str | Path, fps: float) -> Video:
     """The frames of a video, ``fps`` of each second.
 
-    A folder holds the frames themselves, as images in the order of their names. The frames of an animated GIF, WebP or PNG file
-    are those shown at 0, 1 / fps, ... seconds, and so are those of other files, which PyAV decodes.
+    A folder holds the frames themselves, as images in the order of their names. The frames of an animated GIF, WebP or
+    PNG file are those shown at 0, 1 / fps, ... seconds, and so are those of other files, which PyAV decodes.
 
     Raises:
         UserError: no such file or folder, no frame in it, frames of several sizes, or a file that cannot be decoded.

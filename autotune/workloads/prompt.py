@@ -48,8 +48,8 @@ class Message(Document):
 class Prompt(Document):
     """One prompt with its generation settings.
 
-    ``prompt`` is the user's only message; ``messages`` is a chat; ``turns`` are the user's messages of a conversation, in which
-    the target's own answers come between them. ``images`` and ``videos`` are paths, of the first message.
+    ``prompt`` is the user's only message; ``messages`` is a chat; ``turns`` are the user's messages of a conversation,
+    in which the target's own answers come between them. ``images`` and ``videos`` are paths, of the first message.
     """
 
     prompt: str = ""
@@ -177,8 +177,8 @@ class WorkloadPrompt:
         """The inputs that the Hugging Face processor makes of the prompt, on a device.
 
         Raises:
-            UserError: an image or video that the model does not read, messages without a chat template, or text that does not match
-                the images.
+            UserError: an image or video that the model does not read, messages without a chat template, or text that
+                does not match the images.
         """
         content = self.content
         if not isinstance(content, str) and not getattr(processor, "chat_template", None):
@@ -252,8 +252,8 @@ def can_read(processor: Any, pixels: Sequence[Image | Video]) -> bool:
 def chat_text(processor: Any, content: str | Sequence[Message], *, num_images: int, num_videos: int = 0) -> str:
     """The text of a prompt after the processor's chat template, with the generation prompt.
 
-    Without a template the text is used unchanged. Markers of images and videos are placed where the messages say, or at the
-    beginning of the first user message.
+    Without a template the text is used unchanged. Markers of images and videos are placed where the messages say, or at
+    the beginning of the first user message.
     """
     if not getattr(processor, "chat_template", None):
         assert isinstance(content, str)

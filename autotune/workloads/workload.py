@@ -1,12 +1,12 @@
 """Workloads: prompts, images and generation settings, from a file or bundled.
 
-A line of our own JSONL is a ``Prompt``; its paths of images and videos are relative to the file. ``workloads.formats`` reads the files
-of public benchmarks.
+A line of our own JSONL is a ``Prompt``; its paths of images and videos are relative to the file. ``workloads.formats``
+reads the files of public benchmarks.
 
 Prompts of the ``tune`` split choose a configuration, prompts of ``evaluate`` judge it, and prompts of ``train`` are
 only for training drafts; prompts without a split alternate between the first two. A prompt that occurs in two splits is
-used for evaluation only. Every turn of a conversation is a prompt, all in one split. The bundled workloads are JSONL files of
-prompts with reference answers, which ``load_workload`` leaves out.
+used for evaluation only. Every turn of a conversation is a prompt, all in one split. The bundled workloads are JSONL
+files of prompts with reference answers, which ``load_workload`` leaves out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 WorkloadSplit = Literal["tune", "evaluate"]
 BUNDLED = ("digits", "smollm2")
-"""Bundled workloads, each named after its target. A workload is the file ``workload.jsonl`` beside the target's drafts."""
+"""Bundled workloads, each named after its target. A workload is the file ``workload.jsonl`` beside the target's drafts.
+"""
 WARM_UP_TOKENS = 32  # tokens decoded to warm up an arm
 
 

@@ -48,7 +48,9 @@ def updated(text: str, results: Results, page: Path) -> str:
 
 
 def _figure(name: str, results: Results, page: Path) -> str:
-    """Markup that shows the light or the dark file: by the reader's system in the README, by the site's switch on its pages."""
+    """Markup that shows the light or the dark file: by the reader's system in the README, by the site's switch on its
+    pages.
+    """
     files = files_of(name, results)
     shown = []
     for file, inputs in files.items():
@@ -63,7 +65,9 @@ def _figure(name: str, results: Results, page: Path) -> str:
 
 
 def problems(text: str, results: Results, page: Path) -> list[str]:
-    """What is wrong on a page: content between markers that the results do not give, and speedups outside of markers."""
+    """What is wrong on a page: content between markers that the results do not give, and speedups outside of
+    markers.
+    """
     found = []
     try:
         given = updated(text, results, page)

@@ -1,4 +1,6 @@
-"""A result file: what a benchmark measured, where and how, and the values that figures, tables and numbers in the documentation show."""
+"""A result file: what a benchmark measured, where and how, and the values that figures, tables and numbers in the
+documentation show.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class Result(Document, kind="benchmark-result", made_by="python -m benchmarks.me
     name: str
     """Also the name of the file."""
     source: Literal["measured", "counted", "diary"]
-    """``measured``: timed on the machine. ``counted``: the same on every machine. ``diary``: transcribed from ``benchmarks/RESULTS.md``, without
-    samples, until the set is measured again.
+    """``measured``: timed on the machine. ``counted``: the same on every machine. ``diary``: transcribed from
+    ``benchmarks/RESULTS.md``, without samples, until the set is measured again.
     """
     command: str
     machine: str

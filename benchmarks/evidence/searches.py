@@ -106,7 +106,9 @@ def samples_of(folder: Path, number: int) -> dict[str, Rows]:
 
 
 def held_out_runs(profile: DecodingProfile, ledger: Path) -> Rows:
-    """Runs of plain decoding, Hugging Face, the defaults and the profile on held-out prompts, in milliseconds and decoded tokens."""
+    """Runs of plain decoding, Hugging Face, the defaults and the profile on held-out prompts, in milliseconds and
+    decoded tokens.
+    """
     held_out = {prompt.sha256 for prompt in profile.evidence.prompts}
     by_arm: dict[str, dict[str, dict[str, Any]]] = {}
     for line in read_lines(ledger):
@@ -134,7 +136,9 @@ def held_out_runs(profile: DecodingProfile, ledger: Path) -> Rows:
 
 
 def values_of(samples: dict[str, Rows]) -> dict[str, Rows]:
-    """Speedups by search, task and arm; predictions with their errors; the search whose figures are shown, and a summary of all."""
+    """Speedups by search, task and arm; predictions with their errors; the search whose figures are shown, and a
+    summary of all.
+    """
     speedups: Rows = []
     for search in samples["searches"]:
         number, default = search["search"], search["best_default"]

@@ -1,4 +1,6 @@
-"""Random configurations of every policy, and the trace of a draft whose proposals are hashed from the last two tokens."""
+"""Random configurations of every policy, and the trace of a draft whose proposals are hashed from the last two
+tokens.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,9 @@ def assert_same_rounds(trace: Trace, tree: dict[str, Any], fallback: RoundPrice 
 
 
 def test_times_add_up_to_the_whole() -> None:
-    """With 1 ms for every target forward, the time is the number of rounds; the draft's prefill is priced once a prompt."""
+    """With 1 ms for every target forward, the time is the number of rounds; the draft's prefill is priced once a
+    prompt.
+    """
     trace = hash_trace(1, num_prompts=3, num_tokens=60)
     prefill = PrefillCost(intercept_ms=5, per_token_ms=0, image_ms=0, samples=[])
     prices = replace(free_prices(), decode_ms=np.ones(1), verify_ms=np.ones((200, 1)), draft_prefill=prefill)

@@ -57,7 +57,8 @@ EVERYTHING = bounds_for([LARGEST_EAGLE2, LARGEST_WETAP, SagePolicy(d_max=12)]).m
 
 # A narrow beam may lead where the recorded, wider one does not; replay counts that as missing.
 BEAMS = ("eagle2", "wetap")
-# The shape of these does not depend on the proposals, and the answer is always recorded, so missing nodes change nothing.
+# The shape of these does not depend on the proposals, and the answer is always recorded, so missing nodes change
+# nothing.
 FIXED_SHAPES = ("chain", "static")
 
 
@@ -139,7 +140,9 @@ def test_replay_counts_the_rounds_of_the_decoder(
 def test_replay_counts_the_rounds_of_a_retrieval_draft(
     of_each: int, recorder: Recorder, target: Target, workload: Workload, processor: Any
 ) -> None:
-    """So many random configurations of every policy. Shares of occurrences are often equal, and often nothing is proposed."""
+    """So many random configurations of every policy. Shares of occurrences are often equal, and often nothing is
+    proposed.
+    """
     draft = RetrievalDraft()
     draft.attach(target)
     trace = recorder.trace(draft, reference(RETRIEVAL), workload, visual_keep=1.0, bounds=EVERYTHING)
@@ -244,7 +247,7 @@ def test_an_answer_that_ends_early(
         assert_rounds_are_the_decoders(trace, Configuration(tree=tree), decoder, ended, processor)
 
 
-# ------------------------------------------------------------------------------------------------------- bounded traces
+# -------- bounded traces
 
 
 def test_a_raised_floor_loses_nodes_and_no_accepted_token(
@@ -302,7 +305,7 @@ def test_a_policy_beyond_the_trace_is_refused() -> None:
         assert asks_for in str(refused.value) and "record a larger one" in str(refused.value)
 
 
-# ------------------------------------------------------------------------------------------------------------- by hand
+# -------- by hand
 
 # The answer is 10 11 12 13 14 15 16; forest nodes 0 to 5 are its first six tokens. Every node has two children.
 ANSWER = [10, 11, 12, 13, 14, 15, 16]
@@ -326,9 +329,9 @@ def trace_by_hand() -> Trace:
 
 
 def prices_by_hand() -> DensePrices:
-    """A draft level of n tokens takes n ms, the first of a round 0.5 ms more, a verification of n nodes 10 n ms; every 4
-    cached tokens add 0.1, 0.1 and 1 ms. The draft's prefill takes 1 ms + 0.5 ms per token + 2 ms with an image; overhead is
-    0.25 ms per round, 0.125 ms per level and 0.0625 ms per verified node.
+    """A draft level of n tokens takes n ms, the first of a round 0.5 ms more, a verification of n nodes 10 n ms; every
+    4 cached tokens add 0.1, 0.1 and 1 ms. The draft's prefill takes 1 ms + 0.5 ms per token + 2 ms with an image;
+    overhead is 0.25 ms per round, 0.125 ms per level and 0.0625 ms per verified node.
     """
     tokens, bins = np.arange(5.0)[:, None], np.arange(6.0)[None, :]
     prefill = PrefillCost(intercept_ms=1, per_token_ms=0.5, image_ms=2, samples=[])
@@ -338,9 +341,9 @@ def prices_by_hand() -> DensePrices:
 
 
 def test_a_chain_by_hand() -> None:
-    """ReplayedRound 1, root 10: the tree is 11, 12; both are accepted, and verification yields 13.
-    The draft has not read the leaf 12, so round 2 begins with two tokens, 12 and 13.
-    ReplayedRound 2, root 13: 14, 21; 14 is accepted, verification yields 15. ReplayedRound 3, root 15: 16 is accepted, the answer ends.
+    """ReplayedRound 1, root 10: the tree is 11, 12; both are accepted, and verification yields 13. The draft has not
+    read the leaf 12, so round 2 begins with two tokens, 12 and 13. ReplayedRound 2, root 13: 14, 21; 14 is accepted,
+    verification yields 15. ReplayedRound 3, root 15: 16 is accepted, the answer ends.
     """
     replayed = replay(trace_by_hand(), ChainPolicy(depth=2), prices_by_hand())
     assert replayed.accepted_lengths[0].tolist() == [2, 1, 1]
@@ -364,9 +367,9 @@ def test_a_chain_by_hand() -> None:
 def test_a_sage_tree_by_hand(below_threshold: Literal["leaf", "drop"]) -> None:
     """Two levels, two children of the root, then one child each, three nodes at most.
 
-    ReplayedRound 1: 11 (0.6), 20 (0.3), then 12 (0.48), which leaves no room for 20's 21 (0.27). Both tokens are accepted.
-    ReplayedRound 2, root 13: 14 (0.7), 20 (0.2), then 21 (0.63) below 14. ReplayedRound 3, root 15: 16, and 20 falls below 0.05:
-    it is a leaf, or not in the tree.
+    ReplayedRound 1: 11 (0.6), 20 (0.3), then 12 (0.48), which leaves no room for 20's 21 (0.27). Both tokens are
+    accepted. ReplayedRound 2, root 13: 14 (0.7), 20 (0.2), then 21 (0.63) below 14. ReplayedRound 3, root 15: 16, and
+    20 falls below 0.05: it is a leaf, or not in the tree.
     """
     policy = SagePolicy(d_min=2, d_max=2, w_min=2, w_max=2, k=2, n_max=3, below_threshold=below_threshold)
     last = 2 if below_threshold == "leaf" else 1  # nodes of round 3
@@ -389,7 +392,9 @@ def test_a_level_wider_than_a_forward_pass_costs_several() -> None:
 
 
 def test_a_draft_with_blocks_that_cross_by_hand() -> None:
-    """The chain above: four of nine prompt tokens are pruned, and half of the keys and values are of the whole prompt."""
+    """The chain above: four of nine prompt tokens are pruned, and half of the keys and values are of the whole
+    prompt.
+    """
     prices = replace(prices_by_hand(), crossing_share=0.5)
     replayed = replay(trace_by_hand(), ChainPolicy(depth=2), prices)
     # Draft, (tokens, effective KV length), two more than above: (1, 7) (1, 8) | (2, 9) (1, 11) | (1, 12) (1, 13)

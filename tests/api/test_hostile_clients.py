@@ -1,4 +1,6 @@
-"""Hundreds of requests at once, some cancelled, some malformed: right answers, no error of the server, no hang, flat memory."""
+"""Hundreds of requests at once, some cancelled, some malformed: right answers, no error of the server, no hang, flat
+memory.
+"""
 
 from __future__ import annotations
 

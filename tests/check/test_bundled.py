@@ -1,7 +1,7 @@
 """The exact gate on the bundled pair: lossless, and a lower accepted length is found.
 
-Counts are exact on the device that made the profile. On another device a near tie may fall the other way, so the shipped
-counts are advisory there, and the gate is tested with counts of this machine.
+Counts are exact on the device that made the profile. On another device a near tie may fall the other way, so the
+shipped counts are advisory there, and the gate is tested with counts of this machine.
 """
 
 from __future__ import annotations

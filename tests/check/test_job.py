@@ -143,7 +143,7 @@ def test_a_speedup_below_the_minimum_fails(world: Path) -> None:
     assert check("lossless.json", min_speedup=0.001).exit_code == 0
 
 
-# --------------------------------------------------------------------------------------------------- operating points
+# -------- operating points
 
 
 def write_points(world: Path, *tasks: str) -> None:
@@ -187,7 +187,7 @@ def test_each_prompt_is_decoded_by_its_own_point(world: Path, monkeypatch: pytes
     assert runs["loose"].rounds < runs["strict"].rounds == len(runs["strict"].accepted_lengths)
 
 
-# ------------------------------------------------------------------------------------------------------------- evidence
+# -------- evidence
 
 
 def write_evidence(world: Path, name: str = "proven.json", **fields: Any) -> DecodingProfile:
@@ -276,7 +276,7 @@ def test_another_workload_is_not_comparable_without_another_gate(world: Path) ->
     assert [one.name for one in both.workloads] == ["workload.jsonl", "other.jsonl"]
 
 
-# -------------------------------------------------------------------------------------------------------------- against
+# -------- against
 
 
 class InProcess:

@@ -30,8 +30,8 @@ def test_a_fixed_order_raises_false_alarms() -> None:
 
 @pytest.mark.parametrize("other", [EVERY_LAUNCH, BY_PAIR], ids=["every launch", "by pair"])
 def test_error_probabilities_hold_at_their_limits_and_not_with_simpler_designs(other: Design) -> None:
-    """A slowdown of exactly the tolerance fails, and one of exactly the limit passes, at most as often as stated. Analyses after
-    every launch, or pairs treated as independent, do so several times as often.
+    """A slowdown of exactly the tolerance fails, and one of exactly the limit passes, at most as often as stated.
+    Analyses after every launch, or pairs treated as independent, do so several times as often.
     """
     ours, simpler = (simulate(UNLIKE_PROCESSES, 0.01, one, num_checks=1000).failed for one in (Design(), other))
     assert ours <= 0.01 < simpler

@@ -1,4 +1,6 @@
-"""The sequential test: exact p-values, dependence within launches, and error probabilities that are shared, not exceeded."""
+"""The sequential test: exact p-values, dependence within launches, and error probabilities that are shared, not
+exceeded.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,8 @@ def test_analyses_share_the_error_probabilities() -> None:
 
 
 def test_every_analysis_can_decide() -> None:
-    """The smallest possible p-value suffices to pass and to fail at the first analysis, with two workloads too. One launch fewer
-    would not suffice, and with 20 pairs nothing could be decided.
+    """The smallest possible p-value suffices to pass and to fail at the first analysis, with two workloads too. One
+    launch fewer would not suffice, and with 20 pairs nothing could be decided.
     """
     design = Design(num_workloads=2)
     for number, num_pairs in enumerate(design.analyses):

@@ -1,4 +1,6 @@
-"""Commands that are killed at random moments, and given again until they end: nothing is lost, changed or left in part."""
+"""Commands that are killed at random moments, and given again until they end: nothing is lost, changed or left
+in part.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def remove(folder: Path, *names: str) -> None:
 
 
 def kept(folder: Path) -> dict[str, str]:
-    """Finished records of ledgers, which are whole, and hashes of recorded forests and answers: no later run may lose or change one."""
+    """Finished records of ledgers, which are whole, and hashes of recorded forests and answers: no later run may lose
+    or change one.
+    """
     files = (
         path for pattern in ("forests/**/*.safetensors", "training-answers/*.json") for path in folder.rglob(pattern)
     )
@@ -103,7 +107,8 @@ def has_ended(process: psutil.Process) -> bool:
 def kill(verb: str, command: tuple[object, ...], folder: Path, times: int) -> str:
     """Kill a command, alone or with its worker processes, as often as said, then let it end; returns what was counted.
 
-    Now and then it begins anew. What was finished before a kill is there after it, and two runs that end have one result.
+    Now and then it begins anew. What was finished before a kill is there after it, and two runs that end have one
+    result.
     """
     order, num_killed, num_begun, before = random.Random(verb), 0, 0, dict[str, str]()
     begin_s = time.monotonic()

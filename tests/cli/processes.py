@@ -32,8 +32,8 @@ class Done:
 def start_command(
     *arguments: object, folder: Path, log: Path | None = None, prepare: Callable[[], None] | None = None
 ) -> BaseProcess:
-    """Start ``autotune`` with these arguments in a folder, after ``prepare`` there; its standard output and error go to ``log``.out and
-    ``log``.err.
+    """Start ``autotune`` with these arguments in a folder, after ``prepare`` there; its standard output and error go to
+    ``log``.out and ``log``.err.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))

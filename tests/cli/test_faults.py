@@ -1,5 +1,6 @@
-"""Commands that are killed, ended by a signal or left by their reader, disks that are full or read-only, clocks that are set and
-databases that are lost, at many moments: exit codes as documented, nothing partial, and the same command completes.
+"""Commands that are killed, ended by a signal or left by their reader, disks that are full or read-only, clocks that
+are set and databases that are lost, at many moments: exit codes as documented, nothing partial, and the same command
+completes.
 """
 
 from __future__ import annotations
@@ -208,7 +209,9 @@ def test_read_only_folders_are_one_line_and_the_command_completes(
 
 
 def set_the_clock() -> None:
-    """From here on this process's clock, and its ledgers', are a day early, right or a day late whenever they are looked at."""
+    """From here on this process's clock, and its ledgers', are a day early, right or a day late whenever they are
+    looked at.
+    """
     now, days = time.time, itertools.cycle((0.0, 1.0, -1.0))
     patch.object(time, "time", lambda: now() + 86400.0 * next(days)).start()
     NOW["sqlite"] += " + (random() % 2) * 86400.0"

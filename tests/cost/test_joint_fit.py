@@ -80,7 +80,9 @@ def test_precise_observations_are_reproduced() -> None:
 
 
 def test_rounds_move_the_prices_of_a_draft_and_not_the_plain_step() -> None:
-    """Rounds took a fifth longer than their steps, in plain steps: other sizes follow, drafts by a part, and plain decoding does not."""
+    """Rounds took a fifth longer than their steps, in plain steps: other sizes follow, drafts by a part, and plain
+    decoding does not.
+    """
     table = observed_table(error=0.01)
 
     def slower(of: Surface) -> Surface:

@@ -97,8 +97,8 @@ def test_every_shipped_datasheet_gives_a_table() -> None:
 
 
 def test_captured_forward_passes_are_estimated_at_the_sizes_of_captures() -> None:
-    """Capture sizes and padded KV lengths. Steps take the time of their kernels, 40 of a layer and 40 outside, and of the host,
-    besides that of their traffic; prefills are eager.
+    """Capture sizes and padded KV lengths. Steps take the time of their kernels, 40 of a layer and 40 outside, and of
+    the host, besides that of their traffic; prefills are eager.
     """
     assert step_ms(SHAPE, LIMITS, 1, 999, CUDA_GRAPH) == pytest.approx(2.001 / 0.88 + 80 * 0.002 + HOST_MS)
     eager = estimated(SHAPE, SHAPE)
@@ -149,7 +149,9 @@ def test_estimate_has_the_given_subnet() -> None:
 
 
 def test_estimate_of_a_draft_with_blocks_that_cross() -> None:
-    """Bound by memory, a forward pass takes the time of reading the weights and the keys and values of both KV lengths."""
+    """Bound by memory, a forward pass takes the time of reading the weights and the keys and values of both KV
+    lengths.
+    """
     shape = LARGE.model_copy(update={"crossing_share": 0.25, "kv_bytes_per_token": 10**6})
     table = estimated(shape)
     assert table.prices(DRAFT, max_tokens=2, max_kv_length=4096).crossing_share == 0.25
@@ -203,7 +205,9 @@ def test_a_draft_in_blocks_is_estimated_as_one_forward_pass_a_round() -> None:
 
 @pytest.mark.parametrize(("mode", "kernel_time"), [(EAGER, "eager_layer_ms"), (CUDA_GRAPH, "kernel_ms")])
 def test_limits_are_scaled_to_measurements(mode: str, kernel_time: str) -> None:
-    """Three quarters of the bandwidth, a thirtieth of the peak, twice the time of kernels: each is found from steps that it bounds."""
+    """Three quarters of the bandwidth, a thirtieth of the peak, twice the time of kernels: each is found from steps
+    that it bounds.
+    """
     known = find_limits("h100")
     reached = known.model_copy(
         update={

@@ -156,7 +156,9 @@ def test_subnets_are_identified_by_their_heads() -> None:
 
 
 def test_unequal_shares_are_priced_between_equal_ones() -> None:
-    """At the mean share: a third of the way from a half of the heads to all of them, and exactly where the table has them."""
+    """At the mean share: a third of the way from a half of the heads to all of them, and exactly where the table has
+    them.
+    """
     table = cost_table()
     (whole,) = table.drafts
     cheap = {"draft_first": surface(lambda n, m: 0.1 + 0.01 * n), "draft_level": surface(lambda n, m: 0.05 + 0.004 * n)}
@@ -184,7 +186,9 @@ def test_unequal_shares_are_priced_between_equal_ones() -> None:
 
 
 def test_drafts_with_few_samples_have_the_overhead_of_the_others() -> None:
-    """The runtime's work is the same for all drafts: a run that took three times as long moves its draft by a part of that."""
+    """The runtime's work is the same for all drafts: a run that took three times as long moves its draft by a part of
+    that.
+    """
     runs = [(n, n * depth, n * nodes, 0) for n in (5, 12, 20) for depth, nodes in ((1, 1), (8, 8), (6, 30))]
     rng = np.random.default_rng(0)
     exact = [0.3 * rounds + 0.05 * levels + 0.01 * nodes for rounds, levels, nodes, _ in runs]

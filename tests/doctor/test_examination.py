@@ -95,7 +95,9 @@ def test_flips_in_half_precision_are_near_ties(text_pair: Pair) -> None:
 
 
 def test_a_broken_verification_is_unexplained(text_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward passes of several tokens see them in another order, although the logits' noise is then as large as any margin."""
+    """Forward passes of several tokens see them in another order, although the logits' noise is then as large as any
+    margin.
+    """
     target = Target(text_pair.target)
     forward = target.forward
 

@@ -1,4 +1,6 @@
-"""Block-diffusion drafts in their three published forms: tiny checkpoints against transformers' own model and generator."""
+"""Block-diffusion drafts in their three published forms: tiny checkpoints against transformers' own model and
+generator.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +106,8 @@ def write_draft(folder: Path, form: str, **changes: Any) -> Path:
 
 
 class Blocks:
-    """The drafted blocks of a request by the number of tokens before them. A true token takes the place of the first drafted one
-    now and then, so that rounds accept some.
+    """The drafted blocks of a request by the number of tokens before them. A true token takes the place of the first
+    drafted one now and then, so that rounds accept some.
     """
 
     def __init__(self, answer: list[int]) -> None:

@@ -43,8 +43,8 @@ PUBLISHED = json.loads((Path(__file__).parent / "published_eagle3.json").read_te
 
 
 def write_head(folder: Path, name: str, target: Target | None = None, **changes: Any) -> Path:
-    """Write a published head with few heads, narrow states and a small vocabulary, the tiny pair's without ``target``, and with
-    random weights. Its config is the published one in all else.
+    """Write a published head with few heads, narrow states and a small vocabulary, the tiny pair's without ``target``,
+    and with random weights. Its config is the published one in all else.
     """
     published, hidden, vocabulary = PUBLISHED[name], 32, VOCABULARY_SIZE
     if target is not None:
@@ -120,7 +120,9 @@ def frequencies(layer: Mapping[str, Any], rope: Mapping[str, Any]) -> tuple[Tens
 
 
 class Reference:
-    """One forward pass over the whole text as in EAGLE's and SpecForge's code: no cache, no tree, without the first token."""
+    """One forward pass over the whole text as in EAGLE's and SpecForge's code: no cache, no tree, without the first
+    token.
+    """
 
     def __init__(self, folder: Path, model: Any) -> None:
         self.model, self.config = model, json.loads((folder / "config.json").read_text())
@@ -171,7 +173,9 @@ class Reference:
         return stream + gated @ self.w["mlp.down_proj.weight"].T
 
     def logprobs_after(self, inputs: Inputs, committed: list[int], path: list[int], kept: list[int]) -> Tensor:
-        """Over the target's vocabulary, after ``kept`` tokens of the prompt, committed tokens and a path of drafted ones."""
+        """Over the target's vocabulary, after ``kept`` tokens of the prompt, committed tokens and a path of drafted
+        ones.
+        """
         ids = torch.cat([inputs["input_ids"], torch.tensor([committed], dtype=torch.long)], 1)
         extra = {n: v for n, v in inputs.items() if n not in ("input_ids", "attention_mask")}
         if "mm_token_type_ids" in extra:
@@ -209,7 +213,9 @@ def target_type(name: str) -> str:
 def test_published_heads_propose_as_in_the_code_that_trained_them(
     pair: Pair, prompts: dict[str, Inputs], qwens: Qwens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """On the target's three position axes where the config has their sections, with pruned visual tokens, and captured."""
+    """On the target's three position axes where the config has their sections, with pruned visual tokens, and
+    captured.
+    """
     model, inputs = qwens.get(target_type(name), (pair.target, prompts["image"]))
     target, length = Target(model), inputs["input_ids"].shape[1]
     folder = write_head(tmp_path / "head", name, target)

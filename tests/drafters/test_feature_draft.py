@@ -157,7 +157,8 @@ def test_proposals_equal_forward_passes_over_the_whole_text(
     prompt: str,
 ) -> None:
     """At every level of every round. A draft with random weights would have few accepted nodes, so at every other level
-    the target's token replaces the best proposal. ``star`` is a subnet with other heads in each block and another layer.
+    the target's token replaces the best proposal. ``star`` is a subnet with other heads in each block and another
+    layer.
     """
     target, inputs = Target(pair.target), prompts[prompt]
     if kind == "star":
@@ -305,7 +306,7 @@ def test_replay_counts_the_rounds_of_decoding(
     assert num_accepted > 10
 
 
-# -------------------------------------------------------------------------------------------------------------- subnets
+# -------- subnets
 
 
 BY_SHARES = [(s, s, s) for s in (0.25, 0.5, 0.75, 1.0)] + [(0.25, 1.0, 0.5), (1.0, 0.25, 0.75)]
@@ -372,7 +373,7 @@ def test_head_importance_is_gradient_times_weight(pair: Pair) -> None:
             assert float(block.head_importance()[head]) == pytest.approx(expected, rel=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------- files
+# -------- files
 
 
 def test_a_saved_draft_is_loaded_unchanged(pair: Pair, tmp_path: Any) -> None:

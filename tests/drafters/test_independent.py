@@ -125,12 +125,12 @@ def test_a_commit_leaves_exactly_the_committed_tokens(pair: Pair, prompts: dict[
             torch.testing.assert_close(slab[:, :, : draft.length], other[:, :, : draft.length], atol=1e-5, rtol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------ visual pruning
+# -------- visual pruning
 
 
 def logits_with_pruned_image(model: Any, inputs: Inputs, kept_visual: list[int], tokens: list[int]) -> Tensor:
-    """Logits after ``tokens``, in one forward pass without a cache: embeddings and image features are merged, then the kept
-    ones are selected with their positions.
+    """Logits after ``tokens``, in one forward pass without a cache: embeddings and image features are merged, then the
+    kept ones are selected with their positions.
     """
     ids = inputs["input_ids"]
     embeddings = model.get_input_embeddings()(ids)
@@ -209,7 +209,7 @@ def test_the_number_of_visual_tokens_kept() -> None:
     assert [num_kept(0.1, number) for number in (0, 1, 4, 16, 144)] == [0, 1, 1, 2, 14]
 
 
-# -------------------------------------------------------------------------------------------------------------- others
+# -------- others
 
 
 @torch.inference_mode()

@@ -51,8 +51,8 @@ FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_5")
 
 
 def new_model(family: str) -> Any:
-    """A target whose heads are published in its checkpoint: with latent attention and experts, with experts and rotary factors
-    of a part of a head, and with gated attention and norms that add 1 to their weights.
+    """A target whose heads are published in its checkpoint: with latent attention and experts, with experts and rotary
+    factors of a part of a head, and with gated attention and norms that add 1 to their weights.
     """
     torch.manual_seed(3)
     if family == "deepseek_v3":
@@ -241,7 +241,9 @@ def test_a_new_head_begins_as_the_targets_last_layer(pair: Pair) -> None:
 
 
 def test_the_first_head_of_a_checkpoint_is_read() -> None:
-    """By the names of both layouts; all other tensors belong to the target, to later heads, or are shared with the target."""
+    """By the names of both layouts; all other tensors belong to the target, to later heads, or are shared with the
+    target.
+    """
     names = {
         "model.layers.61.eh_proj.weight": "eh_proj.weight",
         "model.language_model.layers.61.shared_head.norm.weight": "norm.weight",

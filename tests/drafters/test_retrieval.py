@@ -194,7 +194,7 @@ def test_it_is_loaded_by_name_and_has_one_subnet(pair: Pair) -> None:
     assert subnets == {RETRIEVAL: 1, str(pair.draft_folder): 10}
 
 
-# ------------------------------------------------------------------------------------------------------------ decoding
+# -------- decoding
 
 
 @pytest.mark.parametrize("prompt", ["text", "image", "long"])

@@ -36,7 +36,9 @@ def own_arms(runner: ArmRunner) -> list[Arm]:
 
 
 def test_all_arms_emit_the_same_tokens(runner: ArmRunner, pair: Pair, evaluate: Workload) -> None:
-    """Plain decoding, Hugging Face alone and assisted, n-grams, a chain, and a tree whose draft sees half of the image."""
+    """Plain decoding, Hugging Face alone and assisted, n-grams, a chain, and a tree whose draft sees half of
+    the image.
+    """
     hugging_face = [HuggingFaceArm(HF, pair.target), HuggingFaceArm(HF_ASSISTED, pair.target, pair.draft)]
     runs = runner.compare([*hugging_face, *own_arms(runner)], evaluate)
     assert list(runs) == [HF, HF_ASSISTED, AR, PROMPT_LOOKUP, "chain", "sage"]
@@ -162,7 +164,9 @@ def slowed(arm: Arm, disturbed: list[Prompt]) -> Any:
 def test_no_arm_captures_anything_while_it_is_timed(
     rehearsal: Rehearsal, pair: Pair, processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even where the largest tree comes second, and a longer prompt, which follows an answer, later: caches do not grow."""
+    """Not even where the largest tree comes second, and a longer prompt, which follows an answer, later: caches do not
+    grow.
+    """
     monkeypatch.setattr("autotune.evaluation.runner.MAX_REPEATS", 0)
     pair = on_device(pair, "cuda:0")
     runner = ArmRunner(Decoder(pair.target, pair.draft, mode="cuda-graph", capture_sizes=(1, 8)), processor)

@@ -278,7 +278,9 @@ def test_speedups_by_task_by_hand() -> None:
 
 
 def test_benchmark_results_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two turns of one question, and a question of another task. Tokens per second are averaged over questions, prefill included."""
+    """Two turns of one question, and a question of another task. Tokens per second are averaged over questions, prefill
+    included.
+    """
     first = WorkloadPrompt("q:1/turn-1", Prompt(prompt="a", task="chat"), ())
     second = WorkloadPrompt("q:1/turn-2", Prompt(turns=["a", "b"], task="chat"), ())
     prompts = [first, second, WorkloadPrompt("q:2", Prompt(prompt="c", task="qa"), ())]

@@ -72,8 +72,8 @@ def race(runner: ArmRunner, names: str, defaults: str = "", *, num_prompts: int 
 def test_equal_arms_rarely_leave(num_arms: int) -> None:
     """The probability that any of them leaves, at any of the eight looks, is at most ``RISK``: about 3 %.
 
-    A risk that was spent anew at every look, and divided by the number of other arms alone, dropped one of two equal arms in
-    31 % of the races, one of four in 46 % and one of ten in 65 %.
+    A risk that was spent anew at every look, and divided by the number of other arms alone, dropped one of two equal
+    arms in 31 % of the races, one of four in 46 % and one of ten in 65 %.
     """
     names = " ".join(map(str, range(num_arms)))
     runner = TimedRunner({AR: 1.0, **dict.fromkeys(names.split(), 1.0)}, noise=0.05)
@@ -94,8 +94,8 @@ def test_arms_that_run_briefly_leave_where_the_time_is_short(seconds: float) -> 
 def test_defaults_leave_before_kept_prompts_need_the_time(
     seconds: float, num_default: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every arm takes a second for a prompt. After the first block of 12 s, plain decoding and the tuned arm need 24 s more. What
-    the runner expects of prompts has the warm-ups of the first ones in it, and says nothing.
+    """Every arm takes a second for a prompt. After the first block of 12 s, plain decoding and the tuned arm need 24 s
+    more. What the runner expects of prompts has the warm-ups of the first ones in it, and says nothing.
     """
     now = [0.0]
 

@@ -173,7 +173,9 @@ def test_past_the_deadline_it_ends_with_whole_prompts(runner: ArmRunner, evaluat
 
 
 def test_a_disturbed_run_is_measured_again(started: Callable[..., ArmRunner], evaluate: Workload, ledger: Path) -> None:
-    """Its prefill took much longer than that of the other arms, so the machine was busy. Decoding times play no part."""
+    """Its prefill took much longer than that of the other arms, so the machine was busy. Decoding times play no
+    part.
+    """
     left = [1000.0, 1000.0]  # of the chain on the third prompt
 
     def disturb(stats: DecodingStats, settings: Prompt) -> None:

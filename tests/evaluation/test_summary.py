@@ -26,7 +26,9 @@ def test_a_table_of_runs_has_a_row_for_every_run() -> None:
 
 
 def test_shares_of_time_by_hand() -> None:
-    """A decoding of 20 + 80 ms has 20 in prefills of the target, 10 and 5 in the draft, 40 in verification, 25 in the rest."""
+    """A decoding of 20 + 80 ms has 20 in prefills of the target, 10 and 5 in the draft, 40 in verification, 25 in the
+    rest.
+    """
     times = {"target_prefill_ms": 10.0, "draft_prefill_ms": 2.5, "draft_ms": 5.0, "verify_ms": 20.0}
     runs = [run(40.0, **times), run(40.0, **times)]
     shares = time_shares(runs)

@@ -75,7 +75,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pair(tmp_path_factory.mktemp("pair"), table=cheap_table())
 
 
-# --------------------------------------------------------------------------------------------------------------- output
+# -------- output
 
 
 def test_every_engine_writes_files_and_predictions(pair: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_gguf_target_is_exported_with_a_note(tmp_path: Path) -> None:
     assert any(note.startswith("models/tiny.gguf: predictions are of its dequantized weights") for note in found.notes)
 
 
-# --------------------------------------------------------------------------------------------------- drafts and subnets
+# -------- drafts and subnets
 
 
 def test_another_recorded_draft_can_be_exported(tmp_path: Path) -> None:
@@ -176,7 +176,9 @@ def test_without_the_points_trace_the_profiles_prediction_is_used(tmp_path: Path
 
 
 def test_engines_run_the_full_draft(tmp_path: Path) -> None:
-    """An engine's configuration is replayed along the trace of the full draft, whatever the profile's share of visual tokens."""
+    """An engine's configuration is replayed along the trace of the full draft, whatever the profile's share of visual
+    tokens.
+    """
     half = trace_of(subnet=PRUNED, seed=1, images=True)
     full = trace_of(seed=2, images=True, visual_input="placeholders")
     table = table_of(DRAFT)
@@ -198,7 +200,7 @@ def test_pruned_draft_is_refused_unless_prompts_have_no_images(tmp_path: Path) -
     assert not any("keeps 0.5" in note for note in exported(profile).notes)
 
 
-# --------------------------------------------------------------------------------------------------------------- images
+# -------- images
 
 
 def test_engines_that_show_placeholders_need_a_trace_recorded_so(tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_a_floor_is_not_exported_and_a_note_says_so(tmp_path: Path) -> None:
     assert not found.tree.changed.keys() & {"p_min", "n_min"}
 
 
-# --------------------------------------------------------------------------------------------------------------- points
+# -------- points
 
 
 def test_last_point_serves_all_requests(tmp_path: Path) -> None:
@@ -258,7 +260,7 @@ def test_last_point_serves_all_requests(tmp_path: Path) -> None:
     assert note in found.notes
 
 
-# -------------------------------------------------------------------------------------------------------------- studies
+# -------- studies
 
 
 def test_study_that_reproduces_the_profile_is_used(tmp_path: Path) -> None:
@@ -325,7 +327,7 @@ def test_unreadable_study_is_ignored_unless_given(tmp_path: Path) -> None:
     assert_refused(profile, "--study", old, messages=(message,))
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
+# -------- errors
 
 
 def test_wrong_options_are_refused(pair: Path) -> None:
@@ -405,7 +407,7 @@ def test_unwritable_output_is_refused(tmp_path: Path) -> None:
     assert_refused(profile, messages=("cannot be written",))
 
 
-# ---------------------------------------------------------------------------------------------------------------- torch
+# -------- torch
 
 
 def test_exporting_loads_no_torch(pair: Path, tmp_path: Path) -> None:

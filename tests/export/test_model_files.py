@@ -39,7 +39,7 @@ def model(**config: Any) -> ModelFiles:
     return ModelFiles(Path("nowhere"), config)
 
 
-# ---------------------------------------------------------------------------------------------------------- checkpoints
+# -------- checkpoints
 
 
 def split(source: ModelFiles, folder: Path) -> ModelFiles:
@@ -116,7 +116,7 @@ def test_text_part_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
             text_part(source, tmp_path, "d")
 
 
-# -------------------------------------------------------------------------------------------------------------- configs
+# -------- configs
 
 
 def test_what_configs_say() -> None:

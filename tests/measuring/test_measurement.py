@@ -293,7 +293,9 @@ def test_kv_lengths_span_a_workload() -> None:
 def test_captured_steps_have_capture_sizes_and_padded_kv_lengths_only(
     pair: Pair, workload: Workload, processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padded lengths from the shortest prefix to the longest one with the largest step; every size is measured at its own."""
+    """Padded lengths from the shortest prefix to the longest one with the largest step; every size is measured at its
+    own.
+    """
     keys, run = set(), GraphRunner.run
     monkeypatch.setattr(GraphRunner, "run", lambda *args: (keys.add(args[2]), run(*args))[1])
     monkeypatch.setattr("autotune.measuring.measurement.overhead_runs", lambda *_, **__: [])
@@ -345,7 +347,9 @@ def test_a_timed_lookup_finds_matches(pair: Pair) -> None:
 
 
 def test_subnets_have_costs_of_their_own(pair: Pair, workload: Workload, processor: Any, tmp_path: Path) -> None:
-    """Half of the heads: fewer parameters and half of the KV cache. A tenth of the visual tokens: a shorter KV cache."""
+    """Half of the heads: fewer parameters and half of the KV cache. A tenth of the visual tokens: a shorter KV
+    cache.
+    """
     target = Target(pair.target)
     StarNetwork.new({"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test").save(tmp_path)
     whole, half = (load_draft(str(tmp_path), target, Subnet(heads=heads)) for heads in (None, 0.5))

@@ -46,7 +46,9 @@ def stepping(n: int, m: int) -> float:
 
 
 class Bench:
-    """A simulated target and draft: two latency functions, times ``speed(seconds)`` and noise, on a clock of their own."""
+    """A simulated target and draft: two latency functions, times ``speed(seconds)`` and noise, on a clock of
+    their own.
+    """
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ def errors_of(sampler: Sampler, truths: dict[str, Latency], tokens: Sequence[int
     ]
 
 
-# --------------------------------------------------------------------------------------------------- where samples go
+# -------- where samples go
 
 
 def test_prices_without_noise_are_those_of_the_steps() -> None:
@@ -154,7 +156,9 @@ def test_most_samples_are_of_sizes_that_typical_rounds_have() -> None:
 
 
 def test_a_size_that_contradicts_the_others_is_sampled_again() -> None:
-    """Its first samples fall into a burst that the plain steps beside it miss: half of the price that the model expects."""
+    """Its first samples fall into a burst that the plain steps beside it miss: half of the price that the model
+    expects.
+    """
     bench = Bench(noise=lambda: 0.0)
     sampler = Sampler([bench], SETTINGS, clock=lambda: bench.seconds)
     sampler.run(3.0)
@@ -169,8 +173,8 @@ def test_a_size_that_contradicts_the_others_is_sampled_again() -> None:
 
 
 def test_subnets_of_a_network_tell_about_each_other() -> None:
-    """Three subnets with few samples each: half of the heads is not slower than three quarters, and errors are smaller than those of
-    subnets that are measured alone.
+    """Three subnets with few samples each: half of the heads is not slower than three quarters, and errors are smaller
+    than those of subnets that are measured alone.
     """
     shares = (1.0, 0.75, 0.5)
     truths: dict[str, Latency] = {
@@ -211,7 +215,9 @@ def test_only_capture_sizes_are_measured() -> None:
 
 
 def test_captured_steps_are_priced_at_the_kv_length_that_they_are_padded_to() -> None:
-    """A plain step after 1,023 tokens attends to 1,024, the next one to 2,048, and with its tokens a verification does so earlier."""
+    """A plain step after 1,023 tokens attends to 1,024, the next one to 2,048, and with its tokens a verification does
+    so earlier.
+    """
     stairs = {512: 5.0, 1024: 6.0, 2048: 11.0}
 
     def step(n: int, m: int) -> float:
@@ -231,7 +237,7 @@ def test_captured_steps_are_priced_at_the_kv_length_that_they_are_padded_to() ->
     assert [prices.draft_level_ms[5, kv // 16] for kv in (1000, 1024)] == pytest.approx([6.8, 11.8], rel=0.02)
 
 
-# -------------------------------------------------------------------------------------------------------------- rounds
+# -------- rounds
 
 
 def test_steps_run_in_the_order_of_decoding() -> None:
@@ -300,7 +306,7 @@ def test_first_sample_of_a_size_is_discarded() -> None:
             assert samples == pytest.approx([truth(n, m)] * len(samples))
 
 
-# ----------------------------------------------------------------------------------------------------- how many samples
+# -------- how many samples
 
 
 def test_noise_asks_for_more_samples_up_to_a_limit() -> None:
@@ -316,7 +322,7 @@ def test_noise_asks_for_more_samples_up_to_a_limit() -> None:
     assert counts[0] < counts[1] and counts[0] < counts[2]
 
 
-# -------------------------------------------------------------------------------------------------------- the time limit
+# -------- the time limit
 
 
 def test_without_time_the_least_sizes_get_a_sample() -> None:
@@ -358,7 +364,7 @@ def test_progress_ends_at_one() -> None:
     assert reports == sorted(reports) and reports[-1] == 1.0 and reports[0] < 0.5
 
 
-# -------------------------------------------------------------------------------------------------------------- contention
+# -------- contention
 
 
 def throttled(begin: float, end: float, factor: float) -> Callable[[float], float]:
@@ -391,8 +397,8 @@ def bursts(seconds: float) -> float:
 
 
 def test_bursts_bias_unscaled_samples_only() -> None:
-    """Many of the few samples of a size may lie in bursts: scaled by the plain steps before and after them, they agree. A plain step takes
-    3 to 4 ms.
+    """Many of the few samples of a size may lie in bursts: scaled by the plain steps before and after them, they agree.
+    A plain step takes 3 to 4 ms.
     """
     sampler = measured(Bench(speed=lambda seconds: 0.3 * bursts(seconds)), time_limit_s=4.0)
     unscaled: dict[Size, list[float]] = {}
@@ -452,7 +458,9 @@ class Caches(Bench):
 
 
 def test_steps_have_the_prices_of_decoding_where_caches_matter() -> None:
-    """The table holds what plain decoding and consecutive rounds take, not what steps take after steps of another kind."""
+    """The table holds what plain decoding and consecutive rounds take, not what steps take after steps of
+    another kind.
+    """
     sampler = measured(Caches())
     plain, level = (samples_ms(sampler, part) for part in ("decode", "draft_level 0"))
     verified = samples_ms(sampler, "verify")
@@ -497,7 +505,7 @@ def test_usual_noise_disturbs_no_sample() -> None:
     assert sampler.disturbed_samples < 0.05 * sum(len(job.samples) for job in sampler.jobs)
 
 
-# ------------------------------------------------------------------------------------------------------------- resuming
+# -------- resuming
 
 
 class Killed(Exception):

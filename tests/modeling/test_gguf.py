@@ -1,4 +1,6 @@
-"""Targets in GGUF files: a tiny Llama that the package ``gguf`` writes, with a tokenizer and a chat template of its own."""
+"""Targets in GGUF files: a tiny Llama that the package ``gguf`` writes, with a tokenizer and a chat template of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ class Said(Console):
 
 @torch.inference_mode()
 def test_a_gguf_file_is_a_target(tiny: tuple[Path, Any], processor: Any) -> None:
-    """The weights are the dequantized ones, the tokenizer and the chat template the file's, and decoding is lossless."""
+    """The weights are the dequantized ones, the tokenizer and the chat template the file's, and decoding is
+    lossless.
+    """
     path, expected = tiny
     said = Said()
     model = load_model(str(path), dtype="float32", console=said)

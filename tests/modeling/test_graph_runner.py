@@ -99,7 +99,7 @@ def test_unpacked_masks_show_the_tokens_that_masks_of_the_buffer_show(window: in
         assert (mask[..., prefix + num_columns :] == buffer.mask_value).all()
 
 
-# ------------------------------------------------------------------------------------------------------- CUDA graphs
+# -------- CUDA graphs
 
 
 def doubled(inputs: Any) -> tuple[torch.Tensor, ...]:

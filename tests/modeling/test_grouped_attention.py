@@ -41,7 +41,9 @@ def test_it_equals_attention_over_repeated_keys_and_values(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("mode", ["eager", "fixed"])
 def test_decoding_repeats_no_keys_and_leaves_the_config_as_it_was(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verifications of trees, and the drafting of a model of the same kind. transformers alone repeats keys in every layer."""
+    """Verifications of trees, and the drafting of a model of the same kind. transformers alone repeats keys in every
+    layer.
+    """
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)).eval()

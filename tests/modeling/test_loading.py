@@ -73,7 +73,9 @@ def test_a_config_is_enough_for_random_weights(
 
 
 def test_configs_are_profiled_and_examined(pair: Pair, star: Path, tmp_path: Path) -> None:
-    """Without a tokenizer of its own, the target reads the texts of the bundled one, and vocabularies are compared by size."""
+    """Without a tokenizer of its own, the target reads the texts of the bundled one, and vocabularies are compared by
+    size.
+    """
     config = json.loads((pair.target_folder / CONFIG).read_text())
     text = {
         **{key: value for key, value in config["text_config"].items() if key != "head_dim"},
@@ -123,7 +125,7 @@ def test_a_text_model_loads_with_its_tokenizer_whatever_processor_that_names(
     assert hasattr(load_processor(str(pair.target_folder)), "image_processor")
 
 
-# ----------------------------------------------------------------------------------------------------- damaged folders
+# -------- damaged folders
 
 
 def copy_of(folder: Path, new: Path) -> Path:
@@ -220,7 +222,8 @@ def test_no_code_of_a_checkpoint_is_asked_for(text_pair: Pair, tmp_path: Path, m
     (folder / "code.py").write_text("raise SystemExit('run')")
     with pytest.raises(UserError, match="transformers cannot load it"):
         load_model(str(folder))
-    # Depending on what was loaded before, transformers finds a tokenizer class without the config; the code runs in neither case.
+    # Depending on what was loaded before, transformers finds a tokenizer class without the config; the code runs in
+    # neither case.
     with suppress(UserError):
         assert type(load_processor(str(folder))).__module__.startswith("transformers.")
 
@@ -278,7 +281,9 @@ def test_weights_that_do_not_fit_the_disk_are_one_line(tmp_path: Path) -> None:
 
 
 def test_weights_are_written_as_other_files_are(tmp_path: Path) -> None:
-    """With the umask's permissions and then their own, through links; safetensors would leave them to their owner alone."""
+    """With the umask's permissions and then their own, through links; safetensors would leave them to their owner
+    alone.
+    """
     path, link, before = tmp_path / "model.safetensors", tmp_path / "link.safetensors", os.umask(0o027)
     link.symlink_to(path.name)
     try:

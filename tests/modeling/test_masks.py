@@ -10,7 +10,9 @@ from autotune.modeling.masks import MaskBuffer, first_visible
 
 
 def test_a_mask_shows_the_prefix_and_then_the_tree_mask() -> None:
-    """Prefixes grow and restart with a new request. Columns that earlier masks hid must be visible in a longer prefix."""
+    """Prefixes grow and restart with a new request. Columns that earlier masks hid must be visible in a longer
+    prefix.
+    """
     rng = np.random.default_rng(0)
     masks = MaskBuffer({"full_attention": None}, 200, dtype=torch.float32, device=torch.device("cpu"))
     prefix = 0
@@ -28,8 +30,8 @@ def test_a_mask_shows_the_prefix_and_then_the_tree_mask() -> None:
 @pytest.mark.parametrize("window", [1, 3, 8, 30])
 @pytest.mark.parametrize("has_full_layers", [True, False])
 def test_a_window_is_measured_in_positions(window: int, has_full_layers: bool) -> None:
-    """Siblings have one position: the number of tokens before a token in its own branch decides what it sees. Columns that
-    no token sees are left out.
+    """Siblings have one position: the number of tokens before a token in its own branch decides what it sees. Columns
+    that no token sees are left out.
     """
     rng = np.random.default_rng(window)
     windows = {"full_attention": None} if has_full_layers else {}

@@ -1,5 +1,6 @@
-"""Quantized models: names, refusals, real sizes, and decoding with every kind of draft. The kernels are those of torchao and
-bitsandbytes, and of gptqmodel and auto-round where these are installed; the weights of compressed-tensors and FP8 are made dense.
+"""Quantized models: names, refusals, real sizes, and decoding with every kind of draft. The kernels are those of
+torchao and bitsandbytes, and of gptqmodel and auto-round where these are installed; the weights of compressed-tensors
+and FP8 are made dense.
 """
 
 from __future__ import annotations
@@ -161,7 +162,9 @@ def test_a_missing_package_is_named_whatever_the_error(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("packed", ["weight._data", "qweight"])
 def test_packed_weights_that_transformers_cannot_read_are_refused(text_pair: Pair, tmp_path: Path, packed: str) -> None:
-    """As optimum-quanto saves them, and GPTQ without the settings in config.json: transformers makes such layers at random."""
+    """As optimum-quanto saves them, and GPTQ without the settings in config.json: transformers makes such layers at
+    random.
+    """
     shutil.copytree(text_pair.target_folder, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "model.safetensors"
     own = "model.layers.1.mlp.up_proj."
@@ -195,7 +198,9 @@ def test_the_sizes_of_a_quantized_model_are_those_of_its_memory(
 def test_bytes_per_parameter_are_those_of_decoding(
     quantized: dict[str, Path], kind: str, least: float, most: float
 ) -> None:
-    """They include the head, which is not quantized. compressed-tensors decompresses its weights before the first step."""
+    """They include the head, which is not quantized. compressed-tensors decompresses its weights before the
+    first step.
+    """
     target = Target(load_model(str(quantized[kind])))
     bytes_per_parameter = target.shape.bytes_per_parameter
     assert least < bytes_per_parameter < most
@@ -209,7 +214,9 @@ def test_bytes_per_parameter_are_those_of_decoding(
 def test_a_quantized_target_decodes_its_own_tokens_with_every_draft(
     pair: Pair, quantized: dict[str, Path], prompts: dict[str, Inputs], kind: str
 ) -> None:
-    """Apart from near ties, whose margin lies within the measured noise, these are the tokens of its own ``generate``."""
+    """Apart from near ties, whose margin lies within the measured noise, these are the tokens of its own
+    ``generate``.
+    """
     target = Target(load_model(str(quantized[kind])))
     drafts: list[Draft] = [IndependentDraft(pair.draft), agreeing_draft("star", target, injection_layer=4)]
     drafts.append(IndependentDraft(target.model))
@@ -276,7 +283,9 @@ def test_weights_of_fp8_are_dense_on_a_cpu(text_pair: Pair, tmp_path: Path, monk
 def test_checkpoints_of_packages_that_are_no_requirements(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """4-bit weights that the real packages quantize, where they are installed (``docs/supported.md`` has their versions)."""
+    """4-bit weights that the real packages quantize, where they are installed (``docs/supported.md`` has their
+    versions).
+    """
     for package in PACKAGES[method]:
         pytest.importorskip(package.replace("-", "_"), reason=f"pip install {' '.join(PACKAGES[method])}")
     monkeypatch.setenv("GPTQMODEL_CPU_WORKERS", "2")  # with one core, gptqmodel 7.6 would refuse its own default

@@ -45,7 +45,7 @@ def test_the_decoder_names_all_inputs_of_image_encoders() -> None:
             assert set(inspect.signature(method).parameters) - {"kwargs"} <= named, family.name
 
 
-# ----------------------------------------------------------------------------------------------------- unlisted families
+# -------- unlisted families
 
 
 def gemma2() -> Any:
@@ -159,7 +159,9 @@ def test_a_hybrid_whose_states_cannot_be_taken_back_is_refused(build: Any, reaso
 
 
 def test_a_hybrid_whose_single_steps_are_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain decoding and verification would emit different tokens, although a chain agrees with uncached forward passes."""
+    """Plain decoding and verification would emit different tokens, although a chain agrees with uncached forward
+    passes.
+    """
     torch.manual_seed(0)
     model = olmo_hybrid().eval()
     layer = model.model.layers[0]
@@ -232,7 +234,7 @@ def test_attention_without_a_mask() -> None:
         Decoder(model)
 
 
-# ---------------------------------------------------------------------------------------------------- derived properties
+# -------- derived properties
 
 
 @pytest.mark.parametrize(
@@ -245,8 +247,8 @@ def test_attention_without_a_mask() -> None:
     ],
 )  # fmt: skip
 def test_the_context_ends_where_rotary_frequencies_change(rope: dict[str, Any], longest: int) -> None:
-    """Frequencies that depend on the sequence length would be those of the longest branch for a whole tree. The last tree
-    reaches past the limit and must not change any token.
+    """Frequencies that depend on the sequence length would be those of the longest branch for a whole tree. The last
+    tree reaches past the limit and must not change any token.
     """
     config = hf.LlamaConfig(**SIZES, max_position_embeddings=256, rope_parameters={"rope_theta": 1e4, **rope})
     model = built(lambda: hf.LlamaForCausalLM(config))

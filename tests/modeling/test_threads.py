@@ -113,7 +113,9 @@ def test_what_scatters_rules_no_number_of_threads_out() -> None:
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("stalled_ms", "expected"), [(18.0, 2), (200.0, 1)])
 def test_threads_that_wait_for_each_other_lose(stalled_ms: float, expected: int) -> None:
-    """Two threads are a tenth faster in two of three rounds; in the third, another process runs on one of their cores."""
+    """Two threads are a tenth faster in two of three rounds; in the third, another process runs on one of their
+    cores.
+    """
     bench = Bench({1: 10.0, 2: 10.0}, {1: 20.0, 2: 18.0})
     two_threads_ms = itertools.cycle([18.0, 18.0, stalled_ms])
     bench.round_ms = lambda: 20.0 if torch.get_num_threads() == 1 else next(two_threads_ms)  # type: ignore[method-assign]

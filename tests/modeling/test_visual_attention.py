@@ -84,7 +84,9 @@ def test_random_ranks_depend_on_the_prompts_tokens_only(
 
 @pytest.mark.parametrize("count", [1, 2, 7, 64, 576, 2000])
 def test_even_ranks_spread_every_share_of_the_tokens(count: int) -> None:
-    """The largest gap between kept tokens is below three times the mean gap, and no column of an image has most of them."""
+    """The largest gap between kept tokens is below three times the mean gap, and no column of an image has most of
+    them.
+    """
     scores = even_scores(count)
     assert len(set(scores.tolist())) == len(scores) == count
     for kept in range(1, count + 1, max(1, count // 20)):

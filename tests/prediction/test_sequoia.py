@@ -77,9 +77,8 @@ def random_acceptances() -> list[np.ndarray]:
 def test_expected_tokens_by_hand() -> None:
     """The acceptance of rank 0 is 0.6, that of rank 1 is 0.3.
 
-    One level: 1 + 0.6, 1 + 0.6 + 0.3, and a third node has nowhere to go.
-    Two levels: (0), then (0,0) at 0.36 rather than (1) at 0.3, then (1), then (0,1) or (1,0) at 0.18, both, and (1,1) at
-    0.09.
+    One level: 1 + 0.6, 1 + 0.6 + 0.3, and a third node has nowhere to go. Two levels: (0), then (0,0) at 0.36 rather
+    than (1) at 0.3, then (1), then (0,1) or (1,0) at 0.18, both, and (1,1) at 0.09.
     """
     expected, _ = solve(np.array([0.6, 0.3]), 6, 2)
     assert expected[0, 1:] == pytest.approx([1.0] * 7), "no level: only the target's own token"

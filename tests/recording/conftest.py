@@ -18,7 +18,9 @@ from tests.tiny_models import Pair
 
 @pytest.fixture(scope="session")
 def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
-    """Prompts with and without an image, short and long, greedy and sampled, and one with an answer of a single token."""
+    """Prompts with and without an image, short and long, greedy and sampled, and one with an answer of a single
+    token.
+    """
     folder = tmp_path_factory.mktemp("workload")
     images = [write_image(folder / f"{seed}.png", seed) for seed in range(3)]
     long = "Row 1 reads 3, 1, 4. That makes 3 digits in all. " * 3
@@ -50,5 +52,7 @@ def draft_reference(pair: Pair) -> ModelReference:
 
 @pytest.fixture(scope="session")
 def recorder(pair: Pair, target: Target, processor: Any, tmp_path_factory: pytest.TempPathFactory) -> Recorder:
-    """A recorder shared by all tests, so that answers are recorded once. Forests are separate by visual keep and bounds."""
+    """A recorder shared by all tests, so that answers are recorded once. Forests are separate by visual keep and
+    bounds.
+    """
     return Recorder(target, reference(str(pair.target_folder)), processor, tmp_path_factory.mktemp("records"))

@@ -66,7 +66,7 @@ def num_forwards(target: Target, draft: IndependentDraft) -> Any:
         handle.remove()
 
 
-# ------------------------------------------------------------------------------------------------------------- answers
+# -------- answers
 
 
 def test_answers_are_those_of_plain_decoding(
@@ -107,7 +107,7 @@ def test_other_settings_or_pixels_make_another_record(fresh: Recorder, workload:
     assert len({tuple(answer.tokens) for answer in answers}) == 4
 
 
-# -------------------------------------------------------------------------------------------------------------- forest
+# -------- forest
 
 
 class Alone:
@@ -202,7 +202,9 @@ def test_a_node_has_the_proposals_of_the_draft_alone(
 def test_placeholders_are_read_as_text(
     recorder: Recorder, draft: IndependentDraft, draft_reference: ModelReference, workload: Workload, processor: Any
 ) -> None:
-    """As serving engines feed a draft model: the ids of the whole prompt, and no image. Other traces keep their records."""
+    """As serving engines feed a draft model: the ids of the whole prompt, and no image. Other traces keep their
+    records.
+    """
     two = Workload("x", "tune", workload.prompts[:2])
     trace = record(recorder, draft, draft_reference, two, visual_input="placeholders")
     seen = record(recorder, draft, draft_reference, two)
@@ -320,7 +322,7 @@ def test_bounds_cover_all_policies() -> None:
     assert sage.floor == pytest.approx(0.1 / 9) and chain.floor > 0.5
 
 
-# ------------------------------------------------------------------------------------------------------------- records
+# -------- records
 
 
 def test_a_limit_on_answer_tokens_records_the_first_ones(

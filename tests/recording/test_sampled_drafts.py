@@ -1,4 +1,6 @@
-"""Replay counts the rounds of drafts of seven kinds at temperature 0.7, where proposals depend on the noise of their positions."""
+"""Replay counts the rounds of drafts of seven kinds at temperature 0.7, where proposals depend on the noise of their
+positions.
+"""
 
 from __future__ import annotations
 

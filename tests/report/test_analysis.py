@@ -147,7 +147,9 @@ def test_curves_repeat_the_cost_table(sources: Sources) -> None:
 
 
 def test_datasheet_gives_a_limit(sources: Sources) -> None:
-    """By hand: memory traffic of few tokens, arithmetic in float32 of 65. The host's launches are no limit of the device."""
+    """By hand: memory traffic of few tokens, arithmetic in float32 of 65. The host's launches are no limit of the
+    device.
+    """
     table = cost_table(EVIL).model_copy(update={"device": DEVICE.model_copy(update={"name": "h100", "kind": "cuda"})})
     verify = cost_curves(table, sources.study)[1]
     weights = SHAPE.text_parameters * SHAPE.bytes_per_parameter

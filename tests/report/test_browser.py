@@ -16,8 +16,8 @@ from autotune.report.sources import Sources
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
-# The page is in a frame of the screen's width, because Chromium's own window is at least 500 pixels wide; the outer page,
-# which is dumped, receives the measurements.
+# The page is in a frame of the screen's width, because Chromium's own window is at least 500 pixels wide; the outer
+# page, which is dumped, receives the measurements.
 OUTER = """<!DOCTYPE html><meta charset="utf-8"><iframe id="f" src="report.html" style="width:{width}px;height:900px;border:0"></iframe>
 <pre id="out"></pre><script>
 document.getElementById("f").onload = () => {{

@@ -1,4 +1,6 @@
-"""Studies whose documents, arrays, records, runs or trials are damaged: the report and the data frames are made, or refused with one line."""
+"""Studies whose documents, arrays, records, runs or trials are damaged: the report and the data frames are made, or
+refused with one line.
+"""
 
 from __future__ import annotations
 

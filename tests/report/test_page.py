@@ -210,7 +210,9 @@ def test_page_of_a_profile_of_plain_decoding(tmp_path: Path) -> None:
 
 
 def test_profile_that_falls_back_to_plain_decoding(made: MadeStudy, tmp_path: Path) -> None:
-    """If the tuned configuration is slower on held-out prompts, the profile is plain decoding, and the page shows that arm."""
+    """If the tuned configuration is slower on held-out prompts, the profile is plain decoding, and the page shows that
+    arm.
+    """
     profile = DecodingProfile.load(made.profile_path)
     compared = [
         one.model_copy(update={"speedup": 0.8}) if one.name == "tuned" else one for one in profile.evidence.compared

@@ -1,4 +1,6 @@
-"""``benchmarks/paper_figures.py`` against loops over rounds, numbers by hand and a replay of an estimated cost table."""
+"""``benchmarks/paper_figures.py`` against loops over rounds, numbers by hand and a replay of an estimated cost
+table.
+"""
 
 from __future__ import annotations
 

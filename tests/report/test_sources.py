@@ -155,7 +155,9 @@ def test_tokens_without_a_tokenizer() -> None:
 
 
 def test_points_are_shown_with_their_own_prompts(made: MadeStudy, sources: Sources) -> None:
-    """A chain for the longest prompts, then the tree of the last point: rounds, examples and predictions are of their prompts."""
+    """A chain for the longest prompts, then the tree of the last point: rounds, examples and predictions are of their
+    prompts.
+    """
     assert sources.profile is not None and sources.evaluator is not None
     last = sources.points[-1]
     trace = sources.trace_of(last)

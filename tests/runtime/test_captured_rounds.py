@@ -132,7 +132,7 @@ def test_plain_steps_between_rounds(pair: Pair, prompts: dict[str, Inputs], tmp_
         assert 0 < stats.plain_steps < stats.target_forwards
 
 
-# -------------------------------------------------------------------------------------------------------- on a device
+# -------- on a device
 
 
 @pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
@@ -213,7 +213,9 @@ def counted_parts(rehearsal: Rehearsal) -> Iterator[dict[str, list[Counts]]]:
 def test_uploads_waits_and_replays_of_a_round(
     rehearsal: Rehearsal, pair: Pair, prompts: dict[str, Inputs], kind: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A level is one upload, one replay and one wait; the verification and all commits are one, or two uploads where they sample."""
+    """A level is one upload, one replay and one wait; the verification and all commits are one, or two uploads where
+    they sample.
+    """
     pair, inputs = on_device(pair, "cuda:0"), inputs_on(prompts["image"], "cuda:0")
     target = Target(pair.target)
     draft = make_draft(kind, pair, target, tmp_path)

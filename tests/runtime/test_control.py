@@ -34,7 +34,7 @@ def useless_draft() -> Any:
     return new_llama(1, hidden_size=16)
 
 
-# ------------------------------------------------------------------------------------------------------------ fallback
+# -------- fallback
 
 
 def test_a_fallback_changes_no_token(pair: Pair, prompts: dict[str, Inputs]) -> None:
@@ -68,7 +68,7 @@ def test_a_draft_that_helps_or_has_no_price_is_never_left_out(pair: Pair, prompt
             assert stats.plain_steps == 0 < stats.draft_forwards
 
 
-# ------------------------------------------------------------------------------------------------------- capture sizes
+# -------- capture sizes
 
 
 def test_capture_sizes_change_no_token(pair: Pair, prompts: dict[str, Inputs]) -> None:
@@ -105,12 +105,12 @@ def test_a_size_out_of_range(pair: Pair, size: int) -> None:
         Decoder(pair.target, capture_sizes=(8, size))
 
 
-# -------------------------------------------------------------------------------------------------- lossy verification
+# -------- lossy verification
 
 
 def test_wetap_accepts_by_the_ratio_of_probabilities(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """In every round it accepts the deepest node whose path is at least ``threshold`` times as probable under the target
-    as under the draft, computed from forward passes of the target over the whole text.
+    """In every round it accepts the deepest node whose path is at least ``threshold`` times as probable under the
+    target as under the draft, computed from forward passes of the target over the whole text.
     """
     inputs, verification = prompts["image"], WetapVerification(threshold=0.4)
     decoder = Decoder(pair.target, pair.draft, tree=TREES["wetap-tight"], verification=verification)
@@ -235,7 +235,7 @@ def test_perplexity_is_that_of_one_forward_over_everything(pair: Pair, prompts: 
             )
 
 
-# --------------------------------------------------------------------------------------------------------------- counts
+# -------- counts
 
 
 def test_acceptance_is_counted_by_depth_and_rank(pair: Pair, prompts: dict[str, Inputs]) -> None:

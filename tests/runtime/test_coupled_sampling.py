@@ -77,7 +77,9 @@ def test_coupling_raises_the_accepted_length(pair: Pair, prompts: dict[str, Inpu
 def test_a_draft_that_is_the_target_is_accepted_whole(
     pair: Pair, prompts: dict[str, Inputs], settings: dict[str, Any], mode: str
 ) -> None:
-    """So that the draft's scores have the target's temperature, warpers and noise, in eager steps and over static buffers."""
+    """So that the draft's scores have the target's temperature, warpers and noise, in eager steps and over static
+    buffers.
+    """
     for number, name in enumerate(PROMPTS):
         decoder = Decoder(pair.target, pair.target, tree=CHAIN, mode=mode)
         lengths = decoder.generate(**prompts[name], max_new_tokens=25 + number, **settings).stats.accepted_lengths
@@ -130,7 +132,7 @@ def padded_rows(weight: Tensor, num_shared: int, num_rows: int) -> Tensor:
     return torch.cat([weight[:num_shared], torch.full((num_rows - num_shared, weight.shape[1]), 0.0)])
 
 
-# ---------------------------------------------------------------------------------------------------------- brute force
+# -------- brute force
 
 
 def brute_force(logits: NDArray[np.float64], noise: NDArray[np.float64], temperature: float, top_k: int) -> Any:
@@ -182,7 +184,7 @@ def test_proposals_equal_brute_force(
     assert num_checked > 40
 
 
-# ------------------------------------------------------------------------------------------------- when, and at what cost
+# -------- when, and at what cost
 
 
 def test_which_rounds_are_coupled(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:

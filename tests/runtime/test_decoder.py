@@ -37,7 +37,7 @@ def sampled_plainly(pair: Pair, prompts: dict[str, Inputs]) -> Callable[[str, in
     return generate
 
 
-# ------------------------------------------------------------------------------------------------------------ lossless
+# -------- lossless
 
 
 def test_the_pair_grows_trees_that_branch(pair: Pair, prompts: dict[str, Inputs]) -> None:
@@ -118,8 +118,8 @@ def test_a_draft_that_is_always_right_is_accepted_whole(pair: Pair, prompts: dic
     "tree", [{"policy": "sage", "k": 4, "w_min": 3}, {"policy": "chain", "depth": 2}], ids=["sage", "chain"]
 )
 def test_sampled_tokens_follow_the_target_s_distribution(tree: dict[str, Any], num_seeds: int) -> None:
-    """Over many seeds, the first three tokens follow the product of the target's own probabilities, over a vocabulary of
-    five tokens and thus 125 texts.
+    """Over many seeds, the first three tokens follow the product of the target's own probabilities, over a vocabulary
+    of five tokens and thus 125 texts.
 
     The first token is the prefill's; the second and third come from a tree. Equality with plain decoding does not show
     that plain decoding samples from the right distribution; this does.
@@ -147,11 +147,13 @@ def test_sampled_tokens_follow_the_target_s_distribution(tree: dict[str, Any], n
     assert chi_square_p_value(counts, probabilities) > 0.001
 
 
-# --------------------------------------------------------------------------------------------------------- how it ends
+# -------- how it ends
 
 
 def test_the_requested_number_of_tokens_and_no_more(pair: Pair, prompts: dict[str, Inputs], greedy: Greedy) -> None:
-    """A last round that verified more tokens is cut. Statistics count emitted tokens, and otherwise equal a longer run's."""
+    """A last round that verified more tokens is cut. Statistics count emitted tokens, and otherwise equal a longer
+    run's.
+    """
     inputs, num_cut = prompts["image"], {}
     prompt_length = inputs["input_ids"].shape[1]
     for name, tree in TREES.items():
@@ -172,7 +174,9 @@ def test_the_requested_number_of_tokens_and_no_more(pair: Pair, prompts: dict[st
 
 
 def check_stats(stats: DecodingStats, num_new_tokens: int) -> int:
-    """A round emits its accepted tokens and one of the target's, which the last round may lack. Returns 1 if so, else 0."""
+    """A round emits its accepted tokens and one of the target's, which the last round may lack. Returns 1 if so, else
+    0.
+    """
     assert stats.new_tokens == num_new_tokens
     assert stats.rounds == len(stats.accepted_lengths) == len(stats.verified_nodes) == stats.target_forwards
     cut = 1 + sum(stats.accepted_lengths) + stats.rounds - num_new_tokens
@@ -192,8 +196,8 @@ def test_a_single_token_needs_no_round_and_no_draft(decoder: Decoder, prompts: d
 def test_decoding_ends_with_the_end_of_sequence(
     pair: Pair, prompts: dict[str, Inputs], greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens of the output in turn are the end of sequence: the first, the last, tokens in the middle of an accepted path,
-    and tokens of the target alone.
+    """Tokens of the output in turn are the end of sequence: the first, the last, tokens in the middle of an accepted
+    path, and tokens of the target alone.
     """
     inputs = prompts["image"]
     text = new_tokens(greedy("image"), inputs)
@@ -207,7 +211,7 @@ def test_decoding_ends_with_the_end_of_sequence(
                 check_stats(out.stats, text.index(eos) + 1)
 
 
-# -------------------------------------------------------------------------------------- Hugging Face's custom_generate
+# -------- Hugging Face's custom_generate
 
 
 def test_custom_generate_equals_generate(
@@ -295,7 +299,7 @@ def test_custom_generate_shows_the_draft_the_image_itself(
     assert len(seen) == 1 and torch.equal(seen[0], prompts["image"]["pixel_values"])
 
 
-# ------------------------------------------------------------------------------------------------------------ mistakes
+# -------- mistakes
 
 
 def test_vocabularies_that_differ(pair: Pair) -> None:
@@ -320,8 +324,8 @@ class WordLevel:
 
 @pytest.mark.parametrize("draft_size", [300, 333])
 def test_vocabularies_that_are_padded_to_different_sizes(draft_size: int) -> None:
-    """As in the large and the small Qwen2.5, and in LLaVA and the Llama inside. Neither model is given a token that only
-    the other has, even if the other emits it.
+    """As in the large and the small Qwen2.5, and in LLaVA and the Llama inside. Neither model is given a token that
+    only the other has, even if the other emits it.
     """
     torch.manual_seed(0)
     target, draft = new_llama(2, vocabulary_size=316), new_llama(1, vocabulary_size=draft_size)

@@ -225,8 +225,8 @@ class TestEveryFamily(DecodingContract):
 
     @torch.inference_mode()
     def test_a_tree_in_one_forward_equals_each_branch_alone(self, member: Member, attention: str) -> None:
-        """Logits and hidden states of chosen layers, over rounds whose rejected nodes must leave no trace, equal those of a
-        forward pass of the whole text, without a cache, for every leaf.
+        """Logits and hidden states of chosen layers, over rounds whose rejected nodes must leave no trace, equal those
+        of a forward pass of the whole text, without a cache, for every leaf.
         """
         rng = np.random.default_rng(3)
         model = load(member.folder / "target", attention=attention)

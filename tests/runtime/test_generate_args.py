@@ -268,7 +268,7 @@ def test_a_streamer_gets_the_prompt_and_then_round_by_round(
     assert "".join(streamer) == processor.tokenizer.decode(text)
 
 
-# --------------------------------------------------------------------------------------------------------------- batches
+# -------- batches
 
 
 def padded(inputs: list[Inputs], side: str, pad: int) -> Inputs:
@@ -364,7 +364,7 @@ def test_hooks_that_read_all_rows_together_work_on_one(
         assert torch.equal(decoder.generate(**call, **given).sequences, expected)
 
 
-# -------------------------------------------------------------------------------------------------------------- refusals
+# -------- refusals
 
 
 def test_outputs_of_single_steps(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:

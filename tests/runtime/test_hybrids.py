@@ -1,5 +1,5 @@
-"""The contract of hybrid families, some layers of which keep a recurrent or convolution state: chains decode as the stock
-transformers model does, on tiny random models of the real classes (``tests/hybrids.py``).
+"""The contract of hybrid families, some layers of which keep a recurrent or convolution state: chains decode as the
+stock transformers model does, on tiny random models of the real classes (``tests/hybrids.py``).
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class TestEveryHybrid(DecodingContract):
 
     @torch.inference_mode()
     def test_rejected_tokens_leave_no_trace(self, member: Member) -> None:
-        """Logits of a chain in one forward pass, and in two of which the second sees the first, equal those of the stock model
-        over the whole text, whatever was accepted before: nothing but the root, a part, all, or what was never committed.
+        """Logits of a chain in one forward pass, and in two of which the second sees the first, equal those of the
+        stock model over the whole text, whatever was accepted before: nothing but the root, a part, all, or what was
+        never committed.
         """
         rng = np.random.default_rng(3)
         target = Target(member.target)
@@ -103,7 +104,9 @@ class TestEveryHybrid(DecodingContract):
             assert_same_logits(target.step(99), logits_of_all(member.target, inputs, [*committed, 99])[-1])
 
     def test_drafts_of_other_kinds_keep_the_output(self, member: Member, text_draft: Any) -> None:
-        """Retrieval, a text model of another family, and networks that read the target's features: Qwen's have mtp heads."""
+        """Retrieval, a text model of another family, and networks that read the target's features: Qwen's have mtp
+        heads.
+        """
         example, target = member.examples[-1], Target(member.target)
         torch.manual_seed(0)
         network = StarNetwork.new({"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test")

@@ -23,7 +23,9 @@ NEVER_PAYS = RoundPrice(round_steps=90.0, level_steps=9.0, node_steps=9.0)
 
 @pytest.fixture
 def decoder(pair: Pair) -> Decoder:
-    """Plain decoding for the task ``plain``, a fallback that soon decodes plainly for ``dear``, and chains for all others."""
+    """Plain decoding for the task ``plain``, a fallback that soon decodes plainly for ``dear``, and chains for all
+    others.
+    """
     chain = LoadedPoint(pair.draft, tree=CHAIN)
     dear = LoadedPoint(chain.draft, tree=CHAIN, fallback=NEVER_PAYS, when=Condition(workload="dear"))
     return Decoder(pair.target, points=[LoadedPoint(None, when=Condition(workload="plain")), dear, chain])

@@ -99,7 +99,7 @@ def plainly(pair: Pair, settings: dict[str, Any]) -> Tensor:
     return Decoder(pair.target).generate(**settings).sequences
 
 
-# ------------------------------------------------------------------------------------------------------------- picking
+# -------- picking
 
 
 def test_every_request_gets_its_point_and_the_target_s_own_tokens(
@@ -198,7 +198,7 @@ def test_settings_that_a_point_cannot_honour_are_refused_where_it_is_chosen(
     assert torch.equal(decoder.generate(**settings).sequences, plainly(pair, settings))
 
 
-# ----------------------------------------------------------------------------------------------------------- switching
+# -------- switching
 
 
 def buffers_of(decoder: Decoder) -> list[int]:
@@ -257,7 +257,7 @@ def test_caches_are_reserved_for_the_largest_trees_of_all(pair: Pair, monkeypatc
     assert decoder.target.cache is cache and decoder.point is decoder.points[0]
 
 
-# ------------------------------------------------------------------------------------------------------------- loading
+# -------- loading
 
 
 def test_a_profile_of_captured_forward_passes_runs_eagerly_without_a_gpu(profile: DecodingProfile, pair: Pair) -> None:

@@ -1,4 +1,6 @@
-"""Captures that are made ahead serve requests without further captures, and memory does not grow from request to request."""
+"""Captures that are made ahead serve requests without further captures, and memory does not grow from request to
+request.
+"""
 
 from __future__ import annotations
 

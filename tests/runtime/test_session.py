@@ -1,4 +1,6 @@
-"""A session configures shared models for one request and restores them, however the request ends; streams yield early."""
+"""A session configures shared models for one request and restores them, however the request ends; streams yield
+early.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
 
 def test_requests_do_not_disturb_each_other(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """Each request equals that of a fresh decoder: long after short (the caches grow), short after long, with and without
-    image, with other trees and temperatures.
+    """Each request equals that of a fresh decoder: long after short (the caches grow), short after long, with and
+    without image, with other trees and temperatures.
     """
     rng = np.random.default_rng(0)
     very_long = {"input_ids": torch.from_numpy(rng.integers(4, VOCABULARY_SIZE, (1, 1100)))}
@@ -85,8 +87,8 @@ def state_of(decoder: Decoder) -> list[Any]:
 def test_a_session_is_closed_however_its_request_ends(
     pair: Pair, prompts: dict[str, Inputs], greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether a stream is read to its end, closed, dropped or interrupted by an exception: the target and the draft are as
-    before.
+    """Whether a stream is read to its end, closed, dropped or interrupted by an exception: the target and the draft are
+    as before.
     """
     price = RoundPrice(round_steps=9.0, level_steps=1.0, node_steps=0.0)
     draft = agreeing_draft("dream", target := Target(pair.target), injection_layer=4)
@@ -127,7 +129,7 @@ def test_a_request_after_a_failed_one(decoder: Decoder, prompts: dict[str, Input
     assert torch.equal(decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS).sequences, greedy("image"))
 
 
-# ------------------------------------------------------------------------------------------------------------- threads
+# -------- threads
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -203,7 +205,9 @@ def test_decoders_of_other_models_run_at_the_same_time(pair: Pair, prompts: dict
 def test_a_stream_keeps_its_models_until_it_is_closed_or_its_thread_takes_them(
     decoder: Decoder, prompts: dict[str, Inputs], greedy: Greedy
 ) -> None:
-    """A pool reads the tokens of a stream in whichever thread is free; when that thread has ended, the stream is abandoned."""
+    """A pool reads the tokens of a stream in whichever thread is free; when that thread has ended, the stream is
+    abandoned.
+    """
     call = partial(decoder.generate, **prompts["image"], max_new_tokens=NEW_TOKENS)
     stream = decoder.stream(**prompts["image"], max_new_tokens=NEW_TOKENS)
     tokens = [next(stream)]
@@ -221,7 +225,9 @@ def test_a_stream_keeps_its_models_until_it_is_closed_or_its_thread_takes_them(
 def test_a_request_within_a_step_of_another_is_refused(
     decoder: Decoder, prompts: dict[str, Inputs], greedy: Greedy
 ) -> None:
-    """In a logits processor; between the rounds, in a streamer, it takes the models over. Afterwards all is as before."""
+    """In a logits processor; between the rounds, in a streamer, it takes the models over. Afterwards all is as
+    before.
+    """
     call = partial(decoder.generate, **prompts["image"], max_new_tokens=NEW_TOKENS)
     with pytest.raises(UserError, match="another one has not ended"):
         call(logits_processor=[lambda ids, scores: call() and scores])
@@ -235,7 +241,9 @@ def test_a_request_within_a_step_of_another_is_refused(
 
 
 def test_decoders_that_share_a_draft_take_turns(pair: Pair, prompts: dict[str, Inputs], greedy: Greedy) -> None:
-    """Also with targets of their own, whose features the draft reads; and with another model, whose layers it then reads."""
+    """Also with targets of their own, whose features the draft reads; and with another model, whose layers it then
+    reads.
+    """
     draft = agreeing_draft("dream", Target(pair.target), injection_layer=4)
     targets = [Target(pair.target), Target(pair.target), Target(deepcopy(pair.target))]
     for shared in (draft, pair.draft):
@@ -252,7 +260,9 @@ def hooks_of(model: Any) -> int:
 def test_between_two_tokens_and_after_an_error_in_any_layer_the_model_is_the_user_s(
     pair: Pair, prompts: dict[str, Inputs], greedy: Greedy
 ) -> None:
-    """No attention is swapped and no hook is left while a stream waits; an error at any call of a layer leaves nothing either."""
+    """No attention is swapped and no hook is left while a stream waits; an error at any call of a layer leaves nothing
+    either.
+    """
     draft = agreeing_draft("dream", Target(pair.target), injection_layer=4)
     decoder = Decoder(model := pair.target, draft, tree=TREES["sage"], visual_keep=0.5)
     text, inputs = decoder.target.text, prompts["image"]
@@ -288,7 +298,7 @@ def test_between_two_tokens_and_after_an_error_in_any_layer_the_model_is_the_use
             assert torch.equal(decoder.generate(**inputs, max_new_tokens=NEW_TOKENS).sequences, greedy("image"))
 
 
-# ----------------------------------------------------------------------------------------------------------- streaming
+# -------- streaming
 
 
 def test_a_stream_yields_the_tokens_of_generate(decoder: Decoder, prompts: dict[str, Inputs]) -> None:

@@ -20,7 +20,9 @@ TREE = {"policy": "eagle2", "depth": 3, "k": 2, "budget": 7}
 
 
 def spread(pair: Pair) -> Target:
-    """The target with its first two layers and the head, which is tied to the embedding, on ``cuda:0``, the rest on ``cuda:1``."""
+    """The target with its first two layers and the head, which is tied to the embedding, on ``cuda:0``, the rest on
+    ``cuda:1``.
+    """
     model = deepcopy(pair.target)
     text, devices = "model.language_model", ("cuda:0", "cuda:1")
     layers = {f"{text}.layers.{number}": devices[number > 1] for number in range(4)}

@@ -91,7 +91,9 @@ def test_log_probabilities_are_the_models_own_but_for_excluded_tokens() -> None:
 
 
 def test_a_nucleus_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without sorting, but for rows whose nucleus is large. Transformers keeps any of equal scores of which it keeps a part."""
+    """Without sorting, but for rows whose nucleus is large. Transformers keeps any of equal scores of which it keeps a
+    part.
+    """
     monkeypatch.setattr(token_sampler, "NUCLEUS_TOKENS", 16)
     torch.manual_seed(2)
     logits = torch.rand(300, 1) * 6 * torch.randn(300, 60)
@@ -169,7 +171,9 @@ def test_generator_seeds_are_distinct_and_valid() -> None:
 
 
 def test_a_batch_is_drawn_from_the_distributions_of_its_rows() -> None:
-    """4,000 draws of each row: a standard error of at most 0.008. A row's token depends on its seed and position alone."""
+    """4,000 draws of each row: a standard error of at most 0.008. A row's token depends on its seed and
+    position alone.
+    """
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     samplers = [TokenSampler(temperature=temperature, seed=7) for temperature in (0.0, 0.5, 1.0)]
     drawn = np.array([drawn_tokens(samplers, logits, [position] * 3) for position in range(4000)])

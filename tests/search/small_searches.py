@@ -1,4 +1,6 @@
-"""Evaluators over random traces, and searches over them. Loads no torch, so that a process that shares a search starts quickly."""
+"""Evaluators over random traces, and searches over them. Loads no torch, so that a process that shares a search starts
+quickly.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from tests.sample_documents import DRAFT, cost_table, random_trace
 
 KEEPS = (1.0, 0.5)
 # The random traces have four levels and four children per node; all trees here fit.
-SMALL = {"chain": {"depth": {"low": 1, "high": 4}}, "sage": {"k": {"choices": [2, 4]}, "d_min": {"choices": [1, 2]}, "d_max": {"choices": [3, 4]}}}  # fmt: skip
+SMALL = {
+    "chain": {"depth": {"low": 1, "high": 4}},
+    "sage": {"k": {"choices": [2, 4]}, "d_min": {"choices": [1, 2]}, "d_max": {"choices": [3, 4]}},
+}
 LARGE = {
     "chain": {"depth": {"low": 1, "high": 4}},
     "sage": {

@@ -56,8 +56,8 @@ def test_task_with_its_own_best_configuration_gets_a_point() -> None:
 
 
 def test_several_groups_may_get_points() -> None:
-    """The common configuration is the best over all requests together. Groups that it suits best, and small groups, get no
-    point.
+    """The common configuration is the best over all requests together. Groups that it suits best, and small groups, get
+    no point.
     """
     tags = ["read"] * 20 + ["count"] * 20 + ["sum"] * 20 + ["other"] * 3
     ms = times([7] * 20 + [5] * 20 + [9] * 20 + [3] * 3, advantage=0.7)
@@ -176,8 +176,8 @@ def test_selection_is_deterministic() -> None:
 
 
 def test_points_form_a_valid_profile() -> None:
-    """The last point matches every request, no point hides another, and the recorded requests are decoded no slower than
-    by any single configuration.
+    """The last point matches every request, no point hides another, and the recorded requests are decoded no slower
+    than by any single configuration.
     """
     for seed in range(8):
         rng = np.random.default_rng(seed)

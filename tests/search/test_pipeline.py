@@ -82,7 +82,9 @@ def test_the_study_of_a_cut_search_has_its_records(
 def test_searches_capture_nothing_in_timed_runs_and_leave_no_memory(
     rehearsal: Rehearsal, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain decoding, six finalists and all published defaults take at most half of the captures that a device keeps."""
+    """Plain decoding, six finalists and all published defaults take at most half of the captures that a device
+    keeps.
+    """
     memory, decode, arms = graph_memory(torch.device("cuda:0")), DecoderArm.decode, set()
 
     def checked(arm: DecoderArm, *given: Any) -> Any:

@@ -70,7 +70,9 @@ def test_a_slow_target_gets_fewer_and_shorter_answers() -> None:
 
 
 def test_the_last_stages_keep_their_least() -> None:
-    """At 60 ms a step, ten minutes have sixteen held-out prompts and eight of a finalist and a default, of 100 tokens, if no draft gains."""
+    """At 60 ms a step, ten minutes have sixteen held-out prompts and eight of a finalist and a default, of 100 tokens,
+    if no draft gains.
+    """
     plan = make_plan(replace(TEXTS, num_processes=2), Rates(prefill_s=0.2, step_s=0.06), seconds=600, spent_s=5)
     assert (plan.max_new_tokens, plan.kept_prompts) == (100, (16, 8, 1, 1)) and plan.num_tune_prompts >= 12
     assert 0.7 * 600 < sum(plan.kept_s.values()) < 600

@@ -130,7 +130,9 @@ def test_fastest_finalist_in_real_runs_wins(selection: ProfileSelection, clock: 
 def test_published_defaults_run_beside_the_finalists(
     selection: ProfileSelection, clock: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of them; those that are not significantly slower than the fastest default are compared on held-out prompts."""
+    """All of them; those that are not significantly slower than the fastest default are compared on held-out
+    prompts.
+    """
     clock(lambda arm, prompt: {AR: 10.0, "sage": 7.0, "chain": 7.0}.get(arm.name, 5.0 if "final" in arm.name else 8.0))
     measured = selection.measure_finalists(finalists_of(selection))
     assert [default.name for default in measured.defaults] == list(COMPARED_DEFAULTS)
@@ -166,7 +168,9 @@ NOISY, NOISY_TOO = [4.0, 6.0, 5.0, 5.2], [6.0, 4.0, 5.3, 5.0]
 
 
 def test_finalists_that_measure_alike_are_told_apart_by_their_estimates() -> None:
-    """Estimates correct predictions for all prompts by the measurements; of nearly equal estimates, the smaller tree wins."""
+    """Estimates correct predictions for all prompts by the measurements; of nearly equal estimates, the smaller tree
+    wins.
+    """
     alike = race_of({"A": NOISY, "B": NOISY_TOO}, {"A": 5, "B": 20})
     assert winner_of(alike, {"A": 2.0, "B": 2.1}) == "B"
     assert winner_of(alike, {"A": 2.1, "B": 2.0}) == "A"
@@ -276,7 +280,9 @@ def test_the_first_block_of_finalists_is_whole(
 def test_finalists_run_as_the_plan_has_kept_time_for(
     selection: ProfileSelection, monkeypatch: pytest.MonkeyPatch, seconds: float, fitting: tuple[int, int, int]
 ) -> None:
-    """An arm takes a second for a prompt, and time is kept for eight prompts of plain decoding, a finalist and a default."""
+    """An arm takes a second for a prompt, and time is kept for eight prompts of plain decoding, a finalist and a
+    default.
+    """
     monkeypatch.setattr(finalists, "block_s", lambda configurations, _, prompts: prompts * (1.0 + len(configurations)))
     candidates = {f"finalist {n}": candidate for n, candidate in enumerate(finalists_of(selection))}
     deadline = time.monotonic() + seconds

@@ -179,7 +179,9 @@ def test_screening_resumes_from_its_records(
 def test_promising_subnets_are_screened_first(
     model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole subnet of each draft, a few shares of visual tokens, then the neighbours of the best; all of them in the end."""
+    """The whole subnet of each draft, a few shares of visual tokens, then the neighbours of the best; all of them in
+    the end.
+    """
     star, independent = model_pool.references
     by_block = {"heads": [1.0, 0.5, 0.25], "heads_by_block": True}
     keeps = {"visual_keep": {"choices": [1.0, 0.6, 0.5, 0.1]}}

@@ -51,8 +51,8 @@ def test_shipped_spaces_contain_valid_policies() -> None:
 
 
 def test_full_holds_every_published_default() -> None:
-    """The subnet, and the tree: hyperparameters that the space does not search have their default values. A static tree is held
-    with its size, see ``Evaluator.template_trees``.
+    """The subnet, and the tree: hyperparameters that the space does not search have their default values. A static tree
+    is held with its size, see ``Evaluator.template_trees``.
     """
     full = load_space("full")
     for name, default in PUBLISHED_DEFAULTS.items():
@@ -79,7 +79,9 @@ def holds(dimension: Dimension, value: Any) -> bool:
 
 
 def test_star_exhaustive_holds_every_subnet_that_training_samples() -> None:
-    """64 shares of heads of the three blocks, 5 layers and 10 shares of visual tokens; star has 200 of them, and full."""
+    """64 shares of heads of the three blocks, 5 layers and 10 shares of visual tokens; star has 200 of them,
+    and full.
+    """
     layers = tuple(range(8, 13))
     found = load_space("star-exhaustive").subnets("d", Subnet(), layers)
     trained = {
@@ -281,7 +283,9 @@ def test_sweep_fills_every_dimension_evenly() -> None:
 
 
 def test_full_space_has_the_grid_of_a_supernet() -> None:
-    """STAR's shares of visual tokens and DREAM's, with one share of heads in all blocks; other drafts have 11 subnets."""
+    """STAR's shares of visual tokens and DREAM's, with one share of heads in all blocks; other drafts have 11
+    subnets.
+    """
     full = load_space("full")
     found = full.subnets("star", Subnet(injection_layer=12), range(8, 13))
     assert len({subnet.name for subnet in found}) == len(found) == 220

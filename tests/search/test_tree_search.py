@@ -225,7 +225,9 @@ def test_progress_is_reported(tmp_path: Path) -> None:
 
 
 def test_finalists_are_distinct(tmp_path: Path) -> None:
-    """One of each subnet and policy, at most two of a policy, and of more than two none that is slower than the first in nine of ten draws."""
+    """One of each subnet and policy, at most two of a policy, and of more than two none that is slower than the first
+    in nine of ten draws.
+    """
     uncertain = Evaluator(evaluator().traces.values(), observed_table(error=0.5))
     candidates = search(uncertain, LARGE, tmp_path / "l")
     finalists = choose_finalists(candidates, uncertain, 9)

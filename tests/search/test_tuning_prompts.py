@@ -63,7 +63,9 @@ def test_interval_without_errors_is_that_of_decoding() -> None:
 
 
 def test_draws_cover_the_truth() -> None:
-    """Tables whose prices were observed with errors of 10 %: the true speedup lies in nine of ten intervals of the draws."""
+    """Tables whose prices were observed with errors of 10 %: the true speedup lies in nine of ten intervals of the
+    draws.
+    """
     truth = Evaluator([random_trace(0)], cost_table()).evaluate(CHAIN).speedup
     rng = np.random.default_rng(0)
     inside = 0

@@ -1,8 +1,9 @@
 """A transcript of the real llama-server, and a small server that plays it back.
 
 ``python -m tests.serving.recorded_llama MODEL.gguf`` records ``llama_transcript.json`` from llama-server (b11434 and
-SmolLM2-135M-Instruct Q4_1 here): greedy answers to the prompts below, and the counts of servers with every type. As an executable the
-module is a llama-server that knows these prompts alone; its drafts are the replay's, whose counts the transcript checks.
+SmolLM2-135M-Instruct Q4_1 here): greedy answers to the prompts below, and the counts of servers with every type. As an
+executable the module is a llama-server that knows these prompts alone; its drafts are the replay's, whose counts the
+transcript checks.
 """
 
 from __future__ import annotations
@@ -193,8 +194,8 @@ def serve(arguments: list[str], kind: type[RecordedServer] = RecordedServer) -> 
 
 
 def record(name: EngineName, command: str, target: str, transcript: Path, known: list[dict[str, Any]]) -> None:
-    """Record a transcript: every setting of the benchmark in one server, over some prompts and the first two again; those that are
-    ``known`` are not served again.
+    """Record a transcript: every setting of the benchmark in one server, over some prompts and the first two again;
+    those that are ``known`` are not served again.
     """
     from autotune.serving.engine_search import ENGINES
     from autotune.workloads.prompt import Prompt, WorkloadPrompt

@@ -1,8 +1,9 @@
 """A transcript of the real vLLM, and a small server that plays it back.
 
-``python -m tests.serving.recorded_vllm FOLDER`` records ``vllm_transcript.json`` from vLLM (0.32.0 on a CPU and SmolLM2-135M-Instruct
-in float32 here), as ``recorded_llama`` does; a setting that it holds is not recorded again. As an executable the module is a vLLM
-that knows these prompts alone; its drafts are the replay's, whose counts the transcript checks.
+``python -m tests.serving.recorded_vllm FOLDER`` records ``vllm_transcript.json`` from vLLM (0.32.0 on a CPU and
+SmolLM2-135M-Instruct in float32 here), as ``recorded_llama`` does; a setting that it holds is not recorded again. As an
+executable the module is a vLLM that knows these prompts alone; its drafts are the replay's, whose counts the transcript
+checks.
 """
 
 from __future__ import annotations

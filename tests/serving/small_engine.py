@@ -1,4 +1,5 @@
-"""A small serving engine in a thread: this project's runtime behind an HTTP server with the API and the metrics of vLLM.
+"""A small serving engine in a thread: this project's runtime behind an HTTP server with the API and the metrics of
+vLLM.
 
 Its rounds are real: a chain of an independent draft, which reads the placeholders of images as text.
 """

@@ -89,7 +89,7 @@ def assert_refused(result: Result, *messages: str) -> None:
         assert message in last, last
 
 
-# ----------------------------------------------------------------------------------------------------------- comparison
+# -------- comparison
 
 
 def test_rounds_and_answers_are_those_predicted(world: Path, address: str) -> None:
@@ -123,7 +123,7 @@ def test_an_answer_that_differs_is_named(world: Path, pair: Pair, monkeypatch: p
     assert "differs from token 4 on" in result.stderr and "reads other tokens of 1 prompts" in result.stderr
 
 
-# ------------------------------------------------------------------------------------------------------ engines started
+# -------- engines started
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_vllm_is_started_with_the_exported_command(world: Path, commands: list[s
     assert all(one["rounds"] == one["predicted_rounds"] for one in found["prompts"])
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
+# -------- errors
 
 
 def test_engines_that_cannot_be_compared(world: Path, pair: Pair) -> None:

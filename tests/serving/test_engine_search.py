@@ -1,4 +1,6 @@
-"""A search in llama-server: its replay against a transcript of the real one, its stages with a small one, and its bad input."""
+"""A search in llama-server: its replay against a transcript of the real one, its stages with a small one, and its bad
+input.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +169,7 @@ def test_speculation_is_recommended_only_where_its_interval_lies_above_1(low: fl
     assert verdict.startswith("ngram-cache 1.05x" if is_chosen else "leave speculation off: ")
 
 
-# ---------------------------------------------------------------------------------------------------------------- search
+# -------- search
 
 
 @pytest.fixture

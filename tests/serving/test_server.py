@@ -46,7 +46,9 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """An executable that answers as a vLLM does that decodes nothing, and has a worker; it records both in ``record.json``."""
+    """An executable that answers as a vLLM does that decodes nothing, and has a worker; it records both in
+    ``record.json``.
+    """
     path = tmp_path / "vllm"
     path.write_text(SCRIPT.format(python=sys.executable, record=str(tmp_path / "record.json")))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

@@ -1,5 +1,5 @@
-"""The real vLLM on a CPU makes the rounds that replay predicts. ``make engines ENGINE=vllm`` installs it, or ``AUTOTUNE_VLLM`` names its
-executable.
+"""The real vLLM on a CPU makes the rounds that replay predicts. ``make engines ENGINE=vllm`` installs it, or
+``AUTOTUNE_VLLM`` names its executable.
 """
 
 from __future__ import annotations

@@ -109,7 +109,9 @@ def test_drafts_are_accepted_beyond_the_end_of_an_answer() -> None:
 
 
 class SuffixTrie:
-    """Suffixes of texts token by token, as the obvious tree: a node's children in the order that arctic-inference's linked lists keep."""
+    """Suffixes of texts token by token, as the obvious tree: a node's children in the order that arctic-inference's
+    linked lists keep.
+    """
 
     def __init__(self, depth: int) -> None:
         self.depth, self.root = depth, Node()
@@ -145,7 +147,9 @@ class Node:
         self.token, self.count, self.children = token, 0, list[Node]()
 
     def child(self, token: int) -> Node:
-        """The child whose count grows by one, in its new place: at the head of the group of siblings that it joins or leaves."""
+        """The child whose count grows by one, in its new place: at the head of the group of siblings that it joins or
+        leaves.
+        """
         place = next((place for place, one in enumerate(self.children) if one.token == token), len(self.children))
         if place == len(self.children):
             self.children.append(Node(token))
@@ -304,8 +308,8 @@ def chain(k: int) -> Speculation:
 
 
 def rounds_of(is_right: list[bool], first: int, k: int, *, is_cut: bool) -> list[tuple[int, int]]:
-    """Draft tokens and accepted ones of each round of a chain, by the obvious loop: ``is_right`` says of each token whether the draft
-    proposes it.
+    """Draft tokens and accepted ones of each round of a chain, by the obvious loop: ``is_right`` says of each token
+    whether the draft proposes it.
     """
     found, place, size = [], first, len(is_right)
     while place < size - 1:
@@ -320,8 +324,8 @@ def rounds_of(is_right: list[bool], first: int, k: int, *, is_cut: bool) -> list
 @pytest.mark.parametrize("kind", ["draft_model", "draft-simple"])
 @pytest.mark.parametrize("seed", range(4))
 def test_short_chains_are_replayed_exactly_from_the_rounds_of_a_long_one(seed: int, kind: SpeculationType) -> None:
-    """The token after a round whose drafts were all accepted is unknown, and counts as proposed. llama.cpp cuts a draft to what the
-    request may still generate.
+    """The token after a round whose drafts were all accepted is unknown, and counts as proposed. llama.cpp cuts a draft
+    to what the request may still generate.
     """
     draw, first, size, is_cut = random.Random(seed), 4, 200, kind == "draft-simple"
     is_right = [draw.random() < 0.85 for _ in range(size)]
@@ -365,8 +369,8 @@ def test_requests_at_once_share_a_pass_and_pay_its_parts() -> None:
 
 @pytest.mark.parametrize("has_one_loop", [True, False])
 def test_prices_have_the_factors_of_served_requests(has_one_loop: bool) -> None:
-    """Plain passes of 9 ms and verifications of 22 ms, which were priced at 10 and 20; one request was disturbed, and a step without
-    speculation takes 8 ms where the engine runs another loop then.
+    """Plain passes of 9 ms and verifications of 22 ms, which were priced at 10 and 20; one request was disturbed, and a
+    step without speculation takes 8 ms where the engine runs another loop then.
     """
     steps = [PricedStep(tokens=n, context=1, wall_ms=[ms], cpu_ms=[0.0]) for n, ms in ((1, 10.0), (3, 20.0))]
     plain_ms = 9.0 if has_one_loop else 8.0
@@ -397,7 +401,7 @@ def test_prices_have_the_factors_of_served_requests(has_one_loop: bool) -> None:
     assert few.ms(1, 1) * few.plain_factor == pytest.approx(plain_ms)
 
 
-# ---------------------------------------------------------------------------------------------------------------- search
+# -------- search
 
 
 @pytest.fixture

@@ -300,7 +300,9 @@ def test_a_storage_that_is_lost_during_the_work_is_one_line(tmp_path: Path) -> N
 
 
 def test_a_clock_that_is_set_during_the_work_loses_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at it is a day early, right or a day late. Two workers may compute a record twice; the first one stays."""
+    """Each look at it is a day early, right or a day late. Two workers may compute a record twice; the first
+    one stays.
+    """
     monkeypatch.setitem(module.NOW, "sqlite", f"{module.NOW['sqlite']} + (random() % 2) * 86400.0")
     units = {f"unit-{number}": lambda number=number: {"square": number**2} for number in range(40)}
     ledgers = [Ledger(tmp_path / "ledger.sqlite") for _ in range(2)]

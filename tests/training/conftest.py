@@ -39,8 +39,8 @@ def encoded(target: Target, prompts: dict[str, Inputs]) -> list[EncodedPrompt]:
 
 @pytest.fixture
 def recipe(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes a recipe for the tiny target beside its examples, in a new working folder, where answers and teacher batches are
-    cached. Unless changed, it has seven steps of a star draft.
+    """Writes a recipe for the tiny target beside its examples, in a new working folder, where answers and teacher
+    batches are cached. Unless changed, it has seven steps of a star draft.
     """
     monkeypatch.chdir(tmp_path)
     write_examples(tmp_path / "examples.jsonl")

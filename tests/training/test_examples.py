@@ -54,7 +54,7 @@ def read(path: Path, recorder: Recorder, **options: Any) -> tuple[list[Line], li
     return lines[: len(training)], lines[len(training) :]
 
 
-# -------------------------------------------------------------------------------------------------------------- answers
+# -------- answers
 
 
 def chat_template(family: Family) -> str | None:
@@ -71,8 +71,8 @@ def chat_template(family: Family) -> str | None:
 # SmolVLM's template requires a video processor, which needs torchvision.
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "smolvlm"])
 def test_teacher_outputs_equal_what_each_family_generates(name: str, tmp_path: Path) -> None:
-    """The teacher's most probable tokens along the generated answers equal ``model.generate`` of each prompt alone. The batch
-    has prompts with no, one and several images.
+    """The teacher's most probable tokens along the generated answers equal ``model.generate`` of each prompt alone. The
+    batch has prompts with no, one and several images.
     """
     family = FAMILIES[name]
     save(family, tmp_path)
@@ -117,8 +117,8 @@ def test_given_answer_follows_the_prompt(recorder: Recorder, processor: Any, tmp
 def test_answers_are_written_once_in_batches(
     recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each line keeps its own settings, and has the answer of decoding it alone: nothing is nearly tied in float32. Sampled ones are
-    drawn without the noise of decoding, and do not depend on the other rows.
+    """Each line keeps its own settings, and has the answer of decoding it alone: nothing is nearly tied in float32.
+    Sampled ones are drawn without the noise of decoding, and do not depend on the other rows.
     """
     monkeypatch.setattr("autotune.training.examples.ROWS", 3)
     lines = [{"prompt": "Count.", "max_new_tokens": 5}, {"prompt": "Count.", "temperature": 1.0, "seed": 3}]
@@ -173,7 +173,7 @@ def test_examples_of_a_text_model(text_pair: Pair, processor: Any, tmp_path: Pat
     assert Teacher(target).read(examples, layers=(2,)).hidden.keys() == {2, len(target.text.layers)}
 
 
-# -------------------------------------------------------------------------------------------------------------- batches
+# -------- batches
 
 
 def test_batches_hold_every_line_once_with_similar_lengths(recorder: Recorder, processor: Any, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_the_cache_key_covers_the_content_of_the_lines(recorder: Recorder, proce
     assert len({key(lines), *others}) == 6
 
 
-# --------------------------------------------------------------------------------------------------------- invalid input
+# -------- invalid input
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,9 @@ def test_documented_example_trains(pair: Pair, tmp_path: Path, monkeypatch: pyte
 def test_a_draft_is_trained_over_the_most_frequent_tokens(
     model: str, recipe: Callable[..., Path], pair: Pair, processor: Any, tmp_path: Path
 ) -> None:
-    """They are those of the answers that are trained on. An eagle3 head has no others, and an mtp head proposes no others."""
+    """They are those of the answers that are trained on. An eagle3 head has no others, and an mtp head proposes no
+    others.
+    """
     answers = ["Row 1 reads 3, 1, 4.", "Row 2 reads 1.", "Row 1", "4, 4, 4"]
     lines = [{"prompt": "Count.", "answer": answer, "split": "train"} for answer in answers]
     write(tmp_path, [*lines, {"prompt": "Count.", "answer": "never", "split": "evaluate"}])

@@ -179,7 +179,9 @@ def test_the_entropy_bonus_falls_to_zero_over_the_stage(
 
 
 def test_the_gate_is_surer_without_the_entropy_bonus(target: Target, batch: TeacherBatch) -> None:
-    """The bonus is larger than the differences in cost between the operators of a draft whose visual rows hardly matter."""
+    """The bonus is larger than the differences in cost between the operators of a draft whose visual rows hardly
+    matter.
+    """
     margins = []
     for weight in (0.02, 0.0):
         network = new_specvlm(target)

@@ -1,4 +1,6 @@
-"""Questions that the target writes itself: written once, resumed after a kill, trained on, and never those that judge."""
+"""Questions that the target writes itself: written once, resumed after a kill, trained on, and never those that
+judge.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from tests.training.conftest import SIZES, STAGE
 GIB = 2**30
 
 
-# ------------------------------------------------------------------------------------------------------------- estimate
+# -------- estimate
 
 
 def new_target(**sizes: Any) -> Target:
@@ -62,9 +62,9 @@ def status_bytes(name: str) -> int:
     ],
 )
 def test_step_uses_the_estimated_memory(vocabulary_size: int, shape: BatchShape, sizes: dict[str, int]) -> None:
-    """The growth of the process during a step is compared with the estimate without models and optimizer moments. Logits
-    dominate the first case, activations the second one. The ratio may be 0.55 to 1.5: small tensors reuse memory that was
-    freed before, and the true peak depends on which gradients are freed first.
+    """The growth of the process during a step is compared with the estimate without models and optimizer moments.
+    Logits dominate the first case, activations the second one. The ratio may be 0.55 to 1.5: small tensors reuse memory
+    that was freed before, and the true peak depends on which gradients are freed first.
     """
     try:
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak
@@ -178,7 +178,7 @@ def test_cached_batches_use_the_estimated_disk(
     assert disk_bytes[1] < 0.1 * disk_bytes[0]
 
 
-# ---------------------------------------------------------------------------------------------------- curve and console
+# -------- curve and console
 
 
 def write_log(path: Path, steps: list[tuple[int, int]]) -> Path:
@@ -203,8 +203,8 @@ def test_repeated_steps_of_a_killed_run_count_once(tmp_path: Path) -> None:
 
 
 def test_the_expected_agreement_errs_as_is_said(tmp_path: Path) -> None:
-    """On every bundled log, at the first evaluation after a quarter and after half of the steps: by at most the error that is told,
-    which one of them comes close to.
+    """On every bundled log, at the first evaluation after a quarter and after half of the steps: by at most the error
+    that is told, which one of them comes close to.
     """
     errors: dict[float, list[float]] = {}
     for log in data_root().glob("drafts/*/*/training.jsonl"):

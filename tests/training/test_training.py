@@ -53,7 +53,7 @@ def examples(encoded: list[EncodedPrompt]) -> list[Example]:
     return [Example(prompt, len(prompt) - 6) for prompt in encoded]
 
 
-# ------------------------------------------------------------------------------------------------------ teacher batches
+# -------- teacher batches
 
 
 def test_padded_batch_equals_single_examples(
@@ -109,7 +109,9 @@ def test_attention_entropies_equal_those_of_an_eager_model(
 
 
 def test_distilled_layer_of_worked_examples() -> None:
-    """Layers count from 1, and the last one is excluded. AE + |change| of the first case: -, 1 + 2, 1.1 + 0.1, 2 + 0.9."""
+    """Layers count from 1, and the last one is excluded. AE + |change| of the first case: -, 1 + 2, 1.1 + 0.1,
+    2 + 0.9.
+    """
     cases = [([3.0, 1.0, 1.1, 2.0, 0.1], 2, 3), ([0.5, 2.0, 1.9, 1.2, 0.0], 1, 4), ([2.0, 2.0, 1.0, 3.0, 0.0], 3, 2)]
     for entropies, by_entropy, by_entropy_and_change in cases:
         batch = TeacherBatch(
@@ -154,7 +156,7 @@ def test_own_feature_runs_begin_with_a_target_feature(target: Target, examples: 
     assert torch.stack(masks).any(0).sum() == 15, "every other answer token reads an own feature in some mask"
 
 
-# ---------------------------------------------------------------------------------------------- cached teacher batches
+# -------- cached teacher batches
 
 
 @dataclass
@@ -250,7 +252,7 @@ def test_damaged_cache_files_are_replaced(target: Target, batches: CountedExampl
             assert same(teacher_batches[0], expected) and batches.requests == {0: 1}
 
 
-# ----------------------------------------------------------------------------------------------------------------- runs
+# -------- runs
 
 
 class _Killed(Exception):
@@ -260,8 +262,8 @@ class _Killed(Exception):
 def test_run_killed_at_any_step_ends_with_the_same_weights(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal bit for bit, in whichever stage it was killed; checkpoints are written every second step. Each killed run starts in a
-    new folder, without cached answers or teacher batches.
+    """Equal bit for bit, in whichever stage it was killed; checkpoints are written every second step. Each killed run
+    starts in a new folder, without cached answers or teacher batches.
     """
     monkeypatch.setattr(trainer, "CHECKPOINT_EVERY", 2)
     write_examples(tmp_path / "examples.jsonl")
@@ -473,7 +475,8 @@ def test_drafts_of_a_text_target(
 
 @pytest.mark.nightly
 def test_two_processes_share_a_batch(pair: Pair, tmp_path: Path) -> None:
-    """Each process generates half of the answers and reads half of each batch; gradients are averaged, and one process writes files.
+    """Each process generates half of the answers and reads half of each batch; gradients are averaged, and one process
+    writes files.
 
     On a CPU torchrun starts them, because ``accelerate launch`` starts only one process there.
     """
@@ -505,7 +508,7 @@ def test_more_processes_than_examples_in_a_batch(recipe: Callable[..., Path]) ->
         DraftTask(load_recipe(path), path, accelerator)  # type: ignore[arg-type]
 
 
-# --------------------------------------------------------------------------------------------------------- invalid input
+# -------- invalid input
 
 
 @pytest.mark.parametrize(

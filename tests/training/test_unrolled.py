@@ -74,7 +74,9 @@ def test_every_step_is_what_drafting_token_by_token_would_read(target: Target, k
 def test_a_new_mtp_head_begins_with_the_inputs_of_the_targets_last_layer(
     target: Target, encoded: list[EncodedPrompt]
 ) -> None:
-    """By regression row by row, over the rows of the answers, with a ridge of a thousandth of the inputs' mean square."""
+    """By regression row by row, over the rows of the answers, with a ridge of a thousandth of the inputs' mean
+    square.
+    """
     head = NETWORKS["mtp"].new({}, target, source="test")
     assert (
         isinstance(head, MtpNetwork)

@@ -1,5 +1,5 @@
-"""A program that decodes, replays and searches with a policy that is given as JSON: ``test_added_policy.py`` runs it in a copy of
-the package with one more policy.
+"""A program that decodes, replays and searches with a policy that is given as JSON: ``test_added_policy.py`` runs it in
+a copy of the package with one more policy.
 
 Usage: python -m tests.trees.added_policy FOLDER TREE SPACE
 """

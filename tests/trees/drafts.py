@@ -65,7 +65,9 @@ def path_of(tree: Tree, node: int) -> Ranks:
 
 
 def logprobs_of(draft: Draft, path: Ranks, k: int) -> np.ndarray:
-    """Log-probabilities of the ``k`` best candidates, float32 as a draft returns them; -inf where the table has no more."""
+    """Log-probabilities of the ``k`` best candidates, float32 as a draft returns them; -inf where the table has no
+    more.
+    """
     probabilities = np.zeros(k)
     known = draft(path)[:k]
     probabilities[: len(known)] = known
@@ -143,8 +145,8 @@ def assert_refused(policy: str, *cases: tuple[dict[str, Any], str]) -> None:
 
 
 def assert_is_tree(tree: Tree) -> None:
-    """Assert that nodes are level by level, each after its parent, a level deeper and not more probable, and that no child
-    is repeated.
+    """Assert that nodes are level by level, each after its parent, a level deeper and not more probable, and that no
+    child is repeated.
     """
     size = int(tree.size[0])
     assert (tree.parent[ROOT], tree.depth[ROOT], tree.path_logprob[ROOT], tree.rank[ROOT]) == (-1, 0, 0.0, -1)

@@ -1,8 +1,8 @@
 """The papers' algorithms in plain Python, written from their text alone, to compare the policies with.
 
-A node is its path of ranks from the root. A draft is a function from a node to its candidates, most probable first, as pairs
-of log-probability and probability. Trees are dictionaries from nodes, in the order in which they are added, to cumulative
-log-probabilities.
+A node is its path of ranks from the root. A draft is a function from a node to its candidates, most probable first, as
+pairs of log-probability and probability. Trees are dictionaries from nodes, in the order in which they are added, to
+cumulative log-probabilities.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 Node = tuple[int, ...]
 Draft = Callable[[Node], list[tuple[float, float]]]
 
-# -------------------------------------------------------------------------------------------------------------- EAGLE-2
+# -------- EAGLE-2
 
 
 def most_probable(logprob: Mapping[Node, float], count: int) -> list[Node]:
@@ -30,8 +30,8 @@ def _candidates(draft: Draft, parents: Iterable[Node], logprob: Mapping[Node, fl
 
 
 def eagle2(draft: Draft, *, depth: int, k: int, total: int, floor: float = 0.0) -> tuple[dict[Node, float], list[Node]]:
-    """The paper: ``depth`` levels, of each the k most probable nodes are expanded; then the ``total`` most probable of all
-    nodes are kept. Returns all candidates, and those that are kept. The paper has no ``floor`` of the probability.
+    """The paper: ``depth`` levels, of each the k most probable nodes are expanded; then the ``total`` most probable of
+    all nodes are kept. Returns all candidates, and those that are kept. The paper has no ``floor`` of the probability.
     """
     log_floor = math.log(floor) if floor else -math.inf
     logprob: dict[Node, float] = {}
@@ -45,8 +45,8 @@ def eagle2(draft: Draft, *, depth: int, k: int, total: int, floor: float = 0.0) 
 
 
 def eagle2_release(draft: Draft, *, depth: int, k: int, total: int) -> list[Node]:
-    """The released code: the root's k candidates, then ``depth`` times k candidates of the k most probable nodes; ``total``
-    counts the root.
+    """The released code: the root's k candidates, then ``depth`` times k candidates of the k most probable nodes;
+    ``total`` counts the root.
     """
     logprob = _candidates(draft, [()], {}, k)
     expanded = list(logprob)
@@ -58,7 +58,7 @@ def eagle2_release(draft: Draft, *, depth: int, k: int, total: int) -> list[Node
     return [node for node in logprob if node in kept]
 
 
-# ---------------------------------------------------------------------------------------------------------------- WETAP
+# -------- WETAP
 
 
 def num_sampled(probabilities: list[float], *, top_k: int, top_p: float, renormalises: bool = True) -> int:
@@ -96,8 +96,8 @@ def wetap_grown(
     renormalises: bool = True,
     is_of_token: bool = False,
 ) -> tuple[dict[Node, float], dict[Node, float]]:
-    """Cumulative log-probability and probability of every node, by algorithm 1, lines 3 to 16. The probabilities of eq. 3 are
-    cumulative, or the tokens' own.
+    """Cumulative log-probability and probability of every node, by algorithm 1, lines 3 to 16. The probabilities of eq.
+    3 are cumulative, or the tokens' own.
     """
     logprob: dict[Node, float] = {}
     probability: dict[Node, float] = {}
@@ -123,7 +123,9 @@ def wetap_grown(
 def wetap_pruned(
     logprob: Mapping[Node, float], p: Mapping[Node, float], *, budget: int, length: int, alpha: float
 ) -> tuple[list[Node], set[str]]:
-    """The nodes kept by section 3.2.2, eq. 7 and 8, in the order of appendix D; and the steps that changed something."""
+    """The nodes kept by section 3.2.2, eq. 7 and 8, in the order of appendix D; and the steps that changed
+    something.
+    """
     nodes, steps = list(logprob), set()
     if len(nodes) <= budget:
         return nodes, steps

@@ -49,7 +49,7 @@ class ReferenceSage:
         self.limit = min(self.d_max, self.depth_cap)
         self.p_out = [math.log(0.5) * rank for rank in range(1, self.k + 1)]
 
-    # ----------------------------------------------------------------------------------------------------- equations
+    # -------- equations
 
     def confidence_of(self, logprobs: list[float]) -> float:
         """Equations 7 to 9."""
@@ -79,7 +79,7 @@ class ReferenceSage:
             width = max(1, self.rounded(width / level * (0.5 + p_parent)))
         return min(width, self.k)
 
-    # ---------------------------------------------------------------------------------------------------------- tree
+    # -------- tree
 
     def construct(self, depth: int, width: int, draft: Draft) -> tuple[list[Path], list[Path]]:
         """Section 3.2: the nodes of the tree, and the candidates whose subtrees are to be expanded, level by level."""
@@ -107,7 +107,7 @@ class ReferenceSage:
             expanded += parents
         return tree, expanded
 
-    # ------------------------------------------------------------------------------------------------------- algorithm
+    # -------- algorithm
 
     def round(self, draft: Draft) -> tuple[set[Path], set[Path]]:
         """The tree of a round, and the nodes that the draft reads besides the root."""

@@ -12,8 +12,8 @@ from tests.obvious import add_node, children_of, random_tree
 
 
 def small_tree() -> Tree:
-    """Nodes 1 and 2 below the root, 3 to 5 below node 1, 6 below node 2, 7 below node 4. Ranks have gaps, as in static and
-    pruned trees.
+    """Nodes 1 and 2 below the root, 3 to 5 below node 1, 6 below node 2, 7 below node 4. Ranks have gaps, as in static
+    and pruned trees.
     """
     tree = new_tree(7)
     set_root(tree, 0, -1)
@@ -38,8 +38,8 @@ def test_a_round_in_which_nothing_is_accepted() -> None:
 
 
 def test_a_round_that_is_accepted_to_a_leaf() -> None:
-    """Path 1, 4, 7: the root offers ranks 0 and 2, node 1 ranks 0, 1 and 3, node 4 rank 0. Rank 0 is offered three times
-    and accepted twice, rank 1 is offered once and accepted. Depth 4 is not offered.
+    """Path 1, 4, 7: the root offers ranks 0 and 2, node 1 ranks 0, 1 and 3, node 4 rank 0. Rank 0 is offered three
+    times and accepted twice, rank 1 is offered once and accepted. Depth 4 is not offered.
     """
     assert observed([1, 4, 7]).to_json() == {
         "by_depth": [[1, 1], [1, 1], [1, 1]],

@@ -12,7 +12,7 @@ def eagle2(**hyperparameters: Any) -> TreeSession:
     return TreeSession("eagle2", **hyperparameters)
 
 
-# ----------------------------------------------------------------------------------------------------- worked examples
+# -------- worked examples
 
 
 def test_defaults_are_the_settings_of_the_release() -> None:
@@ -57,8 +57,9 @@ def test_the_k_best_of_a_level_are_expanded_and_the_budget_keeps_the_best_of_all
 
 
 def test_a_node_that_cannot_be_among_the_best_is_not_expanded() -> None:
-    """A budget of 3 takes (0), (0,0) and (1) of the table above. After level 2, (1,0) is fourth, so nothing below it can be
-    kept. Something below (0,0), the second, could be, but it has 0.231 at best, less than the third: drafting ends.
+    """A budget of 3 takes (0), (0,0) and (1) of the table above. After level 2, (1,0) is fourth, so nothing below it
+    can be kept. Something below (0,0), the second, could be, but it has 0.231 at best, less than the third: drafting
+    ends.
     """
     session = eagle2(depth=7, k=2, budget=3)
     assert session.grow(by_table(TWO_LEVELS)) == [(0,), (1,), (0, 0)]
@@ -95,7 +96,7 @@ def test_candidates_below_the_floor_are_left_out() -> None:
     assert eagle2(depth=3, k=2, floor=0.65).grow(by_table(TWO_LEVELS)) == []
 
 
-# ---------------------------------------------------------------------------------------------------------- validation
+# -------- validation
 
 
 def test_a_value_out_of_range_is_refused() -> None:

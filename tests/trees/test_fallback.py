@@ -42,8 +42,8 @@ def test_a_useless_draft_is_dropped_after_a_few_rounds() -> None:
 
 
 def test_a_draft_that_loses_little_is_dropped_later() -> None:
-    """Nothing accepted at a price of 2 saves -1: 0.75, 0.531, 0.340, 0.172, 0.026, -0.102. A probe starts from 0.2: 0.05,
-    -0.081.
+    """Nothing accepted at a price of 2 saves -1: 0.75, 0.531, 0.340, 0.172, 0.026, -0.102. A probe starts from 0.2:
+    0.05, -0.081.
     """
     machine = Machine(RoundPrice(round_steps=2.0, level_steps=0.0, node_steps=0.0))
     assert machine.run(*[USELESS] * 8) == [0, 0, 0, 0, 0, 8, 0, 16]
@@ -107,7 +107,7 @@ def test_a_new_request_begins_with_short_stretches() -> None:
     assert machine.run(USELESS, USELESS, USELESS, USELESS) == [0, 0, 8, 16]
 
 
-# ------------------------------------------------------------------------------------------------------ the runtime's
+# -------- the runtime's
 
 
 def rounds_until_plain(fallback: Fallback) -> int:

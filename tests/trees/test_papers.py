@@ -17,7 +17,9 @@ NUM_ROUNDS = 1000
 
 
 def in_float32(draft: Draft, num_candidates: int = 16) -> papers.Draft:
-    """The same draft as log-probabilities and probabilities in the precision of a real one, without impossible candidates."""
+    """The same draft as log-probabilities and probabilities in the precision of a real one, without impossible
+    candidates.
+    """
 
     @functools.cache
     def candidates(path: Ranks) -> list[tuple[float, float]]:
@@ -53,8 +55,8 @@ def grow_after_another(session: TreeSession, draft: Draft, logprob: Mapping[Rank
 
 
 def test_eagle2_as_in_its_paper_and_as_released() -> None:
-    """The release's tree of depth d and a total of n is the paper's of depth d + 1 and n - 1 nodes. A node is expanded only if
-    it is among the ``budget`` best so far, and a floor ends drafting.
+    """The release's tree of depth d and a total of n is the paper's of depth d + 1 and n - 1 nodes. A node is expanded
+    only if it is among the ``budget`` best so far, and a floor ends drafting.
     """
     rng, num_pruned, num_different, num_floored, num_spared = np.random.default_rng(2), 0, 0, 0, 0
     for seed in range(NUM_ROUNDS):

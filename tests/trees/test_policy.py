@@ -58,7 +58,9 @@ def test_a_policy_states_its_facts() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_call_gives_a_policy_the_arguments_that_its_steps_name(name: str) -> None:
-    """Every function of a policy's file that has the name of a step is one, and takes some of the arguments of the call."""
+    """Every function of a policy's file that has the name of a step is one, and takes some of the arguments of the
+    call.
+    """
     module = vars(sys.modules[POLICIES[name].__module__])
     for step, arguments in STEPS.items():
         if step in module:

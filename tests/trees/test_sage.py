@@ -21,11 +21,13 @@ def sage(**tree: Any) -> TreeSession:
 SURE = same_everywhere(1.0)  # a single candidate: confidence 1, and every level passes its threshold
 
 
-# ----------------------------------------------------------------------------------------------------- worked examples
+# -------- worked examples
 
 
 def test_defaults_are_those_of_the_paper() -> None:
-    """Section 5.1: depth 3 to 8, width 2 to 10, k = 10, 64 nodes; a window of 10 accepted lengths, thresholds 2 and 3."""
+    """Section 5.1: depth 3 to 8, width 2 to 10, k = 10, 64 nodes; a window of 10 accepted lengths, thresholds 2
+    and 3.
+    """
     policy = parse_policy({"policy": "sage"})
     assert policy.model_dump() == {
         "policy": "sage",
@@ -147,8 +149,8 @@ def test_the_confidence_is_that_of_the_previous_or_of_the_current_round() -> Non
 
 
 def test_candidates_below_the_threshold_are_leaves() -> None:
-    """An unsure draft, ten candidates of 0.03 after the root: confidence 0, so D = 3, W = 10, theta_1 = 0.1/3. All ten are
-    verified and none is expanded; the reading ``drop`` gives an empty tree. 0.05 exceeds the threshold.
+    """An unsure draft, ten candidates of 0.03 after the root: confidence 0, so D = 3, W = 10, theta_1 = 0.1/3. All ten
+    are verified and none is expanded; the reading ``drop`` gives an empty tree. 0.05 exceeds the threshold.
     """
     unsure = same_everywhere(*[0.03] * 10)
     leaves, dropped = sage(below_threshold="leaf", confidence="current"), sage(confidence="current")
@@ -179,12 +181,13 @@ def test_rounding_of_depth_and_width(rounding: str, depth: int, width: int) -> N
 
 
 def test_a_planned_tree_has_the_shape_of_the_last_root() -> None:
-    """After a root of 0.5, 0.25, 0.25 and k = 4: confidence 1/4, D = 3 + 0.25 * 5 = 4.25, rounded 4, W = 2 + 0.75 * 8 = 8.
-    Candidates below the threshold, 0.025 l, are dropped. What the draft proposes in the planned round does not matter.
+    """After a root of 0.5, 0.25, 0.25 and k = 4: confidence 1/4, D = 3 + 0.25 * 5 = 4.25, rounded 4, W = 2 + 0.75 * 8 =
+    8. Candidates below the threshold, 0.025 l, are dropped. What the draft proposes in the planned round does not
+    matter.
 
-    Level 1: 0.5, 0.25, 0.25; the fourth has probability 0. Level 2, W_2 = 4 (0.5 + P): 4 for 0.5 and 3 for 0.25, so 0.25,
-    0.125, 0.125; 0.125, 0.0625, 0.0625; the same. All exceed 0.05. Level 3, W_3 = 8/3 (0.5 + P) is 2 for 0.25: 0.125;
-    0.0625 falls below 0.075, as it does below 0.125 and 0.0625. Level 4: 0.0625 falls below 0.1.
+    Level 1: 0.5, 0.25, 0.25; the fourth has probability 0. Level 2, W_2 = 4 (0.5 + P): 4 for 0.5 and 3 for 0.25, so
+    0.25, 0.125, 0.125; 0.125, 0.0625, 0.0625; the same. All exceed 0.05. Level 3, W_3 = 8/3 (0.5 + P) is 2 for 0.25:
+    0.125; 0.0625 falls below 0.075, as it does below 0.125 and 0.0625. Level 4: 0.0625 falls below 0.1.
     """
     session = sage(k=4, plan="previous")
     session.grow(root_and_below([0.5, 0.25, 0.25], [1.0]))
@@ -193,7 +196,7 @@ def test_a_planned_tree_has_the_shape_of_the_last_root() -> None:
     assert session.expanded == [[()], [(0,), (1,), (2,)], [(0, 0)]], "the draft reads parents only"
 
 
-# ------------------------------------------------------------------------------------------------------------- history
+# -------- history
 
 
 def depth_limit(session: TreeSession) -> int:
@@ -271,7 +274,7 @@ def test_reset_clears_confidence_and_history() -> None:
     assert depth_limit(session) == 8, "the window must fill again"
 
 
-# -------------------------------------------------------------------------------------------------------------- budget
+# -------- budget
 
 
 def test_the_budget_compares_cumulative_probabilities_across_parents() -> None:
@@ -293,7 +296,7 @@ def test_a_full_tree_asks_for_no_more_proposals() -> None:
     assert session.expanded == [[()]]
 
 
-# ---------------------------------------------------------------------------------------------------------- validation
+# -------- validation
 
 
 def test_a_value_out_of_range_is_refused() -> None:

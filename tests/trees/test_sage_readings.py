@@ -26,7 +26,9 @@ READINGS = [dict(zip(OPTIONS, values, strict=True)) for values in itertools.prod
 
 
 class HashedDraft:
-    """A draft whose candidates depend on a hash of the path: rows of a table of sorted log-probabilities, as float32."""
+    """A draft whose candidates depend on a hash of the path: rows of a table of sorted log-probabilities, as
+    float32.
+    """
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)

@@ -48,7 +48,7 @@ def test_nodes_of_an_earlier_tree_are_not_found() -> None:
     assert find_child(tree, ROOT, 1) == -1
 
 
-# ------------------------------------------------------------------------------------------------- WETAP's acceptance
+# -------- WETAP's acceptance
 
 
 def accepted_by_ratio(tree: Tree, target_logprob: Floats, log_threshold: float) -> list[int]:
@@ -99,8 +99,8 @@ def test_acceptance_by_ratio_by_hand() -> None:
         e  0.2           0.6 * 0.25 = 0.15          0.75
         f  0.2           0.18 * 0.5 = 0.09          0.45
 
-    Acceptance is by the whole path: f is accepted at 0.44, although the ratio of its ancestor a is 0.4, where eq. 10 would
-    reject a.
+    Acceptance is by the whole path: f is accepted at 0.44, although the ratio of its ancestor a is 0.4, where eq. 10
+    would reject a.
     """
     tree = tree_of((ROOT, 0.5), (ROOT, 0.4), (1, 0.5), (1, 0.25), (2, 0.5), (3, 0.8))
     a, b, c, _, e, f = range(1, 7)
@@ -145,7 +145,9 @@ def test_nodes_of_draft_probability_0_are_not_accepted() -> None:
 
 
 def test_acceptance_by_ratio_on_random_trees() -> None:
-    """The target agrees with the draft up to noise; in every other tree probabilities are powers of two, with many ties."""
+    """The target agrees with the draft up to noise; in every other tree probabilities are powers of two, with many
+    ties.
+    """
     rng, lengths, num_tied = np.random.default_rng(5), [], 0
     for turn in range(1000):
         tree = random_tree(rng, int(rng.integers(0, 60)), num_tokens=8)
@@ -170,7 +172,7 @@ def test_acceptance_by_ratio_on_random_trees() -> None:
     assert num_tied > 10, "the random trees no longer have equally probable paths"
 
 
-# ------------------------------------------------------------------------------------------------------- in a document
+# -------- in a document
 
 
 def test_a_threshold_out_of_range_is_refused() -> None:

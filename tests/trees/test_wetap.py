@@ -33,11 +33,13 @@ def level_of(probabilities: np.ndarray) -> Tree:
     return tree
 
 
-# --------------------------------------------------------------------------------------------------- widths by hand
+# -------- widths by hand
 
 
 def test_defaults_are_those_of_the_paper() -> None:
-    """Appendix B.4: 64 tokens, length 8, top-k 10, top-p 0.9; W in [16, 128], exponent 1.2, weight 0.6 (section 4.4)."""
+    """Appendix B.4: 64 tokens, length 8, top-k 10, top-p 0.9; W in [16, 128], exponent 1.2, weight 0.6 (section
+    4.4).
+    """
     policy = parse_policy({"policy": "wetap"})
     assert policy.model_dump() == {
         **{"policy": "wetap", "length": 8, "w_min": 16, "w_max": 128, "gamma": 1.2, "alpha": 0.6},
@@ -78,8 +80,9 @@ def test_probabilities_are_normalised_before_their_entropy_is_taken() -> None:
 
 
 def test_the_entropy_may_be_of_the_tokens_own_probabilities() -> None:
-    """Tokens of 1/2 below nodes of 1/2 and 1/8 are equal by their own probability. By the cumulative ones, 1/4 and 1/16, they
-    are 4/5 and 1/5: H = (4/5) ln(5/4) + (1/5) ln 5 = 0.500402, by ln 2 0.721928; 16 + 112 * 0.721928 = 96.86.
+    """Tokens of 1/2 below nodes of 1/2 and 1/8 are equal by their own probability. By the cumulative ones, 1/4 and
+    1/16, they are 4/5 and 1/5: H = (4/5) ln(5/4) + (1/5) ln 5 = 0.500402, by ln 2 0.721928; 16 + 112 * 0.721928 =
+    96.86.
     """
     tree = new_tree(4)
     set_root(tree, 0, -1)
@@ -93,11 +96,10 @@ def test_the_entropy_may_be_of_the_tokens_own_probabilities() -> None:
 def test_the_entropy_of_a_level_sets_the_width_of_the_next() -> None:
     """W in [2, 6], exponent 1; each node offers 0.5, 0.25, 0.125, 0.125.
 
-    Level 1 has W_min = 2 nodes: 0.5, 0.25. Normalised 2/3, 1/3: H = 0.636514, by ln 2 0.918296; W_2 = 2 + 4 * 0.918296 =
-    5.67, to the nearest: 6.
-    Level 2, of 0.25, 0.125, 0.0625, 0.0625 and 0.125, 0.0625, 0.03125, 0.03125: the six best, 4 of the first node and
-    two of the second. Sixteenths: 4, 2, 2, 1, 1, 1 of 11. H = ln 11 - (4 ln 4 + 4 ln 2) / 11 = 2.397895 - 0.756160 =
-    1.641735, by ln 6 0.916273; W_3 = 5.67, to the nearest: 6.
+    Level 1 has W_min = 2 nodes: 0.5, 0.25. Normalised 2/3, 1/3: H = 0.636514, by ln 2 0.918296; W_2 = 2 + 4 * 0.918296
+    = 5.67, to the nearest: 6. Level 2, of 0.25, 0.125, 0.0625, 0.0625 and 0.125, 0.0625, 0.03125, 0.03125: the six
+    best, 4 of the first node and two of the second. Sixteenths: 4, 2, 2, 1, 1, 1 of 11. H = ln 11 - (4 ln 4 + 4 ln 2) /
+    11 = 2.397895 - 0.756160 = 1.641735, by ln 6 0.916273; W_3 = 5.67, to the nearest: 6.
     """
     session = wetap(length=3, w_min=2, w_max=6, gamma=1.0, budget=128)
     draft = same_everywhere(0.5, 0.25, 0.125, 0.125)
@@ -110,7 +112,7 @@ def test_the_entropy_of_a_level_sets_the_width_of_the_next() -> None:
     assert session.expanded == [[()], tree[:2], tree[2:8]]
 
 
-# ----------------------------------------------------------------------------------------------------------- candidates
+# -------- candidates
 
 
 def test_candidates_of_a_parent_end_where_their_probabilities_sum_to_top_p() -> None:
@@ -123,8 +125,8 @@ def test_candidates_of_a_parent_end_where_their_probabilities_sum_to_top_p() -> 
 
 
 def test_top_p_is_a_share_of_the_top_k() -> None:
-    """The three best of 0.4, 0.3, 0.2, 0.1 have 0.9 in all. Two of them are 7/9 of that, below 0.8, and more than 0.7; of all
-    tokens they are 0.7.
+    """The three best of 0.4, 0.3, 0.2, 0.1 have 0.9 in all. Two of them are 7/9 of that, below 0.8, and more than 0.7;
+    of all tokens they are 0.7.
     """
     draft, wide = same_everywhere(0.4, 0.3, 0.2, 0.1), {"w_min": 10, "w_max": 10, "length": 1, "top_k": 3}
     assert wetap(**wide, top_p=0.8).grow(draft) == [(0,), (1,), (2,)]
@@ -146,7 +148,7 @@ def test_candidates_of_no_probability_are_none() -> None:
     assert session.expanded == [[()], [(0,)], [(0, 0), (0, 1)]]
 
 
-# -------------------------------------------------------------------------------------------------------------- pruning
+# -------- pruning
 
 
 @pytest.mark.parametrize(
@@ -220,9 +222,9 @@ def test_a_tree_of_the_size_of_appendix_d(budget: int, dropped: list[Ranks]) -> 
 
     With alpha = 0.1 depth decides: level 4 scores 0.9 and more, level 3 0.675, level 2 0.45, level 1 0.225. Budget 12
     takes levels 4, 3 and four nodes of level 2; the missing parents are (0), (1), (2) and (2,0), the least probable of
-    level 2: 16 nodes again. Leaves from shallow to deep: none in level 1, (1,1) in level 2, (2,0,0) in level 3; (2,0) is
-    now a leaf too, but its level has passed. Two nodes are still too many: the least probable are 0.016 and 0.018, in
-    level 4. Larger budgets stop earlier.
+    level 2: 16 nodes again. Leaves from shallow to deep: none in level 1, (1,1) in level 2, (2,0,0) in level 3; (2,0)
+    is now a leaf too, but its level has passed. Two nodes are still too many: the least probable are 0.016 and 0.018,
+    in level 4. Larger budgets stop earlier.
     """
     session = wetap(length=4, w_min=3, w_max=6, gamma=1.0, alpha=0.1, budget=budget, top_p=1.0)
     tree = session.grow(by_table(APPENDIX_D))
@@ -231,8 +233,8 @@ def test_a_tree_of_the_size_of_appendix_d(budget: int, dropped: list[Ranks]) -> 
 
 
 def test_the_least_probable_leaf_of_a_level_is_dropped_first() -> None:
-    """Level 1 is 0.5, 0.3, 0.2. With a child of the first, depth alone scores (0,0) best, then (0), (1), (2) equally: the
-    earlier are kept. With a child of the third, (2) is added back, and of the leaves (0) and (1) the latter, less
+    """Level 1 is 0.5, 0.3, 0.2. With a child of the first, depth alone scores (0,0) best, then (0), (1), (2) equally:
+    the earlier are kept. With a child of the third, (2) is added back, and of the leaves (0) and (1) the latter, less
     probable one is dropped.
     """
     shape = {"length": 2, "w_min": 3, "w_max": 3, "alpha": 0.0}
@@ -242,7 +244,7 @@ def test_the_least_probable_leaf_of_a_level_is_dropped_first() -> None:
     assert wetap(**shape, budget=3).grow(third) == [(0,), (2,), (2, 0)]
 
 
-# ---------------------------------------------------------------------------------------------------------- validation
+# -------- validation
 
 
 def test_a_value_out_of_range_is_refused() -> None:

@@ -1,4 +1,6 @@
-"""Files of public benchmarks, written in exactly their shapes, become prompts; mistakes are one line with row and field."""
+"""Files of public benchmarks, written in exactly their shapes, become prompts; mistakes are one line with row and
+field.
+"""
 
 from __future__ import annotations
 
@@ -304,7 +306,9 @@ def test_whole_is_for_files() -> None:
 
 
 def test_files_on_the_hub_are_downloaded_with_their_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache lays a repository's files out as the repository does; only the images of the chosen prompts are fetched."""
+    """The cache lays a repository's files out as the repository does; only the images of the chosen prompts are
+    fetched.
+    """
     (tmp_path / "test" / "images" / "general_vqa").mkdir(parents=True)
     (tmp_path / "test" / "images" / "chat").mkdir()
     write_workload(tmp_path / "test", MMSPEC, name="mmspec.jsonl")

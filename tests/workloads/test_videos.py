@@ -133,7 +133,9 @@ def test_other_files_without_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_prompts_with_videos(qwen: Member, tmp_path: Path) -> None:
-    """The processor gets frames and times; markers are first or where the chat has them; the answer is ``generate``'s."""
+    """The processor gets frames and times; markers are first or where the chat has them; the answer is
+    ``generate``'s.
+    """
     write_frames(tmp_path / "frames", 5, seed=0)
     write_image(tmp_path / "a.png", 0)
     part = {kind: {"type": kind} for kind in ("image", "video")}
@@ -207,7 +209,8 @@ def test_a_video_workload_is_searched_and_sage_video_measured(
     assert profile.point.measured is not None and len(profile.evidence.prompts) == 2
     assert profile.evidence.configurations_replayed >= 8
     settings = BenchSettings(EvaluationPrompts(workload), against=("ar", "sage-video"))
-    # Whether a draft pays with models this small depends on the machine; a profile without one names none for sage-video.
+    # Whether a draft pays with models this small depends on the machine; a profile without one names none for
+    # sage-video.
     arms = run_bench(output, replace(settings, draft=models["drafts"][0]), Console())["arms"]
     assert {arm["name"] for arm in arms} >= {"ar", "sage-video"}
     assert {arm["identical_outputs"] for arm in arms} == {2}

@@ -1,1 +1,3 @@
-"""The makers of the pair ``digits``: its target, the ``independent`` draft, and training examples for the other drafts."""
+"""The makers of the pair ``digits``: its target, the ``independent`` draft, and training examples for the other
+drafts.
+"""

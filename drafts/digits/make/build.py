@@ -1,4 +1,6 @@
-"""New models of the pair: real Hugging Face classes with random weights, and a tokenizer trained on prompts and answers."""
+"""New models of the pair: real Hugging Face classes with random weights, and a tokenizer trained on prompts and
+answers.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ CONTEXT = 2048  # tokens
 
 
 def train_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer, in which every digit is a separate token, on prompts and answers of the train split."""
+    """Train a byte-level BPE tokenizer, in which every digit is a separate token, on prompts and answers of the train
+    split.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

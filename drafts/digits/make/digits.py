@@ -1,10 +1,10 @@
 """Questions about grids of real handwritten digits, and passages of documentation to continue.
 
 Images are composed from scikit-learn's 1,797 handwritten digits. Scans 0-1399 are for training, 1400-1796 are held out,
-so no held-out image contains a scan that a bundled model was trained on. An example is a pure function of ``(split, task,
-index)``, and every machine makes the same example. Only the passages of ``continue`` are stored, docstrings of Python 3.11's
-standard library of at least 200 ASCII characters. ``../workload.jsonl`` has held-out examples: 0 to 7 of each task for tuning, and
-100,000 to 100,007 for evaluation.
+so no held-out image contains a scan that a bundled model was trained on. An example is a pure function of ``(split,
+task, index)``, and every machine makes the same example. Only the passages of ``continue`` are stored, docstrings of
+Python 3.11's standard library of at least 200 ASCII characters. ``../workload.jsonl`` has held-out examples: 0 to 7 of
+each task for tuning, and 100,000 to 100,007 for evaluation.
 """
 
 from __future__ import annotations
@@ -239,7 +239,9 @@ _PROMPTS = {
 
 @functools.cache
 def _passages(split: Split) -> list[str]:
-    """Docstrings of the standard library, one line each, long enough to be split in two; 1 in 10 is held out by its hash."""
+    """Docstrings of the standard library, one line each, long enough to be split in two; 1 in 10 is held out by its
+    hash.
+    """
     passages: list[str] = json.loads(gzip.decompress((Path(__file__).parent / "passages.json.gz").read_bytes()))
     is_held_out = {text: hashlib.sha256(text.encode()).digest()[0] % 10 == 0 for text in passages}
     return [text for text, held_out in is_held_out.items() if held_out == (split == "held-out")]

@@ -37,9 +37,10 @@ class Phase:
     """A stage of training with one objective.
 
     * ``grounding`` classifies the digit under every visual token and trains only the vision tower and the projector.
-    * ``answers`` is next-token cross-entropy on the reference answers plus ``grounding_weight`` times the grounding loss.
-    * ``distillation`` is the KL divergence from the teacher's distribution at every answer position. Half of the steps drop visual
-      tokens at random, down to the share ``min_visual_keep``, so that the draft tolerates pruning.
+    * ``answers`` is next-token cross-entropy on the reference answers plus ``grounding_weight`` times the grounding
+      loss.
+    * ``distillation`` is the KL divergence from the teacher's distribution at every answer position. Half of the steps
+      drop visual tokens at random, down to the share ``min_visual_keep``, so that the draft tolerates pruning.
     """
 
     objective: Literal["grounding", "answers", "distillation"]
@@ -189,7 +190,9 @@ class Training:
 
 
 def make(model: Model, output: Path, *, teacher: Path | None = None) -> None:
-    """Train a model and write it in Hugging Face format, with ``training.jsonl``. An interrupted training starts over."""
+    """Train a model and write it in Hugging Face format, with ``training.jsonl``. An interrupted training
+    starts over.
+    """
     training = Training(model, teacher)
     dtype = autocast_dtype(torch.device("cpu"), torch.float32)
     output.mkdir(parents=True, exist_ok=True)
@@ -215,7 +218,9 @@ def make(model: Model, output: Path, *, teacher: Path | None = None) -> None:
 
 
 def save(training: Training, folder: Path) -> None:
-    """Save in Hugging Face format: weights are stored as bfloat16 (half the bytes) and declared float32, in which they run."""
+    """Save in Hugging Face format: weights are stored as bfloat16 (half the bytes) and declared float32, in which they
+    run.
+    """
     model = training.module.model
     model.to(torch.bfloat16).save_pretrained(folder)
     model.float()
