@@ -660,7 +660,8 @@ def sharpen(model: PreTrainedModel, image_inputs: Inputs | None) -> None:
     embeddings.weight.normal_(0.0, EMBEDDING / getattr(embeddings, "scalar_embed_scale", 1.0))
     if head.weight is embeddings.weight:
         # Added, because Gemma's gain is 1 + weight.
-        text.norm.weight += LOGITS / (embeddings.weight.std() * width**0.5) - 1.0
+        norm = text.embedding_norm if hasattr(text, "embedding_norm") else text.norm  # LFM2's name
+        norm.weight += LOGITS / (embeddings.weight.std() * width**0.5) - 1.0
     else:
         head.weight.normal_(0.0, LOGITS / width**0.5)
     # As in trained models, tokens that only a processor inserts are hardly ever generated.

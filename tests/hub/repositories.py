@@ -1,0 +1,121 @@
+"""All repositories of the stand-in: published ids with tiny weights, and repositories with odd files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.hub import published, tiny
+
+PLAIN = "HuggingFaceTB/SmolLM2-135M-Instruct"
+GATED = "meta-llama/Llama-3.1-405B-Instruct"
+RENAMED = {"HuggingFaceTB/SmolLM2-135M-instruct-old": PLAIN}
+
+
+def _plain(folder: Path) -> dict[str, torch.Tensor]:
+    """Write the plain repository; returns its weights."""
+    tiny.save(PLAIN, folder)
+    return dict(load_file(folder / "model.safetensors"))
+
+
+def _sharded(folder: Path) -> None:
+    weights = _plain(folder)
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    parts = {f"model-0000{n + 1}-of-00002.safetensors": names[n::2] for n in range(2)}
+    for file, held in parts.items():
+        save_file({name: weights[name] for name in held}, folder / file, {"format": "pt"})
+    where = {name: file for file, held in parts.items() for name in held}
+    size = sum(weight.nbytes for weight in weights.values())
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _without_a_shard(folder: Path) -> None:
+    _sharded(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def _bin_alone(folder: Path) -> None:
+    weights = _plain(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+
+
+def _consolidated(folder: Path) -> None:
+    """Mistral's repositories hold the weights twice, and Meta's have a folder ``original``."""
+    weights = _plain(folder)
+    _sharded(folder)
+    save_file(weights, folder / "consolidated.safetensors")
+    (folder / "original").mkdir()
+    torch.save(weights, folder / "original" / "consolidated.00.pth")
+    (folder / "params.json").write_text("{}")
+
+
+def _adapter(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": PLAIN, "r": 4}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["q_proj"]}))
+    save_file({"base_model.model.lora_A.weight": torch.zeros(4, 32)}, folder / "adapter_model.safetensors")
+
+
+def _adapter_beside(folder: Path) -> None:
+    _plain(folder)
+    _adapter(folder)
+
+
+def _remote_code(folder: Path) -> None:
+    _plain(folder)
+    config = json.loads((folder / "config.json").read_text())
+    code = {"AutoModelForCausalLM": "modeling_odd.OddForCausalLM", "AutoConfig": "configuration_odd.OddConfig"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "odd", "auto_map": code}))
+    (folder / "modeling_odd.py").write_text("raise RuntimeError('code of a repository ran')\n")
+
+
+def _without_config(folder: Path) -> None:
+    _plain(folder)
+    (folder / "config.json").unlink()
+
+
+def _draft_head(architecture: str, **config: object) -> Callable[[Path], None]:
+    """A head with the config that engines read; its weights are not there, since it is only recognised."""
+
+    def write(folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"architectures": [architecture], "model_type": "llama", "num_hidden_layers": 1, **config}
+        (folder / "config.json").write_text(json.dumps(content))
+
+    return write
+
+
+ODD: dict[str, Callable[[Path], None]] = {
+    "odd/sharded": _sharded,
+    "odd/without-a-shard": _without_a_shard,
+    "odd/bin-alone": _bin_alone,
+    "odd/consolidated": _consolidated,
+    "odd/adapter": _adapter,
+    "odd/adapter-beside": _adapter_beside,
+    "odd/remote-code": _remote_code,
+    "odd/without-config": _without_config,
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": _draft_head("LlamaForCausalLMEagle3", draft_vocab_size=32000),
+    "Rayzl/qwen2.5-vl-7b-eagle3-sgl": _draft_head("LlamaForCausalLMEagle3", draft_vocab_size=32000),
+    "z-lab/Qwen3-8B-DFlash-b16": _draft_head("DFlashDraftModel", block_size=16, model_type="qwen3"),
+    GATED: lambda folder: tiny.save("meta-llama/Llama-3.1-70B-Instruct", folder),
+}
+IDS = {*published.IDS, *ODD}
+
+
+def make(name: str, folder: Path) -> None:
+    """Write the repository of an id, whole or not at all."""
+    begun = folder.with_name(f"{folder.name}.begun")
+    shutil.rmtree(begun, ignore_errors=True)
+    if name in ODD:
+        ODD[name](begun)
+    else:
+        tiny.save(name, begun)
+    begun.rename(folder)
