@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from autotune.errors import UserError
 from autotune.files import Document, describe
 from autotune.strict_parsing import parse_json
+from autotune.workloads.pixels import as_shown
 from autotune.workloads.prompt import Message, Part, Prompt, WorkloadPrompt
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def read_images(urls: Sequence[str]) -> list[Image]:
             image = PILImage.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=IMAGE_FORMATS)
             num_pixels += image.width * image.height
             if num_pixels <= MAX_PIXELS and max(image.size) <= MAX_ASPECT * min(image.size):
-                images.append(image.convert("RGB"))
+                images.append(as_shown(image))
                 continue
             reason = f"{image.width} x {image.height} pixels; at most {MAX_PIXELS} in all, {MAX_ASPECT} times as long as wide"
         except Exception as error:  # PIL's readers of damaged files raise anything

@@ -10,7 +10,8 @@
 once prepared |
 | ``vllm`` | ``{"prompt": text, "image_files": [paths], "output_tokens": n}``, or ``content`` with parts of text and
 images |
-| ``sharegpt`` | ``[{"conversations": [{"from": "human", "value": text}, ...]}]``, JSON or JSONL |
+| ``sharegpt`` | ``[{"conversations": [{"from": "human", "value": text}, ...]}]``, JSON or JSONL; LLaVA's data have
+``image`` beside them |
 | ``humaneval`` | ``{"task_id": "HumanEval/0", "prompt": code, ...}`` |
 | ``gsm8k`` | ``{"question": text, "answer": text}`` |
 
@@ -24,13 +25,14 @@ task.
 from __future__ import annotations
 
 import itertools
+import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from autotune.errors import UserError
 from autotune.files import describe, read_text
@@ -52,6 +54,12 @@ SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE
 _SPEED_BENCH_KEYS = {"sub_category", "source", "src_id", "difficulty", "multiturn", "messages"}
 
 P = TypeVar("P", bound=Prompt)
+_MARKER = re.compile("(<image>|<video>)")
+PIXEL_KEYS = (
+    *("image", "images", "image_files", "image_path", "image_paths", "image_url"),
+    *("video", "videos", "video_path", "audio", "audios"),
+)
+"""Keys under which data sets hold what a question is about."""
 Text = Annotated[str, Field(min_length=1)]
 Turns = Annotated[list[Text], Field(min_length=1)]
 
@@ -192,6 +200,18 @@ class _Part(BaseModel):
 class _Row(_Part, ABC):
     """A row of a public format."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_only_pixels_that_are_read(cls, content: Any) -> Any:
+        """Refuse images, videos and sounds under a key that the format does not have: the question is about them."""
+        keys = content if isinstance(content, Mapping) else {}
+        unread = [key for key in PIXEL_KEYS if keys.get(key) and key not in cls.model_fields]
+        if unread:
+            raise ValueError(
+                f"the row has {unread[0]!r}, which this format does not read; write it as autotune's JSONL"
+            )
+        return content
+
     @abstractmethod
     def prompt(self, format: Format) -> Prompt | None:
         """The row as a prompt; None for a row that asks nothing.
@@ -269,6 +289,13 @@ class _Vllm(_Row):
         return Prompt(messages=[message], images=images, max_new_tokens=self.output_tokens)
 
 
+def _as_list(paths: Any) -> Any:
+    return [paths] if isinstance(paths, str) else paths or []
+
+
+_Paths = Annotated[Sequence[str], BeforeValidator(_as_list)]
+
+
 class _ShareGptMessage(_Part):
     speaker: str = Field(alias="from")
     value: str
@@ -276,14 +303,50 @@ class _ShareGptMessage(_Part):
 
 class _ShareGpt(_Row):
     conversations: list[_ShareGptMessage]
+    image: _Paths = ()
+    images: _Paths = ()
+    video: _Paths = ()
+    videos: _Paths = ()
 
     def prompt(self, format: Format) -> Prompt | None:
-        """The turns of ``human`` up to an empty one. Conversations without any exist in the published file, and are
-        left out.
+        """The turns of ``human`` up to an empty one, or to one with further images. Conversations without any exist in
+        the published file, and are left out.
+
+        The data of LLaVA have images beside the conversation, and ``<image>`` in the text where they stand.
         """
-        turns = [message.value for message in self.conversations if message.speaker in ("human", "user")]
-        turns = list(itertools.takewhile(str.strip, turns))
-        return _conversation(turns, task="sharegpt") if turns else None
+        asked = (message.value for message in self.conversations if message.speaker in ("human", "user"))
+        turns = list(itertools.takewhile(str.strip, asked))
+        pixels = {"images": [*self.image, *self.images], "videos": [*self.video, *self.videos]}
+        num_pixels = sum(map(len, pixels.values()))
+        if not turns or not num_pixels:
+            return _conversation(turns, task=format) if turns else None
+        num_markers = sum(len(_MARKER.findall(turn)) for turn in turns)
+        if num_markers not in (0, num_pixels):
+            raise ValueError(
+                f"the text has {num_markers} markers for {num_pixels} images and videos; give one for each"
+            )
+        first, *later = turns
+        later = list(itertools.takewhile(lambda turn: not _MARKER.search(turn), later))
+        parts = [_marked_part(piece) for piece in _MARKER.split(first) if piece.strip()]
+        if num_markers:
+            pixels = {key: paths[: sum(f"{part.type}s" == key for part in parts)] for key, paths in pixels.items()}
+        if later:
+            return _conversation(["".join(part.text for part in parts), *later], task=format, **pixels)
+        message = Message(role="user", content=parts)
+        return Prompt(
+            messages=[message],
+            images=pixels["images"],
+            videos=pixels["videos"],
+            task=format,
+            max_new_tokens=BENCHMARK_TOKENS,
+        )
+
+
+def _marked_part(piece: str) -> Part:
+    """A part of a message of LLaVA's data: a marker, or text, whose line break at the marker belongs to the marker."""
+    if _MARKER.fullmatch(piece):
+        return Part(type="image" if piece == "<image>" else "video")
+    return Part(type="text", text=piece.strip("\n"))
 
 
 class _HumanEval(_Row):
@@ -313,6 +376,6 @@ _READERS: dict[Format, type[_Row]] = {
 }
 
 
-def _conversation(turns: list[str], *, task: str, images: Sequence[str] = ()) -> Prompt:
+def _conversation(turns: list[str], *, task: str, images: Sequence[str] = (), videos: Sequence[str] = ()) -> Prompt:
     asked: dict[str, Any] = {"prompt": turns[0]} if len(turns) == 1 else {"turns": turns}
-    return Prompt(**asked, images=list(images), task=task, max_new_tokens=BENCHMARK_TOKENS)
+    return Prompt(**asked, images=list(images), videos=list(videos), task=task, max_new_tokens=BENCHMARK_TOKENS)

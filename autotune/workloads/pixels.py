@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,22 +29,55 @@ class Video:
     fps: float
 
 
+def as_shown(image: Image) -> Image:
+    """An opened image, or a frame of one, as viewers show it, in RGB: upright by its EXIF orientation, on a white page
+    where it is transparent, and with levels of more than 8 bits scaled to 8.
+    """
+    from PIL import Image as PILImage
+    from PIL import ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        image = PILImage.fromarray(_eight_bits(image))
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    page = PILImage.new("RGBA", image.size, "white")
+    page.alpha_composite(image)
+    return page.convert("RGB")
+
+
+def _eight_bits(image: Image) -> NDArray[np.uint8]:
+    """Levels of grey [height, width] of an image with more than 8 bits, which Pillow would cut off at 255."""
+    levels = np.asarray(image).astype(np.float64)
+    transparent = levels == image.info.get("transparency")
+    largest = next((top for top in (1.0, 255.0, 65535.0) if levels.max() <= top), levels.max())
+    if image.mode != "F":
+        largest = max(largest, 65535.0)
+    grey = np.round(levels.clip(0) * (255 / largest)).astype(np.uint8)
+    return np.where(transparent, np.uint8(255), grey)
+
+
 def load_image(address: str | Path) -> Image:
-    """The image in a file as RGB.
+    """The image in a file, or in a data URL, as ``as_shown`` gives it.
 
     Raises:
         UserError: missing file, or not an image that PIL can read.
     """
     from PIL import Image as PILImage
 
-    path = local_file(address)
+    is_file = not str(address).startswith("data:")
+    name = local_file(address) if is_file else f"{address!s:.40}..."
     try:
-        with PILImage.open(path) as image:
-            return image.convert("RGB")
+        content = (
+            name if is_file else io.BytesIO(base64.b64decode(str(address).partition(";base64,")[2], validate=True))
+        )
+        with PILImage.open(content) as image:
+            return as_shown(image)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such image; check the path") from None
+        raise UserError(f"{name}: no such image; check the path") from None
     except Exception as error:  # PIL's readers of damaged files raise anything
-        raise UserError(f"{path}: not a readable image ({error!s:.200}); give a PNG or JPEG file") from None
+        raise UserError(f"{name}: not a readable image ({error!s:.200}); give a PNG or JPEG file") from None
 
 
 def load_video(address: str | Path, fps: float) -> Video:
@@ -78,7 +113,7 @@ def _shown(path: Path) -> Iterator[tuple[float, NDArray[np.uint8]]]:
     try:
         with PILImage.open(path) as image:
             for frame in ImageSequence.Iterator(image):
-                shown = np.asarray(frame.convert("RGB"))  # a WebP frame has its duration once it is read
+                shown = np.asarray(as_shown(frame))  # a WebP frame has its duration once it is read
                 end_s += frame.info.get("duration", 0) / 1000 or UNTIMED_FRAME_S
                 yield end_s, shown
     except FileNotFoundError:
@@ -107,6 +142,7 @@ def _decoded(path: Path) -> Iterator[tuple[float, NDArray[np.uint8]]]:
         with av.open(str(path)) as container:
             rate = float(container.streams.video[0].average_rate)
             for number, frame in enumerate(container.decode(video=0), start=1):
-                yield number / rate, frame.to_ndarray(format="rgb24")
+                quarter_turns = getattr(frame, "rotation", 0) // 90  # how a phone was held
+                yield number / rate, np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns)
     except (OSError, ValueError, IndexError, TypeError) as error:  # no video stream, or one without a rate
         raise UserError(f"{path}: not a readable video ({error}); give a folder with the frames") from None

@@ -20,7 +20,13 @@ from autotune.workloads.pixels import Video, load_image, load_video
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-ADDED_SETTINGS = ("messages", "top_k", "turns")  # hashed only where they are set, so that older hashes stay valid
+ADDED_SETTINGS = (
+    "messages",
+    "top_k",
+    "turns",
+    "min_pixels",
+    "max_pixels",
+)  # hashed only where they are set, so that older hashes stay valid
 
 
 class Part(Document):
@@ -45,6 +51,24 @@ class Message(Document):
         return "".join(part.text for part in self.parts)
 
 
+def _without_paths(message: Any, paths: dict[str, list[Any]]) -> Any:
+    """A message whose parts are markers; what they hold besides is appended to ``paths``."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list):
+        return message
+    content = []
+    for part in parts:
+        kind = str(part.get("type", "")).removesuffix("_url") if isinstance(part, dict) else ""
+        held = next((part[key] for key in (kind, f"{kind}_url") if key in part), None) if kind in paths else None
+        if held is None:
+            content.append(part)
+            continue
+        paths[kind].append(held["url"] if isinstance(held, dict) and "url" in held else held)
+        further = {key: value for key, value in part.items() if key not in (kind, f"{kind}_url")}
+        content.append({**further, "type": kind})
+    return {**message, "content": content}
+
+
 class Prompt(Document):
     """One prompt with its generation settings.
 
@@ -67,6 +91,28 @@ class Prompt(Document):
     """0 keeps every token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int = Field(default=0, ge=0)
+
+    min_pixels: int | None = Field(default=None, ge=1)
+    """Pixels that the processor scales an image up to, at least; of Qwen's image processors. None: the processor's."""
+    max_pixels: int | None = Field(default=None, ge=1)
+    """Pixels that the processor scales an image down to, at most."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_paths_of_parts(cls, content: Any) -> Any:
+        """Messages whose parts hold the paths of their images and videos, as Qwen's tools and OpenAI's API write
+        them: the paths move to ``images`` and ``videos``.
+        """
+        messages = content.get("messages") if isinstance(content, dict) else None
+        if not isinstance(messages, list):
+            return content
+        paths: dict[str, list[Any]] = {"image": [], "video": []}
+        chat = [_without_paths(message, paths) for message in messages]
+        moved = {f"{kind}s": found for kind, found in paths.items() if found}
+        for key in moved:
+            if content.get(key):
+                raise ValueError(f"messages name their {key}, and so does {key!r}; give them in one place")
+        return {**content, "messages": chat, **moved}
 
     @model_validator(mode="after")
     def _one_of_three(self) -> Prompt:
@@ -198,6 +244,8 @@ class WorkloadPrompt:
             seen["video_metadata"] = [
                 {"total_num_frames": n, "fps": fps, "frames_indices": list(range(n))} for n, fps in counts
             ]
+        if limits := self._limits(processor):
+            seen["images_kwargs"] = {"size": limits}
         try:
             text = chat_text(processor, content, num_images=len(self.images), num_videos=len(self.videos))
             encoded = processor(text=text, return_tensors="pt", **seen)
@@ -206,6 +254,20 @@ class WorkloadPrompt:
             message = f"{self.name}: the processor refuses the prompt ({reason}); fix its text or images, or the chat template"
             raise UserError(message) from None
         return dict(encoded.to(device))
+
+    def _limits(self, processor: Any) -> dict[str, int]:
+        """The size of images, as Qwen's image processors have it; empty where the prompt sets none."""
+        names = {"shortest_edge": self.settings.min_pixels, "longest_edge": self.settings.max_pixels}
+        limits = {name: number for name, number in names.items() if number is not None}
+        if not limits or not self.images:
+            return {}
+        images = processor.image_processor
+        if "min_pixels" not in getattr(images.valid_kwargs, "__annotations__", {}):
+            raise UserError(
+                f"{self.name}: min_pixels and max_pixels are settings of Qwen's image processors, and {type(images).__name__} "
+                "has none; leave them out"
+            )
+        return {name: getattr(images.size, name) for name in names} | limits
 
     def cut(self, max_new_tokens: int) -> WorkloadPrompt:
         """The prompt with a lower limit of the answers' lengths."""

@@ -1,0 +1,96 @@
+"""Rows whose images stand where other tools write them: LLaVA's data, and the parts of Qwen's tools and OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.errors import UserError
+from autotune.workloads.formats import read_prompts
+from autotune.workloads.prompt import Prompt
+from autotune.workloads.workload import load_workload
+from tests.sample_documents import write_image
+
+
+def llava_row(first: str, *later: str, **pixels: Any) -> dict[str, Any]:
+    turns = [first, *later]
+    said = [{"from": speaker, "value": text} for turn in turns for speaker, text in (("human", turn), ("gpt", "Yes."))]
+    return {"id": "000", **pixels, "conversations": said}
+
+
+def prompt_of(tmp_path: Path, row: dict[str, Any]) -> Prompt:
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([row]))
+    ((_, prompt),) = read_prompts(path).prompts
+    return prompt
+
+
+def parts_of(prompt: Prompt) -> list[str]:
+    assert prompt.messages is not None
+    return [part.text or f"<{part.type}>" for part in prompt.messages[0].parts]
+
+
+def test_the_images_of_llavas_data_stand_at_their_markers(tmp_path: Path) -> None:
+    prompt = prompt_of(tmp_path, llava_row("<image>\nWhat is this?", image="a.png"))
+    assert (prompt.images, parts_of(prompt)) == (["a.png"], ["<image>", "What is this?"])
+    prompt = prompt_of(tmp_path, llava_row("Compare <image> with\n<image>", image=["a.png", "b.png"]))
+    assert (prompt.images, parts_of(prompt)) == (["a.png", "b.png"], ["Compare ", "<image>", " with", "<image>"])
+    prompt = prompt_of(tmp_path, llava_row("What happens?\n<video>", video="a.mp4"))
+    assert (prompt.videos, parts_of(prompt)) == (["a.mp4"], ["What happens?", "<video>"])
+
+
+def test_later_turns_of_llavas_data_follow_up_to_one_with_images_of_its_own(tmp_path: Path) -> None:
+    row = llava_row("<image>\nWhat is this?", "And that?", "Now <image>?", "Why?", image=["a.png", "b.png"])
+    prompt = prompt_of(tmp_path, row)
+    assert (prompt.turns, prompt.images) == (["What is this?", "And that?"], ["a.png"])
+
+
+def test_rows_of_llavas_data_without_images_are_text(tmp_path: Path) -> None:
+    assert prompt_of(tmp_path, llava_row("Why?", "And now?")).turns == ["Why?", "And now?"]
+    assert prompt_of(tmp_path, llava_row("Why?", image=None)).prompt == "Why?"
+    with pytest.raises(UserError, match="data.json:1: .*1 markers for 2 images and videos; give one for each"):
+        prompt_of(tmp_path, llava_row("<image> Why?", image=["a.png", "b.png"]))
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"question": "How many?", "answer": "2", "image": "a.png"}, "image"),
+        ({"question_id": 1, "category": "math", "turns": ["?"], "images": ["a.png"]}, "images"),
+        ({"task_id": "H/0", "prompt": "def f():", "video": "a.mp4"}, "video"),
+        (llava_row("Why?", audio="a.wav"), "audio"),
+    ],
+)
+def test_pixels_under_keys_that_a_format_does_not_read_are_refused(
+    row: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=f"data.json:1: .*the row has '{key}', which this format does not read"):
+        prompt_of(tmp_path, row)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "image": "a.png"},
+        {"type": "image_url", "image_url": {"url": "a.png"}},
+        {"type": "image_url", "image_url": "a.png"},
+    ],
+)
+def test_parts_name_their_images_as_qwens_tools_and_openai_do(part: dict[str, Any], tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", 1)
+    message = {"role": "user", "content": [{"type": "text", "text": "What"}, part, {"type": "text", "text": "?"}]}
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"messages": [message]}))
+    (prompt,) = load_workload(str(path)).prompts
+    assert parts_of(prompt.settings) == ["What", "<image>", "?"] and len(prompt.images) == 1
+
+
+def test_an_image_is_named_in_one_place(tmp_path: Path) -> None:
+    message = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
+    with pytest.raises(ValueError, match="messages name their images, and so does 'images'"):
+        Prompt.model_validate({"messages": [message], "images": ["b.png"]})
+    with pytest.raises(ValueError, match="detail"):
+        Prompt.model_validate({"messages": [{"role": "user", "content": [{"type": "image", "image": "a", "detail": 1}]}]})
