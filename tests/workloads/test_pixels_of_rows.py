@@ -93,4 +93,6 @@ def test_an_image_is_named_in_one_place(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="messages name their images, and so does 'images'"):
         Prompt.model_validate({"messages": [message], "images": ["b.png"]})
     with pytest.raises(ValueError, match="detail"):
-        Prompt.model_validate({"messages": [{"role": "user", "content": [{"type": "image", "image": "a", "detail": 1}]}]})
+        Prompt.model_validate(
+            {"messages": [{"role": "user", "content": [{"type": "image", "image": "a", "detail": 1}]}]}
+        )
