@@ -11,15 +11,15 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from autotune import container
 from autotune.console import Console
+from autotune.container import proc, text_of, throttled_s
 from autotune.documents.contention import Contention
 
-SYS = Path("/sys")
 BUSY = ("user", "nice", "system", "irq", "softirq")  # of psutil.cpu_times; guests are part of user
 # Bits of NVML's clock event reasons that mean a slower clock than the GPU was set to.
 THROTTLE_REASONS = {0x4: "power", 0x8: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "power"}
@@ -105,11 +105,11 @@ def wait_until_idle(
 
 def _read_counters(wall_s: float) -> _Counters:
     cpu_times = _cpu_times()
-    waiting = re.search(r"^some .*total=(\d+)", _text(_proc() / "pressure" / "cpu"), re.MULTILINE)
+    waiting = re.search(r"^some .*total=(\d+)", text_of(proc() / "pressure" / "cpu"), re.MULTILINE)
     thermal = [
         int(text)
-        for path in SYS.glob("devices/system/cpu/cpu*/thermal_throttle/core_throttle_count")
-        if (text := _text(path).strip()).isdigit()
+        for path in container.SYS.glob("devices/system/cpu/cpu*/thermal_throttle/core_throttle_count")
+        if (text := text_of(path).strip()).isdigit()
     ]
     return _Counters(
         wall_s=wall_s,
@@ -117,21 +117,9 @@ def _read_counters(wall_s: float) -> _Counters:
         busy_s=None if cpu_times is None else sum(getattr(cpu_times, name, 0.0) for name in BUSY),
         stolen_s=getattr(cpu_times, "steal", None),
         waiting_s=None if waiting is None else int(waiting[1]) / 1e6,
-        throttled_s=_throttled_s(),
+        throttled_s=throttled_s(),
         thermal_throttles=sum(thermal) if thermal else None,
     )
-
-
-def _proc() -> Path:
-    """The folder of process information; psutil lets containers mount the folder of their host elsewhere."""
-    return Path(getattr(psutil, "PROCFS_PATH", "/proc"))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def _cpu_times() -> Any | None:
@@ -156,23 +144,6 @@ def _own_cpu_s() -> float:
             children_s = getattr(times, "children_user", 0) + getattr(times, "children_system", 0)
             seconds += times.user + times.system + children_s
     return seconds
-
-
-def _throttled_s() -> float | None:
-    """Time in which the control group's CPU limit stopped this process; control groups of both versions are read."""
-    folders = []
-    for line in _text(_proc() / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "cpu" in controllers.split(","):
-            mounted = SYS / "fs" / "cgroup" / controllers
-            folders += [mounted / path.lstrip("/"), mounted]  # inside a container, its own group is the root
-    for folder in folders:
-        fields = dict(re.findall(r"^(\w+) (\d+)$", _text(folder / "cpu.stat"), re.MULTILINE))
-        if "throttled_usec" in fields:
-            return int(fields["throttled_usec"]) / 1e6
-        if "throttled_time" in fields:
-            return int(fields["throttled_time"]) / 1e9
-    return None
 
 
 def _load_average() -> float | None:

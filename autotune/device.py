@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
+from autotune import container
 from autotune.documents.fingerprint import Fingerprint
 from autotune.errors import UserError
 
@@ -40,7 +39,7 @@ def fingerprint(device: str = "cpu") -> Fingerprint:
     import torch
 
     if device == "cpu":
-        return cpu_fingerprint(torch.get_num_threads())
+        return cpu_fingerprint(usable_threads())
     index = device.partition(":")[2] or "0"
     if not torch.cuda.is_available() or not index.isdigit() or int(index) >= torch.cuda.device_count():
         raise UserError(f"device {device!r} is not on this machine; it has: {', '.join(local_devices())}; choose one")
@@ -60,8 +59,15 @@ def fingerprint(device: str = "cpu") -> Fingerprint:
 
 def cpu_fingerprint(num_cores: int) -> Fingerprint:
     """The fingerprint of ``cpu`` with a number of threads; loads no torch."""
-    memory_bytes = psutil.virtual_memory().total
+    memory_bytes, _ = container.memory()
     return Fingerprint(name="cpu", kind="cpu", model=_cpu_model(), num_cores=num_cores, memory_bytes=memory_bytes)
+
+
+def usable_threads() -> int:
+    """CPU threads for torch: its own setting, which follows the host, or fewer if this process may use fewer cores."""
+    import torch
+
+    return min(torch.get_num_threads(), container.num_cores())
 
 
 def _cpu_model() -> str:
@@ -216,9 +222,9 @@ def gib(num_bytes: float) -> str:
 
 
 def free_memory(device: torch.device | str) -> int:
-    """Bytes that this process can still allocate."""
+    """Bytes that this process can still allocate, within the limits of its container or of torch."""
     if not str(device).startswith("cuda"):
-        return int(psutil.virtual_memory().available)
+        return container.memory()[1]
     import torch
 
     index = torch.device(device).index
@@ -229,7 +235,9 @@ def free_memory(device: torch.device | str) -> int:
         for segment in torch.cuda.memory_snapshot(include_traces=False)
         if segment["device"] == index and tuple(segment["segment_pool_id"]) == (0, 0)
     )
-    return int(torch.cuda.mem_get_info(device)[0]) + unused
+    free, total = torch.cuda.mem_get_info(device)
+    limit = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_reserved(device)
+    return max(0, min(int(free), int(limit))) + unused
 
 
 def check_room(device: torch.device | str, needs: Mapping[str, int], *, what: str, advice: str, freed: int = 0) -> None:

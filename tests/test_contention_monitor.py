@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from autotune import contention_monitor
+from autotune import container, contention_monitor
 from autotune.console import Console
 from autotune.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.documents.contention import Contention
@@ -36,7 +36,7 @@ class FakeMachine:
             path.mkdir(parents=True)
         monkeypatch.setattr(psutil, "PROCFS_PATH", str(self.proc))
         monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
-        monkeypatch.setattr(contention_monitor, "SYS", self.sys)
+        monkeypatch.setattr(container, "SYS", self.sys)
         monkeypatch.setattr(contention_monitor, "_own_cpu_s", lambda: self.own_s)
         self.write()
 

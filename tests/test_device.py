@@ -286,4 +286,9 @@ def test_free_memory_leaves_out_what_only_graphs_can_use(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces: segments)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 200)
+    fraction = Mock(return_value=1.0)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", fraction)
     assert [free_memory(name) for name in ("cuda:0", "cuda:1", "cuda")] == [1030, 1020, 1020]
+    fraction.return_value = 0.25  # of 2000 bytes, of which 200 are reserved
+    assert free_memory("cuda:0") == 330

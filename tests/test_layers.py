@@ -13,7 +13,7 @@ from tests.imports import MODULES, heavy_import, imported_names, own_imports
 # module level and inside functions alike.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "strict_parsing"),
-    ("files", "console"),
+    ("files", "console", "container"),
     ("option_fields", "trees"),
     ("documents", "execution"),
     ("contention_monitor", "device", "workloads", "cost"),
@@ -37,6 +37,7 @@ TORCH_FREE = (
     "check.settings",
     "check.timing",
     "cli",
+    "container",
     "contention_monitor",
     "measuring.block_log",
     "cost.request_costs",

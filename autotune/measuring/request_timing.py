@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autotune.device import usable_threads
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.clock import now_ms
@@ -152,7 +153,7 @@ def choose_prefill_threads(
     Args:
         until: the time of ``clock`` after which no repetition begins, apart from the warm-up and the first.
     """
-    available = torch.get_num_threads()
+    available = usable_threads()
     if target.device.type != "cpu" or available == 1:
         return None
     prompt = next((prompt for prompt in workload.prompts if prompt.pixels), workload.prompts[0])

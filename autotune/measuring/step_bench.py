@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from autotune.cost.surface import standard_error
+from autotune.device import usable_threads
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.execution import EAGER
 from autotune.measuring.jobs import plain_steps_ms
@@ -131,7 +132,7 @@ def choose_threads(
     Args:
         until: the time of ``clock`` after which no repetition begins, apart from the first.
     """
-    available = torch.get_num_threads()
+    available = usable_threads()
     if benches[0].decoder.target.device.type != "cpu" or available == 1:
         return None
     choices = sorted({1, max(1, available // 2), available})

@@ -63,13 +63,15 @@ def grouped_attention(
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """``sdpa`` as transformers calls it; what is not a masked step of grouped queries is left to transformers."""
-    is_plain = mask is None or query.shape[1] == key.shape[1] or kwargs.get("softcap") is not None
+    """``sdpa`` as transformers calls it, by these names or in this order; what is not a masked step of grouped queries
+    is left to transformers.
+    """
+    is_plain = attention_mask is None or query.shape[1] == key.shape[1] or kwargs.get("softcap") is not None
     if is_plain or kwargs.get("position_bias") is not None or kwargs.get("dropout"):
-        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-    out = grouped_attention(query, key, value, mask, scale=kwargs.get("scaling"))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    out = grouped_attention(query, key, value, attention_mask, scale=kwargs.get("scaling"))
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -44,6 +44,10 @@ _NO_LIMIT = (0.0, math.inf)  # of the time steps of Mamba-2
 MASKED_ATTENTION = ("sdpa", "eager")
 # Rotary frequencies that depend on the sequence length: all nodes of a tree would get those of its deepest node.
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
+_CONTEXT_NAMES = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
+    *("max_sequence_length", "max_seq_length", "seq_len"),
+)
 
 
 @dataclass(frozen=True)
@@ -279,12 +283,21 @@ def _logit_scale(config: Any) -> float:
 
 
 def _max_context(config: Any) -> int:
-    longest = getattr(config, "max_position_embeddings", None) or 2**31
+    """The longest sequence, as vLLM derives it. Configs state it before or after the scaling of rotary embeddings."""
+    stated = [value for name in _CONTEXT_NAMES if (value := getattr(config, name, None))]
+    longest = getattr(config, "model_max_length", None) or min(stated, default=2**31)
     rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        if parameters.get("rope_type") in _ROPE_BY_LENGTH:
-            holder = parameters if "original_max_position_embeddings" in parameters else config.to_dict()
-            longest = min(longest, int(holder.get("original_max_position_embeddings") or longest))
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in nested or [rope]:
+        rope_type, original = parameters.get("rope_type"), parameters.get("original_max_position_embeddings")
+        if rope_type in _ROPE_BY_LENGTH:
+            longest = min(longest, original or getattr(config, "original_max_position_embeddings", None) or longest)
+        # Llama 3.2 states 131,072 tokens, and a factor by which it would have twice as many. A factor of one layer type
+        # (Gemma 3) belongs to a context that is stated in full.
+        elif (rope_type == "llama3" and longest > (original or 0)) or (nested and not original):
+            continue
+        else:
+            longest = max(longest, (parameters.get("factor") or 1.0) * (original or longest))
     return int(longest)
 
 

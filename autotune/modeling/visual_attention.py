@@ -72,7 +72,7 @@ def observed_attention(text: TextModel, callback: Callable[[LayerAttention], Non
     inner, thread = ALL_ATTENTION_FUNCTIONS.get(inner_name), threading.get_ident()
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         if module in numbers and threading.get_ident() == thread:  # others may run the user's model meanwhile
             layer = numbers[module]
@@ -81,7 +81,7 @@ def observed_attention(text: TextModel, callback: Callable[[LayerAttention], Non
             callback(LayerAttention(layer, query, key, scaling, kwargs.get("softcap"), window))
         # Eager attention is a function in the model's module, not in the table.
         kernel: Any = inner or sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
-        return kernel(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
+        return kernel(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
 
     ALL_ATTENTION_FUNCTIONS[name] = attend
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner_name])

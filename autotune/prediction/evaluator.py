@@ -4,7 +4,6 @@ table.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,6 +13,7 @@ import numpy as np
 
 from autotune.acceptance.replay import Replay, check_reach, plain_decode_ms, replay
 from autotune.acceptance.trace import Trace
+from autotune.container import num_cores
 from autotune.cost.table import CostTable, DensePrices
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
@@ -62,7 +62,7 @@ class Evaluator:
         """
         self.traces: dict[DraftVariant, Trace] = {(t.header.draft.id, t.header.subnet): t for t in traces}
         self.table = table
-        self.jobs = jobs or os.cpu_count() or 1
+        self.jobs = jobs or num_cores()
         any_trace = next(iter(self.traces.values()))
         if any_trace.num_tokens == 0:
             raise UserError(

@@ -12,7 +12,7 @@ import torch
 from autotune.acceptance.trace import ForestBounds, Trace
 from autotune.console import Console
 from autotune.cost.table import CostTable
-from autotune.device import fingerprint, free_memory
+from autotune.device import fingerprint, free_memory, usable_threads
 from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.provenance import ModelReference, version_of
 from autotune.documents.subnet import Subnet, VisualInput
@@ -72,7 +72,7 @@ class ModelPool:
             UserError: a model cannot be loaded, or a draft does not fit the target.
         """
         self.arguments = target, tuple(drafts), device, tuple(capture_sizes), mode, dtype
-        self.num_cores = torch.get_num_threads()
+        self.num_cores = usable_threads()
         self.target_reference = reference(target)
         self._random_weights = random_weights
         self.processor = load_processor(target, or_bundled=random_weights)

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-import torch
-
+from autotune.device import usable_threads
 from autotune.errors import UserError
 from autotune.evaluation.arms import WARM_UP_S
 from autotune.files import Document
@@ -72,7 +71,7 @@ def measure_rates(plain: Decoder, workload: Workload) -> Rates:
     generation = {**prompt.settings.generation, "max_new_tokens": RATE_TOKENS, "min_new_tokens": RATE_TOKENS}
     runs: list[DecodingStats] = []
     for _ in range(RATE_RUNS):
-        for threads in sorted({1, torch.get_num_threads()}):
+        for threads in sorted({1, usable_threads()}):
             with limited_threads(threads):
                 runs.append(plain.generate(**inputs, **generation).stats)
     steps_ms = (stats.decode_ms / max(1, stats.new_tokens - 1) for stats in runs)

@@ -7,7 +7,6 @@ and with the engine's default.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from autotune.console import Console
+from autotune.container import num_cores
 from autotune.device import cpu_fingerprint
 from autotune.documents.engine_profile import (
     OPTIONS,
@@ -183,7 +183,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         verdict=verdict,
         workload=tune.name,
         workload_sha256=tune.sha256,
-        hardware=cpu_fingerprint(os.cpu_count() or 1),
+        hardware=cpu_fingerprint(num_cores()),
         context=plain.context,
         left_out=left_out,
         num_replayed=dict(Counter(one.type for one in space)),

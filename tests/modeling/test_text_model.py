@@ -13,7 +13,7 @@ import transformers as hf
 
 from autotune.errors import UserError
 from autotune.modeling.self_check import SelfCheckNotice
-from autotune.modeling.text_model import KNOWN_TEXT_TYPES, KNOWN_VISION_TYPES, text_model_of
+from autotune.modeling.text_model import KNOWN_TEXT_TYPES, KNOWN_VISION_TYPES, _max_context, text_model_of
 from autotune.runtime.decoder import Decoder
 from tests.families import FAMILIES, load, load_processor, random_inputs, save
 from tests.hybrids import HYBRIDS
@@ -240,7 +240,7 @@ def test_attention_without_a_mask() -> None:
 @pytest.mark.parametrize(
     ("rope", "longest"),
     [
-        ({"rope_type": "linear", "factor": 2.0}, 256),
+        ({"rope_type": "linear", "factor": 2.0}, 512),
         ({"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}, 64),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
         ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0, "original_max_position_embeddings": 64}, 64),
@@ -254,11 +254,36 @@ def test_the_context_ends_where_rotary_frequencies_change(rope: dict[str, Any], 
     model = built(lambda: hf.LlamaForCausalLM(config))
     assert text_model_of(model).max_context == longest
     decoder = Decoder(model, model, tree={"policy": "chain", "depth": 9})
-    inputs = {"input_ids": torch.arange(20, 20 + longest - 31)[None] % 300}
+    inputs = {"input_ids": torch.arange(longest - 31)[None] % 280 + 20}
     expected = model.generate(**inputs, max_new_tokens=31, do_sample=False)
     assert torch.equal(decoder.generate(**inputs, max_new_tokens=31).sequences, expected)
     with pytest.raises(UserError, match=f"must fit the target's context of {longest} tokens"):
         decoder.generate(**inputs, max_new_tokens=32)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [
+        ({}, 256),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}, 1024),
+        ({"rope_parameters": YARN | {"factor": 1.5, "original_max_position_embeddings": 64}}, 256),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, 1024),
+        ({"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 128}}, 256),  # as Llama 3.2
+        ({"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 256}}, 8192),
+        ({"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}}, 1024),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, 256),  # as Gemma 3
+        ({"max_sequence_length": 128}, 128),
+        ({"model_max_length": 4096}, 4096),  # as Command R
+    ],
+)
+def test_the_context_is_stated_before_or_after_scaling(settings: dict[str, Any], longest: int) -> None:
+    """As in vLLM."""
+    config = hf.LlamaConfig(**{"max_position_embeddings": 256} | settings)
+    assert _max_context(config) == longest
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_vl", "gemma3"])
