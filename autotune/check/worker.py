@@ -91,7 +91,8 @@ def serve(requests: TextIO, answers: TextIO, settings: dict[str, Any]) -> None:
         pass
     except Exception as error:
         traceback.print_exc()
-        answer(error=" ".join(f"{type(error).__name__}: {error}".split()))
+        is_fault = not hasattr(error, "exit_code")  # which mistakes of the user have
+        answer(error=" ".join(f"{type(error).__name__}: {error}".split()), is_fault=is_fault)
 
 
 if __name__ == "__main__":
