@@ -16,7 +16,7 @@ from autotune.check.pairs import PairRunner
 from autotune.check.result import BASE_COUNTS, TIME, Gate, Timing
 from autotune.check.revision import checked_out
 from autotune.check.sequential import Design
-from autotune.check.timing import machine_gate, run_pairs, time_gate, timing_of
+from autotune.check.timing import TooFewPairs, machine_gate, run_pairs, time_gate, timing_of
 from autotune.check.worker_process import Launch, Side, WorkerProcess, WorkerRequest
 from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
@@ -178,13 +178,16 @@ class Comparison:
         if runner.pairs:
             self.console.say(f"continuing after the {len(runner.pairs)} pairs of an earlier run in {ledger}")
         with self.console.stage(f"pairs of {workload}") as update, runner:
-            outcome = run_pairs(
-                runner,
-                self.design,
-                budget_s=budget_s,
-                stops_early=not sides.is_aa,
-                report=lambda done: update(done, self.design.max_pairs, ""),
-            )
+            try:
+                outcome = run_pairs(
+                    runner,
+                    self.design,
+                    budget_s=budget_s,
+                    stops_early=not sides.is_aa,
+                    report=lambda done: update(done, self.design.max_pairs, ""),
+                )
+            except TooFewPairs as error:
+                return Gate(name=TIME, workload=workload, verdict="inconclusive", summary=str(error)), None
         timing = timing_of(runner, outcome, self.design)
         if not outcome.out_of_time:  # the next check must measure again
             ledger.rename(ledger.with_name(f"{ledger.stem}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"))

@@ -8,7 +8,7 @@ cost table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autotune.check.result import Gate, GateVerdict
 from autotune.check.worker_process import Decoded
@@ -23,7 +23,7 @@ COMPARED = ("target_forwards", "draft_forwards", "verified_nodes", "plain_steps"
 
 @dataclass(frozen=True)
 class Counts:
-    prompt: str
+    prompt: str = field(compare=False)  # the same prompts may be in a file of another name
     tokens_sha256: str
     target_forwards: int
     """After the prefill: one per round and one per plain step."""

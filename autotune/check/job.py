@@ -32,7 +32,9 @@ from autotune.workloads.workload import Workload, load_workload
 def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     settings.require_consistent()
     profile = DecodingProfile.load(settings.profile)
-    names = settings.workloads or (default_workload(profile.target.id),)
+    own = (settings.profile.parent / profile.workload.name, Path(profile.workload.name))
+    names = settings.workloads or [str(path) for path in own if path.is_file()][:1]
+    names = names or (default_workload(profile.target.id),)
     workloads = [_evaluated(name, profile, settings) for name in names]
     evidence = [evidence_for(profile, workload, settings) for workload in workloads]
     design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))

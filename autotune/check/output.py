@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from xml.etree import ElementTree
 
 from autotune.check.result import CheckResult, Timing
+from autotune.check.settings import CheckSettings
+from autotune.documents.provenance import stamp
+from autotune.files import write_bytes
 
 MARKS = {"passed": "✅", "warned": "⚠️", "failed": "❌", "inconclusive": "❔", "skipped": "➖"}  # noqa: RUF001
 LEVELS = {"failed": "error", "inconclusive": "warning", "warned": "warning"}  # of GitHub's annotations
@@ -33,10 +38,37 @@ def junit(result: CheckResult) -> bytes:
         if gate.verdict in ("inconclusive", "skipped"):
             ElementTree.SubElement(case, "skipped", message=f"{gate.verdict}: {gate.summary}")
         ElementTree.SubElement(case, "system-out").text = "\n".join([str(gate), *gate.details])
+    return _xml(suite)
+
+
+def junit_of_error(error: Exception) -> bytes:
+    """JUnit XML of a check that an error ended: one test case, with the error."""
+    suite = ElementTree.Element(
+        "testsuite", name="autotune check", tests="1", failures="0", errors="1", skipped="0", timestamp=stamp().created
+    )
+    case = ElementTree.SubElement(suite, "testcase", classname="autotune.check", name="check")
+    ElementTree.SubElement(case, "error", type=type(error).__name__, message=str(error))
+    return _xml(suite)
+
+
+def _xml(suite: ElementTree.Element) -> bytes:
     root = ElementTree.Element("testsuites")
     root.append(suite)
     ElementTree.indent(root)
     return bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)) + b"\n"
+
+
+@contextmanager
+def reported_errors(settings: CheckSettings) -> Iterator[None]:
+    """Write an error that ends a check where its result would have been written, and raise it again."""
+    try:
+        yield
+    except Exception as error:
+        if settings.junit is not None:
+            write_bytes(settings.junit, junit_of_error(error))
+        if settings.github:
+            print(f"::error title=autotune check::{_escaped(f'{type(error).__name__}: {error}')}", file=sys.stderr)
+        raise
 
 
 def markdown(result: CheckResult) -> str:

@@ -30,6 +30,10 @@ MAX_FALSE_ALARMS = 0.01
 MIN_DETECTION = 0.95
 
 
+class TooFewPairs(UserError):
+    """The budget has no time for the first interim analysis."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The last interim analysis, and why there was no further one."""
@@ -47,7 +51,11 @@ def run_pairs(
     stops_early: bool = True,
     report: Callable[[int], None] = lambda done: None,
 ) -> Outcome:
-    """Decode pairs up to each interim analysis until one decides."""
+    """Decode pairs up to each interim analysis until one decides.
+
+    Raises:
+        TooFewPairs: the first analysis does not fit the budget.
+    """
     deadline = runner.clock() + budget_s
     analysis: InterimAnalysis | None = None
     for number, num_pairs in enumerate(design.analyses):
@@ -59,7 +67,7 @@ def run_pairs(
                 if analysis is not None:
                     return Outcome(analysis, out_of_time=True)
                 total_s = budget_s + runner.clock() + needed_s - deadline
-                raise UserError(
+                raise TooFewPairs(
                     f"--budget {budget_s:.0f}s: the first analysis, at {num_pairs} pairs, takes about {total_s:.0f} s here; "
                     f"give --budget {math.ceil(1.2 * total_s / 60)}m (the {len(runner.pairs)} pairs so far are kept)"
                 )

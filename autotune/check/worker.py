@@ -91,7 +91,9 @@ def serve(requests: TextIO, answers: TextIO, settings: dict[str, Any]) -> None:
         pass
     except Exception as error:
         traceback.print_exc()
-        answer(error=" ".join(f"{type(error).__name__}: {error}".split()))
+        # Mistakes of the user have an exit code; a full memory, torch's OutOfMemoryError too, is no fault either.
+        is_fault = not hasattr(error, "exit_code") and "MemoryError" not in type(error).__name__
+        answer(error=" ".join(f"{type(error).__name__}: {error}".split()), is_fault=is_fault)
 
 
 if __name__ == "__main__":

@@ -126,13 +126,21 @@ class WorkerProcess:
             self._fail(self._last_line())
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            self._fail(str(answer["error"]))
+            self._fail(str(answer["error"]), is_fault=answer.get("is_fault", False))
         return answer
 
-    def _fail(self, reason: str) -> None:
-        raise UserError(
+    def _fail(self, reason: str, *, is_fault: bool = False) -> None:
+        """
+        Raises:
+            RuntimeError: a fault of the head. A base with one is a mistake in the choice of the base.
+            UserError: anything else, such as a worker that the system has ended.
+        """
+        text = (
             f"the {self.side.name}, {self.side.label}, cannot decode with the profile: {reason}; see its log {self.log}"
         )
+        if is_fault and self.side.name == "head":
+            raise RuntimeError(text)
+        raise UserError(text)
 
     def _last_line(self) -> str:
         """The last line in the log of a worker that has died."""

@@ -21,7 +21,8 @@ from autotune.option_fields import make_settings
 def command(as_json: bool, engine_command: str | None, **values: Any) -> None:
     """Check that a profile is still lossless, that its counts are unchanged, and that it is not significantly slower.
 
-    Exit codes: 0 passed, 1 regressed, 2 a mistake that the user can fix, 3 inconclusive, 4 not comparable.
+    Exit codes: 0 passed, 1 regressed, 2 a mistake that the user can fix, 3 inconclusive, 4 not comparable,
+    70 a fault of the program.
     """
     from autotune.cli.preflight import is_engine_profile, require_profile, require_workload
 
@@ -32,15 +33,18 @@ def command(as_json: bool, engine_command: str | None, **values: Any) -> None:
 
         sys.exit(check_engine(values["profile"], engine_command, Console()))
     settings.require_consistent()
-    require_profile(settings.profile)
-    for workload in settings.workloads:
-        require_workload(workload, settings.workload_format)
 
-    from autotune.check.job import run_check
-    from autotune.check.output import add_to_step_summary, github_annotations
+    from autotune.check.output import add_to_step_summary, github_annotations, reported_errors
     from autotune.console import Console
 
-    result = run_check(settings, Console())
+    with reported_errors(settings):
+        require_profile(settings.profile)
+        for workload in settings.workloads:
+            require_workload(workload, settings.workload_format)
+
+        from autotune.check.job import run_check
+
+        result = run_check(settings, Console())
     if settings.github:
         for line in github_annotations(result):
             click.echo(line, err=True)

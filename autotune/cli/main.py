@@ -10,8 +10,9 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -20,6 +21,7 @@ from autotune.errors import UserError, masked, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
+FAULT = 70  # the exit code of a fault of the program: EX_SOFTWARE of sysexits.h
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 VERBS = (
     *("doctor", "measure", "record", "search", "run", "serve", "bench", "bench-server", "check"),
@@ -64,10 +66,12 @@ class Commands(click.Group):
             sys.exit(128 + getattr(abort.__cause__, "number", signal.SIGINT))
         except OSError as error:
             if error.errno not in DISK_ERRORS:
-                raise
+                _end_by_fault(error)
             file = error.filename or "a file"
             _say(f"{file}: cannot be read or written ({error.strerror}); free some space, or check its permissions")
             sys.exit(UserError.exit_code)
+        except Exception as error:
+            _end_by_fault(error)
         sys.exit(code or 0)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -86,6 +90,22 @@ def _say(message: str) -> None:
         click.echo(f"autotune: {masked(message)}", err=True)
     except BrokenPipeError:
         _drop_output()
+
+
+def _end_by_fault(error: Exception) -> NoReturn:
+    """Exit after an error that is no mistake in what the user gave: too little memory is one line; anything else is a
+    fault of the program, with its traceback.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
+        reason = " ".join(str(error).split())[:200] or "no more can be allocated"
+        _say(
+            f"the memory is full ({reason}); end other programs, or give a smaller model, shorter prompts or another device"
+        )
+        sys.exit(UserError.exit_code)
+    with contextlib.suppress(BrokenPipeError):
+        traceback.print_exception(error)
+    _say(f"a fault of the program, {type(error).__name__}; please report it with the lines above and the command")
+    sys.exit(FAULT)
 
 
 def _drop_output() -> None:
@@ -139,6 +159,6 @@ def main() -> None:
     Without options every command uses the bundled models and workload, offline.
 
     Exit codes: 0 done, 1 the check found a regression or the doctor a defect, 2 a mistake that the user can fix, 3 the
-    check is inconclusive, 4 not comparable; 129, 130 and 143 ended by SIGHUP, SIGINT or SIGTERM, 141 by the reader of
-    its output.
+    check is inconclusive, 4 not comparable, 70 a fault of the program, with a traceback; 129, 130 and 143 ended by
+    SIGHUP, SIGINT or SIGTERM, 141 by the reader of its output.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -186,8 +187,12 @@ class CachedDraft(CachedModel):
         return tokens if self.token_ids is None else self.token_ids[tokens], logprobs
 
     def best(self, logits: Tensor, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
-        """The best tokens of each row, as the target's ids."""
-        return rows_to_host(*self.best_on_device(logits, num_proposals, coupling))
+        """The best tokens of each row, as the target's ids. Rows that are not finite propose nothing: -1 and -inf."""
+        tokens, logprobs = rows_to_host(*self.best_on_device(logits, num_proposals, coupling))
+        if (is_bad := np.isnan(logprobs)).any():
+            warnings.warn(f"logits of {self.description} are not finite, and propose no tokens", stacklevel=2)
+            tokens, logprobs = np.where(is_bad, -1, tokens), np.where(is_bad, -np.inf, logprobs)
+        return tokens, logprobs
 
     def _in_target_vocabulary(self, logits: Tensor) -> Tensor:
         """Logits [n, target's vocabulary]; -inf for the tokens that the draft does not know."""

@@ -179,7 +179,7 @@ def kept_tokens(is_visual: Tensor, visual_scores: Tensor | None, visual_keep: fl
         return everything
     if (number := num_kept(visual_keep, len(visual_scores))) == len(visual_scores):
         return everything
-    best = visual_scores.to(is_visual.device).topk(number).indices
+    best = visual_scores.to(is_visual.device).nan_to_num(nan=-torch.inf).topk(number).indices
     is_kept = ~is_visual
     is_kept[is_visual.nonzero()[:, 0][best]] = True
     return everything[is_kept]

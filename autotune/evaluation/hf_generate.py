@@ -11,6 +11,7 @@ import torch
 from autotune.modeling.clock import now_ms
 from autotune.modeling.vision_timing import timed_forwards, timed_vision
 from autotune.runtime.stats import DecodingStats
+from autotune.runtime.token_sampler import not_finite
 
 
 class _TokenClock:
@@ -45,6 +46,9 @@ def hf_generate(
     Without an assistant, decoding time runs from the first token to the last. With one, the draft runs before the
     target has read the prompt, and the target reads prompt and first candidates in one forward. That forward is the
     prefill, and all other time until the last token is decoding. Time inside the two models is not measured.
+
+    Raises:
+        UserError: logits of a sampled prompt are not finite.
     """
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     settings = sampling if temperature > 0 else {"do_sample": False}
@@ -59,7 +63,12 @@ def hf_generate(
         timed_forwards(drafts, model.device, first_only=True) as draft,
     ):
         started_ms = now_ms(model.device)
-        sequences = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=clock, **settings, **assisted)
+        try:
+            sequences = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=clock, **settings, **assisted)
+        except RuntimeError as error:  # torch draws no token
+            if "probability tensor" not in str(error):
+                raise
+            raise not_finite(sum(clock.num_tokens), model.dtype) from None
     length = inputs["input_ids"].shape[1]
     prompt_ms, first_ms, last_ms = clock.at_ms[0], clock.at_ms[1], clock.at_ms[-1]
     if assistant is None:

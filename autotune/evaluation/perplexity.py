@@ -14,13 +14,17 @@ from autotune.execution import EAGER
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.ownership import Ownership
-from autotune.runtime.token_sampler import TokenSampler
+from autotune.runtime.token_sampler import TokenSampler, not_finite
 from autotune.trees.tree import MAX_STEP
 
 
 @torch.inference_mode()
 def answer_logits(target: Target, inputs: dict[str, Any], tokens: list[int]) -> Tensor:
-    """The target's logits at each token of an answer, [tokens, vocabulary], computed in forwards of many tokens."""
+    """The target's logits at each token of an answer, [tokens, vocabulary], computed in forwards of many tokens.
+
+    Raises:
+        UserError: they are not finite.
+    """
     with Ownership(target):
         (prompt,) = target.encode(inputs).prompts
         target.reserve(len(prompt) + len(tokens))
@@ -30,7 +34,10 @@ def answer_logits(target: Target, inputs: dict[str, Any], tokens: list[int]) -> 
             part = np.array(tokens[begin : min(begin + MAX_STEP, len(tokens) - 1)])
             logits.append(target.forward(Step.causal(part, target.mask_value)))
             target.cache.advance(len(part))
-    return torch.cat(logits)
+    rows = torch.cat(logits)
+    if (is_bad := ~rows.amax(-1).isfinite()).any():
+        raise not_finite(len(prompt) + int(is_bad.byte().argmax()), rows.dtype)
+    return rows
 
 
 class Quality(NamedTuple):

@@ -106,8 +106,10 @@ class AnswerRecorder:
             if prefilled is None or not is_again:  # of equal prompts the cache still holds the last one
                 prefilled = self._prefill(request, ())
             is_certain.append(batch.insert(row, prefilled))
-        for _ in batch.decode(is_certain):
-            pass
+        prompt_of = {id(request): prompt for request, prompt in zip(requests, prompts, strict=True)}
+        for request, certain in batch.decode(is_certain):
+            if not certain:  # the error about its logits names the prompt
+                request.tokens = self._alone(prompt_of[id(request)], **settings)
         return [request.tokens for request in requests]
 
     def _request(self, prompt: WorkloadPrompt, **settings: Any) -> Request:
@@ -143,7 +145,8 @@ class AnswerRecorder:
 
     def _alone(self, prompt: WorkloadPrompt, **settings: Any) -> list[int]:
         inputs = self._inputs(prompt)
-        sequence = self._plain.generate(**inputs, **prompt.settings.generation, **settings).sequences
+        with errors_about(prompt.name):
+            sequence = self._plain.generate(**inputs, **prompt.settings.generation, **settings).sequences
         return sequence[0, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
 
 

@@ -232,7 +232,8 @@ def _best(draft: Any, states: Tensor, sampler: TokenSampler | None, positions: T
         coupling = functools.partial(sampler.proposal_scores, positions=transfer.to_host(positions.flatten()))
     logits = draft.logits(states).flatten(0, 1)
     tokens, logprobs = draft.best_on_device(logits, 1, coupling)
-    return tokens.reshape(positions.shape), logprobs.reshape(positions.shape)
+    tokens = tokens.masked_fill(logprobs.isnan(), NO_TOKEN)  # as ``CachedDraft.best``
+    return tokens.reshape(positions.shape), logprobs.nan_to_num(nan=-torch.inf).reshape(positions.shape)
 
 
 def _forest(answer: Ints, levels: Sequence[_Level], row: int, depth: int) -> Forest:

@@ -16,7 +16,7 @@ from autotune.modeling.hybrid_cache import new_cache
 from autotune.modeling.masks import by_layer_type, first_visible
 from autotune.modeling.target import Prefilled, Target
 from autotune.runtime.generate_args import Request
-from autotune.runtime.token_sampler import TokenSampler, mix_seed
+from autotune.runtime.token_sampler import NOT_FINITE, TokenSampler, best_tokens, mix_seed
 
 NEAR_TIE = 2**-17
 """A token whose logit exceeds the next one by no more than this share of the largest magnitude may be another one in a
@@ -82,7 +82,9 @@ class GreedyBatch:
             is_certain = [row in rows and next(certain) for row in range(len(logits))]
 
     def _emit(self, requests: Sequence[Request], logits: Tensor) -> list[bool]:
-        """Emit a token of each request from its row of logits; returns whether each is certain."""
+        """Emit a token of each request from its row of logits; returns whether each is certain, which none is from
+        logits that are not finite.
+        """
         best, tokens = logits.float().topk(2)
         for request, token in zip(requests, tokens[:, 0].tolist(), strict=True):
             request.emit([token])
@@ -118,14 +120,14 @@ class GreedyBatch:
 
 class SampledBatch(GreedyBatch):
     """The same for greedy and sampled requests whose tokens need not be those of decoding them one by one: all are
-    certain.
+    certain whose logits are finite.
     """
 
     def _emit(self, requests: Sequence[Request], logits: Tensor) -> list[bool]:
         tokens = drawn_tokens([request.sampler for request in requests], logits, list(map(_position, requests)))
         for request, token in zip(requests, tokens, strict=True):
-            request.emit([token])
-        return [True] * len(requests)
+            request.emit([max(0, token)])
+        return [token != NOT_FINITE for token in tokens]
 
 
 def _position(request: Request) -> int:
@@ -135,10 +137,12 @@ def _position(request: Request) -> int:
 def drawn_tokens(samplers: Sequence[TokenSampler], logits: Tensor, positions: Sequence[int]) -> list[int]:
     """A token of each row of ``logits`` [n, vocabulary], at one position each. A sampled one inverts the cumulative
     distribution at a number of the sampler's seed and the position, where ``TokenSampler.token``, which draws from the
-    same distributions, makes noise of every token; it draws for samplers with processors.
+    same distributions, makes noise of every token; it draws for samplers with processors. ``NOT_FINITE`` where logits
+    are not finite.
     """
-    tokens = logits.argmax(-1).tolist()
-    rows = [row for row, sampler in enumerate(samplers) if sampler.temperature > 0.0 and not sampler.processors]
+    tokens = best_tokens(logits, logits).tolist()
+    finite = [(row, sampler) for row, sampler in enumerate(samplers) if tokens[row] != NOT_FINITE]
+    rows = [row for row, sampler in finite if sampler.temperature > 0.0 and not sampler.processors]
     if rows:
         temperature = torch.tensor([samplers[row].temperature for row in rows], device=logits.device)
         mass = (logits[rows].float() / temperature[:, None]).softmax(-1).cumsum(-1)
@@ -147,7 +151,7 @@ def drawn_tokens(samplers: Sequence[TokenSampler], logits: Tensor, positions: Se
         found = torch.searchsorted(mass, wanted, right=True).clamp_max(mass.shape[-1] - 1)
         for row, token in zip(rows, found[:, 0].tolist(), strict=True):
             tokens[row] = token
-    for row, sampler in enumerate(samplers):
+    for row, sampler in finite:
         if sampler.processors:
             sampler.max_noise_bytes = 0  # no draft asks for it again, and there is one for each row
             tokens[row] = sampler.token(logits[row], positions[row])

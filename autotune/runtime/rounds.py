@@ -18,7 +18,7 @@ from autotune.modeling.target import Target
 from autotune.modeling.transfer import select
 from autotune.runtime.generate_args import Request
 from autotune.runtime.points import LoadedPoint
-from autotune.runtime.token_sampler import TokenSampler, candidate_logprobs
+from autotune.runtime.token_sampler import NOT_FINITE, TokenSampler, candidate_logprobs, not_finite
 from autotune.trees.policy import NOTHING
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Retrieved, Tree, write_tree_mask
 from autotune.trees.verification import WetapVerification, accept_by_ratio, accept_path, find_child
@@ -114,7 +114,10 @@ class Round:
         elif self.decides_at_once and not sampler.one_by_one:
             tokens = sampler.tokens(logits, positions, paths)
             path = self._path[: accept_path(tree, tokens, self._path)].copy()
-            token = int(tokens[path[-1] if len(path) else ROOT])
+            last = int(path[-1]) if len(path) else ROOT
+            token = int(tokens[last])
+            if token == NOT_FINITE:
+                raise not_finite(int(positions[last]), logits.dtype)
             if paths is not None:
                 sampler.append(select(sampler.decided, np.array([ROOT, *path]), 0))
         else:

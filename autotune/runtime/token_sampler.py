@@ -33,6 +33,7 @@ COUPLED_TEMPERATURE = 0.01
 temperature would tell a tree policy that every draft is certain. The defaults of Qwen2.5-VL have 1e-6.
 """
 NUCLEUS_TOKENS = 1024  # that top-p looks at before it sorts a vocabulary
+UNSURE = -1  # in place of a token that a sorted vocabulary decides
 MASS_ROUNDING = 2**-18  # by which sums of a vocabulary's probabilities may differ
 # Hugging Face's processors that do not read the prefix.
 PREFIX_FREE = frozenset(
@@ -64,6 +65,31 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
         raise UserError(f"top_k must be at least 0; got {top_k}; 0 keeps every token")
 
 
+NOT_FINITE = -2
+"""In place of a token: the score that is the largest of its row, or a number that is none, is not finite."""
+
+
+def not_finite(position: int, dtype: torch.dtype) -> UserError:
+    """The error about logits of the target, in ``dtype``, that decide no token at ``position``."""
+    name = str(dtype).removeprefix("torch.")
+    advice = {"float16": "give --dtype bfloat16 or float32", "bfloat16": "give --dtype float32"}
+    return UserError(
+        f"the target's logits for the token at position {position} are not finite in {name}, and decide no token; "
+        f"{advice.get(name, 'restore the weights and the config, or load another checkpoint')}"
+    )
+
+
+def best_tokens(scores: Tensor, logits: Tensor) -> Tensor:
+    """The token of the largest score in each row of ``scores`` [n, vocabulary], [n]; ``NOT_FINITE`` where that score
+    and the logit of the token are not finite.
+    """
+    largest, tokens = scores.max(-1)
+    is_bad = largest - largest != 0.0
+    if scores is not logits:  # a processor may force a token by infinity, or replace what is not finite
+        is_bad &= ~logits.gather(-1, tokens[:, None])[:, 0].isfinite()
+    return tokens.masked_fill(is_bad, NOT_FINITE)
+
+
 def mix_seed(seed: int, position: int) -> int:
     """A 63-bit generator seed for (seed, position), by splitmix64: neighbouring positions are uncorrelated."""
     z = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xBF58476D1CE4E5B9) & _MASK64
@@ -85,11 +111,13 @@ def nucleus(scores: Tensor, warper: TopPLogitsWarper) -> tuple[Tensor, Tensor]:
     is_kept = missing > 0.0
     is_kept[:, : warper.min_tokens_to_keep] = True
     last = best.gather(-1, is_kept.sum(-1, keepdim=True) - 1)
-    num_equal = (is_kept & (best == last)).sum(-1, keepdim=True)
-    first_equal = torch.where(best == last, index, -1).sort(descending=True).values.gather(-1, num_equal - 1)
+    num_equal = (is_kept & (best == last)).sum(-1, keepdim=True)  # 0 where the best is not a number
+    first_equal = (
+        torch.where(best == last, index, -1).sort(descending=True).values.gather(-1, (num_equal - 1).clamp_min(0))
+    )
     is_kept = (best > last) | (best == last) & (index >= first_equal)
     kept = torch.where(is_kept, best, warper.filter_value)
-    is_unsure = (mass[:, -1] < warper.top_p) | (last <= best[:, -1:])[:, 0] | (missing.abs() < MASS_ROUNDING).any(-1)
+    is_unsure = ~(mass[:, -1] >= warper.top_p) | (last <= best[:, -1:])[:, 0] | (missing.abs() < MASS_ROUNDING).any(-1)
     return torch.full_like(scores, warper.filter_value).scatter_(-1, index, kept), is_unsure
 
 
@@ -152,24 +180,33 @@ class TokenSampler:
         return self.temperature == 0.0 and not self.processors
 
     def token(self, logits: Tensor, position: int) -> int:
-        """The token at ``position`` after the prefix, to which it is appended, from logits [vocabulary]."""
+        """The token at ``position`` after the prefix, to which it is appended, from logits [vocabulary].
+
+        Raises:
+            UserError: the logits are not finite.
+        """
         (token,) = self.tokens(logits[None], np.array([position])).tolist()
+        if token == NOT_FINITE:
+            raise not_finite(position, logits.dtype)
         if self.reads_prefix:
             self.append(self.decided)
         return int(token)
 
     def tokens(self, logits: Tensor, positions: Ints, paths: Tensor | None = None) -> Ints:
-        """The tokens at ``positions`` [n], from logits [n, vocabulary]. Other arguments are those of ``scores``."""
+        """The tokens at ``positions`` [n], from logits [n, vocabulary]; ``NOT_FINITE`` where logits are not finite.
+        Other arguments are those of ``scores``.
+        """
         unsure: list[Tensor] | None = None if self.one_by_one else []  # processors with a state read a token once
-        self.decided = self.scores(logits, positions, paths, unsure).argmax(-1)
+        self.decided = best_tokens(self.scores(logits, positions, paths, unsure), logits)
         for is_unsure in unsure or ():
-            self.decided = self.decided.masked_fill(is_unsure, -1)
+            self.decided = self.decided.masked_fill(is_unsure, UNSURE)
         tokens = transfer.to_host(self.decided)
-        if (tokens < 0).any():
-            rows = np.union1d(0, np.flatnonzero(tokens < 0))  # positions count from the first one
+        if (tokens == UNSURE).any():
+            rows = np.union1d(0, np.flatnonzero(tokens == UNSURE))  # positions count from the first one
             at = transfer.to_device(rows, logits.device)
-            exact = self.scores(logits[at], positions[rows], None if paths is None else paths[at]).argmax(-1)
-            self.decided[at] = torch.where(self.decided[at] < 0, exact, self.decided[at])
+            scores = self.scores(logits[at], positions[rows], None if paths is None else paths[at])
+            exact = best_tokens(scores, logits[at])
+            self.decided[at] = torch.where(self.decided[at] == UNSURE, exact, self.decided[at])
             tokens = transfer.to_host(self.decided)
         return tokens
 

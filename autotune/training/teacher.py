@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
+from autotune.errors import UserError
 from autotune.files import write_bytes
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
@@ -141,9 +142,19 @@ def save(batch: TeacherBatch, path: Path) -> None:
 
 
 def _to_half(states: Tensor) -> Tensor:
-    """Convert to float16, or to bfloat16 if a value exceeds float16."""
-    half = states.half()
-    return half if bool(half.isfinite().all()) else states.bfloat16()
+    """Convert to float16, or to bfloat16 if a value exceeds float16.
+
+    Raises:
+        UserError: the states are not finite.
+    """
+    if bool((half := states.half()).isfinite().all()):
+        return half
+    if not bool(states.isfinite().all()):
+        dtype = str(states.dtype).removeprefix("torch.")
+        raise UserError(
+            f"the target's states of an example are not finite in {dtype}; give --dtype bfloat16 or float32"
+        )
+    return states.bfloat16()
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def test_counts_are_priced_in_plain_steps() -> None:
 
 
 def test_equal_counts_pass() -> None:
-    gate = judged([counts("a"), counts("b")], [counts("a"), counts("b")])
+    gate = judged([counts("a"), counts("prompts.jsonl:2")], [counts("a"), counts("workload.jsonl:2")])
     assert (gate.verdict, gate.details) == ("passed", [])
     assert gate.summary == "2 of 2 prompts have the same counts as the profile's evidence"
 

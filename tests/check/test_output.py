@@ -5,8 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
-from autotune.check.output import SUMMARY_FILE, add_to_step_summary, github_annotations, junit, markdown
+import pytest
+
+from autotune.check.output import (
+    SUMMARY_FILE,
+    add_to_step_summary,
+    github_annotations,
+    junit,
+    markdown,
+    reported_errors,
+)
 from autotune.check.result import verdict_of
+from autotune.check.settings import CheckSettings
+from autotune.errors import NotComparable
 from tests.check.sample_documents import check_result, gate
 
 GATES = [
@@ -33,6 +44,18 @@ def test_junit_has_a_case_for_each_gate_and_workload() -> None:
     assert [
         len(cases[name].findall("failure") + cases[name].findall("skipped")) for name in ("lossless", "counts")
     ] == [0, 0]
+
+
+def test_an_error_that_ends_a_check_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = CheckSettings(profile=Path("profile.json"), junit=tmp_path / "check.xml", github=True)
+    with pytest.raises(NotComparable), reported_errors(settings):
+        raise NotComparable("100 % other <weights>")
+    suite = ElementTree.parse(tmp_path / "check.xml").find("testsuite")
+    assert suite is not None and [suite.get(key) for key in ("tests", "failures", "errors")] == ["1", "0", "1"]
+    error = suite.find("testcase/error")
+    assert error is not None and (error.get("type"), error.get("message")) == ("NotComparable", "100 % other <weights>")
+    expected = "::error title=autotune check::NotComparable: 100 %25 other <weights>\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_markdown_has_a_row_for_each_gate_and_the_timing() -> None:

@@ -69,7 +69,7 @@ def test_a_worker_process_decodes_and_reports_failures(
     try:
         tuned, plain = (process.decode(one, plain=plain) for plain in (False, True))
         assert tuned.tokens_sha256 == plain.tokens_sha256 and tuned.draft_forwards > plain.draft_forwards == 0
-        with pytest.raises(UserError, match=r"head.*gone\.safetensors"):
+        with pytest.raises(RuntimeError, match=r"head.*gone\.safetensors"):
             process.decode(replace(one, inputs=tmp_path / "gone.safetensors"), plain=False)
     finally:
         process.close()
@@ -103,6 +103,7 @@ def test_an_error_is_an_answer(profile: Path, tmp_path: Path, capfd: pytest.Capt
     assert "Traceback" in capfd.readouterr().err, "for the log"
     ready, broken = served(profile, {"plain": False})
     assert "ready" in ready and broken["error"] == "KeyError: 'inputs'"
+    assert broken["is_fault"] and not answer["is_fault"]
 
 
 def test_it_uses_only_the_public_interface() -> None:

@@ -153,7 +153,13 @@ def wrong() -> None:
 def locked() -> None:
     raise PermissionError(13, "Permission denied", ".autotune")
 
-known = {"search": slow, "report": loud, "check": chatty, "train": wrong, "run": locked}
+@click.command()
+@click.argument("name")
+def faulty(name: str) -> None:
+    import builtins
+    raise getattr(builtins, name, type(name, (RuntimeError,), {}))("of some kind")
+
+known = {"bench": faulty, "search": slow, "report": loud, "check": chatty, "train": wrong, "run": locked}
 Commands.get_command = lambda self, ctx, name: known[name]
 main(sys.argv[1:])
 """
@@ -205,6 +211,17 @@ def test_closed_streams_and_full_disks_have_exit_codes_of_their_own() -> None:
     for process, (redirected, (code, message)) in zip(processes, REDIRECTED.items(), strict=True):
         said = process.communicate()[1].strip()
         assert process.returncode == code and re.fullmatch(message, said), (redirected, process.returncode, said)
+
+
+@pytest.mark.parametrize("name", ["IndexError", "OSError", "MemoryError", "OutOfMemoryError"])
+def test_a_fault_of_the_program_exits_with_70_and_a_full_memory_is_one_line(name: str) -> None:
+    process = start(sys.executable, "-c", SLOW, "bench", name)
+    *lines, last = process.communicate()[1].splitlines()
+    if "Memory" in name:
+        assert (process.returncode, lines) == (2, []) and "the memory is full (of some kind)" in last
+    else:
+        assert process.returncode == 70 and f"{name}: of some kind" in lines and "Traceback" in lines[0]
+        assert last.startswith(f"autotune: a fault of the program, {name}; please report it")
 
 
 @pytest.fixture(scope="module")
