@@ -20,7 +20,14 @@ from autotune.workloads.pixels import Video, load_image, load_video
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-ADDED_SETTINGS = ("messages", "top_k", "turns")  # hashed only where they are set, so that older hashes stay valid
+ADDED_SETTINGS = (
+    "messages",
+    "top_k",
+    "turns",
+    "chat_template_kwargs",
+    "min_pixels",
+    "max_pixels",
+)  # hashed only where they are set, so that older hashes stay valid
 
 
 class Part(Document):
@@ -59,6 +66,10 @@ class Prompt(Document):
     videos: list[str] = Field(default_factory=list)
     fps: float = Field(default=2.0, gt=0)
     """Frames of a second of the videos, see ``load_video``; 2 is the default of Qwen-VL's own tools."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template."""
+    min_pixels: int | None = Field(default=None, ge=1)
+    max_pixels: int | None = Field(default=None, ge=1)
     task: str = "prompt"
     split: Literal["tune", "evaluate", "train"] | None = None
     max_new_tokens: int = Field(default=128, ge=1)
@@ -199,7 +210,10 @@ class WorkloadPrompt:
                 {"total_num_frames": n, "fps": fps, "frames_indices": list(range(n))} for n, fps in counts
             ]
         try:
-            text = chat_text(processor, content, num_images=len(self.images), num_videos=len(self.videos))
+            variables = self.settings.chat_template_kwargs
+            text = chat_text(
+                processor, content, num_images=len(self.images), num_videos=len(self.videos), variables=variables
+            )
             encoded = processor(text=text, return_tensors="pt", **seen)
         except Exception as error:  # image tokens typed into the text, text that is not Unicode, a broken template
             reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -249,7 +263,14 @@ def can_read(processor: Any, pixels: Sequence[Image | Video]) -> bool:
     return all(getattr(processor, name, None) is not None for name in names)
 
 
-def chat_text(processor: Any, content: str | Sequence[Message], *, num_images: int, num_videos: int = 0) -> str:
+def chat_text(
+    processor: Any,
+    content: str | Sequence[Message],
+    *,
+    num_images: int,
+    num_videos: int = 0,
+    variables: dict[str, Any] | None = None,
+) -> str:
     """The text of a prompt after the processor's chat template, with the generation prompt.
 
     Without a template the text is used unchanged. Markers of images and videos are placed where the messages say, or at
@@ -263,7 +284,7 @@ def chat_text(processor: Any, content: str | Sequence[Message], *, num_images: i
     messages: list[dict[str, Any]] = [{"role": message.role, "content": message.text} for message in chat]
     if hasattr(processor, "image_processor"):
         messages = chat_messages(chat, num_images=num_images, num_videos=num_videos)
-    return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **(variables or {})))
 
 
 def chat_messages(content: str | Sequence[Message], *, num_images: int, num_videos: int = 0) -> list[dict[str, Any]]:
