@@ -51,7 +51,10 @@ NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("name", "reasoning", "reasoning_content", "annotations"), (ANY,)),
         **dict.fromkeys(("id", "cache_control", "provider_specific_fields"), (ANY,)),
     },
-    "messages.content": dict.fromkeys(("cache_control", "prompt_cache_breakpoint", "uuid", "annotations"), (ANY,)),
+    "messages.content": {
+        **dict.fromkeys(("cache_control", "prompt_cache_breakpoint", "uuid", "annotations"), (ANY,)),
+        **dict.fromkeys(("video_url", "video", "input_audio", "audio_url", "file"), ()),
+    },
     "messages.content.image_url": {"detail": ("auto", "low", "high", "original"), "format": (ANY,)},
 }
 
@@ -76,9 +79,9 @@ class ImageUrl(Document):
 class ContentPart(Document):
     """A part of a message, as the API of chats and that of responses name it."""
 
-    type: Literal["text", "input_text", "output_text", "image_url", "input_image"]
+    type: Literal["text", "input_text", "output_text", "image_url"]
     text: str | None = None
-    image_url: str | ImageUrl | None = None
+    image_url: ImageUrl | None = None
 
     @model_validator(mode="after")
     def _has_its_key(self) -> ContentPart:
@@ -90,11 +93,7 @@ class ContentPart(Document):
 
     @property
     def is_image(self) -> bool:
-        return "image" in self.type
-
-    @property
-    def url(self) -> str | None:
-        return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
+        return self.type == "image_url"
 
 
 class ChatMessage(Document):
@@ -158,7 +157,8 @@ class Generation(Document):
         a special token, which the text of an answer does not show.
         """
         own = [] if self.ignore_eos or config.eos_token_id is None else config.eos_token_id
-        special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        known = tokenizer.added_tokens_decoder if self.stops else {}
+        special = {str(token): number for number, token in known.items() if token.special}
         hidden = [stop for stop in self.stops if stop not in special and any(name in stop for name in special)]
         if hidden and self.skip_special_tokens:
             raise UserError(f"stop: {hidden[0]!r:.60} holds a special token, which texts do not show; give it alone")
@@ -183,7 +183,7 @@ class CompletionRequest(Generation):
 
     prompt: str | list[Annotated[int, Field(ge=0, lt=2**31)]]
     max_tokens: int | None = Field(default=16, ge=1, lt=2**31)  # OpenAI's default
-    add_special_tokens: bool = True
+    add_special_tokens: Literal[True] = True
 
     @property
     def num_characters(self) -> int:
@@ -196,9 +196,8 @@ class CompletionRequest(Generation):
         if isinstance(self.prompt, list):
             tokens = torch.tensor([self.prompt], dtype=torch.long, device=device)
             return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        special = {} if self.add_special_tokens else {"add_special_tokens": False}
         try:
-            return dict(processor(text=self.prompt, return_tensors="pt", **special).to(device))
+            return dict(processor(text=self.prompt, return_tensors="pt").to(device))
         except Exception as error:  # image tokens typed into the text
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"prompt: the processor refuses it ({reason}); change the text") from None
@@ -223,7 +222,7 @@ class ChatRequest(Generation):
                 for part in message.parts
             ]
             chat.append(Message(role="system" if message.role == "developer" else message.role, content=parts))
-        urls = [part.url or "" for message in self.messages for part in message.parts if part.is_image]
+        urls = [part.image_url.url for message in self.messages for part in message.parts if part.image_url]
         limits = self.mm_processor_kwargs.model_dump(exclude_none=True)
         try:
             settings = Prompt(
