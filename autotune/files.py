@@ -8,13 +8,14 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import tempfile
 import time
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
 
 import platformdirs
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -30,6 +31,9 @@ SETTLED_S = 10.0  # age of a file's last change from which another change has an
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 WORKSPACE = Path(".autotune")
 """Folder for studies and other intermediate files, relative to the working directory."""
+
+
+_BRANCH = re.compile(r"str|int|float|bool|.*\[.*|_?[A-Z]\w*")  # of a union, in the location of a violation
 
 
 class Document(BaseModel):
@@ -226,15 +230,30 @@ def parse_kind(value: Any, kinds: Mapping[str, type[D]], *, key: str, what: str,
 
 
 def describe(error: ValidationError, kind_of: type[BaseModel]) -> str:
-    """The first violation in one line: location, rule, value, next step. Unknown keys come before missing ones."""
-    first = min(error.errors(), key=lambda violation: violation["type"] != "extra_forbidden")
-    where = ".".join(str(part)[:100] for part in first["loc"]) or "the document"
+    """The first violation in one line: location, rule, value, next step. Unknown keys come before missing ones. Of a
+    union, it is one of the branch that has the value's type.
+    """
+    found = error.errors()
+
+    def is_of_another_type(violation: Any) -> bool:
+        *around, _ = loc = violation["loc"] or ("",)
+        others = [other["loc"] for other in found if len(other["loc"]) > len(loc)]
+        return violation["type"].endswith("_type") and any(list(other[: len(around)]) == around for other in others)
+
+    first = min(found, key=lambda violation: (violation["type"] != "extra_forbidden", is_of_another_type(violation)))
+    location = first["loc"]
     if first["type"] == "extra_forbidden":
-        key = str(first["loc"][-1])
-        return f"unknown key {_shown(where)}; {nearest(key, _keys_near(kind_of, first['loc']))}"
+        key, where = str(location[-1]), ".".join([*_keys(location[:-1]), str(location[-1])[:100]])
+        return f"unknown key {_shown(where)}; {nearest(key, _keys_near(kind_of, location))}"
+    where = ".".join(_keys(location)) or "the document"
     if first["type"] == "missing":
         return f"key {where!r} is required and missing; add it"
     return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}; got {_shown(first.get('input'))}; fix that value"
+
+
+def _keys(location: tuple[int | str, ...]) -> list[str]:
+    """The keys and numbers of a location, without the branches of unions."""
+    return [str(part)[:100] for part in location if not _BRANCH.fullmatch(str(part))]
 
 
 def _shown(value: Any) -> str:
@@ -246,14 +265,16 @@ def _shown(value: Any) -> str:
 def _keys_near(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
     """Field names of the (possibly nested) model that contains an unknown key."""
     for part in location[:-1]:
-        if isinstance(part, int) or part not in model.model_fields:
-            continue
-        annotation = model.model_fields[str(part)].annotation
-        for candidate in (annotation, *getattr(annotation, "__args__", ())):
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-                model = candidate
-                break
+        if part in model.model_fields:
+            model = next(iter(_models_of(model.model_fields[str(part)].annotation)), model)
     return list(model.model_fields)
+
+
+def _models_of(annotation: Any) -> list[type[BaseModel]]:
+    """The models in a type, also in its lists and unions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models_of(inner)]
 
 
 # -------- write

@@ -14,10 +14,23 @@ CONTEXT_TOKENS = 8  # of the prompt, on which it depends whether the answer begi
 class AnswerText:
     """Collects the tokens of an answer. As a stopping criterion of generate, it ends the answer with the token that
     completes a stop string.
+
+    Args:
+        ends: tokens that end an answer, and are no part of its text.
+        shows_special: whether the text has the names of special tokens.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        ends: Sequence[int] = (),
+        *,
+        shows_special: bool = False,
+    ) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._ends, self._shows_special = frozenset(ends), shows_special
         self._tokens = list(prompt[-CONTEXT_TOKENS:])
         self._begin, self._end = 0, len(self._tokens)  # of the tokens before those whose text is not complete
         self._num_read = len(prompt)
@@ -36,7 +49,7 @@ class AnswerText:
             self._add(tokens)
 
     def _add(self, tokens: Sequence[int], *, is_last: bool = False) -> None:
-        self._tokens += tokens
+        self._tokens += [token for token in tokens if token not in self._ends]
         before, text = self._decode(self._begin, self._end), self._decode(self._begin, None)
         if len(text) > len(before) and (is_last or not text.endswith("\N{REPLACEMENT CHARACTER}")):
             self._begin, self._end = self._end, len(self._tokens)
@@ -55,4 +68,4 @@ class AnswerText:
         return text
 
     def _decode(self, begin: int, end: int | None) -> str:
-        return str(self._tokenizer.decode(self._tokens[begin:end], skip_special_tokens=True))
+        return str(self._tokenizer.decode(self._tokens[begin:end], skip_special_tokens=not self._shows_special))

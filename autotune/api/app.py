@@ -52,24 +52,28 @@ class Reply:
             item = await job.next()
         text, tokens = "".join(piece.text for piece in pieces), [token for piece in pieces for token in piece.tokens]
         message = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return self._object(message if self._is_chat else {"text": text}, tokens, item.reason) | _usage(item)
+        usage = _usage(item.num_prompt_tokens, item.num_new_tokens)
+        return self._object(message if self._is_chat else {"text": text}, tokens, item.reason) | usage
 
     async def events(self, first: Piece | End, job: Job) -> AsyncIterator[str]:
         """Server-sent events; an error ends them."""
         options, item = self._asked.stream_options, first
         has_usage = options is not None and options.include_usage
-        delta = {"role": "assistant"}  # of the first event
+        is_counted = options is not None and options.continuous_usage_stats
+        delta, num_tokens = {"role": "assistant"}, 0  # of the first event
         try:
             while True:
                 text, tokens = (item.text, item.tokens) if isinstance(item, Piece) else ("", [])
                 content = {"delta": {**delta, "content": text}} if self._is_chat else {"text": text}
                 event = self._object(content, tokens, item.reason if isinstance(item, End) else None)
-                yield _event(event | {"usage": None} if has_usage else event)
+                num_tokens += len(tokens)
+                usage = _usage(item.num_prompt_tokens, num_tokens) if is_counted else {"usage": None}
+                yield _event(event | usage if has_usage or is_counted else event)
                 if isinstance(item, End):
                     break
                 delta, item = {}, await job.next()
             if has_usage:
-                yield _event({**self._head, "choices": [], **_usage(item)})
+                yield _event({**self._head, "choices": [], **_usage(item.num_prompt_tokens, item.num_new_tokens)})
             yield "data: [DONE]\n\n"
         except ApiError as error:
             yield _event(error.content)
@@ -173,6 +177,6 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-def _usage(end: End) -> dict[str, Any]:
-    prompt, new = end.num_prompt_tokens, end.num_new_tokens
+def _usage(prompt: int, new: int) -> dict[str, Any]:
+    """The numbers of tokens of a prompt and its answer so far."""
     return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}

@@ -22,18 +22,42 @@ MAX_PIXELS = 1 << 25  # of all images of a request
 MAX_ASPECT = 20  # some processors scale an image's shorter side up
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_STOPS = 16
-# Parameters that are not supported, with the values at which they change no answer, and parameters that never change
-# one.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("n", "best_of"), (1,)),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
-    **dict.fromkeys(("echo", "logprobs"), (False,)),
-    **dict.fromkeys(("tools", "functions"), ([],)),
-    **{"suffix": ("",), "logit_bias": ({},), "tool_choice": ("none",), "function_call": ("none",)},
-    **{"response_format": ({"type": "text"},), "modalities": (["text"],), "top_logprobs": ()},
-    **{"min_p": (0,), "reasoning_effort": ("none",)},
+ANY = "any value"
+# Keys of clients that are not supported, by the place where they stand, with the values at which they change no answer.
+# A null changes none. ANY is of keys that never change one.
+NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
+    "": {
+        **dict.fromkeys(("n", "best_of", "length_penalty"), (1,)),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs", "priority"), (0,)),
+        **dict.fromkeys(("echo", "logprobs", "use_beam_search", "include_stop_str_in_output"), (False,)),
+        **dict.fromkeys(("continue_final_message", "return_prompt_text", "watermarking"), (False,)),
+        **dict.fromkeys(("add_generation_prompt", "include_reasoning"), (True,)),
+        **dict.fromkeys(("tools", "functions", "documents", "bad_words"), ([],)),
+        **dict.fromkeys(("logit_bias", "media_io_kwargs", "vllm_xargs"), ({},)),
+        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+        **{"suffix": ("",), "response_format": ({"type": "text"},), "modalities": (["text"],)},
+        **{"reasoning_effort": ("none",), "verbosity": ("medium",), "thinking_token_budget": (-1,)},
+        **dict.fromkeys(("prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "truncate_prompt_tokens"), ()),
+        **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+        **dict.fromkeys(("chat_template", "repetition_detection", "web_search_options", "audio"), ()),
+        **dict.fromkeys(("user", "store", "service_tier", "safety_identifier", "prediction", "moderation"), (ANY,)),
+        **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt"), (ANY,)),
+        **dict.fromkeys(("request_id", "session_id", "stream_interval", "return_tokens_as_token_ids"), (ANY,)),
+        **dict.fromkeys(("parallel_tool_calls", "spaces_between_special_tokens", "cache_prompt"), (ANY,)),
+    },
+    "stream_options": {"include_obfuscation": (ANY,)},
+    "messages": {
+        **dict.fromkeys(("tool_calls", "images", "thinking_blocks"), ([],)),
+        **{"refusal": ("",), "function_call": (), "tool_call_id": (), "audio": (), "prefix": (False,)},
+        **dict.fromkeys(("name", "reasoning", "reasoning_content", "annotations"), (ANY,)),
+        **dict.fromkeys(("id", "cache_control", "provider_specific_fields"), (ANY,)),
+    },
+    "messages.content": {
+        **dict.fromkeys(("cache_control", "prompt_cache_breakpoint", "uuid", "annotations"), (ANY,)),
+        **dict.fromkeys(("video_url", "video", "input_audio", "audio_url", "file"), ()),
+    },
+    "messages.content.image_url": {"detail": ("auto", "low", "high", "original"), "format": (ANY,)},
 }
-IGNORED = ("user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 
 
 class ApiError(Exception):
@@ -49,45 +73,58 @@ class ApiError(Exception):
         self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class _Asked(Document):
-    """A part of a request, in which a null is as if left out."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, content: Any) -> Any:
-        return {k: v for k, v in content.items() if v is not None} if isinstance(content, dict) else content
-
-
-class ImageUrl(_Asked):
+class ImageUrl(Document):
     url: str
-    detail: Literal["auto"] = "auto"
 
 
-class TextPart(_Asked):
-    type: Literal["text"]
-    text: str
+class ContentPart(Document):
+    """A part of a message, as the API of chats and that of responses name it."""
 
+    type: Literal["text", "input_text", "output_text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
 
-class ImagePart(_Asked):
-    type: Literal["image_url"]
-    image_url: ImageUrl
-
-
-class ChatMessage(_Asked):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+    @model_validator(mode="after")
+    def _has_its_key(self) -> ContentPart:
+        if (self.text is None, self.image_url is None) != (self.is_image, not self.is_image):
+            raise ValueError(
+                f"a part of type {self.type} has {'image_url' if self.is_image else 'text'} and no other key"
+            )
+        return self
 
     @property
-    def parts(self) -> Sequence[TextPart | ImagePart]:
-        return [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+    def is_image(self) -> bool:
+        return self.type == "image_url"
 
 
-class StreamOptions(_Asked):
+class ChatMessage(Document):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart] = ""
+
+    @model_validator(mode="after")
+    def _has_content(self) -> ChatMessage:
+        if self.role != "assistant" and "content" not in self.model_fields_set:  # an answer may have been empty
+            raise ValueError("key 'content' is required and missing")
+        return self
+
+    @property
+    def parts(self) -> Sequence[ContentPart]:
+        return [ContentPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+
+class StreamOptions(Document):
     include_usage: bool = False
-    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
 
 
-class Generation(_Asked):
+class PixelLimits(Document):
+    """Keyword arguments of the image processor."""
+
+    min_pixels: int | None = Field(default=None, ge=1)
+    max_pixels: int | None = Field(default=None, ge=1)
+
+
+class Generation(Document):
     """The parameters of completions and of chats. Settings that are left out are those of the model's generation
     config.
     """
@@ -96,11 +133,16 @@ class Generation(_Asked):
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0, lt=2**31)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    """0 and -1 keep every token."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(default_factory=list)
     ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0, lt=2**31)
+    skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -111,12 +153,30 @@ class Generation(_Asked):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Arguments of ``Decoder.generate``, but for the seed."""
-        names = {"temperature", "top_p", "top_k", "repetition_penalty"}
-        end = {"eos_token_id": [], "pad_token_id": 0} if self.ignore_eos else {}
-        return self.model_dump(include=names, exclude_none=True) | end | {"workload": self.metadata.get("task")}
+    def ends(self, config: Any, tokenizer: Any) -> list[int]:
+        """The tokens that end the answer: those of the model's generation config and of the request, and stops that are
+        a special token, which the text of an answer does not show.
+        """
+        own = [] if self.ignore_eos or config.eos_token_id is None else config.eos_token_id
+        known = tokenizer.added_tokens_decoder if self.stops else {}
+        special = {str(token): number for number, token in known.items() if token.special}
+        hidden = [stop for stop in self.stops if stop not in special and any(name in stop for name in special)]
+        if hidden and self.skip_special_tokens:
+            raise UserError(f"stop: {hidden[0]!r:.60} holds a special token, which texts do not show; give it alone")
+        stops = [special[stop] for stop in self.stops if stop in special]
+        return sorted({*(own if isinstance(own, list) else [own]), *self.stop_token_ids, *stops})
+
+    def settings(self, config: Any) -> dict[str, Any]:
+        """Arguments of ``Decoder.generate``, but for lengths, ends and the seed. What the request leaves out is left to
+        the model's generation config, also beside a temperature.
+        """
+        names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+        asked = self.model_dump(include=names, exclude_none=True)
+        if self.temperature is not None:  # which would set those of the config aside
+            asked = {name: value for name in ("top_p", "top_k") if (value := getattr(config, name)) is not None} | asked
+        if "top_k" in asked:
+            asked["top_k"] = max(asked["top_k"], 0)
+        return asked | {"workload": self.metadata.get("task")}
 
 
 class CompletionRequest(Generation):
@@ -124,6 +184,7 @@ class CompletionRequest(Generation):
 
     prompt: str | list[Annotated[int, Field(ge=0, lt=2**31)]]
     max_tokens: int | None = Field(default=16, ge=1, lt=2**31)  # OpenAI's default
+    add_special_tokens: Literal[True] = True
 
     @property
     def num_characters(self) -> int:
@@ -145,22 +206,29 @@ class CompletionRequest(Generation):
 
 class ChatRequest(Generation):
     messages: list[ChatMessage] = Field(min_length=1)
+    add_special_tokens: Literal[False] = False
+    """The chat template writes them."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: PixelLimits = PixelLimits()
 
     @property
     def num_characters(self) -> int:
-        return sum(len(part.text) for message in self.messages for part in message.parts if isinstance(part, TextPart))
+        return sum(len(part.text or "") for message in self.messages for part in message.parts)
 
     def inputs(self, processor: Any, device: Any) -> dict[str, Any]:
-        urls, chat = [], []
+        chat = []
         for message in self.messages:
-            parts = []
-            for part in message.parts:
-                if isinstance(part, ImagePart):
-                    urls.append(part.image_url.url)
-                parts.append(Part(type="text", text=part.text) if isinstance(part, TextPart) else Part(type="image"))
+            parts = [
+                Part(type="image") if part.is_image else Part(type="text", text=part.text or "")
+                for part in message.parts
+            ]
             chat.append(Message(role="system" if message.role == "developer" else message.role, content=parts))
+        urls = [part.image_url.url for message in self.messages for part in message.parts if part.image_url]
+        limits = self.mm_processor_kwargs.model_dump(exclude_none=True)
         try:
-            settings = Prompt(messages=chat, images=["data"] * len(urls))
+            settings = Prompt(
+                messages=chat, images=["data"] * len(urls), chat_template_kwargs=self.chat_template_kwargs, **limits
+            )
         except ValidationError as error:
             raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
         return WorkloadPrompt("messages", settings, tuple(read_images(urls))).inputs(processor, device)
@@ -176,16 +244,11 @@ def parse_request(kind: type[CompletionRequest | ChatRequest], body: bytes) -> C
         raise ApiError(400, f"the body is not JSON ({error}); send a JSON object") from None
     if not isinstance(content, dict):
         raise ApiError(400, f"the body is a JSON object; got {type(content).__name__}; send an object")
-    for name in NEUTRAL.keys() & content.keys():
-        value = content.pop(name)
-        if not any(
-            value == same and isinstance(value, bool) == isinstance(same, bool) for same in (None, *NEUTRAL[name])
-        ):
-            raise ApiError(400, f"{name}: got {value!r:.60}, which is not supported; leave {name} out", param=name)
+    content = _without_neutral(content)
     if (limit := content.pop("max_completion_tokens", None)) is not None:  # the later name
         content["max_tokens"] = limit
     try:
-        asked = kind.model_validate({name: value for name, value in content.items() if name not in IGNORED})
+        asked = kind.model_validate(content)
     except ValidationError as error:
         location = error.errors()[0]["loc"]
         raise ApiError(400, describe(error, kind), param=str(location[0]) if location else None) from None
@@ -194,6 +257,41 @@ def parse_request(kind: type[CompletionRequest | ChatRequest], body: bytes) -> C
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options need a stream; set stream to true", param="stream_options")
     return asked
+
+
+def _without_neutral(content: dict[str, Any], place: str = "", where: str = "") -> dict[str, Any]:
+    """The keys of an object that can change an answer, also of the objects in it.
+
+    Args:
+        place: where the object stands, as ``NEUTRAL`` has it.
+        where: the same, with the numbers of entries.
+
+    Raises:
+        ApiError: a key that is not supported has a value that would change the answer.
+    """
+    kept = {}
+    for name, value in content.items():
+        inner, at = (f"{one}.{name}".removeprefix(".") for one in (place, where))
+        neutral = NEUTRAL[place].get(name)
+        if value is None or (neutral is not None and _is_one_of(value, neutral)):
+            continue
+        if neutral is not None:
+            advice = f"which is not supported; leave {name} out"
+            raise ApiError(400, f"{at}: got {value!r:.60}, {advice}", param=at.partition(".")[0])
+        if isinstance(value, dict) and inner in NEUTRAL:
+            value = _without_neutral(value, inner, at)
+        elif isinstance(value, list) and inner in NEUTRAL:
+            value = [
+                _without_neutral(one, inner, f"{at}.{number}") if isinstance(one, dict) else one
+                for number, one in enumerate(value)
+            ]
+        kept[name] = value
+    return kept
+
+
+def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value is neutral. True is not 1, and False is not 0."""
+    return ANY in neutral or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 def read_images(urls: Sequence[str]) -> list[Image]:

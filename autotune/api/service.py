@@ -36,6 +36,7 @@ class Piece:
 
     text: str
     tokens: list[int]
+    num_prompt_tokens: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Job:
         self.asked: CompletionRequest | ChatRequest | None = None
         """Until it is over: the decoder's thread finds it in the queue later."""
         self.text: AnswerText
+        self._num_prompt_tokens = 0
 
     def watch(self, receive: Callable[[], Awaitable[Any]]) -> None:
         """Cancel the request as soon as its client goes away. After the body, ASGI's ``receive`` waits for that."""
@@ -101,9 +103,11 @@ class Job:
         self._service.progressed = time.monotonic()
         if self.is_over:
             raise _NotWanted
-        if value.ndim == 1:
-            self.text.read(value.tolist())
-            self.send(Piece(self.text.take(), value.tolist()))
+        if value.ndim == 2:
+            self._num_prompt_tokens = value.shape[1]
+            return
+        self.text.read(value.tolist())
+        self.send(Piece(self.text.take(), value.tolist(), self._num_prompt_tokens))
 
     def end(self) -> None:
         """Called after the last round."""
@@ -221,16 +225,20 @@ class DecoderService(threading.Thread):
         if limit < 1 or len(prompt) + limit > self.max_model_len:
             raise self._too_long(f"{len(prompt)} and {max(limit, 1)}")
         tokenizer = getattr(decoder.processor, "tokenizer", decoder.processor)
-        job.text = AnswerText(tokenizer, prompt, asked.stops)
-        options = {**asked.settings, "max_new_tokens": limit, "streamer": job}
+        config = decoder.target_model.generation_config
+        ends = asked.ends(config, tokenizer)
+        job.text = AnswerText(tokenizer, prompt, asked.stops, ends, shows_special=not asked.skip_special_tokens)
+        options = {**asked.settings(config), "max_new_tokens": limit, "streamer": job}
+        options |= {"eos_token_id": ends, "pad_token_id": 0}
+        if asked.min_tokens and ends:
+            options["min_new_tokens"] = asked.min_tokens
         if asked.stops:
             options["stopping_criteria"] = StoppingCriteriaList([job.text])
         options["seed"] = secrets.randbits(31) if asked.seed is None else asked.seed
         output = decoder.generate(**inputs, **options)
         if text := job.text.take(is_last=True):
-            job.send(Piece(text, []))
-        ends = [] if asked.ignore_eos else decoder.target_model.generation_config.eos_token_id
-        is_end = int(output.sequences[0, -1]) in (ends if isinstance(ends, list) else [ends])
+            job.send(Piece(text, [], len(prompt)))
+        is_end = int(output.sequences[0, -1]) in ends
         is_cut = output.stats.new_tokens == limit and not is_end and not job.text.is_stopped
         return End("length" if is_cut else "stop", len(prompt), output.stats.new_tokens)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -50,6 +51,15 @@ _TYPES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("logits_processor", "stopping_criteria"), ((list, tuple), "a list")),
     **{"stop_strings": ((str, list, tuple), "text or a list"), "workload": (str, "text")},
     "generation_config": (GenerationConfig, "a GenerationConfig"),
+}
+# Settings of a model's own generation config that no request asked for, with those that decode one sequence token by
+# token. The first ones change the answer.
+_OTHER_SEARCHES = {"num_beams": 1, "num_return_sequences": 1, "penalty_alpha": 0.0, "dola_layers": None}
+_IN_PLACE: dict[str, Any] = {
+    **_OTHER_SEARCHES,
+    **{"num_beam_groups": 1, "prompt_lookup_num_tokens": None, "assistant_early_exit": None, "use_cache": True},
+    **dict.fromkeys(_OUTPUTS, False),
+    "cache_implementation": "dynamic",
 }
 _ARGUMENTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 
@@ -243,6 +253,8 @@ def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any
     """
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     settings = {name: value for name, value in arguments.items() if name not in names}
+    if settings.get("generation_config") is None:
+        settings = _usable_settings(config) | settings
     max_new_tokens, temperature, top_k, top_p = (arguments.get(name) for name in names)
     if max_new_tokens is None and not {"max_length", "generation_config"} & set(settings):
         max_new_tokens = None if config.max_new_tokens or config.max_length else DEFAULT_MAX_NEW_TOKENS
@@ -260,6 +272,24 @@ def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any
     elif temperature is None:
         settings |= {name: value for name, value in (("top_k", top_k), ("top_p", top_p)) if value is not None}
     return settings
+
+
+def _usable_settings(config: Any) -> dict[str, Any]:
+    """Settings in place of those of a model's own generation config that trees cannot honour, or transformers refuses;
+    warns of those that change the answer.
+    """
+    given = {name: getattr(config, name, None) for name in _IN_PLACE}
+    usable = {name: value for name, value in _IN_PLACE.items() if given[name] not in (None, value)}
+    if others := [f"{name} {given[name]}" for name in usable if name in _OTHER_SEARCHES]:
+        warnings.warn(
+            f"the model's generation config has {', '.join(others)}; one sequence is decoded, token by token",
+            stacklevel=5,
+        )
+    if config.temperature == 0:  # as vLLM reads it
+        usable["do_sample"] = False
+    if (config.top_k or 0) < 0:
+        usable["top_k"] = 0
+    return usable
 
 
 def prepare_call(

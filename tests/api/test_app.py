@@ -171,6 +171,33 @@ def test_stop_strings_end_the_text_before_them(url: str, plain: Decoder) -> None
     assert send(url, COMPLETIONS, {**ASKED, "stop": "never"})[1]["choices"][0]["text"] == text
 
 
+def test_a_stop_that_is_a_special_token_ends_the_answer(pair: Pair, processor: Any) -> None:
+    """Texts do not show special tokens. The third token of the answer is made one here."""
+    tokenizer = deepcopy(processor.tokenizer)
+    decoder = Decoder(deepcopy(pair.target), processor=tokenizer)
+    tokens = new_tokens(decoder, tokenizer(TEXT, return_tensors="pt"), max_new_tokens=8, temperature=0.0)
+    name = tokenizer.convert_ids_to_tokens(tokens[2])
+    assert tokens[2] not in tokens[:2]
+    tokenizer.add_special_tokens({"extra_special_tokens": [name]}, replace_extra_special_tokens=False)
+    asked = {**ASKED, "max_tokens": 8, "return_token_ids": True}
+    with running(lambda: decoder) as (_, url):
+        wait_until_ready(url)
+        for change, num_tokens in (
+            ({"stop": [name]}, 3),
+            ({"stop_token_ids": [tokens[2]]}, 3),
+            ({"stop_token_ids": [tokens[1]]}, 2),  # an ordinary token
+            ({"stop": [name], "min_tokens": 8, "ignore_eos": True}, 8),
+        ):
+            choice = send(url, COMPLETIONS, asked | change)[1]["choices"][0]
+            assert len(choice["token_ids"]) == num_tokens, change
+            if num_tokens < 8:
+                assert choice["token_ids"] == tokens[:num_tokens] and choice["finish_reason"] == "stop"
+                assert choice["text"] == tokenizer.decode(tokens[: num_tokens - 1], skip_special_tokens=True)
+        shown = send(url, COMPLETIONS, {**asked, "skip_special_tokens": False})[1]["choices"][0]
+        assert shown["text"] == tokenizer.decode(shown["token_ids"])
+        assert "holds a special token" in send(url, COMPLETIONS, {**asked, "stop": [f"{name}!"]})[1]["error"]["message"]
+
+
 class Letters:
     """A tokenizer whose tokens are bytes."""
 
@@ -198,6 +225,17 @@ def test_the_form_of_vllm_bench_serve(url: str) -> None:
     *_, usage, done = text.strip().split("\n\n")
     assert status == 200 and headers["content-type"].startswith("text/event-stream") and done == "data: [DONE]"
     assert json.loads(usage[6:])["usage"]["completion_tokens"] == 24
+
+
+def test_the_form_of_guidellm(url: str) -> None:
+    """Each event has the numbers of tokens so far."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {**ASKED, "stop": None, "ignore_eos": True, "stream": True, "stream_options": options}
+    status, text, _ = send(url, COMPLETIONS, asked)
+    usages = [json.loads(event[6:])["usage"] for event in text.strip().split("\n\n")[:-1]]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert status == 200 and counts == sorted(counts) and 0 < counts[0] < counts[-1] == 24
+    assert all(usage["total_tokens"] - usage["completion_tokens"] == usages[-1]["prompt_tokens"] for usage in usages)
 
 
 WIDE = Image.new("RGB", (5000, 1))
@@ -242,7 +280,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "<image> What?"}]}, "<image>"),
     *(
         (CHAT, {name: value}, name)
-        for name, value in (("logprobs", True), ("top_logprobs", 3), ("tools", [{}]), ("min_p", 0.1))
+        for name, value in (("logprobs", True), ("top_logprobs", 3), ("tools", [{}]), ("min_p", 1.1))
     ),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
     *(
