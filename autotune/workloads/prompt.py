@@ -22,9 +22,21 @@ from autotune.workloads.pixels import Video, load_image, load_video
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-ADDED_SETTINGS = ("messages", "top_k", "turns", "chat_template_kwargs")  # hashed only where they are set, so that older hashes stay valid
+ADDED_SETTINGS = (
+    "messages",
+    "top_k",
+    "turns",
+    "chat_template_kwargs",
+)  # hashed only where they are set, so that older hashes stay valid
 
-SET_BY_CALL = ("messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
+SET_BY_CALL = (
+    "messages",
+    "conversation",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+)
 """Names that are no variables of a chat template: the call that renders it sets them."""
 Variables = Mapping[str, JsonValue]
 """Variables of a chat template, such as ``{"enable_thinking": False}``."""
@@ -80,7 +92,7 @@ class Prompt(Document):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _are_variables(cls, variables: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
-        return check_variables(variables)
+        return None if variables is None else check_variables(variables)
 
     @model_validator(mode="after")
     def _one_of_three(self) -> Prompt:
@@ -294,9 +306,9 @@ def can_read(processor: Any, pixels: Sequence[Image | Video]) -> bool:
     return all(getattr(processor, name, None) is not None for name in names)
 
 
-def check_variables(variables: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
+def check_variables(variables: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """The variables of a chat template; a ``ValueError`` for a name that the program sets itself."""
-    for name in variables or ():
+    for name in variables:
         if name in SET_BY_CALL:
             raise ValueError(f"{name!r} is not a variable of a chat template, and the program sets it; leave it out")
     return variables
