@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import gzip
@@ -182,12 +183,16 @@ def content_key(value: Any) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The content of a text file, also of one compressed by gzip (``.gz``); a ``UserError`` if it does not exist or is
-    not UTF-8.
+    """The content of a text file in UTF-8, or in UTF-16 with a byte order mark; it may be compressed by gzip (``.gz``).
+
+    Raises:
+        UserError: it does not exist, or is in neither of the two.
     """
     try:
         content = path.read_bytes()
-        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        return content.decode("utf-16" if is_utf16 else "utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; check the path") from None
     except (OSError, EOFError, zlib.error, ValueError) as error:  # not UTF-8, or a path with a zero byte

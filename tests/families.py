@@ -28,7 +28,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
-from transformers.video_utils import make_batched_metadata
+from transformers.video_utils import make_batched_metadata, make_batched_videos
 
 from tests.tiny_models import DRAFT_LAYERS, TARGET_LAYERS, copy_common_weights
 
@@ -118,7 +118,8 @@ class VideoFrames:
         return self.images.temporal_patch_size
 
     def __call__(self, videos: Any, *, video_metadata: Any = None, **options: Any) -> BatchFeature:
-        """``videos``: arrays [frames, height, width, 3]."""
+        """``videos``: arrays [frames, height, width, 3], which may be nested."""
+        videos = make_batched_videos(videos)
         frames = [np.stack([self._frame(frame) for frame in video]) for video in videos]
         if hasattr(self.images, "temporal_patch_size"):  # Qwen-VL
             patches, grids = zip(*map(self._patches, frames), strict=True)

@@ -25,6 +25,7 @@ from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
 from autotune.documents.provenance import stamp
 from autotune.files import write_bytes
 from autotune.modeling.loading import default_workload
+from autotune.runtime.answer_keys import AnswerKeys
 from autotune.runtime.load import load
 from autotune.workloads.workload import Workload, load_workload
 
@@ -36,7 +37,6 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     names = settings.workloads or [str(path) for path in own if path.is_file()][:1]
     names = names or (default_workload(profile.target.id),)
     workloads = [_evaluated(name, profile, settings) for name in names]
-    evidence = [evidence_for(profile, workload, settings) for workload in workloads]
     design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
     device = choose_device(settings.device)
     with ExitStack() as stack:
@@ -44,7 +44,7 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         sides = None
         if settings.is_timed:
             sides = stack.enter_context(open_sides(settings.against, settings.profile, folder, settings.dtype))
-        runs, processor = _decode_all(settings, workloads, device, console)
+        runs, evidence, processor = _decode_all(settings, profile, workloads, device, console)
         gates = [gate for run, proof in zip(runs, evidence, strict=True) for gate in _local_gates(settings, run, proof)]
         timings: list[Timing | None] = [None] * len(runs)
         if sides is not None:
@@ -76,16 +76,22 @@ def _evaluated(name: str, profile: DecodingProfile, settings: CheckSettings) -> 
     """The held-out prompts of a workload; the prompts of the profile's own workload as its search decoded them."""
     workload = load_workload(name, "evaluate", num_prompts=settings.num_prompts, format=settings.workload_format)
     workload = workload.as_searched(profile.workload) if workload.name == profile.workload.name else workload
+    given = settings.chat_template_kwargs
+    workload = workload.with_variables(profile.chat_template_kwargs if given is None else given)
     return workload.cut(settings.num_prompts, settings.max_new_tokens)
 
 
 def _decode_all(
-    settings: CheckSettings, workloads: Sequence[Workload], device: str, console: Console
-) -> tuple[list[LocalRun], Any]:
-    """Decode every workload in this process; returns the processor too. Workers need the memory of the models, so these
-    are freed.
+    settings: CheckSettings, profile: DecodingProfile, workloads: Sequence[Workload], device: str, console: Console
+) -> tuple[list[LocalRun], list[list[PromptEvidence] | str], Any]:
+    """Decode every workload in this process; returns the evidence about it and the processor too. Workers need the
+    memory of the models, so these are freed.
     """
     decoder = load(settings.profile, device=device, dtype=settings.dtype, console=console)
+    fit = decoder.processor, decoder.target.max_context, console.say
+    workloads = [workload.fitting(*fit) for workload in workloads]
+    keys = AnswerKeys(decoder.target, decoder.processor)
+    evidence = [evidence_for(profile, workload, settings, keys) for workload in workloads]
     runs = []
     for workload in workloads:
         with console.stage(f"check of {workload.name}") as update:
@@ -96,7 +102,7 @@ def _decode_all(
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return runs, processor
+    return runs, evidence, processor
 
 
 def _local_gates(settings: CheckSettings, run: LocalRun, evidence: list[PromptEvidence] | str) -> list[Gate]:

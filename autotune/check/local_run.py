@@ -19,6 +19,7 @@ from autotune.evaluation.divergence import divergences_from_plain
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import Summary, summarize
 from autotune.modeling.near_ties import Divergence
+from autotune.runtime.answer_keys import AnswerKeys
 from autotune.runtime.decoder import Decoder
 from autotune.trees.fallback import RoundPrice
 from autotune.workloads.workload import Workload
@@ -160,12 +161,14 @@ def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: C
     )
 
 
-def evidence_for(profile: DecodingProfile, workload: Workload, settings: CheckSettings) -> list[PromptEvidence] | str:
+def evidence_for(
+    profile: DecodingProfile, workload: Workload, settings: CheckSettings, keys: AnswerKeys
+) -> list[PromptEvidence] | str:
     """The profile's evidence about the workload's first prompts, or why there is none.
 
     Raises:
-        NotComparable: the evidence is about other prompts of this workload; or about another workload, without another
-            gate.
+        NotComparable: the evidence is about other prompts of this workload, or other files of the target; or about
+            another workload, without another gate.
     """
     source = settings.profile
     evidence = profile.evidence.prompts[: len(workload.prompts)]
@@ -173,10 +176,20 @@ def evidence_for(profile: DecodingProfile, workload: Workload, settings: CheckSe
         return (
             f"{source} was not measured: no evidence to compare counts with; search on this device, or give --against"
         )
-    pairs = zip(workload.prompts, evidence, strict=False)
+    pairs = [*zip(workload.prompts, evidence, strict=False)]
     changed = [prompt.name for prompt, known in pairs if prompt.sha256 != known.sha256]
     if not changed:
-        return evidence
+        changed = [prompt.name for prompt, known in pairs if known.answer_key not in ("", keys.of(prompt))]
+        if not changed:
+            return evidence
+        difference = (
+            f"{source}: the target's files make other tokens, pixels or generation settings of {len(changed)} of "
+            f"{len(pairs)} prompts than at the search (first: {changed[0]}): its chat template, tokenizer, processor or "
+            "generation config has changed"
+        )
+        if "strftime_now" in str(getattr(keys.processor, "chat_template", "")):
+            return f"{difference}, or the date that its chat template writes"
+        raise NotComparable(f"{difference}; restore the files, or search again")
     searched = profile.workload.name
     if workload.name != searched and (settings.is_timed or settings.min_speedup is not None):
         return f"the profile's evidence is about {searched}, not about this workload"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, JsonValue
 
 from autotune.errors import UserError
 from autotune.files import require_writable
@@ -26,6 +26,8 @@ class CheckSettings(BaseModel):
     workload_format: Format | None = setting(
         None, "Format of the files of all workloads; default: found out from their first rows.", option="format"
     )
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    """Variables of the chat template, in place of the profile's."""
     max_new_tokens: int | None = setting(None, "Longest answer; default: each prompt's own.", ge=1)
     num_prompts: int = setting(16, "Number of prompts of each workload.", option="prompts", ge=1)
     min_speedup: float | None = setting(

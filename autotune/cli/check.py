@@ -16,6 +16,7 @@ from autotune.option_fields import make_settings
 @click.command(short_help="Check that a profile is still lossless and as fast as before.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @options.settings_options(CheckSettings)
+@options.chat_template_kwargs
 @options.engine_command
 @options.as_json
 def command(as_json: bool, engine_command: str | None, **values: Any) -> None:

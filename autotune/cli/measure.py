@@ -19,6 +19,7 @@ from autotune.search.settings import SearchSettings
 @options.settings_options(SearchSettings, "injection_layer")
 @options.workload
 @options.workload_format
+@options.chat_template_kwargs
 @options.device
 @options.random_weights
 @click.option(
@@ -58,6 +59,8 @@ def command(
     if has_random_weights:
         console.say("weights are random: this table's latencies hold, its models accept nothing of each other")
         prompts = prompts.readable_by(model_pool.processor)
+    prompts = prompts.with_variables(choices["chat_template_kwargs"])
+    prompts = prompts.fitting(model_pool.processor, model_pool.target.max_context, console.say)
     subnets = [Subnet(heads=share, injection_layer=choices["injection_layer"]) for share in choices["heads"] or (None,)]
     variants = [(draft, subnet) for draft in model_pool.references for subnet in subnets]
     if choices["wait_until_idle_s"] is not None:

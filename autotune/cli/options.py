@@ -16,7 +16,9 @@ from pydantic.fields import FieldInfo
 from autotune.files import require_writable
 from autotune.modeling.loading import Dtype
 from autotune.option_fields import extra_of, option_name
+from autotune.strict_parsing import parse_json
 from autotune.workloads.formats import FORMATS
+from autotune.workloads.prompt import check_variables
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -69,6 +71,21 @@ class CaptureSizes(click.ParamType[tuple[int, ...]]):
         return check_capture_sizes(sizes)
 
 
+class JsonObject(click.ParamType[dict[str, Any]]):
+    """``{"enable_thinking": false}``, as a dictionary."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        try:
+            content = value if isinstance(value, dict) else parse_json(str(value))
+            return check_variables({} | content)
+        except (ValueError, TypeError) as error:
+            self.fail(
+                f"{value!r} is not an object of JSON ({error}); write '{{\"enable_thinking\": false}}'", param, ctx
+            )
+
+
 class TableFile(click.Path):
     """A writable file for a table, in a format that its suffix names."""
 
@@ -99,6 +116,13 @@ workload_format = click.option(
     default=None,
     show_default="found out from the first row",
     help="Format of the workload's file.",
+)
+chat_template_kwargs = click.option(
+    "--chat-template-kwargs",
+    type=JsonObject(),
+    default=None,
+    show_default="the profile's, if there is one",
+    help="Variables of the chat template, such as '{\"enable_thinking\": false}'; those of a workload's line come first.",
 )
 device = click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
 random_weights = click.option(
@@ -145,7 +169,7 @@ def output(default: str | None, help_text: str) -> Decorator:
     )
 
 
-PROMPT_CHOICES = ("num_prompts", "is_whole", "max_new_tokens", "temperature")
+PROMPT_CHOICES = ("num_prompts", "is_whole", "max_new_tokens", "temperature", "chat_template_kwargs")
 
 
 def prompt_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,6 +196,7 @@ def prompt_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Decode the prompts of both splits: for a workload that the profile was not tuned on.",
         ),
         num_prompts(32),
+        chat_template_kwargs,
         workload_format,
         workload,
     ):

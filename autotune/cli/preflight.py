@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from autotune.documents.decoding_profile import DecodingProfile
     from autotune.evaluation.bench_settings import EvaluationPrompts
     from autotune.workloads.formats import Format
+    from autotune.workloads.prompt import Variables
 
 
 def require_profile(path: Path) -> DecodingProfile:
@@ -29,6 +30,13 @@ def is_engine_profile(path: Path) -> bool:
 
     content, kind = read_json(path), f"autotune.{EngineProfile.schema_kind}/"
     return isinstance(content, dict) and str(content.get("schema")).startswith(kind)
+
+
+def template_variables(profile: Path, given: Variables | None) -> Variables:
+    """Variables of the chat template: those of the command line or, without any, those of a profile."""
+    if given is not None or is_engine_profile(profile):
+        return given or {}
+    return require_profile(profile).chat_template_kwargs
 
 
 def workload_for(profile: Path, name: str | None, format: Format | None = None) -> str:
@@ -63,6 +71,7 @@ def evaluation_prompts(profile: Path, choices: dict[str, Any]) -> tuple[Evaluati
     from autotune.evaluation.bench_settings import EvaluationPrompts
 
     workload_format = choices["workload_format"]
+    choices["chat_template_kwargs"] = template_variables(profile, choices["chat_template_kwargs"])
     chosen = {name: choices[name] for name in PROMPT_CHOICES}
     settings = {name: choices[name] for name in choices.keys() - chosen.keys() - {"workload", "workload_format"}}
     return EvaluationPrompts(workload, workload_format, **chosen), settings

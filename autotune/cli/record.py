@@ -26,6 +26,7 @@ SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "voc
     "max_new_tokens",
     "temperature",
 )
+@options.chat_template_kwargs
 @options.device
 @click.option(
     "--visual-keep",
@@ -76,7 +77,8 @@ def command(target: str, drafts: tuple[str, ...], workload: str, output: Path, a
     if choices["temperature"] is not None:
         prompts = prompts.sampled(choices["temperature"])
     model_pool = ModelPool(target, drafts, choose_device(choices["device"]), dtype=choices["dtype"], console=console)
-    prompts = prompts.cut(num_prompts, choices["max_new_tokens"])
+    prompts = prompts.cut(num_prompts, choices["max_new_tokens"]).with_variables(choices["chat_template_kwargs"])
+    prompts = prompts.fitting(model_pool.processor, model_pool.target.max_context, console.say)
     prompts = model_pool.recorder(output).follow(prompts)
     subnet = Subnet(**{name: choices[name] for name in SUBNET_OPTIONS})
     variants = [

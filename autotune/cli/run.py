@@ -15,7 +15,7 @@ from autotune.modeling.loading import Dtype
 from autotune.workloads.formats import Format
 
 if TYPE_CHECKING:
-    from autotune.workloads.prompt import WorkloadPrompt
+    from autotune.workloads.prompt import Variables, WorkloadPrompt
 
 
 @click.command(short_help="Decode with a profile.")
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy decoding.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of the sampled tokens.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the sampled tokens.")
+@options.chat_template_kwargs
 @options.device
 @options.profile_dtype
 @options.engine_command
@@ -43,10 +44,11 @@ def command(
     dtype: Dtype | None,
     engine_command: str | None,
     as_json: bool,
+    chat_template_kwargs: Variables | None,
     **settings: Any,
 ) -> None:
     """Decode with a profile: one prompt, the evaluation prompts of a workload, or a bundled example."""
-    from autotune.cli.preflight import is_engine_profile, workload_for
+    from autotune.cli.preflight import is_engine_profile, template_variables, workload_for
 
     if workload is not None and (prompt is not None or images):
         raise UserError("give either --workload, or --prompt with --image; got both; drop one")
@@ -55,6 +57,7 @@ def command(
     is_engine = is_engine_profile(profile)
     chosen = "" if is_engine and prompt is not None else workload_for(profile, workload, workload_format)
     prompts = _prompts(prompt, images, chosen, workload_format, settings, whole=workload is not None)
+    prompts = [one.with_variables(template_variables(profile, chat_template_kwargs)) for one in prompts]
 
     answers = []
     for answer in _answers(profile, prompts, is_engine, engine_command, device=device, dtype=dtype, prints=not as_json):

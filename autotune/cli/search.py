@@ -23,6 +23,7 @@ ONLY_ENGINES = ("engine_command", "url", "requests_at_once")
 
 @click.command(short_help="Find the fastest draft and token tree; write a profile.")
 @options.settings_options(SearchSettings)
+@options.chat_template_kwargs
 @click.option(
     "--engine",
     type=click.Choice(ENGINES),

@@ -25,10 +25,18 @@ from autotune.option_fields import make_settings
     show_envvar=True,
     help="Key that requests give. Other users of the machine see it here, and not in the environment.",
 )
+@options.chat_template_kwargs
 @options.device
 @options.profile_dtype
 @options.as_json
-def command(profile: Path, device: str, dtype: Dtype | None, as_json: bool, **values: Any) -> int:
+def command(
+    profile: Path,
+    device: str,
+    dtype: Dtype | None,
+    as_json: bool,
+    chat_template_kwargs: dict[str, Any] | None,
+    **values: Any,
+) -> int:
     """Answer /v1/chat/completions and /v1/completions in the form of OpenAI's API, one request after the other; also
     /v1/models, /health and /metrics. SIGTERM, SIGHUP or Ctrl-C ends the server when accepted requests are answered, a
     second one at once. With --json, an object says where requests are answered, as soon as they are.
@@ -60,6 +68,9 @@ def command(profile: Path, device: str, dtype: Dtype | None, as_json: bool, **va
 
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("autotune.requests").setLevel(logging.INFO)  # a line for every request
-    load_profile = partial(load, profile, device=device, dtype=dtype, console=console)
+    changed = document.model_copy(update={"chat_template_kwargs": chat_template_kwargs})
+    load_profile = partial(
+        load, profile if chat_template_kwargs is None else changed, device=device, dtype=dtype, console=console
+    )
     server = ApiServer(load_profile, settings.model_copy(update={"model_name": name}), announce)
     return server.answer_until_signal(listener)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from autotune.documents.condition import Condition
 from autotune.documents.fingerprint import Fingerprint
@@ -110,6 +110,8 @@ class PromptEvidence(Document):
 
     name: str
     sha256: str
+    answer_key: str = ""
+    """Hash of the prompt's tokens and pixels and of the generation settings; empty in older profiles."""
     tokens_sha256: str
     rounds: int
     draft_forwards: int
@@ -222,6 +224,8 @@ class DecodingProfile(Document, kind="decoding-profile", made_by="autotune searc
     """CPU threads after the prefill; None for torch's default."""
     prefill_threads: int | None = Field(default=None, ge=1)
     """CPU threads of image encoders and prefills; None for torch's default."""
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Variables of the target's chat template, for prompts and requests that do not set them."""
     points: list[OperatingPoint] = Field(min_length=1)
     """The first point whose condition a request meets decodes it."""
     evidence: Evidence

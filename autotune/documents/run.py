@@ -31,6 +31,8 @@ class Run(Document):
     """``Arm.key``."""
     prompt: str
     prompt_sha256: str
+    answer_key: str = ""
+    """Key of what the target's answer follows from, see ``runtime.answer_keys``."""
     tokens_sha256: str
     new_tokens: int
     rounds: int

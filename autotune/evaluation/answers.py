@@ -14,6 +14,7 @@ from autotune.modeling.loading import Dtype
 from autotune.runtime.load import load
 from autotune.workloads.conversations import Conversations
 from autotune.workloads.prompt import WorkloadPrompt
+from autotune.workloads.workload import Workload
 
 
 class _AnswerStreamer(TextStreamer):
@@ -41,8 +42,12 @@ def answer_prompts(
 
     With ``prints``, each answer is printed to stdout while it is decoded, word by word.
     """
-    decoder = load(profile, device=device, dtype=dtype, console=Console())
+    console = Console()
+    decoder = load(profile, device=device, dtype=dtype, console=console)
     assert decoder.profile is not None
+    if len(prompts) > 1:  # of one, generate tells its lengths
+        workload = Workload("the workload", "evaluate", tuple(prompts))
+        prompts = workload.fitting(decoder.processor, decoder.target.max_context, console.say).prompts
     points = decoder.profile.points
     conversations = Conversations(decoder.processor, decode=_not_in_order)
     for prompt in map(conversations.follow, prompts):

@@ -67,6 +67,7 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
     prompts = settings.prompts.load()
     # Warm-ups capture.
     decoder = load(profile, device=settings.device, dtype=settings.dtype, context_tokens=0, console=console)
+    prompts = prompts.fitting(decoder.processor, decoder.target.max_context, console.say)
     runner = _runner(decoder, settings)
     chosen = choose_arms(settings.arms, runner, prompts)
     for name, reason in chosen.unavailable.items():

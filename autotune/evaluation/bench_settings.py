@@ -9,6 +9,7 @@ from autotune.documents.published_defaults import ARM_NAMES, COMPARED, LOSSY_SWE
 from autotune.errors import UserError, nearest
 from autotune.modeling.loading import Dtype
 from autotune.workloads.formats import Format
+from autotune.workloads.prompt import Variables
 from autotune.workloads.workload import Workload, load_workload
 
 
@@ -27,12 +28,15 @@ class EvaluationPrompts:
     """Limit of all answers; None: each prompt's own."""
     temperature: float | None = None
     """Temperature of all prompts; None: each prompt's own."""
+    chat_template_kwargs: Variables | None = None
+    """Variables of the chat template that the prompts do not set."""
 
     def load(self) -> Workload:
         """Load the prompts."""
         workload = load_workload(
             self.workload, "evaluate", num_prompts=self.num_prompts, format=self.format, is_whole=self.is_whole
         ).cut(self.num_prompts, self.max_new_tokens)
+        workload = workload.with_variables(self.chat_template_kwargs)
         return workload if self.temperature is None else workload.sampled(self.temperature)
 
 

@@ -32,6 +32,7 @@ from autotune.evaluation.perplexity import quality
 from autotune.execution import CUDA_GRAPH
 from autotune.files import append_line, content_key, read_lines
 from autotune.modeling.graph_memory import graph_memory
+from autotune.runtime.answer_keys import AnswerKeys
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint
 from autotune.workloads.conversations import Conversations
@@ -63,6 +64,7 @@ class ArmRunner:
         context: names models and device in the ledger: runs of others are ignored.
         with_perplexity: also compute perplexity and agreement of every answer.
         draft_of: finds the draft of a configuration; left out, the decoder's own draft serves all.
+        keys: of the decoder's target and the processor; None: its own.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class ArmRunner:
         context: object = None,
         with_perplexity: bool = False,
         draft_of: Callable[[Configuration], LoadedDraft] | None = None,
+        keys: AnswerKeys | None = None,
     ) -> None:
         self.decoder = decoder
         self.processor = processor
@@ -81,6 +84,7 @@ class ArmRunner:
         self.context = context
         self.with_perplexity = with_perplexity
         self.draft_of = draft_of
+        self.keys = keys or AnswerKeys(decoder.target, processor)
         self.limit = math.inf
         """A value of ``time.monotonic``: ``min_prompts`` of a comparison may end past its deadline, and all but two
         until then.
@@ -139,11 +143,7 @@ class ArmRunner:
         if self.decoder.mode != CUDA_GRAPH:
             return
         for prompt in (prompt for prompt in workload.prompts if prompt.sha256 not in self._reserved):
-            # Earlier answers that are not known yet are as long as they may be.
-            num_missing = 0 if prompt.is_answered else len(prompt.settings.turns or ()) - 1
-            known = replace(prompt, answers=("",) * num_missing) if num_missing else prompt
-            num_tokens = known.inputs(self.processor)["input_ids"].shape[1]
-            self._reserved[prompt.sha256] = num_tokens + (1 + num_missing) * prompt.settings.max_new_tokens
+            self._reserved[prompt.sha256] = prompt.most_tokens(self.processor)
 
     def compare(
         self,
@@ -172,7 +172,8 @@ class ArmRunner:
         known = self._known_runs(comparison)
         self.reserve(workload)
         for number, prompt in enumerate(workload.prompts):
-            prompt_runs = {arm.name: known[arm.key, prompt.sha256] for arm in arms if (arm.key, prompt.sha256) in known}
+            key = self.answer_key(prompt)
+            prompt_runs = {arm.name: known[arm.key, key] for arm in arms if (arm.key, key) in known}
             if len(prompt_runs) < len(arms):  # all arms of an interrupted prompt are measured again
                 until = self.limit if number < min_prompts else math.inf if deadline is None else deadline
                 if number >= min(LEAST_PROMPTS, min_prompts) and time.monotonic() + self.prompt_s(arms) > until:
@@ -186,6 +187,10 @@ class ArmRunner:
             if report is not None:
                 report(number + 1, len(workload.prompts))
         return runs
+
+    def answer_key(self, prompt: WorkloadPrompt) -> str:
+        """The key of plain decoding's answer to a prompt, whose earlier answers follow from the rest."""
+        return self.keys.of(replace(prompt, answers=()) if prompt.answers else prompt)
 
     def prompt_s(self, arms: Sequence[Arm]) -> float:
         """Expected duration of runs of these arms on a prompt, in seconds; of unknown arms, that of the known ones."""
@@ -253,6 +258,7 @@ class ArmRunner:
             arm=arm.key,
             prompt=prompt.name,
             prompt_sha256=prompt.sha256,
+            answer_key=self.answer_key(prompt),
             task=prompt.settings.task,
             tokens_sha256=hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
             captures=num_captures,
@@ -265,7 +271,7 @@ class ArmRunner:
         return [self.plain.decode(prompt.inputs(self.processor, device), prompt.settings)[0] for prompt in prompts]
 
     def _known_runs(self, comparison: str) -> dict[tuple[str, str], Run]:
-        """Runs of a comparison in the ledger, by arm key and prompt hash; the last one counts."""
+        """Runs of a comparison in the ledger, by the keys of arm and answer; the last one counts."""
         known: dict[tuple[str, str], Run] = {}
         for record in read_lines(self.ledger) if self.ledger is not None else []:
             if record.pop("comparison", None) == comparison:
@@ -273,7 +279,7 @@ class ArmRunner:
                     run = Run.model_validate(record)
                 except ValidationError:
                     continue  # written by another version: measured again
-                known[run.arm, run.prompt_sha256] = run
+                known[run.arm, run.answer_key] = run
         return known
 
 

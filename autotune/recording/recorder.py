@@ -34,6 +34,7 @@ from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.recording.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer
 from autotune.recording.answers import Answer as Answer
+from autotune.runtime.answer_keys import SOFTWARE, AnswerKeys
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import MAX_STEP
 from autotune.workloads.conversations import Conversations
@@ -66,14 +67,24 @@ class Recorder:
     """
 
     def __init__(
-        self, target: Target, target_reference: ModelReference, processor: Any, folder: Path, *, mode: str = EAGER
+        self,
+        target: Target,
+        target_reference: ModelReference,
+        processor: Any,
+        folder: Path,
+        *,
+        mode: str = EAGER,
+        keys: AnswerKeys | None = None,
     ) -> None:
-        """``mode``: how answers that are not batched are decoded."""
+        """``mode``: how answers that are not batched are decoded; ``keys``: those of the target and processor, which
+        several recorders may share.
+        """
         self.target = target
         self.target_reference = target_reference
         self.processor = processor
         self.folder = folder
         self.mode = mode
+        self.keys = keys or AnswerKeys(target, processor)
         self.layers: tuple[int, ...] = ()
         """Layers of the target whose outputs are kept in memory, to record several drafts that read them."""
         self.num_decoded = 0
@@ -142,7 +153,8 @@ class Recorder:
         return self.folder / "answers" / f"{self._answer_key(prompt)}.json"
 
     def _answer_key(self, prompt: WorkloadPrompt) -> str:
-        content = [self.target_reference.sha256 or self.target_reference.id, self.target.text.precision, prompt.sha256]
+        reference = self.target_reference.sha256 or self.target_reference.id
+        content = [SOFTWARE, reference, self.target.text.precision, self.keys.of(prompt)]
         return content_key(content if self.mode == EAGER else [*content, self.mode])  # near ties may fall otherwise
 
     def trace(

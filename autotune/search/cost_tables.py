@@ -104,7 +104,9 @@ def local_table(
         UserError: the file in the folder is of another target, device or precision.
     """
     described = [[draft, subnet.head_shares, subnet.vocabulary] for draft, subnet in variants]
-    documents = [model_pool.key, described, workload.sha256, CostTable.schema_version]
+    settings = model_pool.answer_keys.settings_of(workload.prompts[0])  # logits processors cost time too
+    prompts = [workload.sha256, _kv_lengths(model_pool, workload), settings]
+    documents = [model_pool.key, described, prompts, CostTable.schema_version]
     samples = folder / f"{content_key(documents)}.cost.jsonl"  # serve a table of any time limit
     key = content_key([*documents, time_limit_s])
     path = folder / f"{key}.cost.json"
@@ -138,8 +140,6 @@ def measure_table(
     """Measure target and drafts at the KV lengths that the workload's prompts and answers reach. An interrupted
     measurement continues from the samples in its ``log``.
     """
-    lengths = [prompt.inputs(model_pool.processor)["input_ids"].shape[1] for prompt in workload.prompts]
-    ends = (n + prompt.settings.max_new_tokens for n, prompt in zip(lengths, workload.prompts, strict=True))
     with console.stage("cost table") as update:
         table = measure_costs(
             model_pool.target,
@@ -148,7 +148,7 @@ def measure_table(
             model_pool.processor,
             workload,
             settings=CostSettings(
-                kv_lengths=kv_lengths_for(min(lengths), max(ends)),
+                kv_lengths=_kv_lengths(model_pool, workload),
                 capture_sizes=model_pool.capture_sizes,
                 mode=model_pool.mode,
                 time_limit_s=time_limit_s,
@@ -161,6 +161,13 @@ def measure_table(
         memory = graph_memory(model_pool.target.device)
         console.say(f"{len(memory)} forward passes prepared, {gib(memory.memory_bytes)}")
     return table
+
+
+def _kv_lengths(model_pool: ModelPool, workload: Workload) -> tuple[int, ...]:
+    """KV lengths of a table for these prompts and their answers."""
+    lengths = [prompt.inputs(model_pool.processor)["input_ids"].shape[1] for prompt in workload.prompts]
+    ends = (n + prompt.settings.max_new_tokens for n, prompt in zip(lengths, workload.prompts, strict=True))
+    return kv_lengths_for(min(lengths), max(ends))
 
 
 def print_table(table: CostTable, console: Console) -> None:

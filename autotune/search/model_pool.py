@@ -14,7 +14,7 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.device import fingerprint, free_memory, usable_threads
 from autotune.documents.configuration import Configuration, DraftVariant
-from autotune.documents.provenance import ModelReference, version_of
+from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet, VisualInput
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.errors import UserError
@@ -26,6 +26,7 @@ from autotune.modeling.quantization import quantization_versions, weight_bytes
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.recording.recorder import Recorder
+from autotune.runtime.answer_keys import SOFTWARE, AnswerKeys
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.preparation import decoding_mode
 from autotune.search.space import SearchSpace
@@ -78,6 +79,7 @@ class ModelPool:
         self.processor = load_processor(target, or_bundled=random_weights)
         options: dict[str, Any] = {"dtype": dtype, "random_weights": random_weights, "console": console}
         self.target = Target(load_model(target, device=device, **options))
+        self.answer_keys = AnswerKeys(self.target, self.processor)
         self.device = fingerprint(device)
         self._subnets: dict[DraftVariant, LoadedDraft] = {}
         self._full_drafts: dict[str, LoadedDraft] = {}
@@ -147,7 +149,8 @@ class ModelPool:
 
     def recorder(self, folder: Path) -> Recorder:
         """A recorder of traces that keeps its documents in ``folder``."""
-        return Recorder(self.target, self.target_reference, self.processor, folder, mode=self.mode)
+        options: dict[str, Any] = {"mode": self.mode, "keys": self.answer_keys}
+        return Recorder(self.target, self.target_reference, self.processor, folder, **options)
 
     def trace(
         self,
@@ -171,7 +174,8 @@ class ModelPool:
         """A runner of arms with any of the drafts, on the CPU threads of a cost table; None for torch's default."""
         threads = (None, None) if table is None else (table.threads, table.prefill_threads)
         plain = self.plain_decoder(*threads)
-        return ArmRunner(plain, self.processor, ledger, context=[self.key, threads], draft_of=self.draft_of)
+        options: dict[str, Any] = {"draft_of": self.draft_of, "keys": self.answer_keys}
+        return ArmRunner(plain, self.processor, ledger, context=[self.key, threads], **options)
 
     def draft_of(self, configuration: Configuration) -> LoadedDraft:
         """The draft of a configuration; the first one if it names none."""
@@ -222,12 +226,11 @@ class ModelPool:
 
     @property
     def key(self) -> str:
-        """Content key of the models, the device, the library versions, and the mode: part of the key of every
-        document.
+        """Content key of the models' weights, the device, the versions of this program and its libraries, and the
+        mode: part of the key of every document. Prompts have ``answer_keys``.
         """
         models = [model.sha256 or model.id for model in (self.target_reference, *self.references.values())]
-        documents: list[object] = [*models, self.precision, self.device.key]
-        documents += [version_of("torch"), version_of("transformers")]
+        documents: list[object] = [*models, self.precision, self.device.key, SOFTWARE]
         documents += [list(self.capture_sizes)] if self.capture_sizes else []
         documents += [self.mode] if self.mode != EAGER else []
         documents += quantization_versions(self.target.text.quantization)

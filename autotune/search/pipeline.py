@@ -95,6 +95,8 @@ class _SearchRun:
         execution = settings.capture_sizes, settings.mode if self.device else EAGER, settings.dtype
         self.model_pool = ModelPool(settings.target, settings.drafts, self.device or "cpu", *execution, console=console)
         compiled.result()
+        fit = self.model_pool.processor, self.model_pool.target.max_context, console.say
+        self.tune, self.evaluate = self.tune.fitting(*fit), self.evaluate.fitting(*fit)
         self.loading_s = time.monotonic() - loading
         if settings.heads is not None or settings.injection_layer is not None:
             self.model_pool.check_has_supernet()
@@ -114,6 +116,7 @@ class _SearchRun:
         settings = self.settings
         workload = load_workload(settings.workload, split, num_prompts=count, format=settings.workload_format)
         workload = workload.cut(len(workload.prompts), settings.max_new_tokens)
+        workload = workload.with_variables(settings.chat_template_kwargs)
         return workload if settings.temperature is None else workload.sampled(settings.temperature)
 
     @contextmanager
@@ -137,7 +140,7 @@ class _SearchRun:
 
     def make_plan(self) -> None:
         """Cut the workloads to what fits into the budget."""
-        settings, pool = self.settings, self.model_pool
+        settings, pool, keys_of = self.settings, self.model_pool, self.model_pool.answer_keys.of_workload
         size = SearchSize(
             num_priced=len(priced_variants(self.variants)),
             num_variants=len(self.variants),
@@ -153,7 +156,7 @@ class _SearchRun:
             spent_s = time.monotonic() - self.started
             return make_plan(size, rates, seconds=settings.budget_s, spent_s=spent_s).model_dump(mode="json")
 
-        documents = [self.tune.sha256, self.evaluate.sha256, asdict(size)]
+        documents = [keys_of(self.tune), keys_of(self.evaluate), asdict(size)]
         self.plan = Plan.model_validate(self.shared_decision("plan", documents, make), strict=False)
         self.console.say(self.plan.describe(size))
         self.clock.set_share("screening", self.plan.screening_share)
@@ -165,7 +168,7 @@ class _SearchRun:
             now = time.monotonic()
             deadline = now + ANSWERS_SHARE * (self.clock.deadline_of("traces") - now)
             num_followed = self.shared_decision(
-                "num_followed", [*documents, tune.sha256], lambda: len(recorder.follow(tune, deadline).prompts)
+                "num_followed", [*documents, keys_of(tune)], lambda: len(recorder.follow(tune, deadline).prompts)
             )
             tune = tune.cut(num_followed)
         self.tune = recorder.follow(tune)
@@ -206,7 +209,7 @@ class _SearchRun:
         times = {"deadline": self.clock.deadline_of("screening"), "limit": self.clock.limit_of("screening")}
         jobs = self.settings.jobs
         screened = screen(pool, self.variants, table, tune, self.folder, ledger, console, jobs=jobs, **times)
-        documents = [variants_json(self.variants), table.content_hash, tune.sha256]
+        documents = [variants_json(self.variants), table.content_hash, pool.answer_keys.of_workload(tune)]
         best = survivors(screened, self.space.survivors)
         decided = self.shared_decision("survivors", documents, lambda: variants_json(best))
         chosen = [(draft, Subnet.model_validate(subnet, strict=False)) for draft, subnet in decided]
@@ -226,7 +229,8 @@ class _SearchRun:
         deadline, limit = self.clock.deadline_of("traces"), self.clock.limit_of("traces")
         longest_s = self.plan.rates.answer_s(max(prompt.settings.max_new_tokens for prompt in self.tune.prompts))
         traces = record(self.tune, self.folder, self.console, answer_s=longest_s, deadline=deadline, limit=limit)
-        documents = [variants_json(variants), self.tune.sha256, self.bounds.model_dump()]
+        answers = self.model_pool.answer_keys.of_workload(self.tune)
+        documents = [variants_json(variants), answers, self.bounds.model_dump()]
         num_prompts = self.shared_decision("num_prompts", documents, lambda: traces[0].num_prompts)
         self.tune = self.tune.cut(num_prompts)
         if traces[0].num_prompts != num_prompts:  # another worker or run had time for more or fewer
@@ -238,13 +242,14 @@ class _SearchRun:
     def search_trees(self, evaluator: Evaluator) -> TreeSearchResult:
         """The fastest configurations by replay of the choosing prompts."""
         table, bounds = evaluator.table.content_hash, self.bounds.model_dump()
+        answers = self.model_pool.answer_keys.of_workload(self.tune)
         with self.console.stage("tree search") as update:
             result = search_trees(
                 evaluator,
                 self.space,
                 self.ledger,
                 num_trials=self.settings.num_trials,
-                documents=[self.model_pool.key, self.tune.sha256, CONFIRMING, table, bounds],
+                documents=[self.model_pool.key, answers, CONFIRMING, table, bounds],
                 seed=self.settings.seed,
                 deadline=max(self.clock.deadline_of("tree search"), time.monotonic() + MIN_TREE_SEARCH_S),
                 report=update,
@@ -268,7 +273,8 @@ class _SearchRun:
         else:  # one worker measures for all of them
             fastest = trees.fastest[0].key
             table = prompts.full.table.content_hash
-            key = content_key(["profile", fastest, self.evaluate.sha256, settings.budget_s, settings.seed, table])
+            held_out = pool.answer_keys.of_workload(self.evaluate)
+            key = content_key(["profile", fastest, held_out, settings.budget_s, settings.seed, table])
             units = {key: lambda: selection.measured_profile().model_dump(mode="json")}
             profile = DecodingProfile.model_validate(self.ledger.work("profile", units)[key], strict=False)
         if (finalists := selection.finalists) is not None:
@@ -278,7 +284,8 @@ class _SearchRun:
             self.study |= {**results, "cost_table": updated.content_hash}
         limit = plan.max_new_tokens or settings.max_new_tokens
         workload = profile.workload.model_copy(update={"max_new_tokens": limit, "temperature": settings.temperature})
-        return profile.model_copy(update={"workload": workload})
+        variables = settings.chat_template_kwargs or {}
+        return profile.model_copy(update={"workload": workload, "chat_template_kwargs": variables})
 
 
 def narrowed_space(settings: SearchSettings, *, has_images: bool = True) -> SearchSpace:

@@ -21,7 +21,6 @@ from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, variants_json
-from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.documents.subnet import Subnet
 from autotune.files import content_key
 from autotune.prediction.evaluator import Evaluator
@@ -175,8 +174,8 @@ def _screening_units(
         evaluator = Evaluator(traces, table, jobs=1)
         return record_of([_best_chain(evaluator, draft, subnet) for subnet in subnets])
 
-    documents = ["best chains", table.content_hash, prompts.sha256, BOUNDS.model_dump()]
-    common = [version_of(DISTRIBUTION), model_pool.key, documents]
+    answers = model_pool.answer_keys.of_workload(prompts)
+    common = [model_pool.key, "best chains", table.content_hash, answers, BOUNDS.model_dump()]
     groups = _recorded_together(model_pool, variants)
     return {content_key([common, variants_json(group)]): group for group in groups}, screen_together
 

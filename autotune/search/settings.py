@@ -6,12 +6,13 @@ Checking them loads neither torch nor numba, so that a mistake is answered at on
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import JsonValue, model_validator
 
 from autotune.cost.roofline import datasheets, find_limits
 from autotune.cost.table import shipped_tables
@@ -67,6 +68,8 @@ class SearchSettings(Document):
     workload_format: Format | None = setting(
         None, "Format of the workload's file; default: found out from its first row.", option="format"
     )
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    """Variables of the chat template."""
     max_new_tokens: int | None = setting(None, "Longest answer; default: each prompt's own.", ge=1)
     temperature: float | None = setting(
         None, "Temperature of all prompts, each with its index as seed; 0 is greedy; default: each prompt's own.", ge=0
@@ -131,6 +134,7 @@ class SearchSettings(Document):
                 "budget_s": f"{self.budget_s:g}s",
                 "wait_until_idle_s": f"{self.wait_until_idle_s or 0:g}s",
                 "storage": "...",
+                "chat_template_kwargs": json.dumps(self.chat_template_kwargs),
                 "capture_sizes": ",".join(map(str, self.capture_sizes)),
             }
             for text in value if name == "drafts" else [texts.get(name, value)]:

@@ -104,9 +104,11 @@ class DraftTask:
         self.module = module.to(accelerator.device)
         self._check_vocabulary()
         if data.magpie is not None and accelerator.is_main_process:
-            write_questions(path, data.magpie, AnswerRecorder(self.target, self.processor), report)
+            answers = AnswerRecorder(self.target, self.processor)
+            write_questions(path, data.magpie, answers, report, data.chat_template_kwargs)
         accelerator.wait_for_everyone()
-        training, held_out = (at_temperatures(lines, data.temperatures) for lines in split())
+        choices = data.temperatures, data.chat_template_kwargs
+        training, held_out = (at_temperatures(lines, *choices) for lines in split())
         recorder = Recorder(self.target, self.target_reference, self.processor, WORKSPACE)
         announce = None if notify is None else partial(self._announce, notify, len(training))
         lines = read_examples(path, [*training, *held_out], recorder, accelerator, report, announce)

@@ -21,9 +21,10 @@ from autotune.modeling.prompt import EncodedPrompt, placeholders_of, visual_toke
 from autotune.modeling.target import Target
 from autotune.recording.answers import MAX_BATCH_BYTES
 from autotune.recording.recorder import Recorder, Report
+from autotune.runtime.answer_keys import SOFTWARE
 from autotune.training.memory import BatchShape
 from autotune.workloads.formats import read_jsonl
-from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, load_prompt
+from autotune.workloads.prompt import AnsweredPrompt, Prompt, Variables, WorkloadPrompt, hash_inputs, load_prompt
 from autotune.workloads.workload import BUNDLED, WorkloadSplit, load_workload
 
 ROWS = 64  # questions or answers that are decoded together
@@ -60,6 +61,8 @@ class Line:
     """Tokens of the answer that are read: all except the last one, which is only predicted."""
     length: int
     """Number of tokens read, prompt and answer together."""
+    prompt_key: str
+    """Hash of the prompt's tokens and pixels."""
     key: str
     """Hash of everything that determines the target's outputs."""
 
@@ -128,15 +131,18 @@ def _question(prompt: WorkloadPrompt) -> str:
     return replace(prompt, settings=Prompt(prompt=prompt.settings.text.strip()), answers=()).sha256
 
 
-def at_temperatures(lines: Sequence[NumberedPrompt], temperatures: Sequence[float]) -> list[NumberedPrompt]:
-    """The prompts without an answer once for each temperature; a sampled answer's seed is its line's number, unless it
-    has one.
+def at_temperatures(
+    lines: Sequence[NumberedPrompt], temperatures: Sequence[float], variables: Variables | None = None
+) -> list[NumberedPrompt]:
+    """The prompts with these variables of the chat template, those without an answer once for each temperature; a
+    sampled answer's seed is its line's number, unless it has one.
     """
     several = []
     for number, prompt in lines:
         changes = [{"temperature": t, "seed": prompt.seed or number * (t > 0)} for t in temperatures]
         copies = changes if prompt.answer is None and changes else [{}]
-        several += [(number, prompt.model_copy(update=change)) for change in copies]
+        own = {"chat_template_kwargs": {**(variables or {}), **(prompt.chat_template_kwargs or {})} or None}
+        several += [(number, prompt.model_copy(update=own | change)) for change in copies]
     return several
 
 
@@ -210,7 +216,8 @@ def _read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Reco
     """A line; without a key while its answer is missing."""
     target, source = recorder.target, f"{path}:{number}"
     prompt = load_prompt(path, number, answered.unanswered)
-    prompt_ids = prompt.inputs(recorder.processor)["input_ids"][0]
+    inputs = prompt.inputs(recorder.processor)
+    prompt_ids = inputs["input_ids"][0]
     room = target.max_context - len(prompt_ids)
     if room < 1:
         raise UserError(
@@ -221,7 +228,7 @@ def _read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Reco
         _refuse_visual_tokens(prompt_ids, target, source)
     limit = min(prompt.settings.max_new_tokens, room)
     settings = prompt.settings.model_copy(update={"max_new_tokens": limit})
-    line = Line(path, number, settings, (), len(prompt_ids), "")
+    line = Line(path, number, settings, (), len(prompt_ids), hash_inputs(inputs), "")
     if answered.answer is None:
         return line
     # The end-of-sequence token would follow; as the last token it is not read.
@@ -231,7 +238,7 @@ def _read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Reco
 
 def _answered(line: Line, answer: Sequence[int], recorder: Recorder) -> Line:
     _refuse_visual_tokens(torch.tensor(answer, dtype=torch.long), recorder.target, f"{line.path}:{line.number}")
-    key = content_key([load_prompt(line.path, line.number, line.settings).sha256, list(answer)])
+    key = content_key([SOFTWARE, line.prompt_key, list(answer)])
     return replace(line, answer=tuple(answer), length=line.length + len(answer), key=key)
 
 

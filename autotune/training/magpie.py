@@ -16,7 +16,7 @@ from autotune.files import read_lines, write_bytes
 from autotune.recording.answers import AnswerRecorder
 from autotune.training.examples import ROWS
 from autotune.training.recipe import Magpie
-from autotune.workloads.prompt import Prompt, WorkloadPrompt, chat_text
+from autotune.workloads.prompt import Prompt, Variables, WorkloadPrompt, chat_text
 
 MAX_EMPTY_BATCHES = 10  # in a row, without a new question
 _MARK = "USER-TURN"
@@ -26,13 +26,12 @@ class _UserTurn(WorkloadPrompt):
     """The chat template up to where the user's message begins."""
 
     def inputs(self, processor: Any, device: Any = "cpu") -> dict[str, Any]:
-        tokens = getattr(processor, "tokenizer", processor)(
-            user_turn(processor)[0], add_special_tokens=False, return_tensors="pt"
-        )
+        before, _ = user_turn(processor, self.settings.chat_template_kwargs)
+        tokens = getattr(processor, "tokenizer", processor)(before, add_special_tokens=False, return_tensors="pt")
         return {name: tokens[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
-def user_turn(processor: Any) -> tuple[str, str]:
+def user_turn(processor: Any, variables: Variables | None = None) -> tuple[str, str]:
     """The text of the chat template before the user's message, and after it.
 
     Raises:
@@ -42,12 +41,16 @@ def user_turn(processor: Any) -> tuple[str, str]:
         raise UserError(
             "magpie has the target write questions by its chat template; it has none; remove magpie from data"
         )
-    before, _, after = chat_text(processor, _MARK, num_images=0).partition(_MARK)
+    before, _, after = chat_text(processor, _MARK, num_images=0, variables=variables).partition(_MARK)
     return before, after
 
 
 def write_questions(
-    path: Path, settings: Magpie, answers: AnswerRecorder, report: Callable[[int, int], None] | None = None
+    path: Path,
+    settings: Magpie,
+    answers: AnswerRecorder,
+    report: Callable[[int, int], None] | None = None,
+    variables: Variables | None = None,
 ) -> None:
     """Write the target's questions to a JSONL file, each once, until it holds ``settings.num_prompts``. Every batch is
     on disk before the next one begins, and a later call continues after the last.
@@ -61,12 +64,12 @@ def write_questions(
         seed = (lines[-1].get("seed", 0) // ROWS + 1) * ROWS
     processor = answers.processor
     tokenizer = getattr(processor, "tokenizer", processor)
-    after = tokenizer(user_turn(processor)[1], add_special_tokens=False)["input_ids"][:1]
+    after = tokenizer(user_turn(processor, variables)[1], add_special_tokens=False)["input_ids"][:1]
     ends = {tokenizer.eos_token_id, *set(after).intersection(tokenizer.get_added_vocab().values())}
     ends |= set(torch.tensor(answers.target.model.generation_config.eos_token_id or []).flatten().tolist())
     while len(lines) < settings.num_prompts:
         options: dict[str, Any] = {"prompt": "", "temperature": settings.temperature, "top_p": settings.top_p}
-        options["max_new_tokens"] = settings.question_tokens
+        options |= {"max_new_tokens": settings.question_tokens, "chat_template_kwargs": variables}
         turns = [_UserTurn("magpie", Prompt(**options, seed=seed + n), ()) for n in range(ROWS)]
         written = answers.write_together(turns, eos_token_id=sorted(ends - {None}))
         before = len(lines)

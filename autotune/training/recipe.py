@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetPydanticSchema
+from pydantic import Field, GetPydanticSchema, JsonValue
 from pydantic_core.core_schema import literal_schema
 
 from autotune.drafters.checkpoint import NETWORKS
@@ -64,6 +64,8 @@ class Data(Document):
     """Temperatures of the answers that the target writes: each prompt has one answer of each, and is as many examples.
     Empty: one answer, at the line's own temperature.
     """
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Variables of the target's chat template, for the lines that do not set them."""
     seed: int = 0
     """Recipes with the same seed share cached teacher batches."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, model_validator
+import numpy as np
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from autotune.errors import UserError
 from autotune.files import Document
@@ -24,9 +26,22 @@ ADDED_SETTINGS = (
     "messages",
     "top_k",
     "turns",
+    "chat_template_kwargs",
     "min_pixels",
     "max_pixels",
 )  # hashed only where they are set, so that older hashes stay valid
+
+SET_BY_CALL = (
+    "messages",
+    "conversation",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+)
+"""Names that are no variables of a chat template: the call that renders it sets them."""
+Variables = Mapping[str, JsonValue]
+"""Variables of a chat template, such as ``{"enable_thinking": False}``."""
 
 
 class Part(Document):
@@ -91,6 +106,13 @@ class Prompt(Document):
     """0 keeps every token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int = Field(default=0, ge=0)
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    """Variables of the chat template."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, variables: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
+        return None if variables is None else check_variables(variables)
 
     min_pixels: int | None = Field(default=None, ge=1)
     """Pixels that the processor scales an image up to, at least; of Qwen's image processors. None: the processor's."""
@@ -219,8 +241,25 @@ class WorkloadPrompt:
             chat += [Message(role="assistant", content=answer), Message(role="user", content=turn)]
         return chat
 
+    @property
+    def with_all_answers(self) -> WorkloadPrompt:
+        """The prompt with empty answers in place of those that are not known yet."""
+        return self if self.is_answered else replace(self, answers=("",) * (len(self.settings.turns or ()) - 1))
+
+    def with_variables(self, variables: Variables) -> WorkloadPrompt:
+        """The prompt with these variables of the chat template, of which its own replace those of the same name."""
+        own = {**variables, **(self.settings.chat_template_kwargs or {})}
+        return replace(self, settings=self.settings.model_copy(update={"chat_template_kwargs": own or None}))
+
+    def most_tokens(self, processor: Any) -> int:
+        """Number of tokens of the prompt and its answer; answers that are not known are as long as they may be."""
+        num_answers = 1 if self.is_answered else len(self.settings.turns or ())
+        num_tokens: int = self.with_all_answers.inputs(processor)["input_ids"].shape[1]
+        return num_tokens + num_answers * self.settings.max_new_tokens
+
     def inputs(self, processor: Any, device: Any = "cpu") -> dict[str, Any]:
-        """The inputs that the Hugging Face processor makes of the prompt, on a device.
+        """The inputs that the Hugging Face processor makes of the prompt, on a device: the tokens of a chat are those
+        of ``apply_chat_template(..., tokenize=True)``.
 
         Raises:
             UserError: an image or video that the model does not read, messages without a chat template, or text that
@@ -237,23 +276,37 @@ class WorkloadPrompt:
                 if not hasattr(processor, "image_processor")
                 else f"{self.name}: the prompt has a video, but the target reads none; give its frames as images, or use another model"
             )
-        seen: dict[str, Any] = {"images": self.images or None} if hasattr(processor, "image_processor") else {}
+        options: dict[str, Any] = {}
         if self.videos:  # all of their frames are read, at the times that they had
             counts = [(len(video.frames), video.fps) for video in self.videos]
-            seen |= {"videos": [video.frames for video in self.videos], "do_sample_frames": False}
-            seen["video_metadata"] = [
-                {"total_num_frames": n, "fps": fps, "frames_indices": list(range(n))} for n, fps in counts
-            ]
+            metadata = [{"total_num_frames": n, "fps": fps, "frames_indices": list(range(n))} for n, fps in counts]
+            options = {"do_sample_frames": False, "video_metadata": metadata}
         if limits := self._limits(processor):
-            seen["images_kwargs"] = {"size": limits}
+            options["images_kwargs"] = {"size": limits}
         try:
-            text = chat_text(processor, content, num_images=len(self.images), num_videos=len(self.videos))
-            encoded = processor(text=text, return_tensors="pt", **seen)
+            encoded = self._encode(processor, options)
         except Exception as error:  # image tokens typed into the text, text that is not Unicode, a broken template
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             message = f"{self.name}: the processor refuses the prompt ({reason}); fix its text or images, or the chat template"
             raise UserError(message) from None
         return dict(encoded.to(device))
+
+    def _encode(self, processor: Any, options: dict[str, Any]) -> Any:
+        """Inputs of the prompt; ``options`` are of the call of a processor that reads images."""
+        frames = [video.frames for video in self.videos]
+        if not getattr(processor, "chat_template", None):  # text has the tokenizer's own special tokens
+            seen = {"images": self.images, "videos": frames}
+            text = chat_text(processor, self.content, num_images=len(self.images), num_videos=len(frames))
+            return processor(text=text, return_tensors="pt", **{k: v for k, v in seen.items() if v}, **options)
+        rest: dict[str, Any] = used_variables(processor, self.settings.chat_template_kwargs or {})
+        rest |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        messages = chat_for(processor, self.content, num_images=len(self.images), num_videos=len(frames))
+        if hasattr(processor, "image_processor"):
+            pixels = {"image": iter(self.images), "video": iter(frames)}
+            for part in (part for message in messages for part in message["content"] if part["type"] in pixels):
+                part[part["type"]] = next(pixels[part["type"]])
+            rest |= {"processor_kwargs": options}
+        return processor.apply_chat_template(messages, **rest)
 
     def _limits(self, processor: Any) -> dict[str, int]:
         """The size of images, as Qwen's image processors have it; empty where the prompt sets none."""
@@ -311,7 +364,38 @@ def can_read(processor: Any, pixels: Sequence[Image | Video]) -> bool:
     return all(getattr(processor, name, None) is not None for name in names)
 
 
-def chat_text(processor: Any, content: str | Sequence[Message], *, num_images: int, num_videos: int = 0) -> str:
+def check_variables(variables: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """The variables of a chat template; a ``ValueError`` for a name that the program sets itself."""
+    for name in variables:
+        if name in SET_BY_CALL:
+            raise ValueError(f"{name!r} is not a variable of a chat template, and the program sets it; leave it out")
+    return variables
+
+
+def used_variables(processor: Any, variables: Variables) -> dict[str, JsonValue]:
+    """The variables whose names the chat template contains."""
+    names = set(re.findall(r"\w+", str(getattr(processor, "chat_template", None) or "")))
+    return {name: value for name, value in variables.items() if name in names}
+
+
+def hash_inputs(inputs: Mapping[str, Any]) -> str:
+    """Hash of the token ids, pixels and other arrays that a processor made, on the CPU."""
+    digest = hashlib.sha256()
+    for name, value in sorted(inputs.items()):
+        array = np.asarray(value)
+        digest.update(repr((name, str(array.dtype), array.shape)).encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def chat_text(
+    processor: Any,
+    content: str | Sequence[Message],
+    *,
+    num_images: int,
+    num_videos: int = 0,
+    variables: Variables | None = None,
+) -> str:
     """The text of a prompt after the processor's chat template, with the generation prompt.
 
     Without a template the text is used unchanged. Markers of images and videos are placed where the messages say, or at
@@ -321,11 +405,19 @@ def chat_text(processor: Any, content: str | Sequence[Message], *, num_images: i
         assert isinstance(content, str)
         image, video = (f"{getattr(processor, f'{kind}_token', '')}\n" for kind in ("image", "video"))
         return image * num_images + video * num_videos + content
-    chat = [Message(role="user", content=content)] if isinstance(content, str) else content
-    messages: list[dict[str, Any]] = [{"role": message.role, "content": message.text} for message in chat]
+    messages = chat_for(processor, content, num_images=num_images, num_videos=num_videos)
+    options = {**used_variables(processor, variables or {}), "add_generation_prompt": True, "tokenize": False}
+    return str(processor.apply_chat_template(messages, **options))
+
+
+def chat_for(
+    processor: Any, content: str | Sequence[Message], *, num_images: int, num_videos: int = 0
+) -> list[dict[str, Any]]:
+    """A chat as a processor's chat template reads it: as lists of parts, or as text if it reads no images."""
     if hasattr(processor, "image_processor"):
-        messages = chat_messages(chat, num_images=num_images, num_videos=num_videos)
-    return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        return chat_messages(content, num_images=num_images, num_videos=num_videos)
+    chat = [Message(role="user", content=content)] if isinstance(content, str) else content
+    return [{"role": message.role, "content": message.text} for message in chat]
 
 
 def chat_messages(content: str | Sequence[Message], *, num_images: int, num_videos: int = 0) -> list[dict[str, Any]]:
@@ -334,7 +426,7 @@ def chat_messages(content: str | Sequence[Message], *, num_images: int, num_vide
     placed = {part.type for message in chat for part in message.parts}
     first: list[dict[str, str]] = []
     for kind, number in (("image", num_images), ("video", num_videos)):
-        first += [{"type": kind}] * (0 if kind in placed else number)
+        first += [{"type": kind} for _ in range(0 if kind in placed else number)]
     rendered = []
     for message in chat:
         parts = [{"type": "text", "text": p.text} if p.type == "text" else {"type": p.type} for p in message.parts]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +23,16 @@ from autotune.errors import UserError
 from autotune.files import data_root
 from autotune.workloads.formats import OWN, Format, read_jsonl, read_prompts
 from autotune.workloads.hub import local_file
-from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, can_read, load_prompt, load_turns
+from autotune.workloads.prompt import (
+    AnsweredPrompt,
+    Prompt,
+    Variables,
+    WorkloadPrompt,
+    can_read,
+    load_prompt,
+    load_turns,
+    used_variables,
+)
 
 if TYPE_CHECKING:
     from autotune.documents.decoding_profile import WorkloadReference
@@ -74,6 +83,37 @@ class Workload:
                 f"{self.name}: the target reads {rule}, and every prompt has {seen}; name another --workload"
             )
         return replace(self, prompts=prompts)
+
+    def with_variables(self, variables: Variables | None) -> Workload:
+        """The prompts with these variables of the chat template, see ``WorkloadPrompt.with_variables``."""
+        if not variables:
+            return self
+        return replace(self, prompts=tuple(prompt.with_variables(variables) for prompt in self.prompts))
+
+    def fitting(self, processor: Any, max_context: int, say: Callable[[str], None]) -> Workload:
+        """The prompts that fit a target's context together with their answers. One line names the others, and one the
+        variables that the chat template does not use.
+
+        Raises:
+            UserError: no prompt is left.
+        """
+        given: dict[str, Any] = {}
+        for prompt in self.prompts:
+            given |= prompt.settings.chat_template_kwargs or {}
+        if unused := sorted(given.keys() - used_variables(processor, given).keys()):
+            say(f"{self.name}: the target's chat template does not use {', '.join(unused)}, which changes no prompt")
+        sizes = {prompt.name: prompt.most_tokens(processor) for prompt in self.prompts}
+        long = [prompt for prompt in self.prompts if sizes[prompt.name] > max_context]
+        if not long:
+            return self
+        rule = f"the target's context of {max_context} tokens holds a prompt and its answer"
+        shown = ", ".join(f"{prompt.name} ({sizes[prompt.name]})" for prompt in long[:3])
+        if len(long) == len(self.prompts):
+            raise UserError(
+                f"{self.name}: {rule}; all {len(long)} prompts are longer: {shown}; shorten them, or lower max_new_tokens"
+            )
+        say(f"{self.name}: {rule}; {len(long)} of {len(self.prompts)} prompts are longer and left out: {shown}")
+        return replace(self, prompts=tuple(prompt for prompt in self.prompts if prompt not in long))
 
     def sampled(self, temperature: float) -> Workload:
         """The prompts at another temperature, each with its index as seed; the turns of a conversation share one."""

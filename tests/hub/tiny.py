@@ -173,7 +173,9 @@ def special_tokens(name: str, config: dict[str, Any]) -> dict[str, int]:
     if tokens:
         return tokens
     template = published.template_of(name) or ""
-    written = list(dict.fromkeys(re.findall(r"<[|\uff5c][^<>|\uff5c\s'\"]+[|\uff5c]>|</?[a-z_]+>|\[/?[A-Z_]+\]", template)))
+    written = list(
+        dict.fromkeys(re.findall(r"<[|\uff5c][^<>|\uff5c\s'\"]+[|\uff5c]>|</?[a-z_]+>|\[/?[A-Z_]+\]", template))
+    )
     end = text.get("eos_token_id")
     ends = [end] if isinstance(end, int) else list(end or [2])
     tokens = {_end_of_answer(template, written): ends[0]}
