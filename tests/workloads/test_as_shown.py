@@ -114,5 +114,5 @@ def test_what_is_no_image_is_one_line(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(content)
     with pytest.raises(UserError, match=r"photo.jpg: not a readable image \(cannot identify image file"):
         load_image(tmp_path / "photo.jpg")
-    with pytest.raises(UserError, match="data:image/png;base64,.*: not a readable image"):
+    with pytest.raises(UserError, match=r"data:image/png;base64,.*: not a readable image"):
         load_image("data:image/png;base64," + base64.b64encode(content).decode())

@@ -1,4 +1,4 @@
-"""Rows whose images stand where other tools write them: LLaVA's data, and the parts of Qwen's tools and OpenAI's API."""
+"""Rows whose images stand where other tools write them: LLaVA's data, and parts as Qwen and OpenAI write them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_later_turns_of_llavas_data_follow_up_to_one_with_images_of_its_own(tmp_
 def test_rows_of_llavas_data_without_images_are_text(tmp_path: Path) -> None:
     assert prompt_of(tmp_path, llava_row("Why?", "And now?")).turns == ["Why?", "And now?"]
     assert prompt_of(tmp_path, llava_row("Why?", image=None)).prompt == "Why?"
-    with pytest.raises(UserError, match="data.json:1: .*1 markers for 2 images and videos; give one for each"):
+    with pytest.raises(UserError, match=r"data.json:1: .*1 markers for 2 images and videos; give one for each"):
         prompt_of(tmp_path, llava_row("<image> Why?", image=["a.png", "b.png"]))
 
 
