@@ -19,7 +19,7 @@ from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.errors import UserError, masked, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
-CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
+CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree", "huggingface_hub")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 VERBS = (
     *("doctor", "measure", "record", "search", "run", "serve", "bench", "bench-server", "check"),
