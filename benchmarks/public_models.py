@@ -113,18 +113,15 @@ def write_table(rows: list[Row]) -> None:
 
 def main(names: list[str]) -> None:
     from tests.hub import repositories
-    from tests.hub.server import Hub, HubServer
+    from tests.hub.server import Hub, serving
 
     with tempfile.TemporaryDirectory() as folder:
-        hub = Hub(Path(folder) / "hub", repositories.make, repositories.IDS | {repositories.GATED})
-        hub.folder.mkdir()
-        hub.gated.add(repositories.GATED)
-        hub.renamed |= repositories.RENAMED
-        with HubServer(hub) as server:
+        hub = Hub(repositories.Folders(Path(folder)), {repositories.GATED}, dict(repositories.RENAMED))
+        with serving(hub):
             from huggingface_hub import constants
 
-            constants.ENDPOINT = server.url
-            constants.HUGGINGFACE_CO_URL_TEMPLATE = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+            constants.ENDPOINT = hub.url
+            constants.HUGGINGFACE_CO_URL_TEMPLATE = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
             constants.HF_HUB_CACHE = str(Path(folder) / "cache")
             from transformers.utils import logging
 
@@ -132,7 +129,7 @@ def main(names: list[str]) -> None:
             logging.disable_progress_bar()
             warnings.filterwarnings("ignore")
             rows = []
-            for name in names or sorted(hub.ids | hub.renamed.keys()):
+            for name in names or sorted([*hub.folders, *hub.renamed]):
                 rows.append(examine(name))
                 print(" | ".join(rows[-1]), flush=True)
     if not names:

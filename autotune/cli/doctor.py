@@ -49,7 +49,7 @@ def command(target: str | None, drafts: tuple[str, ...], workload: str | None, a
     from autotune.modeling.loading import default_workload, resolve
 
     if target is not None:
-        resolve(target)
+        resolve(target, weights=not choices["random_weights"])
     elif drafts:
         raise click.UsageError("--draft decodes for a target; name the target with --target")
     workload = workload or default_workload(target or "")

@@ -20,7 +20,7 @@ from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.errors import UserError, masked, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
-CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
+CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree", "huggingface_hub")
 FAULT = 70  # the exit code of a fault of the program: EX_SOFTWARE of sysexits.h
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 VERBS = (

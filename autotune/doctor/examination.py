@@ -56,7 +56,9 @@ def examine(
     Raises:
         UserError: a model cannot be loaded, or a draft does not fit the target.
     """
-    draft_ids = [reference(name).id for name in drafts]  # first, so that a wrong name is told at once
+    draft_ids = [
+        reference(name, weights=not random_weights).id for name in drafts
+    ]  # first, so that a wrong name is told at once
     fault = gpu_fault() if device == "auto" else None
     chosen = "cpu" if fault else choose_device(device)
     chosen = "cuda:0" if chosen == "cuda" else chosen
@@ -77,7 +79,12 @@ def examine(
             prompts = load_workload(workload, "tune", num_prompts=limit, format=workload_format).first_turns()
             prompts = prompts.readable_by(processor).cut(NUM_PROMPTS, num_tokens)
             found_target = examine_target(
-                loaded, reference(target), prompts, processor, loaded_drafts, num_tokens=num_tokens
+                loaded,
+                reference(target, weights=not random_weights),
+                prompts,
+                processor,
+                loaded_drafts,
+                num_tokens=num_tokens,
             )
     contention = monitor.contention()
     diagnosis = Diagnosis(

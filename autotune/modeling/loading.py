@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,8 +13,10 @@ from autotune.device import check_room, multiplies_bfloat16
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
-from autotune.files import data_root, known_sha256_of, write_bytes
-from autotune.modeling.gguf import PACKAGED, UNQUANTIZED, file_type, find_gguf, gguf_errors, read_metadata
+from autotune.files import data_root, known_sha256_of, read_json, write_bytes
+from autotune.modeling.gguf import PACKAGED, UNQUANTIZED, file_type, find_gguf, gguf_errors, gguf_models, read_metadata
+from autotune.modeling.hub import is_cached, is_id, listed, repository, suggestion, weight_files
+from autotune.modeling.known_models import KNOWN_MODELS
 from autotune.modeling.quantization import (
     check_packed_weights,
     decompress,
@@ -35,6 +38,8 @@ LARGEST_SIZES = {
     **{"hidden_size": 1 << 17, "intermediate_size": 1 << 20, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 30},
     **{"image_size": 1 << 14, "patch_size": 1 << 10},
 }
+DRAFT_KEYS = {"draft_vocab_size", "speculators_model_type", "dflash_config"}
+"""Keys that only configs of published EAGLE-3 heads and DFlash drafts have."""
 MTP_SUFFIX = ":mtp"
 """Ends the name of a draft that is the multi-token prediction head of a target's own checkpoint: ``FOLDER:mtp``."""
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -66,11 +71,17 @@ def default_drafts(target: str) -> tuple[str, ...]:
     return (*(name for name in bundled_models() if name.startswith(f"{target}/")), RETRIEVAL)
 
 
-def resolve(name: str) -> str:
-    """Return the path or Hugging Face id for ``from_pretrained``; of a GGUF model the path of the file.
+def resolve(name: str, *, weights: bool = True, local_only: bool = False) -> str:
+    """Return the folder for ``from_pretrained``; of a GGUF model the path of the file. A model of the Hugging Face Hub
+    is downloaded into the Hub's cache.
+
+    Args:
+        weights: of a model of the Hub, download its weights, not its config and tokenizer alone.
+        local_only: download nothing.
 
     Raises:
-        UserError: an unknown model of a bundled pair, a path without a model, or as ``find_gguf``.
+        UserError: an unknown model of a bundled pair, a path without a model, an adapter, a folder that has the name of
+            a model of the Hub, or as ``find_gguf`` and ``Repository``.
     """
     bundled = bundled_models()
     if name in bundled:
@@ -80,38 +91,56 @@ def resolve(name: str) -> str:
         is_folder = path.is_dir()
     except OSError as error:  # a name that no file has
         raise UserError(f"{name:.40}...: no such model ({error.strerror}); check the name or path") from None
-    if (gguf := find_gguf(name)) is not None:
+    if (gguf := find_gguf(name, local_only=local_only)) is not None:
         return str(gguf)
     if is_folder:
-        if not (path / "config.json").exists():
+        if is_id(name) and (name in KNOWN_MODELS or is_cached(name)):
             raise UserError(
-                f"{name}: a model folder has a config.json or a GGUF file; this one has neither; give a folder written by "
-                "save_pretrained"
+                f"{name}: a folder here and a model of the Hugging Face Hub have this name; give ./{name} for the folder, or "
+                "run in another folder for the model of the Hub"
             )
+        check_model_folder(path, name, os.listdir(path))
         return name
-    if (
-        name.split("/")[0] in {*PACKAGED, *(known.split("/")[0] for known in bundled)}
-        or path.suffix
-        or name.startswith((".", "/"))
-        or "/" not in name
-    ):
-        raise UserError(f"{name}: no such model; {nearest(name, [*bundled, *PACKAGED])}")
-    return name
+    is_of_pair = name.partition("/")[0] in {*PACKAGED, *(known.partition("/")[0] for known in bundled)}
+    if is_of_pair or path.exists() or not is_id(name):
+        raise UserError(f"{name}: no such model; {suggestion(name) or nearest(name, [*bundled, *PACKAGED])}")
+    source = repository(name, local_only=local_only)
+    check_model_folder(source.model(weights=False), name, source.files)
+    return str(source.model(weights=weights))
 
 
-def reference(name: str) -> ModelReference:
-    """The model's name and the hash of its weights and config; without a hash if the model is not on disk, or there is
-    none.
+def check_model_folder(folder: Path, name: str, files: Collection[str]) -> None:
+    """Refuse a folder of adapters, of which transformers would use the base alone, and one without ``config.json``."""
+    if "adapter_config.json" in files:
+        adapter = read_json(folder / "adapter_config.json")
+        kind = (
+            f"{adapter.get('peft_type', 'PEFT')} adapter for {adapter.get('base_model_name_or_path', 'another model')}"
+        )
+        raise UserError(
+            f"{name}: holds a {kind}, and adapters are not applied; merge it with merge_and_unload of peft, and give the folder "
+            "of the merged model"
+        )
+    if "config.json" in files:
+        return
+    if models := gguf_models(files):
+        raise UserError(f"{name}: a repository of GGUF files; name one of them, such as {name}:{listed(list(models))}")
+    raise UserError(
+        f"{name}: a model folder has a config.json or a GGUF file; this one has neither; give a folder written by "
+        "save_pretrained" + (f", or run in another folder for a model of the Hub named {name}" if is_id(name) else "")
+    )
+
+
+def reference(name: str, *, weights: bool = True) -> ModelReference:
+    """The model's name and the hash of its weights and config; without a hash if there is none.
+
+    Args:
+        weights: of a model of the Hub, download its weights.
     """
     if name in TOKEN_DRAFTS:
         return ModelReference(id=name, sha256="")
-    path = Path(resolve(name.removesuffix(MTP_SUFFIX)))
-    if path.is_file():
-        return ModelReference(id=name, sha256=known_sha256_of(path))
-    if not path.is_dir():
-        return ModelReference(id=name, sha256="")
-    weights = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
-    return ModelReference(id=name, sha256=known_sha256_of(*weights, path / "config.json"))
+    path = Path(resolve(name.removesuffix(MTP_SUFFIX), weights=weights))
+    files = [path] if path.is_file() else [*weight_files(path), path / "config.json"]
+    return ModelReference(id=name, sha256=known_sha256_of(*(file for file in files if file.exists())))
 
 
 def load_model(
@@ -140,11 +169,13 @@ def load_model(
 
     from autotune.modeling.attention import choose_attention
 
-    source, gguf = _pretrained(name)
+    source, gguf = _pretrained(name, weights=not random_weights)
     advice = "free some, or load a smaller model"
     logging.disable_progress_bar()
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     with load_errors(name), gguf_errors(Path(gguf["gguf_file"]), name) if gguf else nullcontext():
+        if not gguf:
+            _check_type(Path(source), name)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **gguf)
         factory = AutoModelForImageTextToText if _is_vlm(config) else AutoModelForCausalLM
         _check_sizes(config, name=name)
@@ -164,10 +195,10 @@ def load_model(
             with torch.device(device):  # a processor takes minutes for billions of weights
                 model = factory.from_config(config, dtype=options.get("dtype", config.dtype)).to(device)
         else:
-            files = [*Path(source).glob("*.safetensors")]  # none of an id
-            weights = sum(path.stat().st_size for path in files)
+            files = [] if gguf else weight_files(Path(source))
             for path in files:
                 check_whole(path)
+            weights = sum(path.stat().st_size for path in files)
             is_dense = is_quantized and is_dense_once_loaded(usable_quantizer(config, name=name, device=device))
             if is_dense or (options and not is_quantized):
                 weights = _weight_bytes(factory, config, options)
@@ -196,15 +227,32 @@ def load_model(
     return model
 
 
-def _pretrained(name: str) -> tuple[str, dict[str, str]]:
-    """A model as ``from_pretrained`` takes it: folder or id, and ``gguf_file`` for a GGUF file, whose metadata are
-    checked.
+def _pretrained(name: str, *, weights: bool = True) -> tuple[str, dict[str, str]]:
+    """A model's folder, as ``from_pretrained`` takes it, and ``gguf_file`` for a GGUF file, whose metadata are checked.
+    ``weights`` as in ``resolve``.
     """
-    source = Path(resolve(name))
+    source = Path(resolve(name, weights=weights))
     if not source.is_file():
         return str(source), {}
     read_metadata(source, name)
     return str(source.parent), {"gguf_file": str(source.absolute())}
+
+
+def _check_type(folder: Path, name: str) -> None:
+    """Refuse a draft where a whole model is asked for, and a type of model that only code of its repository can run."""
+    from transformers import CONFIG_MAPPING
+
+    config = read_json(folder / "config.json")
+    if DRAFT_KEYS & config.keys() or str(config.get("schema", "")).startswith("autotune.draft/"):
+        raise UserError(
+            f"{name}: a draft, which proposes tokens for another model and answers nothing alone; give it as --draft, with its "
+            "target as --target"
+        )
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
+        raise UserError(
+            f"{name}: models of type {config.get('model_type')} need code of their repository, which is not run; give a model of a "
+            "type that transformers has"
+        )
 
 
 def _gguf_dtype(name: str, file: str, device: str, dtype: Dtype | None, console: Console | None) -> str:
@@ -267,9 +315,11 @@ def load_errors(name: str, advice: str = "check the name or path, and its files"
 
 
 def check_whole(path: Path) -> None:
-    """Refuse a safetensors file that ends before a tensor does, by the tensor's name. Other damage is left to
-    safetensors.
+    """Refuse a file that is not there, or a safetensors file that ends before a tensor does, by the tensor's name.
+    Other damage is left to safetensors.
     """
+    if not path.exists():
+        raise UserError(f"{path}: the index of the weights names this file, which is not there; download it again")
     end = path.stat().st_size
     with suppress(ValueError, LookupError, TypeError, AttributeError), path.open("rb") as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
@@ -351,9 +401,9 @@ def load_tokenizer(name: str) -> Any | None:
 
 
 def _has_tokenizer(name: str) -> bool:
-    """Whether a model's folder holds the files of a tokenizer; True for a model that is not on disk."""
-    folder = Path(resolve(name))
-    return not folder.is_dir() or any(folder.glob("*token*")) or any(folder.glob("vocab*"))
+    """Whether a model's folder holds the files of a tokenizer; True for a GGUF file."""
+    folder = Path(resolve(name, weights=False))
+    return folder.is_file() or any(folder.glob("*token*")) or any(folder.glob("vocab*"))
 
 
 def load_processor(name: str, *, or_bundled: bool = False) -> Any:
@@ -367,7 +417,7 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
     """
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-    source, gguf = _pretrained(name)
+    source, gguf = _pretrained(name, weights=False)
     if gguf:
         with load_errors(name), gguf_errors(Path(gguf["gguf_file"]), name):
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **gguf)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.modeling.gguf import find_gguf
 from autotune.modeling.loading import load_processor, resolve
 from autotune.report.sources import Sources
 from autotune.workloads.prompt import WorkloadPrompt
@@ -66,14 +65,14 @@ def _tokenizer(target: str) -> Any | None:
     """``tokenizer.json`` from the target's folder or the Hugging Face cache, or a GGUF file's tokenizer; nothing is
     downloaded.
     """
-    from huggingface_hub import try_to_load_from_cache
     from tokenizers import Tokenizer
 
     try:
-        if (gguf := find_gguf(target, local_only=True)) is not None:
-            return load_processor(str(gguf)).backend_tokenizer
-        folder = Path(resolve(target))
-        path = folder / "tokenizer.json" if folder.is_dir() else try_to_load_from_cache(target, "tokenizer.json")
-        return Tokenizer.from_file(str(path)) if isinstance(path, str | Path) and Path(path).exists() else None
+        path = Path(resolve(target, weights=False, local_only=True))
+        return (
+            load_processor(str(path)).backend_tokenizer
+            if path.is_file()
+            else Tokenizer.from_file(str(path / "tokenizer.json"))
+        )
     except Exception:  # tokenizers raises bare exceptions; the report works without texts
         return None

@@ -74,7 +74,7 @@ class ModelPool:
         """
         self.arguments = target, tuple(drafts), device, tuple(capture_sizes), mode, dtype
         self.num_cores = usable_threads()
-        self.target_reference = reference(target)
+        self.target_reference = reference(target, weights=not random_weights)
         self._random_weights = random_weights
         self.processor = load_processor(target, or_bundled=random_weights)
         options: dict[str, Any] = {"dtype": dtype, "random_weights": random_weights, "console": console}
@@ -86,7 +86,7 @@ class ModelPool:
         self.references: dict[str, ModelReference] = {}
         """Drafts by id, in the user's order."""
         for name in drafts:
-            draft_reference = reference(name)
+            draft_reference = reference(name, weights=not random_weights)
             draft = load_draft(name, self.target, random_weights=random_weights)
             # A decoder checks that the vocabularies agree.
             Decoder(self.target, draft, capture_sizes=capture_sizes, mode=EAGER, processor=self.processor)

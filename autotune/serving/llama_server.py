@@ -168,13 +168,13 @@ class LlamaEngine(ServingEngine):
 
     @classmethod
     def find_model(cls, target: str) -> tuple[str, ModelReference] | None:
-        if (path := find_gguf(target)) is None:
+        if (path := find_gguf(target, is_split=True)) is None:
             return None
         return str(path.resolve()), ModelReference(id=target, sha256=known_sha256_of(path))
 
     @classmethod
     def find_draft(cls, draft: str, target: str) -> tuple[ModelType, Path]:
-        if (path := find_gguf(draft)) is None:
+        if (path := find_gguf(draft, is_split=True)) is None:
             raise UserError(
                 f"--draft {draft}: llama.cpp drafts with GGUF files; give one of a model with the target's vocabulary, or of an EAGLE-3 head"
             )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -110,12 +111,28 @@ ODD: dict[str, Callable[[Path], None]] = {
 IDS = {*published.IDS, *ODD}
 
 
-def make(name: str, folder: Path) -> None:
-    """Write the repository of an id, whole or not at all."""
-    begun = folder.with_name(f"{folder.name}.begun")
-    shutil.rmtree(begun, ignore_errors=True)
-    if name in ODD:
-        ODD[name](begun)
-    else:
-        tiny.save(name, begun)
-    begun.rename(folder)
+class Folders(Mapping[str, Path]):
+    """The folders of all repositories by id, each written when it is first asked for."""
+
+    def __init__(self, parent: Path) -> None:
+        self.parent = parent
+        self._lock = threading.Lock()
+
+    def __contains__(self, name: object) -> bool:
+        return name in IDS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(IDS))
+
+    def __len__(self) -> int:
+        return len(IDS)
+
+    def __getitem__(self, name: str) -> Path:
+        folder = self.parent / name.replace("/", "--")
+        with self._lock:
+            if not folder.exists():
+                begun = folder.with_suffix(".begun")
+                shutil.rmtree(begun, ignore_errors=True)
+                ODD.get(name, lambda path: tiny.save(name, path))(begun)
+                begun.rename(folder)
+        return folder

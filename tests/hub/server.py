@@ -1,75 +1,43 @@
-"""A stand-in for the Hugging Face Hub: its HTTP interface on loopback, for repositories that are folders."""
+"""A stand-in for the Hugging Face Hub: its HTTP interface on loopback, for folders of this machine."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
-REVISION = "main"
-_MODEL = re.compile(r"/api/models/(?P<id>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?")
-_TREE = re.compile(r"/api/models/(?P<id>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(/.*)?")
-_FILE = re.compile(r"/(?P<id>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+COMMIT = hashlib.sha1(b"the only commit").hexdigest()
 
 
 @dataclass
 class Hub:
-    """Repositories by id, each made when it is first asked for.
+    """Repositories by id, and how the Hub treats them."""
 
-    ``gated`` and ``renamed`` are ids; a renamed one has another repository's id as its value. ``delay_s`` passes before
-    every answer, and ``files`` counts the downloads.
-    """
-
-    folder: Path
-    make: Callable[[str, Path], None]
-    ids: set[str]
+    folders: Mapping[str, Path] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     renamed: dict[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
-    files: Counter[str] = field(default_factory=Counter)
-    requests: int = 0
-    _lock: threading.RLock = field(default_factory=threading.RLock)
+    """Of each answer, as on a slow network."""
+    requests: list[str] = field(default_factory=list)
+    """Method and path of each request."""
+    url: str = ""
 
-    def repository(self, name: str) -> Path:
-        path = self.folder / name.replace("/", "--")
-        with self._lock:
-            if not path.exists():
-                self.make(name, path)
-        return path
-
-    def file_names(self, name: str) -> list[str]:
-        path = self.repository(name)
-        return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
-
-    def commit(self, name: str) -> str:
-        """The revision of a repository: a hash of its files, so that a changed file is a new commit."""
-        path = self.repository(name)
-        digest = hashlib.sha1(usedforsecurity=False)
-        for file in self.file_names(name):
-            digest.update(file.encode())
-            digest.update(_etag(path / file).encode())
-        return digest.hexdigest()
-
-
-def _etag(path: Path) -> str:
-    stat = path.stat()
-    return hashlib.sha1(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode(), usedforsecurity=False).hexdigest()
+    def files(self, id: str) -> list[Path]:
+        return sorted(path for path in self.folders[id].rglob("*") if path.is_file())
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: HubServer
+    hub: Hub
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *arguments: Any) -> None:
+    def log_message(self, *_: object) -> None:
         pass
 
     def do_HEAD(self) -> None:
@@ -79,92 +47,72 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        hub, path = self.server.hub, unquote(urlsplit(self.path).path)
-        hub.requests += 1
-        time.sleep(hub.delay_s)
-        for pattern, answer in ((_TREE, self._tree), (_MODEL, self._model), (_FILE, self._file)):
-            if match := pattern.fullmatch(path):
-                parts = match.groupdict()
-                name = parts["id"]
-                if name in hub.renamed:
-                    return self._send(307, b"", {"Location": self.path.replace(name, hub.renamed[name])})
-                if name not in hub.ids:
-                    return self._refuse(404, "RepoNotFound", "Repository not found")
-                if parts.get("revision") not in (None, REVISION, hub.commit(name)):
-                    return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {parts['revision']}")
-                return answer(name, parts)
-        return self._refuse(404, "EntryNotFound", "Entry not found")
+        path = unquote(urlsplit(self.path).path)
+        self.hub.requests.append(f"{self.command} {path}")
+        time.sleep(self.hub.delay_s)
+        parts = path.strip("/").split("/")
+        is_api = parts[:2] == ["api", "models"]
+        parts = parts[2:] if is_api else parts
+        id, rest = "/".join(parts[:2]), parts[2:]
+        if id in self.hub.renamed:
+            self._send(307, headers={"Location": path.replace(id, self.hub.renamed[id], 1)})
+        elif id not in self.hub.folders:
+            self._error(401, "RepoNotFound")
+        elif rest and rest[1] not in ("main", COMMIT):
+            self._error(404, "RevisionNotFound")
+        elif is_api:
+            self._describe(id, is_tree=rest[:1] == ["tree"])
+        elif id in self.hub.gated and not self.headers.get("Authorization"):
+            self._error(401, "GatedRepo")
+        else:
+            self._file(self.hub.folders[id] / "/".join(rest[2:]))
 
-    def _model(self, name: str, _: dict[str, str]) -> None:
-        hub = self.server.hub
-        siblings = [{"rfilename": file} for file in hub.file_names(name)]
-        gated = "manual" if name in hub.gated else False
-        content = {"id": name, "modelId": name, "sha": hub.commit(name), "siblings": siblings, "gated": gated}
-        self._send_json({**content, "private": False, "tags": [], "downloads": 0, "likes": 0, "disabled": False})
-
-    def _tree(self, name: str, _: dict[str, str]) -> None:
-        path = self.server.hub.repository(name)
-        self._send_json(
-            [
-                {"type": "file", "path": file, "size": (path / file).stat().st_size, "oid": _etag(path / file)}
-                for file in self.server.hub.file_names(name)
+    def _describe(self, id: str, *, is_tree: bool) -> None:
+        paths = {str(path.relative_to(self.hub.folders[id])): path for path in self.hub.files(id)}
+        if is_tree:
+            found: object = [
+                {"type": "file", "path": name, "size": path.stat().st_size, "oid": _etag(path)}
+                for name, path in paths.items()
             ]
-        )
+        else:
+            found = {"id": id, "sha": COMMIT, "siblings": [{"rfilename": name} for name in paths]}
+        self._send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
-    def _file(self, name: str, parts: dict[str, str]) -> None:
-        hub = self.server.hub
-        if name in hub.gated:
-            message = f"Access to model {name} is restricted. You must have access to it and be authenticated."
-            return self._refuse(401, "GatedRepo", message)
-        file = hub.repository(name) / parts["file"]
-        if not file.is_file():
-            return self._refuse(404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": hub.commit(name)})
-        content = file.read_bytes()
-        headers = {"ETag": f'"{_etag(file)}"', "X-Repo-Commit": hub.commit(name), "Accept-Ranges": "bytes"}
-        if self.command == "GET":
-            hub.files[f"{name}/{parts['file']}"] += 1
-        begin = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
-        if begin:
-            first = int(begin[1])
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-            return self._send(206, content[first:], headers)
-        return self._send(200, content, headers)
+    def _file(self, path: Path) -> None:
+        if not path.is_file():
+            self._error(404, "EntryNotFound")
+            return
+        content = path.read_bytes()
+        headers = {"ETag": f'"{_etag(path)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        self._send(206 if start else 200, content[start:], headers)
 
-    def _refuse(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
-        reasons = {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})}
-        self._send(status, json.dumps({"error": message}).encode(), reasons)
+    def _error(self, status: int, code: str) -> None:
+        self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
 
-    def _send_json(self, content: Any) -> None:
-        self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+    def _send(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
-        for key, value in headers.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(body)))
+        for name, value in {**(headers or {}), "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        if self.command == "GET":
+            self.wfile.write(content)
 
 
-class HubServer(ThreadingHTTPServer):
-    """Serves a ``Hub`` on a free port of loopback, in a thread of its own."""
+def _etag(path: Path) -> str:
+    return hashlib.sha1(path.read_bytes()).hexdigest()
 
-    daemon_threads = True
 
-    def __init__(self, hub: Hub) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.hub = hub
-        self._thread = threading.Thread(target=self.serve_forever, daemon=True)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def __enter__(self) -> HubServer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
+@contextmanager
+def serving(hub: Hub) -> Iterator[Hub]:
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

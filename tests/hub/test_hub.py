@@ -1,0 +1,174 @@
+"""Models of the Hub by their ids: what is downloaded, what is refused and how, and the cache without network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
+
+from autotune.drafters.checkpoint import load_draft
+from autotune.errors import UserError
+from autotune.modeling import hub as hub_models
+from autotune.modeling.gguf import find_gguf
+from autotune.modeling.loading import load_model, load_processor, reference, resolve
+from autotune.modeling.target import Target
+from tests.hub.server import Hub, serving
+from tests.tiny_models import Pair
+
+IDS = ("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1")
+TOKEN = "hf_secretsecretsecret"
+
+
+@pytest.fixture
+def hub(text_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub with one model under the ids that people use, and an empty cache."""
+    with serving(Hub(dict.fromkeys(IDS, text_pair.target_folder))) as served:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", served.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(hub_models, "KNOWN_MODELS", IDS)
+        monkeypatch.chdir(tmp_path)
+        hub_models.repository.cache_clear()
+        close_session()
+        yield served
+    hub_models.repository.cache_clear()
+    close_session()
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(UserError) as caught:
+        resolve(name)
+    line = str(caught.value)
+    assert "\n" not in line and line.startswith(name[:40]), line
+    return line
+
+
+def copied(source: Path, folder: Path, **contents: object) -> Path:
+    """A copy of a model, with files of JSON beside it."""
+    shutil.copytree(source, folder)
+    for name, content in contents.items():
+        (folder / name.replace("__", ".")).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_a_model_is_loaded_by_its_id_and_again_without_network(
+    id: str, hub: Hub, text_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reference is that of the folder, so that profiles know its weights."""
+    folder = str(text_pair.target_folder)
+    for is_offline in (False, True):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+        hub_models.repository.cache_clear()
+        num_requests = len(hub.requests)
+        assert reference(id).sha256 == reference(folder).sha256
+        assert load_processor(id).chat_template == load_processor(folder).chat_template
+        assert (len(hub.requests) > num_requests) is not is_offline
+    draft = load_draft(id, Target(load_model(id)))
+    assert draft.kind == "independent"
+
+
+def test_only_files_that_transformers_reads_are_downloaded(hub: Hub, text_pair: Pair, tmp_path: Path) -> None:
+    """Configs alone for random weights; no weights of other formats."""
+    folder = copied(text_pair.target_folder, tmp_path / "source")
+    for other in ("consolidated.safetensors", "onnx/model.onnx", "original/params.json", "model.Q4_0.gguf"):
+        (folder / other).parent.mkdir(exist_ok=True)
+        (folder / other).write_bytes(b"large")
+    hub.folders = {IDS[0]: folder}
+    assert not (Path(resolve(IDS[0], weights=False)) / "model.safetensors").exists()
+    names = {path.name for path in Path(resolve(IDS[0])).rglob("*") if not path.is_dir()}
+    assert names == {path.name for path in text_pair.target_folder.iterdir()}
+
+
+def test_shards_pickles_and_missing_shards(hub: Hub, text_pair: Pair, tmp_path: Path) -> None:
+    import torch
+
+    text_pair.target.save_pretrained(sharded := tmp_path / "sharded", max_shard_size="20KB")
+    assert len([*sharded.glob("*.safetensors")]) > 1
+    (pickled := tmp_path / "pickled").mkdir()
+    shutil.copy(sharded / "config.json", pickled)
+    torch.save(text_pair.target.state_dict(), pickled / "pytorch_model.bin")
+    damaged = copied(sharded, tmp_path / "damaged")
+    next(damaged.glob("*.safetensors")).unlink()
+    hub.folders = {"a/sharded": sharded, "a/pickled-1.0": pickled, "a/damaged": damaged}
+    for id in ("a/sharded", "a/pickled-1.0"):
+        weights = load_model(id).state_dict()
+        assert all(torch.equal(weights[name], value) for name, value in text_pair.target.state_dict().items())
+    with pytest.raises(UserError, match="names this file, which is not there"):
+        load_model("a/damaged")
+
+
+def test_what_the_hub_refuses_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.gated = {IDS[0]}
+    line = refusal(IDS[0])
+    assert f"huggingface.co/{IDS[0]}" in line and "HF_TOKEN" in line and "hf auth login" in line
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert "did you mean 'Qwen/Qwen3-0.6B'?" in refusal("Qwen/Qwen3-0.6")
+    assert "did you mean 'Qwen/Qwen3-0.6B'?" in refusal("Qwen3-0.6B")
+    assert "private model" in (line := refusal("nobody/zzzz")) and TOKEN not in line
+    assert "no revision v9" in refusal(f"{IDS[1]}@v9")
+    assert Path(resolve(f"{IDS[1]}@main")).is_dir() and Path(resolve(IDS[0])).is_dir()
+
+
+def test_without_network_and_cache_the_hub_is_asked_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "does not answer" in refusal(IDS[0]) and "connect to the network" in refusal("nobody/zzzz")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "does not answer" in refusal(IDS[0]) and not hub.requests
+
+
+def test_renamed_and_slow_repositories_work(hub: Hub) -> None:
+    hub.renamed, hub.delay_s = {"old/Name-1.5": IDS[0]}, 0.05
+    assert reference("old/Name-1.5").sha256 == reference(IDS[0]).sha256
+
+
+def test_a_folder_and_a_model_of_one_name(hub: Hub, text_pair: Pair, tmp_path: Path) -> None:
+    copied(text_pair.target_folder, tmp_path / IDS[0])
+    assert f"./{IDS[0]}" in refusal(IDS[0])
+    assert resolve(f"./{IDS[0]}") == f"./{IDS[0]}"
+    (tmp_path / "nobody" / "else").mkdir(parents=True)
+    assert "run in another folder" in refusal("nobody/else")
+    assert not hub.requests
+
+
+def test_adapters_drafts_and_code_are_refused_by_name(hub: Hub, text_pair: Pair, tmp_path: Path) -> None:
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": IDS[0]}
+    (only := tmp_path / "only").mkdir()
+    (only / "adapter_config.json").write_text(json.dumps(adapter))
+    beside = copied(text_pair.target_folder, tmp_path / "beside", adapter_config__json=adapter)
+    hub.folders = {"a/only": only, "a/beside": beside}
+    for name in ("a/only", "a/beside", str(only), str(beside)):
+        line = refusal(name)
+        assert f"LORA adapter for {IDS[0]}" in line and "merge_and_unload" in line
+    configs: dict[str, dict[str, object]] = {
+        "give it as --draft": {"model_type": "llama", "draft_vocab_size": 100},
+        "need code of their repository": {"model_type": "new", "auto_map": {"AutoConfig": "code.Config"}},
+    }
+    for number, (reason, config) in enumerate(configs.items()):
+        hub.folders[f"a/{number}"] = copied(text_pair.target_folder, tmp_path / str(number), config__json=config)
+        with pytest.raises(UserError, match=reason):
+            load_model(f"a/{number}")
+
+
+def test_gguf_files_are_chosen_by_name_or_quantization(hub: Hub, tmp_path: Path) -> None:
+    (folder := tmp_path / "files").mkdir()
+    parts = [f"M-1.5.BF16-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for name in ("M-1.5.Q4_K_M.gguf", "M-1.5.Q4_K.gguf", "M-1.5.IQ4_XS.gguf", "mmproj-M-1.5.F16.gguf", *parts):
+        (folder / name).write_bytes(b"GGUF" + name.encode())
+    hub.folders = {"a/M-1.5-GGUF": folder}
+    for wanted, file in (("q4_k", "M-1.5.Q4_K.gguf"), ("Q4_K_M", "M-1.5.Q4_K_M.gguf"), ("M-1.5.IQ4_XS.gguf",) * 2):
+        found = find_gguf(f"a/M-1.5-GGUF:{wanted}")
+        assert found is not None and found.name == file and found.read_bytes().endswith(file.encode())
+    assert "M-1.5.Q4_K_M.gguf" in refusal("a/M-1.5-GGUF")
+    assert "means 0 GGUF files" in refusal("a/M-1.5-GGUF:Q2_K")
+    assert "in 2 parts" in refusal("a/M-1.5-GGUF:BF16")
+    found = find_gguf("a/M-1.5-GGUF:BF16", is_split=True)
+    assert found is not None and [path.name for path in sorted(found.parent.glob("*BF16*"))] == parts
