@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ class CachedDraft(CachedModel):
     sees_images: bool = True
     reads_placeholders: bool | None = None
     standalone_model: Any | None = None
+    max_context: float = math.inf
     aux_layers: tuple[int, ...] = ()
     capture_sizes: tuple[int, ...] = ()
     token_ids: Tensor | None = None  # the target's id of each token of a smaller vocabulary; None: the same ids

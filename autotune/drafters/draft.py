@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -38,6 +39,14 @@ the token before, [n, hidden].
 """
 
 
+LEAST_SHARED = 0.9
+"""Share of the larger vocabulary that the smaller one has at least, where they cannot be compared token by token."""
+
+
+class DraftNotice(UserWarning):
+    """A draft that fits its target nearly, and what of it is not used. Tokens are the target's all the same."""
+
+
 class Dimensions(NamedTuple):
     """The parts of a draft that a search may choose, without its visual tokens."""
 
@@ -68,6 +77,8 @@ class Draft(Protocol):
     """Whether the draft has visual tokens, of which a search may choose a share."""
     reads_placeholders: bool | None
     """Whether the draft reads the placeholders of images as text (``subnet.VisualInput``); None where it cannot."""
+    max_context: float
+    """Longest sequence that the draft can read, in tokens; a longer request goes on without it."""
     device: torch.device
 
     @property
@@ -145,24 +156,57 @@ class Draft(Protocol):
         """
 
 
-def check_vocabulary(target: Target, vocab_size: int, tokenizer: Any = None) -> None:
-    """Check that target and draft have one vocabulary. If both tokenizers are known, one may have more tokens than the
-    other, because models pad their vocabularies and VLMs add tokens.
+def check_vocabulary(target: Target, vocab_size: int, tokenizer: Any = None) -> list[int]:
+    """Compare the vocabularies of target and draft. The ids that both have must be the same tokens, added tokens
+    excepted: fine-tunes rename reserved ones. Either may have more tokens, because models pad their vocabularies and
+    VLMs add tokens. Where a tokenizer is unknown, the sizes must be nearly the same. A ``DraftNotice`` says what
+    differs.
+
+    Returns:
+        The ids that the draft must not propose, because they are other tokens of the target.
 
     Raises:
-        UserError: tokenizers that contradict each other, or different sizes if a tokenizer is unknown.
+        UserError: other ordinary tokens, or other sizes if a tokenizer is unknown.
     """
-    if tokenizer is not None and target.tokenizer is not None:
-        smaller, larger = sorted((tokenizer.get_vocab(), target.tokenizer.get_vocab()), key=len)
-        if not smaller.items() <= larger.items():
-            raise UserError(
-                "target and draft must share one vocabulary; their tokenizers differ; use a draft made for this target"
+    rule, advice = "target and draft must share one vocabulary", "use a draft made for this target"
+    if tokenizer is None or target.tokenizer is None:
+        smaller, larger = sorted((vocab_size, target.vocab_size))
+        sizes = f"the target has {target.vocab_size} tokens, the draft {vocab_size}"
+        if smaller < LEAST_SHARED * larger:
+            raise UserError(f"{rule}; {sizes}; {advice}")
+        if smaller < larger:
+            notify(
+                f"{sizes}, and the tokenizers of both are not known: the first {smaller} are taken for the same tokens"
             )
-    elif vocab_size != target.vocab_size:
+        return []
+    ours, theirs = (
+        {number: token for token, number in one.get_vocab().items()} for one in (tokenizer, target.tokenizer)
+    )
+    renamed = sorted(number for number in ours.keys() & theirs.keys() if ours[number] != theirs[number])
+    added = set(_added_tokens(tokenizer)) | set(_added_tokens(target.tokenizer))
+    if ordinary := [number for number in renamed if number not in added]:
+        first = ordinary[0]
         raise UserError(
-            f"target and draft must share one vocabulary; the target has {target.vocab_size} tokens, the draft {vocab_size}; "
-            "use a draft made for this target"
+            f"{rule}; their tokenizers differ in {len(ordinary)} tokens, the first is {first}: {theirs[first]!r} of the target and "
+            f"{ours[first]!r} of the draft; {advice}"
         )
+    if renamed:
+        shown = ", ".join(repr(theirs[number]) for number in renamed[:4])
+        more = ", ..." if len(renamed) > 4 else ""
+        notify(
+            f"{len(renamed)} added tokens of the target have other names in the draft, which does not propose them: {shown}{more}"
+        )
+    return renamed
+
+
+def _added_tokens(tokenizer: Any) -> Collection[int]:
+    """The ids of a tokenizer's added tokens, special ones included."""
+    return getattr(tokenizer, "added_tokens_decoder", ())
+
+
+def notify(message: str) -> None:
+    """Issue a ``DraftNotice``."""
+    warnings.warn(message, DraftNotice, stacklevel=4)
 
 
 def num_kept(visual_keep: float, num_visual_tokens: int) -> int:

@@ -24,6 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, apply_rotary_pos_emb
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache
+from autotune.drafters.draft import LEAST_SHARED
 from autotune.drafters.network import JoinedLayersConfig, JoinedLayersNetwork, set_weights
 from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.trainable import CONFIG, WEIGHTS, read_tensors
@@ -295,6 +296,10 @@ def load_eagle3(
             f"{folder / WEIGHTS}: an EAGLE-3 head has the tensor {sorted(missing)[0]}; this file has "
             f"{', '.join(sorted(tensors)[:4])}, ...; give the head's own folder"
         )
+    if "d2t" not in tensors and len(tensors["lm_head.weight"]) >= LEAST_SHARED * target.vocab_size:
+        # The target's vocabulary, perhaps padded otherwise.
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][: target.vocab_size]
+        tensors["d2t"] = torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.long)
     name = "eagle_aux_hidden_state_layer_ids"
     outputs = (content.get("eagle_config") or {}).get(name) or ()  # counted by the layers' outputs, as in SGLang
     layers = tuple(content.get(name) or [number + 1 for number in outputs] or published_layers(num_layers))
@@ -317,8 +322,6 @@ def load_eagle3(
         has_embedding="embed_tokens.weight" in tensors,
         fc_bias="fc.bias" in tensors,
     )
-    if (size := len(tensors["lm_head.weight"])) >= target.vocab_size:
-        tensors.setdefault("d2t", torch.zeros(size, dtype=torch.long))  # the target's vocabulary
     what = "the EAGLE-3 head that config.json describes"
     set_weights(network, tensors, source=folder / WEIGHTS, what=what, advice="give both files of one head")
     if network.embed_tokens is None and layer.hidden_size != hidden_size:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autotune.cost.table import ModelShape
 from autotune.documents.subnet import Subnet
 from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.cached_draft import CachedDraft, pad_rows, table_rows
-from autotune.drafters.draft import Dimensions, FeatureSource, kept_tokens
+from autotune.drafters.draft import LEAST_SHARED, Dimensions, FeatureSource, kept_tokens, notify
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
 from autotune.modeling.graph_memory import Outputs
@@ -179,7 +179,7 @@ class FeatureDraft(CachedDraft):
         embedding = self.network.embedding
         lowest, highest = (0, -1) if self.token_ids is None else map(int, self.token_ids.aminmax())
         if min(lowest, target.vocab_size - 1 - highest) < 0 or (
-            embedding is not None and embedding.num_embeddings < target.vocab_size
+            embedding is not None and embedding.num_embeddings < LEAST_SHARED * target.vocab_size
         ):
             own = highest + 1 if embedding is None else max(highest + 1, embedding.num_embeddings)
             raise UserError(
@@ -191,7 +191,7 @@ class FeatureDraft(CachedDraft):
         self.device, self.dtype = target.device, target.dtype
         self.token_ids = self.network.token_ids  # on the network's new device
         self.vocab_size = self.target_vocab_size = target.vocab_size
-        self._embed = embedding or text.module.get_input_embeddings()
+        self._embed = _shared_embedding(embedding, target.vocab_size) or text.module.get_input_embeddings()
         cut = self.token_ids if self.vocabulary is not None else None
         self._head = (text if cut is None else text.with_vocabulary(cut)).logits
         # States of the root and the tokens evaluated since, from which their children take features.
@@ -368,3 +368,11 @@ class FeatureDraft(CachedDraft):
         self._pending += [*(int(token) for token in tree.token[path]), next_token]
         rows = np.array([ROOT, *path])
         self._pending_features.append({layer: select(self._target.hidden[layer], rows, 0) for layer in self.aux_layers})
+
+
+def _shared_embedding(embedding: nn.Embedding | None, vocab_size: int) -> Callable[[Tensor], Tensor] | None:
+    """A draft's own embedding, which reads tokens of the target that it does not have as token 0."""
+    if embedding is None or (size := embedding.num_embeddings) >= vocab_size:
+        return embedding
+    notify(f"the target has {vocab_size} tokens, the draft's embedding {size}: it reads the others as token 0")
+    return lambda tokens: embedding(tokens.where(tokens < size, 0))

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from autotune.acceptance.trace import Forest
 from autotune.drafters.cached_draft import CachedDraft
-from autotune.drafters.draft import FeatureSource, check_vocabulary, kept_tokens
+from autotune.drafters.draft import FeatureSource, check_vocabulary, kept_tokens, notify
 from autotune.drafters.forests import AnswerToRecord
 from autotune.drafters.path_forest import PathForestGrower
 from autotune.errors import UserError
-from autotune.modeling.prompt import EncodedPrompt, placeholders_of, token_rows
+from autotune.modeling.prompt import EncodedPrompt, placeholders_of, token_rows, visual_tokens
 from autotune.modeling.quantization import num_parameters, weight_bytes
 from autotune.modeling.self_check import check_tree_decoding
 from autotune.modeling.step import Step
@@ -31,11 +31,19 @@ if TYPE_CHECKING:
     from autotune.modeling.target import Target
 
 
+_TOWER_SIZES = (
+    *("image_size", "patch_size", "temporal_patch_size", "spatial_merge_size", "scale_factor", "mm_tokens_per_image"),
+    *("vision_feature_select_strategy", "image_grid_pinpoints", "vision_aspect_ratio", "pooling_kernel_size"),
+)
+"""Settings of a vision tower and its projector that decide how many features an image has."""
+
+
 class IndependentDraft(CachedDraft, TreeModel):
     """Drafts with a separate model. After a round, the only accepted node that it has not evaluated may be a leaf.
 
-    A draft of the target's model type sees images, because the target's processor made the pixels for it too. Any other
-    draft gets the prompt without image placeholders.
+    A draft of the target's model type, whose vision tower gives as many features, sees images, because the target's
+    processor made the pixels for it too. Any other draft gets the prompt without image placeholders. Tokens that the
+    draft does not have are read as token 0.
 
     Raises:
         UserError: a model that trees cannot decode (see ``text_model_of`` and ``check_tree_decoding``).
@@ -49,10 +57,12 @@ class IndependentDraft(CachedDraft, TreeModel):
         TreeModel.__init__(self, model)
         self.tokenizer, self.standalone_model = tokenizer, model
         self.visual_keep = visual_keep
-        self.sees_images = True  # whether the model type is the target's
+        self.sees_images = True  # whether the target's pixels are also the draft's
         self.reads_placeholders: bool | None = False  # True to record what a serving engine shows a draft
         self._placeholders = placeholders_of(model.config)
+        self.max_context = self.text.max_context
         self._num_common = self.target_vocab_size = self.vocab_size  # vocabulary shared with the target
+        self._renamed: Tensor | None = None  # tokens that are others of the target, [n]
         self._attached: Callable[[], Target | None] = lambda: None
         check_tree_decoding(self)
 
@@ -65,18 +75,38 @@ class IndependentDraft(CachedDraft, TreeModel):
         return weight_bytes(self.model)
 
     def forest(self, answer: AnswerToRecord) -> Forest:
-        return PathForestGrower(self, answer).grow_all() if self.has_states else super().forest(answer)
+        forest = PathForestGrower(self, answer).grow_all() if self.has_states else super().forest(answer)
+        beyond = slice(max(0, int(self.max_context) - answer.first_position), max(0, len(answer.tokens) - 1))
+        for found, nothing in ((forest.child_token, -1), (forest.child_logprob, -np.inf), (forest.child_node, -1)):
+            found[beyond] = nothing  # a request that is longer than the draft's context goes on without it
+        return forest
 
     def attach(self, target: Target) -> None:
         if self._attached() is target:
             return
-        check_vocabulary(target, self.vocab_size, self.tokenizer)
+        renamed = check_vocabulary(target, self.vocab_size, self.tokenizer)
         self._attached = weakref.ref(target)
         self._num_common = min(self.vocab_size, target.vocab_size)
         self.target_vocab_size = target.vocab_size
+        renamed = [token for token in renamed if token < self._num_common]
+        self._renamed = torch.tensor(renamed, device=self.device) if renamed else None
+        if self.max_context < target.max_context:
+            notify(
+                f"the draft's context has {self.max_context} tokens, the target's {target.max_context}: longer requests go on "
+                "without a draft from there"
+            )
         ours, theirs = self.model.config, target.model.config
         self._placeholders = placeholders_of(theirs)
         self.sees_images = ours.model_type == theirs.model_type and placeholders_of(ours) == self._placeholders
+        is_known = all(token < self.vocab_size or token >= target.vocab_size for token in self._placeholders)
+        if self.sees_images and self._placeholders and not (is_known and _tower_sizes(ours) == _tower_sizes(theirs)):
+            self._read_text_only()
+
+    def _read_text_only(self) -> None:
+        self.sees_images = False
+        notify(
+            "the draft's vision tower does not give the target's number of features for an image: it reads text only"
+        )
 
     def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt] = ()) -> Sequence[EncodedPrompt]:
         """The rows of a batch, encoded by the draft's own vision tower or without visual tokens.
@@ -85,16 +115,26 @@ class IndependentDraft(CachedDraft, TreeModel):
             UserError: placeholders are to be read as text, and the draft's vocabulary does not hold them.
         """
         if self.reads_placeholders:
-            rows = [row.to(self.device) for row in token_rows(inputs)]
-            if (largest := max(int(row.max()) for row in rows)) >= self.vocab_size:
+            if (largest := max(self._placeholders, default=0)) >= self.vocab_size:
                 raise UserError(
                     f"the draft's vocabulary has {self.vocab_size} tokens, so it cannot read the placeholder {largest} as text; "
                     "record it without --visual-input placeholders"
                 )
+            rows = [self._known(row.to(self.device)) for row in token_rows(inputs)]
             return [EncodedPrompt(row, torch.zeros_like(row, dtype=torch.bool)) for row in rows]
         if self.sees_images:
-            return self.encode(inputs).prompts
+            try:
+                return self.encode({**inputs, "input_ids": self._known(inputs["input_ids"])}).prompts
+            except UserError:
+                if not target_prompts:
+                    raise
+                self._read_text_only()  # the target has read the same inputs
         return [self._text_of(row.to(self.device)) for row in token_rows(inputs)]
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """The tokens with 0 in place of those that the draft does not have."""
+        is_known = (tokens < self.vocab_size) | visual_tokens(self.model.config, tokens)
+        return tokens.where(is_known, 0)
 
     def _text_of(self, tokens: Tensor) -> EncodedPrompt:
         is_text = torch.ones_like(tokens, dtype=torch.bool)
@@ -102,6 +142,7 @@ class IndependentDraft(CachedDraft, TreeModel):
             is_text &= tokens != placeholder
         is_text[-1] = True  # the prompt must not be empty
         tokens = tokens[is_text]
+        tokens = tokens.where(tokens < self.vocab_size, 0)
         return EncodedPrompt(tokens, torch.zeros_like(tokens, dtype=torch.bool))
 
     def prefill(self, prompt: EncodedPrompt, visual_scores: Tensor | None, *, capacity: int) -> None:
@@ -120,7 +161,8 @@ class IndependentDraft(CachedDraft, TreeModel):
         """Logits [n, shared vocabulary]. Features are not read."""
         # Ids in the padding of the target's vocabulary are unknown.
         tokens = np.where(step.tokens < self.vocab_size, step.tokens, 0)
-        return TreeModel.forward(self, step._replace(tokens=tokens))[:, : self._num_common]
+        logits = TreeModel.forward(self, step._replace(tokens=tokens))[:, : self._num_common]
+        return logits if self._renamed is None else logits.index_fill(1, self._renamed, -torch.inf)
 
     def _pending_hidden(self) -> Mapping[int, Tensor]:
         return {}
@@ -134,3 +176,8 @@ class IndependentDraft(CachedDraft, TreeModel):
         evaluated = [int(slot) for slot in tree.kv_slot[path] if slot >= 0]
         self.cache.keep(evaluated)
         self._pending += [*tree.token[path][len(evaluated) :].tolist(), next_token]
+
+
+def _tower_sizes(config: Any) -> list[Any]:
+    parts = config, getattr(config, "vision_config", None)
+    return [getattr(part, name, None) for part in parts for name in _TOWER_SIZES]

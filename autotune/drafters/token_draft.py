@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ class TokenDraft(ABC):
     sees_images = False
     reads_placeholders: bool | None = None
     has_states = False
+    max_context = math.inf
     mode = EAGER
     graph_runner = None
     weight_bytes = num_parameters = kv_bytes_per_token = 0

@@ -31,7 +31,7 @@ from autotune.runtime.generate_args import (
     takes_vision_inputs,
 )
 from autotune.runtime.ownership import Ownership
-from autotune.runtime.points import LoadedPoint, check_paths
+from autotune.runtime.points import LoadedPoint, as_draft, check_paths
 from autotune.runtime.preparation import TREE_SLOTS, Preparation, Report, decoding_mode, prepare
 from autotune.runtime.rounds import Round
 from autotune.runtime.session import Session
@@ -52,8 +52,9 @@ class Decoder:
 
     Args:
         target: a Hugging Face model, as ``from_pretrained`` returns it.
-        draft: a smaller model with the same vocabulary, or None for plain autoregressive (AR) decoding through the same
-            code.
+        draft: a smaller model with the same vocabulary; the name of a draft as the commands take it (``retrieval``,
+            a folder or id, ``digits/star``, ``FOLDER:mtp``); or None for plain autoregressive (AR) decoding through the
+            same code.
         points: operating points with their conditions, in place of ``draft`` and ``point``. A request is decoded by the
             first point whose condition it meets; every request must meet the last one's.
         capture_sizes: numbers of tokens that forward passes are padded to. Without them, ``eager`` pads nothing and
@@ -91,7 +92,7 @@ class Decoder:
         self.profile = profile
         if processor is not None:
             self.target.tokenizer = getattr(processor, "tokenizer", processor)
-        self.points = tuple(points) or (LoadedPoint(draft, **point),)
+        self.points = tuple(points) or (LoadedPoint(as_draft(draft, self.target), **point),)
         self.point = self.points[-1]
         """The operating point of the latest request."""
         for loaded in self.points:

@@ -76,7 +76,7 @@ def load(
     drafts = {
         network: load_draft(checked_id(ModelReference(id=choice.id, sha256=choice.sha256)), loaded, choice.subnet)
         if draft is None
-        else as_draft(draft)
+        else as_draft(draft, loaded)
         for network, choice in choices.items()
     }
     processor = None

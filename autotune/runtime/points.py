@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from autotune.documents.condition import Condition
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
+from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.draft import Draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
+from autotune.modeling.loading import load_tokenizer
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import COUPLED_TEMPERATURE, TokenSampler
 from autotune.trees.fallback import Fallback, RoundPrice
@@ -92,6 +95,21 @@ def check_paths(points: Iterable[LoadedPoint], target: Target) -> None:
                 )
 
 
-def as_draft(draft: Any | None) -> Draft | None:
-    """Wrap a Hugging Face model as an independent draft; return a draft, or None, as it is."""
-    return draft if draft is None or hasattr(draft, "propose") else IndependentDraft(draft)
+def as_draft(draft: Any | None, target: Target | None = None) -> Draft | None:
+    """The draft of an operating point: a draft or None as it is, a Hugging Face model as an independent draft, or the
+    draft that ``load_draft`` loads by name for ``target``.
+
+    Raises:
+        UserError: neither of these.
+    """
+    if draft is None or (hasattr(draft, "propose") and not isinstance(draft, type)):
+        return draft
+    if isinstance(draft, (str, Path)) and target is not None:
+        return load_draft(str(draft), target)
+    if not hasattr(draft, "get_decoder") or isinstance(draft, type):
+        raise UserError(
+            f"a draft is a loaded model, a name that Decoder(target, draft=...) loads, or None; got {' '.join(repr(draft).split()):.60}; "
+            "give one of them"
+        )
+    folder = getattr(draft.config, "_name_or_path", "") or "?"
+    return IndependentDraft(draft, tokenizer=load_tokenizer(folder) if Path(folder).is_dir() else None)

@@ -77,6 +77,7 @@ class Session:
             emitted = request.emit([token])
             stats.prompt_tokens, stats.new_tokens = len(request.prompt), 1
             stats.target_prefill_ms += now_ms(self.target.device) - started
+        self._leave_draft_behind()
         return emitted
 
     def round(self) -> list[int]:
@@ -88,6 +89,11 @@ class Session:
     def plain_step(self) -> list[int]:
         """Decode one token with the target alone; a draft reads it too."""
         return self._advance(self._plain_step)
+
+    def _leave_draft_behind(self) -> None:
+        """Go on without the draft, once the request is longer than its context."""
+        if self.draft is not None and len(self.request.prompt) + len(self.request.tokens) > self.draft.max_context:
+            self.draft = None
 
     def close(self) -> None:
         """Restore target and draft. Closing twice does nothing."""
@@ -130,6 +136,7 @@ class Session:
             stats.accepted_lengths.append(min(len(tokens) - 1, len(emitted)))
             stats.new_tokens += len(emitted)
             stats.decode_ms += host_ms() - started
+        self._leave_draft_behind()
         return emitted
 
     def _prefill_draft(self, draft: Draft) -> None:
