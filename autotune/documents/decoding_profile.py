@@ -190,6 +190,10 @@ class Evidence(Document):
     shrinkage: Shrinkage | None = None
     differences: Differences | None = None
     """Null where the profile decodes plainly, or was not measured."""
+    degenerate: str | None = None
+    """How many of the target's answers that were recorded are degenerate (``acceptance.degenerate_answers``); null for
+    few.
+    """
 
 
 class WorkloadReference(Document):

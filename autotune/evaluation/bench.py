@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autotune.acceptance.degenerate_answers import degenerate_answers
 from autotune.console import Console
 from autotune.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.device import fingerprint
@@ -82,6 +83,11 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
         )
     if decoder.profile is not None and len(decoder.profile.points) > 1:
         console.say(f"{TUNED}: {points_used(decoder.profile, runs[TUNED])}")
+    decoded = prompts.prompts[: len(runs[AR])]
+    limits = [prompt.settings.max_new_tokens for prompt in decoded]
+    degenerate = degenerate_answers([runner.answers[AR, prompt.sha256] for prompt in decoded], limits)
+    if degenerate is not None:
+        console.say(degenerate)
     results = BenchResults(runs, prompts, settings.seed)
     results.print(console, lossy_sweep=settings.lossy_sweep)
     return {
@@ -94,6 +100,7 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
         "unavailable": chosen.unavailable,
         "notes": chosen.notes,
         "repeated_runs": runner.num_repeated,
+        "degenerate_answers": degenerate,
         **results.to_json(),
     }
 

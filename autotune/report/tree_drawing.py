@@ -74,7 +74,8 @@ def draw_tree(tree: Tree, path: Sequence[int], texts: Sequence[str], next_text: 
         parts.append(_edge(corners[last], next_corner, "own"))
     parts.append(_box(corners[ROOT], texts[ROOT], "root", "root", f"last token of the prefix: {texts[ROOT]!r}"))
     for node in range(1, size):
-        share = float(np.exp(tree.path_logprob[node] - tree.path_logprob[parent[node]]))
+        logprob = tree.path_logprob[node]  # -inf for retrieved tokens, and for their children
+        share = float(np.exp(logprob - tree.path_logprob[parent[node]])) if np.isfinite(logprob) else 0.0
         facts = f"{texts[node]!r}, depth {depth[node]}, rank {tree.rank[node] + 1}, probability {100 * share:.1f} %"
         caption = f"{'✓ ' if kinds[node] == 'accepted' else ''}{100 * share:.0f} %"
         parts.append(_box(corners[node], texts[node], caption, kinds[node], f"{facts}: {kinds[node]}"))

@@ -32,7 +32,7 @@ from autotune.search.screening import print_screened, screen, survivors
 from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, bounds_of, load_space
 from autotune.search.thresholds import ANSWERS_SHARE, CONFIRMING, MIN_TREE_SEARCH_S, STAGES
-from autotune.search.traces import print_agreement, record_traces
+from autotune.search.traces import degenerate_in, print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, StudyDraft
@@ -66,6 +66,8 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
         trees = run.search_trees(prompts.choosing)
     with run.stage("finalists and evaluation"):
         profile = run.select_profile(prompts, trees)
+    warning = degenerate_in(traces[0], run.tune)
+    profile = profile.model_copy(update={"evidence": profile.evidence.model_copy(update={"degenerate": warning})})
     for path in (run.folder / PROFILE, settings.output):
         profile.save(path)
     if settings.table is not None:

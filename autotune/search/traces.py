@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from autotune.acceptance.degenerate_answers import degenerate_answers
 from autotune.acceptance.trace import ForestBounds, Trace, save_trace
 from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
@@ -19,6 +22,7 @@ from autotune.recording.answers import ANSWERS_AT_ONCE
 from autotune.recording.recorder import Report, check_visual_input
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import ANSWERS_SHARE, MIN_TRACED_PROMPTS
+from autotune.trees.limits import Ints
 from autotune.workloads.workload import Workload
 
 PROMPTS_AT_ONCE = 2  # between two looks at the clock
@@ -64,7 +68,16 @@ def record_traces(
     for trace in traces:
         draft = trace.header.draft.id.replace("/", "-")
         save_trace(folder / "traces" / draft / f"{trace.header.name}.trace.json", trace)
+    if warning := degenerate_in(traces[0], workload):
+        console.say(warning)
     return traces
+
+
+def degenerate_in(trace: Trace, workload: Workload) -> str | None:
+    """The line about the degenerate answers of a trace to the first prompts of a workload, if there are any."""
+    answers: list[Ints] = np.split(trace.forest.answer, trace.answer_start[1:-1])
+    limits = [prompt.settings.max_new_tokens for prompt in workload.prompts[: len(answers)]]
+    return degenerate_answers(answers, limits)
 
 
 def record_in_worker(model_pool: ModelPool, rank: int, work: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from autotune.acceptance.degenerate_answers import degenerate_answers
 from autotune.console import Console
 from autotune.container import num_cores
 from autotune.device import cpu_fingerprint
@@ -224,6 +225,9 @@ def _plain(
     plain = serve_in_turns({OFF: server}, {OFF: []}, prompts, stage, console, record=record)[OFF]
     if all(len(answer.tokens) == 1 for answer in plain.answers):
         raise UserError("every answer has one token, and nothing to speculate; give other prompts or --max-new-tokens")
+    answers = [answer.tokens for answer in plain.answers]
+    if warning := degenerate_answers(answers, [answer.limit for answer in plain.answers]):
+        console.say(f"answers    {warning}")
     longest = sorted(zip(prompts, plain.answers, strict=True), key=lambda pair: -len(pair[1].tokens))[:SELF_TEST]
     again = [server.ask(prompt) for prompt, _ in longest]
     differing = sum(one.tokens != answer.tokens for one, (_, answer) in zip(again, longest, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.forests import ROOTS_AT_ONCE, choose_expanded
 from autotune.drafters.independent import IndependentDraft
+from autotune.errors import UserError
 from autotune.modeling.prompt import visual_tokens
 from autotune.modeling.target import Target
 from autotune.recording.answers import AnswerRecorder
@@ -67,6 +69,24 @@ def num_forwards(target: Target, draft: IndependentDraft) -> Any:
 
 
 # -------- answers
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_name_the_prompt_and_lose_nothing(
+    fresh: Recorder, workload: Workload, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a batch, alone, and in answers to train on."""
+    first, text = workload.prompts[0], fresh.target.text
+    kept = fresh.answers(replace(workload, prompts=(first,)))
+    logits = type(text).logits
+    monkeypatch.setattr(type(text), "logits", lambda self, hidden: torch.full_like(logits(self, hidden), value))
+    with pytest.raises(UserError, match=r"^workload\.jsonl:[2-5]: .* at position \d+ are not finite in float32"):
+        fresh.answers(workload)
+    assert fresh.answers(replace(workload, prompts=(first,))) == kept
+    for prompt in workload.prompts[1:4]:
+        with pytest.raises(UserError, match=rf"^{prompt.name}: .* are not finite"):
+            fresh.answers_to_train_on([prompt])
+    assert len(list(fresh.folder.rglob("*.json"))) == 1
 
 
 def test_answers_are_those_of_plain_decoding(

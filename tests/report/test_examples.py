@@ -75,6 +75,19 @@ def test_root_alone_is_drawn() -> None:
     assert classes(draw_tree(tree, [], ["a"], "b", "")) == ["node root", "node own"]
 
 
+@pytest.mark.filterwarnings("error")
+def test_tokens_without_a_probability_are_drawn(found: list[ReplayedRound]) -> None:
+    """Retrieved ones, and their children."""
+    one = next(one for one in found if one.tree is not None and one.tree.size[0] > 2)
+    assert one.tree is not None
+    size = int(one.tree.size[0])
+    before = one.tree.path_logprob[1:size].copy()
+    one.tree.path_logprob[1:size] = -np.inf
+    svg = draw_tree(one.tree, [], ["a"] * size, None, "")
+    one.tree.path_logprob[1:size] = before
+    assert "nan" not in svg and svg.count("probability 0.0 %") == size - 1
+
+
 def test_drawn_round_accepts_most_branches(found: list[ReplayedRound]) -> None:
     drawn = found[round_to_draw(found)]
 
