@@ -177,7 +177,7 @@ def _furthest_reach(model: TreeModel) -> tuple[str, int]:
                 look(name, inner)
         elif isinstance(value, int) and value < text.max_context and _REACH.search(name):
             is_known = name == "sliding_window" and value in text.windows.values()
-            found += [] if is_known or _NO_REACH.search(name) else [(name, value)]
+            found.extend([] if is_known or _NO_REACH.search(name) else [(name, value)])
 
     look("", text.config.to_dict())
     return max(found, key=lambda each: each[1])
