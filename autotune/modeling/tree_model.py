@@ -24,7 +24,7 @@ from autotune.modeling.packed_step import PackedStep
 from autotune.modeling.prompt import Encoded, EncodedPrompt, encode
 from autotune.modeling.quantization import unquantized, weight_bytes
 from autotune.modeling.step import Step
-from autotune.modeling.text_model import text_model_of
+from autotune.modeling.text_model import TextModel, text_model_of
 from autotune.modeling.transfer import to_device
 from autotune.modeling.vision_timing import vision_parts
 
@@ -49,6 +49,14 @@ class TreeModel(CachedModel):
         self._has_mrope = hasattr(getattr(model, "model", None), "get_rope_index")
         self._num_pruned = 0  # tokens of the prompt that were dropped before the first layer
         self._rope_delta = np.zeros(1, np.int64)  # position minus index in the sequence, after an image (M-RoPE)
+        self._allocate(DEFAULT_CAPACITY)
+
+    def use_text(self, text: TextModel) -> None:
+        """Take another view of the same text model, with other windows; the cache is emptied."""
+        self.text = text
+        for runner in self._graph_runners.values():
+            runner.reset()
+        self.cache.release()
         self._allocate(DEFAULT_CAPACITY)
 
     def _allocate(self, capacity: int) -> None:

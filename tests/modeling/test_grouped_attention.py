@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from autotune.modeling.grouped_attention import grouped_attention
+from autotune.modeling.kv_cache import SlabLayer
+from autotune.modeling.text_model import text_model_of
+from autotune.modeling.visual_attention import observed_attention
 from autotune.runtime.decoder import Decoder
+from tests.tiny_models import Pair
 
 
 def inputs(
@@ -61,3 +69,17 @@ def test_decoding_repeats_no_keys_and_leaves_the_config_as_it_was(mode: str, mon
         mask = torch.zeros(1, 1, 3, 3)
         model(input_ids=prompt[:, :3], attention_mask=mask)
     assert len(calls) == 2 * 2, "keys and values of two layers"
+
+
+def test_attention_functions_have_the_names_of_transformers(text_pair: Pair) -> None:
+    """Some classes call them by name."""
+    expected = list(inspect.signature(sdpa_attention.sdpa_attention_forward).parameters)[:5]
+    functions = [ALL_ATTENTION_FUNCTIONS["autotune_grouped_sdpa"]]
+    text = text_model_of(text_pair.target)
+    with observed_attention(text, lambda attention: None):
+        functions.append(ALL_ATTENTION_FUNCTIONS[text.config._attn_implementation])
+    for function in functions:
+        parameters = inspect.signature(function).parameters
+        assert [*parameters][:5] == expected and parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
+    slab, layer = (inspect.signature(each.update).parameters for each in (SlabLayer, DynamicLayer))
+    assert [*slab][:3] == [*layer][:3], "key_states and value_states"

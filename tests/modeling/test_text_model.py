@@ -205,6 +205,60 @@ def test_a_wrong_answer_anywhere_fails_the_self_check(monkeypatch: pytest.Monkey
         Decoder(model)
 
 
+def gpt_neo(window: int) -> Any:
+    """Counts its windows in cache slots, by a mask of its own, so that siblings of a tree see other tokens."""
+    sizes = {"num_layers": 2, "num_heads": 4, "max_position_embeddings": 8192}
+    local = {"attention_types": [[["global", "local"], 1]], "window_size": window}
+    return hf.GPTNeoForCausalLM(hf.GPTNeoConfig(vocab_size=300, hidden_size=32, **sizes, **local))
+
+
+@pytest.mark.parametrize(
+    ("window", "reason"),
+    [
+        (48, "a tree's logits differ"),
+        (256, "a tree's logits differ"),
+        (5000, "it reads 4,096 tokens, and window_size of the config is 5,000"),
+    ],
+)
+def test_the_self_check_reads_past_windows_of_any_name(window: int, reason: str) -> None:
+    with pytest.raises(UserError, match=f"'gpt_neo' .*the self-check failed, {reason}"):
+        Decoder(built(lambda: gpt_neo(window)))
+
+
+def long_window() -> Any:
+    return hf.Starcoder2ForCausalLM(hf.Starcoder2Config(**SIZES, sliding_window=4096))
+
+
+@pytest.mark.filterwarnings("ignore::autotune.modeling.self_check.SelfCheckNotice")
+def test_the_self_check_shortens_a_window_that_it_cannot_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only for its duration."""
+    model = built(long_window)
+    target = Decoder(model).target
+    assert (model.config.sliding_window, target.text.windows) == (4096, {"sliding_attention": 4096})
+    assert target.cache.layers[0].window == 4096
+    monkeypatch.setattr("autotune.modeling.kv_cache.first_visible", lambda length, window: 0)
+    with pytest.raises(UserError, match="the self-check failed"):  # whose masks beyond the window are wrong
+        Decoder(built(long_window))
+
+
+@pytest.mark.filterwarnings("ignore::autotune.modeling.self_check.SelfCheckNotice")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_that_calls_attention_by_names_is_decoded(attention: str) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "moe_intermediate_size": 32}
+    sizes |= {"num_dense_layers": 1, "sliding_window": 9, "head_dim": 8}
+    config = hf.AfmoeConfig(**SIZES, **sizes, attn_implementation=attention)
+    model = built(lambda: hf.AfmoeForCausalLM(config))
+    inputs = {"input_ids": torch.arange(20, 40)[None]}
+    expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert torch.equal(Decoder(model, model, tree=TREE).generate(**inputs, max_new_tokens=20).sequences, expected)
+
+
+def test_a_defect_of_this_package_is_not_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.modeling.tree_model.to_device", None)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        Decoder(built(mixtral))
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
