@@ -401,7 +401,7 @@ class _Leaf(Document):
 
 class _Tree(Document):
     leaves: str | list[_Leaf] | None = None
-    names: dict[str, int | list[int]] = {}
+    names: dict[str, int | list[int]] = Field(default_factory=dict)
 
 
 @pytest.mark.parametrize(

@@ -411,6 +411,13 @@ CONFIGS: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
+CALL = {
+    "num_beams": 2,
+    "num_return_sequences": 2,
+    "penalty_alpha": 0.1,
+}  # a call's own are refused, and never warned of
+
+
 @pytest.mark.parametrize(("settings", "said"), CONFIGS)
 def test_odd_generation_configs_give_the_greedy_answer(
     settings: dict[str, Any], said: str | None, decoder: Decoder, prompts: dict[str, Inputs], configured: Any
@@ -421,12 +428,12 @@ def test_odd_generation_configs_give_the_greedy_answer(
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         assert torch.equal(decoder.generate(**prompts["text"], max_new_tokens=12).sequences, plain)
+        with pytest.raises(UserError, match="num_beams"):
+            decoder.generate(**prompts["text"], max_new_tokens=3, **CALL)
     lines = [str(one.message) for one in found if "generation config has" in str(one.message)]
     assert lines == (
         [] if said is None else [f"the model's generation config has {said}; one sequence is decoded, token by token"]
     )
-    with pytest.raises(UserError, match="num_beams"):
-        decoder.generate(**prompts["text"], max_new_tokens=3, num_beams=2)
 
 
 @pytest.mark.parametrize(
