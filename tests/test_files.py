@@ -16,11 +16,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from autotune import files
 from autotune.errors import UserError, nearest
-from autotune.files import Document
+from autotune.files import Document, describe
 
 
 class Part(Document):
@@ -393,6 +393,32 @@ def test_hashes_depend_on_content_and_order(tmp_path: Path) -> None:
     assert files.sha256_of(b) == "d4735e3a265e16eee03f59718b9b5d03019c07d8b6c51f90da3a666eec13ab35"
     first, same, other = map(files.content_key, ({"a": 1, "b": [2]}, {"b": [2], "a": 1}, {"a": 1, "b": [3]}))
     assert first == same != other
+
+
+class _Leaf(Document):
+    size: int | list[int] = 0
+
+
+class _Tree(Document):
+    leaves: str | list[_Leaf] | None = None
+    names: dict[str, int | list[int]] = Field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ({"leaves": [{"size": "x"}]}, "leaves.0.size: input should be a valid integer; got 'x'"),
+        ({"leaves": [{"size": [1, "x"]}]}, "leaves.0.size.1: input should be a valid integer; got 'x'"),
+        ({"leaves": [{"sise": 1}]}, "unknown key 'leaves.0.sise'; did you mean 'size'?"),
+        ({"leaves": [{"Size": 1}]}, "unknown key 'leaves.0.Size'; did you mean 'size'?"),
+        ({"leaves": 5}, "leaves: input should be a valid string; got 5"),
+        ({"names": {"a": ["x"]}}, "names.a.0: input should be a valid integer; got 'x'"),
+    ],
+)
+def test_the_line_about_a_union_is_of_the_branch_of_the_value(content: Any, line: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        _Tree.model_validate(content)
+    assert describe(error.value, _Tree).startswith(line)
 
 
 def test_nearest() -> None:

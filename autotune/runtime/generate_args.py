@@ -254,7 +254,7 @@ def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     settings = {name: value for name, value in arguments.items() if name not in names}
     if settings.get("generation_config") is None:
-        settings = _usable_settings(config) | settings
+        settings = _usable_settings(config, asked=settings) | settings
     max_new_tokens, temperature, top_k, top_p = (arguments.get(name) for name in names)
     if max_new_tokens is None and not {"max_length", "generation_config"} & set(settings):
         max_new_tokens = None if config.max_new_tokens or config.max_length else DEFAULT_MAX_NEW_TOKENS
@@ -274,12 +274,12 @@ def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any
     return settings
 
 
-def _usable_settings(config: Any) -> dict[str, Any]:
-    """Settings in place of those of a model's own generation config that trees cannot honour, or transformers refuses;
-    warns of those that change the answer.
+def _usable_settings(config: Any, *, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in place of those of a model's own generation config that trees cannot honour, or transformers refuses,
+    where the call asks for none; warns of those that change the answer.
     """
-    given = {name: getattr(config, name, None) for name in _IN_PLACE}
-    usable = {name: value for name, value in _IN_PLACE.items() if given[name] not in (None, value)}
+    given = {name: getattr(config, name, None) for name in _IN_PLACE if asked.get(name) is None}
+    usable = {name: value for name, value in _IN_PLACE.items() if given.get(name) not in (None, value)}
     if others := [f"{name} {given[name]}" for name in usable if name in _OTHER_SEARCHES]:
         warnings.warn(
             f"the model's generation config has {', '.join(others)}; one sequence is decoded, token by token",

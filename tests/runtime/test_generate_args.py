@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -388,11 +389,69 @@ def test_a_cache_of_the_caller_s(pair: Pair, decoder: Decoder, prompts: dict[str
     assert torch.equal(decoder.generate(**ids, max_new_tokens=3, past_key_values=DynamicCache()).sequences, plain)
 
 
-def test_a_cache_that_cannot_be_compacted(decoder: Decoder, prompts: dict[str, Inputs], configured: Any) -> None:
-    for kind in ("quantized", "offloaded"):
-        configured.cache_implementation = kind
-        with pytest.raises(UserError, match=kind):
-            decoder.generate(**prompts["text"], max_new_tokens=3)
+@pytest.mark.parametrize("kind", ["quantized", "offloaded"])
+def test_a_cache_that_cannot_be_compacted(kind: str, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+    with pytest.raises(UserError, match=kind):
+        decoder.generate(**prompts["text"], max_new_tokens=3, cache_implementation=kind)
+
+
+# Settings of generation configs as people have them, and whether a warning says that the answer is another.
+CONFIGS: list[tuple[dict[str, Any], str | None]] = [
+    ({"do_sample": True, "temperature": 0.0}, None),
+    ({"do_sample": True, "temperature": 0.0, "top_k": -1}, None),
+    ({"top_p": 0.9, "temperature": 0.6, "typical_p": 0.9, "top_k": -1}, None),
+    ({"temperature": None, "top_k": None, "top_p": None}, None),
+    ({"num_beams": 4, "early_stopping": True, "length_penalty": 2.0}, "num_beams 4"),
+    ({"num_beams": 4, "num_beam_groups": 2, "num_return_sequences": 2}, "num_beams 4, num_return_sequences 2"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha 0.6"),
+    ({"prompt_lookup_num_tokens": 3, "assistant_confidence_threshold": 0.4}, None),
+    ({"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}, None),
+    *(({"cache_implementation": kind}, None) for kind in ("static", "hybrid", "quantized", "offloaded")),
+    ({"use_cache": False, "pad_token_id": -1, "max_length": 20}, None),
+]
+
+
+CALL = {
+    "num_beams": 2,
+    "num_return_sequences": 2,
+    "penalty_alpha": 0.1,
+}  # a call's own are refused, and never warned of
+
+
+@pytest.mark.parametrize(("settings", "said"), CONFIGS)
+def test_odd_generation_configs_give_the_greedy_answer(
+    settings: dict[str, Any], said: str | None, decoder: Decoder, prompts: dict[str, Inputs], configured: Any
+) -> None:
+    plain = decoder.generate(**prompts["text"], max_new_tokens=12).sequences
+    for name, value in settings.items():
+        setattr(configured, name, value)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert torch.equal(decoder.generate(**prompts["text"], max_new_tokens=12).sequences, plain)
+        with pytest.raises(UserError, match="num_beams"):
+            decoder.generate(**prompts["text"], max_new_tokens=3, **CALL)
+    lines = [str(one.message) for one in found if "generation config has" in str(one.message)]
+    assert lines == (
+        [] if said is None else [f"the model's generation config has {said}; one sequence is decoded, token by token"]
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_length": 400},
+        {"suppress_tokens": [5, 9], "begin_suppress_tokens": [7]},
+        {"forced_bos_token_id": 5, "forced_eos_token_id": 2},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    ],
+)
+def test_other_settings_of_generation_configs_mean_what_they_mean_to_generate(
+    settings: dict[str, Any], pair: Pair, decoder: Decoder, prompts: dict[str, Inputs], configured: Any
+) -> None:
+    for name, value in settings.items():
+        setattr(configured, name, value)
+    expected = pair.target.generate(**prompts["text"], max_new_tokens=12)
+    assert torch.equal(decoder.generate(**prompts["text"], max_new_tokens=12).sequences, expected)
 
 
 def test_embeddings_in_place_of_tokens(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
