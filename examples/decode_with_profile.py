@@ -16,12 +16,14 @@ import autotune
 def main(profile: Path, image: Path) -> None:
     decoder = autotune.load(profile)
     processor = decoder.processor
-    prompt = processor.apply_chat_template(
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Sort each row."}]}],
+    picture = {"type": "image", "image": Image.open(image)}
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": [picture, {"type": "text", "text": "Sort each row."}]}],
         add_generation_prompt=True,
-        tokenize=False,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
     )
-    inputs = processor(text=prompt, images=Image.open(image), return_tensors="pt")
 
     output = decoder.generate(**inputs, max_new_tokens=128)  # temperature=, top_p=, top_k=, seed=
     new_tokens = output.sequences[0, output.stats.prompt_tokens :]

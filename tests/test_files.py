@@ -447,3 +447,10 @@ def test_the_hash_of_large_files_is_kept_until_they_change(tmp_path: Path, monke
     record.write_text("{damaged")
     monkeypatch.setattr(files, "SETTLED_S", 3600.0)  # a later change could have the same time
     assert files.known_sha256_of(path) == files.known_sha256_of(path) and read.call_count == 5
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
+def test_text_with_a_byte_order_mark(encoding: str, tmp_path: Path) -> None:
+    mark = "\ufeff" if encoding == "utf-16-le" else ""
+    (tmp_path / "w.jsonl").write_bytes((mark + '{"prompt": "Größe?"}\n').encode(encoding))
+    assert files.read_text(tmp_path / "w.jsonl") == '{"prompt": "Größe?"}\n'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.errors import errors_about
 from autotune.execution import EAGER
+from autotune.files import write_bytes
 from autotune.modeling.target import Prefilled, Target
 from autotune.runtime.answer_batch import GreedyBatch, SampledBatch, can_batch
 from autotune.runtime.decoder import Decoder
@@ -39,12 +40,18 @@ class Answer:
         return max(map(len, self.visual_scores.values()), default=0)
 
 
-def read_answer(path: Path) -> Answer | None:
-    """A recorded answer; None where the record is missing or damaged."""
+def read_answer(path: Path, key: str) -> Answer | None:
+    """A recorded answer; None where the record is missing, damaged or of another key."""
     try:
-        return Answer(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        content = json.loads(path.read_text())
+        return Answer(**content) if content.pop("key", None) == key else None
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
+
+
+def write_answer(path: Path, key: str, answer: Answer) -> None:
+    """Write an answer with the key of what it follows from; it replaces that of another key."""
+    write_bytes(path, json.dumps({**asdict(answer), "key": key}).encode())
 
 
 class AnswerRecorder:

@@ -4,12 +4,11 @@ time.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from autotune.files import content_key, write_bytes
 from autotune.modeling.prompt import EncodedPrompt, token_rows
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
-from autotune.recording.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer
+from autotune.recording.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer, write_answer
 from autotune.recording.answers import Answer as Answer
 from autotune.runtime.answer_keys import SOFTWARE, AnswerKeys
 from autotune.runtime.token_sampler import TokenSampler
@@ -107,27 +106,27 @@ class Recorder:
         for first in range(0, len(prompts), ANSWERS_AT_ONCE):
             missing = []
             for prompt in prompts[first : first + ANSWERS_AT_ONCE]:
-                if (answer := read_answer(self._answer_path(prompt))) is not None:
+                if (answer := read_answer(self._answer_path(prompt), self._answer_key(prompt))) is not None:
                     yield prompt, answer
                 else:
                     missing.append(prompt)
             for prompt, answer in self._answers.record(missing):
-                write_bytes(self._answer_path(prompt), json.dumps(asdict(answer)).encode())
+                write_answer(self._answer_path(prompt), self._answer_key(prompt), answer)
                 yield prompt, answer
 
     def answers_to_train_on(self, prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
         """The tokens of the target's answers, missing ones decoded in one batch. Each has a file of its own, beside
         those of ``answers``, from which they may differ where two tokens are nearly tied.
         """
-        paths = {
-            prompt.sha256: self.folder / "training-answers" / f"{self._answer_key(prompt)}.json" for prompt in prompts
-        }
-        found = {sha256: answer.tokens for sha256, path in paths.items() if (answer := read_answer(path)) is not None}
+        paths = {prompt.sha256: self._answer_path(prompt, "training-answers") for prompt in prompts}
+        keys = {prompt.sha256: self._answer_key(prompt) for prompt in prompts}
+        known = {sha256: read_answer(path, keys[sha256]) for sha256, path in paths.items()}
+        found = {sha256: answer.tokens for sha256, answer in known.items() if answer is not None}
         missing = list({prompt.sha256: prompt for prompt in prompts if prompt.sha256 not in found}.values())
         for prompt, tokens in zip(missing, self._answers.write_together(missing) if missing else (), strict=True):
             found[prompt.sha256] = tokens
             self.num_decoded += 1
-            write_bytes(paths[prompt.sha256], json.dumps(asdict(Answer(tokens, 0, {}))).encode())
+            write_answer(paths[prompt.sha256], keys[prompt.sha256], Answer(tokens, 0, {}))
         return [found[prompt.sha256] for prompt in prompts]
 
     def follow(self, workload: Workload, deadline: float = math.inf) -> Workload:
@@ -149,13 +148,18 @@ class Recorder:
     def sampler(self, prompt: WorkloadPrompt) -> TokenSampler | None:
         return self._answers.sampler(prompt)
 
-    def _answer_path(self, prompt: WorkloadPrompt) -> Path:
-        return self.folder / "answers" / f"{self._answer_key(prompt)}.json"
+    def _answer_path(self, prompt: WorkloadPrompt, folder: str = "answers") -> Path:
+        """The file of an answer, which is of the same name while the weights and the prompt are the same."""
+        return self.folder / folder / f"{self._key_with(prompt.sha256)}.json"
 
     def _answer_key(self, prompt: WorkloadPrompt) -> str:
+        """Hash of everything that an answer follows from."""
+        return self._key_with(SOFTWARE, self.keys.of(prompt))
+
+    def _key_with(self, *content: object) -> str:
+        modes = [] if self.mode == EAGER else [self.mode]  # near ties may fall otherwise
         reference = self.target_reference.sha256 or self.target_reference.id
-        content = [SOFTWARE, reference, self.target.text.precision, self.keys.of(prompt)]
-        return content_key(content if self.mode == EAGER else [*content, self.mode])  # near ties may fall otherwise
+        return content_key([reference, self.target.text.precision, *content, *modes])
 
     def trace(
         self,

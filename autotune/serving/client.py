@@ -169,7 +169,8 @@ class EngineClient(EngineHttp):
         request = {"model": self.model, "max_tokens": limit, "temperature": 0.0, "return_token_ids": True}
         if prompt.pixels:
             path, request["messages"] = "/v1/chat/completions", _messages(prompt)
-            request |= {"chat_template_kwargs": prompt.settings.chat_template_kwargs or {}}
+            if variables := prompt.settings.chat_template_kwargs:
+                request["chat_template_kwargs"] = variables
         else:
             path, request["prompt"] = "/v1/completions", list(prompt_tokens)
         body = self.read_json(path, request, "look into its log")

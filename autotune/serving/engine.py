@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from autotune.documents.engine_profile import (
     OPTIONS,
@@ -33,11 +33,12 @@ from autotune.serving.server import running
 from autotune.workloads.prompt import Message, WorkloadPrompt
 
 
-def text_messages(prompt: WorkloadPrompt) -> list[dict[str, str]]:
-    """A prompt without images as messages of OpenAI's API."""
-    content = prompt.content
+def text_chat(prompt: WorkloadPrompt) -> dict[str, Any]:
+    """A prompt without images as a chat of OpenAI's API."""
+    content, variables = prompt.content, prompt.settings.chat_template_kwargs
     chat = [Message(role="user", content=content)] if isinstance(content, str) else content
-    return [{"role": message.role, "content": message.text} for message in chat]
+    messages = [{"role": message.role, "content": message.text} for message in chat]
+    return {"messages": messages, **({"chat_template_kwargs": variables} if variables else {})}
 
 
 class EngineServer(EngineHttp, ABC):

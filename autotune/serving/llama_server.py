@@ -25,7 +25,7 @@ from autotune.errors import UserError
 from autotune.files import known_sha256_of
 from autotune.modeling.gguf import architecture_of, find_gguf, require_chat_template
 from autotune.serving.client import TEXT, TIMES, TOKENS
-from autotune.serving.engine import EngineServer, ServingEngine, text_messages
+from autotune.serving.engine import EngineServer, ServingEngine, text_chat
 from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import WorkloadPrompt
 
@@ -65,7 +65,7 @@ class LlamaServer(EngineServer):
 
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
         with self.reply_of("/apply-template"):
-            reply = self.read_json("/apply-template", {"messages": text_messages(prompt)}, "check its chat template")
+            reply = self.read_json("/apply-template", text_chat(prompt), "check its chat template")
             text = TEXT.validate_python(reply["prompt"], strict=True)
         request = {"content": text, "add_special": True, "parse_special": True}
         with self.reply_of("/tokenize"):

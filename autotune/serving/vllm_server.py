@@ -27,7 +27,7 @@ from autotune.files import WORKSPACE
 from autotune.modeling.gguf import SUFFIX
 from autotune.modeling.loading import bundled_models, reference
 from autotune.serving.client import TEXT, TOKENS, Counters, EngineClient
-from autotune.serving.engine import EngineServer, ServingEngine, text_messages
+from autotune.serving.engine import EngineServer, ServingEngine, text_chat
 from autotune.serving.ngram_replay import total
 from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import WorkloadPrompt
@@ -71,7 +71,7 @@ class VllmServer(EngineClient, EngineServer):
         self.counted = SpeculationCounts(verifications=0, drafted=0, accepted=0)
 
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
-        request = {"model": self.model, "messages": text_messages(prompt)}
+        request = {"model": self.model, **text_chat(prompt)}
         with self.reply_of("/tokenize"):
             tokens = self.read_json("/tokenize", request, "check its chat template")["tokens"]
             return TOKENS.validate_python(tokens, strict=True)
