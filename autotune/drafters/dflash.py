@@ -9,6 +9,7 @@ token, whatever the tokens between are, so that the nodes of one level have the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -158,7 +159,7 @@ def _split(begin: int | KVSlots, count: int) -> tuple[int | KVSlots, int | KVSlo
     return begin, begin + count
 
 
-def block_embeddings(table: nn.Embedding, tokens: Tensor) -> Tensor:
+def block_embeddings(table: Any, tokens: Tensor) -> Tensor:
     """Embeddings of a block's tokens: as the target scales them, but without a norm that a target has after its
     table.
     """

@@ -276,7 +276,6 @@ def _end_answers(model: Any, tokenizer: Any, ends: set[int]) -> None:
 
 def _greedy(model: Any, tokens: Tensor) -> list[int]:
     """Sixty tokens of an answer, its end ignored."""
-    out = model.generate(
-        input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=60, do_sample=False, eos_token_id=-1
-    )
+    model.generation_config.eos_token_id = None  # ``_write`` sets it
+    out = model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=60, do_sample=False)
     return list(out[0, tokens.shape[1] :].tolist())

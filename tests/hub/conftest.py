@@ -1,0 +1,36 @@
+"""A stand-in for the Hub with all its repositories, which this process and the commands that it runs ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
+
+from autotune.modeling import hub as hub_models
+from tests.hub import repositories
+from tests.hub.server import Hub, serving
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> repositories.Folders:
+    return repositories.Folders(tmp_path_factory.mktemp("hub"))
+
+
+@pytest.fixture
+def public_hub(folders: repositories.Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """All ids of the stand-in, and an empty cache."""
+    with serving(Hub(folders, {repositories.GATED}, dict(repositories.RENAMED))) as hub:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        files = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.chdir(tmp_path)
+        hub_models.repository.cache_clear()
+        close_session()
+        yield hub
+    hub_models.repository.cache_clear()
+    close_session()
