@@ -123,7 +123,8 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
     with ExitStack() as stack:
         server = stack.enter_context(engine.started()) if engine else kind.server(settings.url or "")
         build, where = (engine.build_of(server), engine.arguments) if engine else (server.build, (settings.url,))
-        folder = WORKSPACE / "engines" / content_key([target.sha256 or target.id, build, list(where)])
+        first = server.prompt_tokens(tune.prompts[0])  # by the engine's chat template and tokenizer
+        folder = WORKSPACE / "engines" / content_key([target.sha256 or target.id, build, list(where), first])
         plain, again = _plain(server, tune.prompts, folder, console)
     unfinished = folder / "served.jsonl"
     with ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,8 @@ def test_later_turns_are_checked_too(world: Path) -> None:
         "question.jsonl:2/turn-2",
     ]
     write_workload(world, [row, {**row, "turns": ["Go.", "On and on. " * 400]}], name="question.jsonl")
-    with pytest.raises(UserError, match=r"question\.jsonl:2/turn-2: prompt and answer must fit the target's context"):
-        check("lossless.json", **settings)
+    (prompt,) = check("lossless.json", **settings).workloads[0].prompts
+    assert prompt.name == "question.jsonl:2/turn-1", "a turn that does not fit the target's context is left out"
 
 
 def test_a_different_output_fails_a_lossless_profile(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +264,28 @@ def test_prompts_that_changed_are_not_comparable(world: Path) -> None:
         match=r"proven.json has no evidence about these prompts of workload.jsonl: 2 of the first 2 prompts have changed",
     ):
         check("proven.json", min_speedup=0.1)
+
+
+@pytest.mark.parametrize("writes_date", [False, True])
+def test_files_of_the_target_that_changed(world: Path, writes_date: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat template that was repaired is told in one line; one that writes the date leaves the counts out."""
+    write_evidence(world)
+    load = loading.load_processor
+
+    def changed(name: str) -> Any:
+        processor = load(name)
+        processor.chat_template = "{# strftime_now #}" * writes_date + "Please: " + processor.chat_template
+        return processor
+
+    monkeypatch.setattr(loading, "load_processor", changed)
+    message = r"target's files make other tokens, .* of 2 of 2 prompts .*\(first: workload.jsonl:1\): its chat template"
+    if writes_date:
+        found = gate(check("proven.json"), "counts")
+        assert found.verdict == "skipped" and re.search(message, found.summary)
+        return
+    with pytest.raises(NotComparable, match=message) as error:
+        check("proven.json")
+    assert "\n" not in str(error.value)
 
 
 def test_another_workload_is_not_comparable_without_another_gate(world: Path) -> None:
