@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from autotune.acceptance.trace import ForestBounds
@@ -19,6 +20,7 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
+from tests.drafters.test_eagle3 import write_head
 from tests.tiny_models import Inputs, Pair, copy_common_weights, new_llama, sharpen
 
 NEW_TOKENS = 24
@@ -123,6 +125,18 @@ def test_another_vision_tower_reads_text_only(
     with pytest.warns(DraftNotice, match="vision tower does not give .* reads text only"):
         decoder = decode(pair.target, draft, prompts["image"])
     assert not draft.sees_images and decoder.last_output.stats.draft_forwards > 0
+
+
+def test_a_head_whose_embedding_lacks_the_targets_added_tokens(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    target = new_llama(5, vocabulary_size=302)
+    sharpen(target, target.model.layers, 2)
+    folder = write_head(tmp_path / "head", "SpecForge/llama3-8B")
+    tensors = load_file(folder / "model.safetensors")
+    tensors.setdefault("embed_tokens.weight", torch.randn(300, 32))
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.warns(DraftNotice, match="the target has 302 tokens, the draft's embedding 300"):
+        decode(target, str(folder), prompt(301, 31, 300))
 
 
 def test_drafts_by_name(pair: Pair, prompts: dict[str, Inputs], tmp_path: Path) -> None:
