@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -168,40 +168,32 @@ def check_vocabulary(target: Target, vocab_size: int, tokenizer: Any = None) -> 
     Raises:
         UserError: other ordinary tokens, or other sizes if a tokenizer is unknown.
     """
-    rule, advice = "target and draft must share one vocabulary", "use a draft made for this target"
+    refusal = "target and draft must share one vocabulary; {}; use a draft made for this target"
+    smaller, larger = sorted((vocab_size, target.vocab_size))
     if tokenizer is None or target.tokenizer is None:
-        smaller, larger = sorted((vocab_size, target.vocab_size))
         sizes = f"the target has {target.vocab_size} tokens, the draft {vocab_size}"
         if smaller < LEAST_SHARED * larger:
-            raise UserError(f"{rule}; {sizes}; {advice}")
+            raise UserError(refusal.format(sizes))
         if smaller < larger:
-            notify(
-                f"{sizes}, and the tokenizers of both are not known: the first {smaller} are taken for the same tokens"
-            )
+            notify(f"{sizes}, and a tokenizer is not known: the first {smaller} are taken for the same tokens")
         return []
-    ours, theirs = (
-        {number: token for token, number in one.get_vocab().items()} for one in (tokenizer, target.tokenizer)
-    )
-    renamed = sorted(number for number in ours.keys() & theirs.keys() if ours[number] != theirs[number])
-    added = set(_added_tokens(tokenizer)) | set(_added_tokens(target.tokenizer))
+    known = tokenizer, target.tokenizer
+    ours, theirs = ({number: token for token, number in one.get_vocab().items()} for one in known)
+    common = [number for number in sorted(ours.keys() & theirs.keys()) if number < smaller]
+    renamed = [number for number in common if ours[number] != theirs[number]]
+    added = {number for one in known for number in getattr(one, "added_tokens_decoder", ())}  # special ones too
     if ordinary := [number for number in renamed if number not in added]:
-        first = ordinary[0]
+        example = f"token {ordinary[0]} is {theirs[ordinary[0]]!r} and {ours[ordinary[0]]!r}"
         raise UserError(
-            f"{rule}; their tokenizers differ in {len(ordinary)} tokens, the first is {first}: {theirs[first]!r} of the target and "
-            f"{ours[first]!r} of the draft; {advice}"
+            refusal.format(f"their tokenizers differ in {len(ordinary)} of {len(common)} tokens ({example})")
         )
     if renamed:
-        shown = ", ".join(repr(theirs[number]) for number in renamed[:4])
-        more = ", ..." if len(renamed) > 4 else ""
+        names = ", ".join(repr(theirs[number]) for number in renamed[:4])
         notify(
-            f"{len(renamed)} added tokens of the target have other names in the draft, which does not propose them: {shown}{more}"
+            f"{len(renamed)} added tokens of the target have other names in the draft, which does not propose them: "
+            f"{names}{', ...' if len(renamed) > 4 else ''}"
         )
     return renamed
-
-
-def _added_tokens(tokenizer: Any) -> Collection[int]:
-    """The ids of a tokenizer's added tokens, special ones included."""
-    return getattr(tokenizer, "added_tokens_decoder", ())
 
 
 def notify(message: str) -> None:

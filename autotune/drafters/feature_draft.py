@@ -191,7 +191,7 @@ class FeatureDraft(CachedDraft):
         self.device, self.dtype = target.device, target.dtype
         self.token_ids = self.network.token_ids  # on the network's new device
         self.vocab_size = self.target_vocab_size = target.vocab_size
-        self._embed = _shared_embedding(embedding, target.vocab_size) or text.module.get_input_embeddings()
+        self._embed: Any = _shared_embedding(embedding, target.vocab_size) or text.module.get_input_embeddings()
         cut = self.token_ids if self.vocabulary is not None else None
         self._head = (text if cut is None else text.with_vocabulary(cut)).logits
         # States of the root and the tokens evaluated since, from which their children take features.

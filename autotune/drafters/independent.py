@@ -88,7 +88,6 @@ class IndependentDraft(CachedDraft, TreeModel):
         self._attached = weakref.ref(target)
         self._num_common = min(self.vocab_size, target.vocab_size)
         self.target_vocab_size = target.vocab_size
-        renamed = [token for token in renamed if token < self._num_common]
         self._renamed = torch.tensor(renamed, device=self.device) if renamed else None
         if self.max_context < target.max_context:
             notify(
@@ -133,16 +132,14 @@ class IndependentDraft(CachedDraft, TreeModel):
 
     def _known(self, tokens: Tensor) -> Tensor:
         """The tokens with 0 in place of those that the draft does not have."""
-        is_known = (tokens < self.vocab_size) | visual_tokens(self.model.config, tokens)
-        return tokens.where(is_known, 0)
+        return tokens.where((tokens < self.vocab_size) | visual_tokens(self.model.config, tokens), 0)
 
     def _text_of(self, tokens: Tensor) -> EncodedPrompt:
         is_text = torch.ones_like(tokens, dtype=torch.bool)
         for placeholder in self._placeholders:
             is_text &= tokens != placeholder
         is_text[-1] = True  # the prompt must not be empty
-        tokens = tokens[is_text]
-        tokens = tokens.where(tokens < self.vocab_size, 0)
+        tokens = self._known(tokens[is_text])
         return EncodedPrompt(tokens, torch.zeros_like(tokens, dtype=torch.bool))
 
     def prefill(self, prompt: EncodedPrompt, visual_scores: Tensor | None, *, capacity: int) -> None:

@@ -241,7 +241,7 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_workload(folder, [{"promt": "x"}], name="typo.jsonl")
     (folder / "file").write_text("in the way")
     (folder / "no-model").mkdir()
-    new_llama(1, vocabulary_size=310).save_pretrained(folder / "other-vocabulary")
+    new_llama(1, vocabulary_size=360).save_pretrained(folder / "other-vocabulary")
     return folder
 
 
@@ -286,7 +286,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "traces below a file": (["record", "PAIR", "-o", "file"], "cannot be written"),
     "other vocabulary": (
         ["search", "TARGET", "--draft", "other-vocabulary", "--workload", "workload.jsonl", "-o", "new.json"],
-        "must share one vocabulary; the target has 300 tokens, the draft 310; use a draft made for this target",
+        "must share one vocabulary; the target has 300 tokens, the draft 360; use a draft made for this target",
     ),
     "no image": (["run", "profile.json", "--prompt", "x", "--image", "text.png"], r"text\.png: not a readable image"),
     "missing image": (["run", "profile.json", "--prompt", "x", "--image", "gone.png"], r"gone\.png: no such image"),
