@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -13,7 +14,7 @@ from autotune.errors import UserError
 from autotune.files import Document, describe
 from autotune.strict_parsing import parse_json
 from autotune.workloads.pixels import as_shown
-from autotune.workloads.prompt import Message, Part, Prompt, WorkloadPrompt
+from autotune.workloads.prompt import Message, Part, Prompt, Variables, WorkloadPrompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -190,8 +191,8 @@ class CompletionRequest(Generation):
     def num_characters(self) -> int:
         return len(self.prompt)
 
-    def inputs(self, processor: Any, device: Any) -> dict[str, Any]:
-        """Inputs of the target; a ``UserError`` if there can be none."""
+    def inputs(self, processor: Any, device: Any, variables: Variables = MappingProxyType({})) -> dict[str, Any]:
+        """Inputs of the target, without a chat template; a ``UserError`` if there can be none."""
         import torch
 
         if isinstance(self.prompt, list):
@@ -215,7 +216,7 @@ class ChatRequest(Generation):
     def num_characters(self) -> int:
         return sum(len(part.text or "") for message in self.messages for part in message.parts)
 
-    def inputs(self, processor: Any, device: Any) -> dict[str, Any]:
+    def inputs(self, processor: Any, device: Any, variables: Variables = MappingProxyType({})) -> dict[str, Any]:
         chat = []
         for message in self.messages:
             parts = [
@@ -231,7 +232,8 @@ class ChatRequest(Generation):
             )
         except ValidationError as error:
             raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
-        return WorkloadPrompt("messages", settings, tuple(read_images(urls))).inputs(processor, device)
+        prompt = WorkloadPrompt("messages", settings, tuple(read_images(urls)))
+        return prompt.with_variables(variables).inputs(processor, device)
 
 
 def parse_request(kind: type[CompletionRequest | ChatRequest], body: bytes) -> CompletionRequest | ChatRequest:

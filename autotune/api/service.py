@@ -219,7 +219,8 @@ class DecoderService(threading.Thread):
 
     def _decode(self, job: Job, asked: CompletionRequest | ChatRequest) -> End:
         decoder = self.decoder
-        inputs = asked.inputs(decoder.processor, decoder.target.device)
+        variables = {} if decoder.profile is None else decoder.profile.chat_template_kwargs
+        inputs = asked.inputs(decoder.processor, decoder.target.device, variables)
         prompt: list[int] = inputs["input_ids"][0].tolist()
         limit = asked.max_tokens or self.max_model_len - len(prompt)
         if limit < 1 or len(prompt) + limit > self.max_model_len:

@@ -166,8 +166,8 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         best = chosen or max(arms[1:], key=lambda arm: arm.counts.drafted).speculation or default
         answers = max(runs[best.label].by_server, key=len)[:SELF_TEST]
         for size in settings.requests_at_once:
-            first = _fastest(replayed, plain, replace(prices, at_once=size), console)[0].speculation
-            shown = {OFF: [], best.label: [best], first.label: [first]}
+            at_once = _fastest(replayed, plain, replace(prices, at_once=size), console)[0].speculation
+            shown: Arms = {OFF: [], best.label: [best], at_once.label: [at_once]}
             loads += measure_loads(engine, shown, [*plain.answers, *runs[OFF].answers], size, console)
     else:
         chosen, gain = best if fastest[0].speedup > 1 else None, f"{fastest[0].speedup:.2f}x of no speculation"

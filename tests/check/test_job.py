@@ -23,7 +23,7 @@ from autotune.documents.condition import Condition
 from autotune.documents.decoding_profile import TUNED, DecodingProfile, Evidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
-from autotune.errors import NotComparable, UserError
+from autotune.errors import NotComparable
 from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.runner import ArmRunner
 from autotune.files import read_lines
