@@ -17,7 +17,7 @@ from autotune.modeling import hub as hub_models
 from autotune.modeling.gguf import find_gguf
 from autotune.modeling.loading import load_model, load_processor, reference, resolve
 from autotune.modeling.target import Target
-from tests.hub.server import Hub, serving
+from tests.modeling.hub_server import Hub, serving
 from tests.tiny_models import Pair
 
 IDS = ("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1")
@@ -34,7 +34,6 @@ def hub(text_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(hub_models, "KNOWN_MODELS", IDS)
         monkeypatch.chdir(tmp_path)
         hub_models.repository.cache_clear()
         close_session()
