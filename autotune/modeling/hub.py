@@ -157,7 +157,7 @@ def _reason(source: Repository, error: Exception) -> str:
         )
     if isinstance(error, RevisionNotFoundError):
         return f"{name}: its repository has no revision {source.revision or 'main'}; choose one of {page}/commits"
-    similar = suggestion(name.partition("@")[0])
+    similar = "" if source.id in KNOWN_MODELS else suggestion(source.id)
     if isinstance(error, RepositoryNotFoundError):
         step = similar or f"check the spelling, or {login} for a private model"
         return f"{name}: no such folder, and no such model on the Hugging Face Hub; {step}"

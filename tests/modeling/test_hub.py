@@ -119,7 +119,8 @@ def test_what_the_hub_refuses_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPa
 
 def test_without_network_and_cache_the_hub_is_asked_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "does not answer" in refusal(IDS[0]) and "connect to the network" in refusal("nobody/zzzz")
+    assert "does not answer" in (line := refusal(IDS[0])) and "connect to the network" in line
+    assert "did you mean" not in line and "did you mean 'Qwen/Qwen3-0.6B'?" in refusal("Qwen/Qwen3-0.6")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "does not answer" in refusal(IDS[0]) and not hub.requests
 
