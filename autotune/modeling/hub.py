@@ -144,6 +144,7 @@ def _reason(source: Repository, error: Exception) -> str:
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -156,12 +157,13 @@ def _reason(source: Repository, error: Exception) -> str:
         )
     if isinstance(error, RevisionNotFoundError):
         return f"{name}: its repository has no revision {source.revision or 'main'}; choose one of {page}/commits"
-    similar = suggestion(name.partition("@")[0])
+    similar = "" if source.id in KNOWN_MODELS else suggestion(source.id)
     if isinstance(error, RepositoryNotFoundError):
         step = similar or f"check the spelling, or {login} for a private model"
         return f"{name}: no such folder, and no such model on the Hugging Face Hub; {step}"
     cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None else error
     line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)[:200].rstrip(".")
+    line = "HF_HUB_OFFLINE is set" if isinstance(cause, OfflineModeIsEnabled) else line
     step = similar or "connect to the network, or give the folder of a model"
     return f"{name}: the Hugging Face Hub does not answer ({line}), and its cache lacks files of this model; {step}"
 

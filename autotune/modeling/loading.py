@@ -243,7 +243,9 @@ def _check_type(folder: Path, name: str) -> None:
     from transformers import CONFIG_MAPPING
 
     config = read_json(folder / "config.json")
-    if DRAFT_KEYS & config.keys() or str(config.get("schema", "")).startswith("autotune.draft/"):
+    architectures = "".join(config.get("architectures") or ())
+    is_published = DRAFT_KEYS & config.keys() or "Eagle" in architectures or "DFlash" in architectures
+    if is_published or str(config.get("schema", "")).startswith("autotune.draft/"):
         raise UserError(
             f"{name}: a draft, which proposes tokens for another model and answers nothing alone; give it as --draft, with its "
             "target as --target"

@@ -162,18 +162,10 @@ def test_a_gguf_file_is_a_target(tiny: tuple[Path, Any], processor: Any) -> None
         assert torch.equal(found.sequences, plain)
 
 
-def test_a_folder_or_the_hub_names_a_gguf_file(tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_names_its_gguf_file(tiny: tuple[Path, Any]) -> None:
     path, _ = tiny
     assert resolve(str(path.parent)) == resolve(str(path)) == str(path)
     assert reference(str(path)).sha256 == reference(str(path.parent)).sha256 == sha256_of(path)
-    asked: list[tuple[str, str]] = []
-
-    def cached_file(repository: str, file: str, **options: Any) -> str:
-        asked.append((repository, file))
-        return str(path)
-
-    monkeypatch.setattr("transformers.utils.cached_file", cached_file)
-    assert resolve("owner/name:folder/tiny.gguf") == str(path) and asked == [("owner/name", "folder/tiny.gguf")]
 
 
 @pytest.mark.parametrize("is_native", [True, False])

@@ -17,7 +17,7 @@ from autotune.modeling import hub as hub_models
 from autotune.modeling.gguf import find_gguf
 from autotune.modeling.loading import load_model, load_processor, reference, resolve
 from autotune.modeling.target import Target
-from tests.hub.server import Hub, serving
+from tests.modeling.hub_server import Hub, serving
 from tests.tiny_models import Pair
 
 IDS = ("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1")
@@ -34,7 +34,6 @@ def hub(text_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(hub_models, "KNOWN_MODELS", IDS)
         monkeypatch.chdir(tmp_path)
         hub_models.repository.cache_clear()
         close_session()
@@ -120,7 +119,8 @@ def test_what_the_hub_refuses_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPa
 
 def test_without_network_and_cache_the_hub_is_asked_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "does not answer" in refusal(IDS[0]) and "connect to the network" in refusal("nobody/zzzz")
+    assert "does not answer" in (line := refusal(IDS[0])) and "connect to the network" in line
+    assert "did you mean" not in line and "did you mean 'Qwen/Qwen3-0.6B'?" in refusal("Qwen/Qwen3-0.6")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "does not answer" in refusal(IDS[0]) and not hub.requests
 

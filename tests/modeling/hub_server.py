@@ -24,7 +24,7 @@ class Hub:
     gated: set[str] = field(default_factory=set)
     renamed: dict[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
-    """Of each answer, as on a slow network."""
+    """Before each answer, as on a slow network."""
     requests: list[str] = field(default_factory=list)
     """Method and path of each request."""
     url: str = ""
