@@ -17,7 +17,7 @@ from autotune.modeling import hub as hub_models
 from autotune.modeling.gguf import find_gguf
 from autotune.modeling.loading import load_model, load_processor, reference, resolve
 from autotune.modeling.target import Target
-from tests.modeling.hub_server import Hub, serving
+from tests.hub.server import Hub, serving
 from tests.tiny_models import Pair
 
 IDS = ("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1")
