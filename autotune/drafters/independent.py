@@ -124,10 +124,8 @@ class IndependentDraft(CachedDraft, TreeModel):
         if self.sees_images:
             try:
                 return self.encode({**inputs, "input_ids": self._known(inputs["input_ids"])}).prompts
-            except UserError:
-                if not target_prompts:
-                    raise
-                self._read_text_only()  # the target has read the same inputs
+            except UserError:  # the target has read the same inputs
+                self._read_text_only()
         return [self._text_of(row.to(self.device)) for row in token_rows(inputs)]
 
     def _known(self, tokens: Tensor) -> Tensor:
@@ -176,5 +174,6 @@ class IndependentDraft(CachedDraft, TreeModel):
 
 
 def _tower_sizes(config: Any) -> list[Any]:
-    parts = config, getattr(config, "vision_config", None)
-    return [getattr(part, name, None) for part in parts for name in _TOWER_SIZES]
+    return [
+        getattr(part, name, None) for part in (config, getattr(config, "vision_config", None)) for name in _TOWER_SIZES
+    ]
