@@ -124,8 +124,10 @@ class IndependentDraft(CachedDraft, TreeModel):
         if self.sees_images:
             try:
                 return self.encode({**inputs, "input_ids": self._known(inputs["input_ids"])}).prompts
-            except UserError:  # the target has read the same inputs
-                self._read_text_only()
+            except UserError:
+                if not target_prompts:
+                    raise
+                self._read_text_only()  # the target has read the same inputs
         return [self._text_of(row.to(self.device)) for row in token_rows(inputs)]
 
     def _known(self, tokens: Tensor) -> Tensor:
