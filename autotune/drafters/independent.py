@@ -176,5 +176,6 @@ class IndependentDraft(CachedDraft, TreeModel):
 
 
 def _tower_sizes(config: Any) -> list[Any]:
-    parts = config, getattr(config, "vision_config", None)
-    return [getattr(part, name, None) for part in parts for name in _TOWER_SIZES]
+    return [
+        getattr(part, name, None) for part in (config, getattr(config, "vision_config", None)) for name in _TOWER_SIZES
+    ]
