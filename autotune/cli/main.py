@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -55,6 +56,7 @@ class Commands(click.Group):
         if not standalone_mode:  # the caller handles exceptions
             return super().main(args, prog_name="autotune", standalone_mode=False)
         _open_closed_streams()
+        warnings.formatwarning = _in_one_line
         try:
             with _ending_signals():
                 code = super().main(args, prog_name="autotune", standalone_mode=False)
@@ -82,6 +84,11 @@ class Commands(click.Group):
         except BrokenPipeError:  # click would exit with 1, which is a regression
             _drop_output()
             raise click.exceptions.Exit(128 + signal.SIGPIPE) from None
+
+
+def _in_one_line(message: Warning | str, *_: Any, **__: Any) -> str:
+    """A warning without the file and the line of code that raised it."""
+    return f"autotune: {masked(' '.join(str(message).split()))}\n"
 
 
 def _say(message: str) -> None:
