@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import threading
-import warnings
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
