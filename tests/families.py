@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import string
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from torch import Tensor
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 from transformers.video_utils import make_batched_metadata, make_batched_videos
 
+from autotune.modeling.loading import pixtral_processor, without_videos
 from tests.tiny_models import DRAFT_LAYERS, TARGET_LAYERS, copy_common_weights
 
 WINDOW = 12  # tokens; shorter than most prompts, so that a cache that drops or keeps too much shows
@@ -167,38 +167,6 @@ def _without_torchvision(processor: type) -> Any:
 
 
 @cache
-def _pixtral_processor() -> Any:
-    """The class is not importable without torchvision, although it needs only a function that its PIL version
-    has too.
-    """
-    package = "transformers.models.pixtral"
-    pil = importlib.import_module(f"{package}.image_processing_pil_pixtral")
-    hidden = f"{package}.image_processing_pixtral"
-    try:
-        importlib.import_module(hidden)
-    except ModuleNotFoundError:
-        sys.modules[hidden] = pil
-    try:
-        return importlib.import_module(f"{package}.processing_pixtral").PixtralProcessor
-    finally:
-        if sys.modules[hidden] is pil:
-            del sys.modules[hidden]
-
-
-@cache
-def _smolvlm_processor() -> Any:
-    """Makes num2words, which only video prompts need, and the video processor optional."""
-    module = importlib.import_module("transformers.models.smolvlm.processing_smolvlm")
-    module.num2words = module.num2words or str
-
-    class SmolVLMProcessor(_WithoutTorchvision, module.SmolVLMProcessor):
-        def __init__(self, image_processor: Any, tokenizer: Any, image_seq_len: int, chat_template: Any = None) -> None:
-            super().__init__(image_processor, tokenizer, None, image_seq_len, chat_template)
-
-    return SmolVLMProcessor
-
-
-@cache
 def _gemma4_processor() -> Any:
     """Reads text and images: extractors of audio, which no test has, and of video are left out."""
     module = importlib.import_module("transformers.models.gemma4.processing_gemma4")
@@ -222,6 +190,7 @@ ONEVISION_PROCESSOR = _without_torchvision(hf.LlavaOnevisionProcessor)
 QWEN2_VL_PROCESSOR = _without_torchvision(hf.Qwen2VLProcessor)
 QWEN2_5_VL_PROCESSOR = _without_torchvision(hf.Qwen2_5_VLProcessor)
 QWEN3_VL_PROCESSOR = _without_torchvision(hf.Qwen3VLProcessor)
+SMOLVLM_PROCESSOR = without_videos(hf.SmolVLMProcessor)  # as the product loads it where torchvision is missing
 
 SIDE, PATCH = 24, 8  # pixels: 3 x 3 patches of a fixed-size tower's image
 TILINGS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]  # height and width of LLaVA-NeXT's large images
@@ -247,7 +216,7 @@ LLAVA_NEXT_PROCESSOR = partial(
 
 
 def _new_pixtral_processor(longest_edge: int, spatial_merge_size: int) -> Any:
-    return _pixtral_processor()(
+    return pixtral_processor()(
         image_processor=hf.PixtralImageProcessorPil(size={"longest_edge": longest_edge}, patch_size=_square(PATCH)),
         tokenizer=new_tokenizer(),
         patch_size=PATCH,
@@ -276,9 +245,9 @@ def _qwen_processor(processor: Any) -> Any:
     )
 
 
-def _idefics3_processor(processor: Any, images: Any) -> Any:
+def _idefics3_processor(processor: Any, images: Any, **options: Any) -> Any:
     images = images(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
-    return processor(image_processor=images, tokenizer=new_tokenizer(), image_seq_len=4)
+    return processor(image_processor=images, tokenizer=new_tokenizer(), image_seq_len=4, **options)
 
 
 def _gemma3_processor() -> Any:
@@ -563,7 +532,7 @@ _ALL = (
     Family("gemma4_text", lambda n: hf.Gemma4ForCausalLM(_gemma4_text(n, final_logit_softcapping=12.0))),
     Family("gemma4_text_large", lambda n: hf.Gemma4ForCausalLM(_gemma4_text(n, **GEMMA4_LARGE))),
     _vision("llava", _llava, _llava_processor),
-    _vision("llava_pixtral", _llava_pixtral, lambda: _new_pixtral_processor(48, 1), _pixtral_processor, image="[IMG]"),
+    _vision("llava_pixtral", _llava_pixtral, lambda: _new_pixtral_processor(48, 1), pixtral_processor, image="[IMG]"),
     _vision("llava_next_llama", lambda n: _llava_next(_llama(n)), LLAVA_NEXT_PROCESSOR),
     _vision("llava_next_mistral", lambda n: _llava_next(_mistral(n, tie_word_embeddings=True)), LLAVA_NEXT_PROCESSOR),
     _vision("llava_onevision", _onevision, _onevision_processor, lambda: ONEVISION_PROCESSOR, video="<video>"),
@@ -579,10 +548,10 @@ _ALL = (
     _vision(
         "smolvlm",
         partial(_idefics3, hf.SmolVLMForConditionalGeneration, hf.SmolVLMConfig, num_key_value_heads=4, tied=True),
-        lambda: _idefics3_processor(_smolvlm_processor(), hf.SmolVLMImageProcessorPil),
-        _smolvlm_processor,
+        lambda: _idefics3_processor(SMOLVLM_PROCESSOR, hf.SmolVLMImageProcessorPil, video_processor=None),
+        lambda: SMOLVLM_PROCESSOR,
     ),
-    _vision("mistral3", _mistral3, lambda: _new_pixtral_processor(64, 2), _pixtral_processor, image="[IMG]"),
+    _vision("mistral3", _mistral3, lambda: _new_pixtral_processor(64, 2), pixtral_processor, image="[IMG]"),
     _vision("gemma3", _gemma3, _gemma3_processor, image="<start_of_image>"),
     _vision("gemma4", _gemma4, lambda: _new_gemma4_processor(patch_size=4), _gemma4_processor, image="<|image|>"),
     _vision(

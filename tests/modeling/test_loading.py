@@ -18,9 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from click.testing import CliRunner
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils import is_torchvision_available
 
 from autotune.cli.main import main
 from autotune.cost.table import CostTable
@@ -32,6 +35,7 @@ from autotune.modeling.loading import load_model, load_processor, save_tensors
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from tests.drafters.test_feature_draft import agreeing_draft
+from tests.families import FAMILIES
 from tests.tiny_models import Inputs, Pair
 
 
@@ -308,3 +312,57 @@ def test_a_process_that_is_killed_while_it_writes_weights_leaves_nothing(tmp_pat
         process.kill()
         process.communicate()
         assert {file.name for file in tmp_path.iterdir()} <= {"a.safetensors"}
+
+
+VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+
+
+@pytest.mark.skipif(
+    is_torchvision_available(), reason="transformers loads all processors where torchvision is installed"
+)
+@pytest.mark.parametrize("name", [*VIDEO_FAMILIES, "llava_pixtral", "mistral3", "llava"])
+def test_processors_read_images_without_torchvision(name: str, tmp_path: Path) -> None:
+    """The published files name a video processor, which needs torchvision: it is left out, and the classes are
+    transformers' own.
+    """
+    family = FAMILIES[name]
+    made = family.processor()
+    made.save_pretrained(tmp_path)
+    family.model(1).config.save_pretrained(tmp_path)
+    path = tmp_path / "processor_config.json"
+    settings = json.loads(path.read_text())
+    if name in VIDEO_FAMILIES:
+        settings["video_processor"] = {"video_processor_type": "Qwen2VLVideoProcessor"}
+    path.write_text(json.dumps(settings))
+    if name in VIDEO_FAMILIES:
+        with pytest.raises(ImportError, match=r"(?i)torchvision"):
+            hf.AutoProcessor.from_pretrained(tmp_path)
+    loaded = load_processor(str(tmp_path))
+    assert type(loaded).__mro__[name in VIDEO_FAMILIES].__module__.startswith("transformers.models.")
+    assert type(loaded).__name__ == settings["processor_class"]
+    assert getattr(loaded, "video_processor", None) is None
+    text, image = f"{family.placeholders['image']} What is this?", Image.new("RGB", (70, 40), "red")
+    found, expected = (p(text=text, images=[image], return_tensors="pt") for p in (loaded, made))
+    assert found.keys() == expected.keys() and found["pixel_values"].numel()
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}]
+    template = "{% for part in messages[0].content %}{{ part.text or '<here>' }}{% endfor %}"
+    assert loaded.apply_chat_template(chat, chat_template=template, tokenize=False) == "<here>What is this?"
+    loaded.save_pretrained(tmp_path / "again")
+    shutil.copy(tmp_path / CONFIG, tmp_path / "again")
+    assert load_processor(str(tmp_path / "again")).tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
+
+
+def test_a_torchvision_of_another_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
+
+    def fail(*given: Any, **options: Any) -> None:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr("transformers.utils.is_torchvision_available", lambda: True)
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", fail)
+    with pytest.raises(
+        UserError, match=r"torchvision does not fit the installed torch .*nms.*; install the build"
+    ) as error:
+        load_processor(str(tmp_path))
+    assert "\n" not in str(error.value)
