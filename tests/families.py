@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 from transformers.video_utils import make_batched_metadata, make_batched_videos
 
-from autotune.modeling.loading import pixtral_processor, without_videos
+from autotune.modeling.processors import pixtral_processor, without_videos
 from tests.tiny_models import DRAFT_LAYERS, TARGET_LAYERS, copy_common_weights
 
 WINDOW = 12  # tokens; shorter than most prompts, so that a cache that drops or keeps too much shows

@@ -22,7 +22,8 @@ from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import NotComparable
 from autotune.files import WORKSPACE, content_key, read_json, sha256_of, write_bytes
-from autotune.modeling.loading import Dtype, save_tensors
+from autotune.modeling.loading import Dtype
+from autotune.modeling.weight_files import save_tensors
 
 CHECKS = WORKSPACE / "checks"
 # Files that a side decodes with: the package, and the bundled models next to it or, if installed, inside it.

@@ -31,8 +31,8 @@ from autotune.drafters.trainable import CONFIG, WEIGHTS, read_tensors
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
 from autotune.files import Document, describe, write_bytes
-from autotune.modeling.loading import save_tensors
 from autotune.modeling.target import Target
+from autotune.modeling.weight_files import save_tensors
 
 LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),

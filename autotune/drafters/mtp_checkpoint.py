@@ -19,8 +19,9 @@ from torch import Tensor
 
 from autotune.drafters.mtp import MtpConfig, MtpNetwork, set_head
 from autotune.errors import UserError
-from autotune.modeling.loading import MTP_SUFFIX, check_whole, load_errors, resolve
+from autotune.modeling.loading import MTP_SUFFIX, load_errors, resolve
 from autotune.modeling.target import Target
+from autotune.modeling.weight_files import check_whole
 
 PROMISES = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of configs that give the number of heads."""

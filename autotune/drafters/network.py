@@ -19,7 +19,7 @@ from autotune.documents.subnet import Operator
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, DraftBlock, rotation
 from autotune.errors import UserError
 from autotune.files import Document
-from autotune.modeling.loading import check_finite
+from autotune.modeling.weight_files import check_finite
 
 NOT_TRAINED = -1.0  # frequency of a token
 

@@ -18,8 +18,8 @@ from autotune.drafters.network import DraftNetwork, NetworkConfig
 from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
 from autotune.errors import UserError
 from autotune.files import Document
-from autotune.modeling.loading import check_whole, save_tensors
 from autotune.modeling.target import Target
+from autotune.modeling.weight_files import check_whole, save_tensors
 
 CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
 FREQUENCIES = "token_frequencies"  # tensor of a draft's weights

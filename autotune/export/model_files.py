@@ -14,7 +14,8 @@ from autotune.documents.draft_kinds import KINDS
 from autotune.documents.engine_profile import ModelType
 from autotune.errors import UserError
 from autotune.files import content_key, known_sha256_of, read_json, write_bytes
-from autotune.modeling.loading import resolve, save_tensors
+from autotune.modeling.loading import resolve
+from autotune.modeling.weight_files import save_tensors
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "*.safetensors"
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,10 +12,11 @@ from autotune.device import check_room, multiplies_bfloat16
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
-from autotune.files import data_root, known_sha256_of, read_json, write_bytes
+from autotune.files import data_root, known_sha256_of, read_json
 from autotune.modeling.gguf import PACKAGED, UNQUANTIZED, file_type, find_gguf, gguf_errors, gguf_models, read_metadata
 from autotune.modeling.hub import is_cached, is_id, listed, repository, suggestion, weight_files
 from autotune.modeling.known_models import KNOWN_MODELS
+from autotune.modeling.processors import image_processor_class
 from autotune.modeling.quantization import (
     check_packed_weights,
     decompress,
@@ -26,6 +24,7 @@ from autotune.modeling.quantization import (
     quantization_of,
     usable_quantizer,
 )
+from autotune.modeling.weight_files import check_weights, check_whole
 
 if TYPE_CHECKING:
     from autotune.console import Console
@@ -216,12 +215,12 @@ def load_model(
                 source,
                 output_loading_info=True,
                 device_map={"": device},
-                ignore_mismatched_sizes=True,  # ``_check_weights`` names them
+                ignore_mismatched_sizes=True,  # ``check_weights`` names them
                 trust_remote_code=False,
                 **options,
             )
             check_packed_weights(info["missing_keys"], info["unexpected_keys"], name=name)
-            _check_weights(model, info, name=name)
+            check_weights(model, info, name=name)
             decompress(model)
     choose_attention(device)
     model.eval().requires_grad_(False)
@@ -318,49 +317,6 @@ def load_errors(name: str, advice: str = "check the name or path, and its files"
         raise UserError(f"{name:.200}: transformers cannot load it ({line[:300]}); {advice}") from None
 
 
-def check_whole(path: Path) -> None:
-    """Refuse a file that is not there, or a safetensors file that ends before a tensor does, by the tensor's name.
-    Other damage is left to safetensors.
-    """
-    if not path.exists():
-        raise UserError(f"{path}: the index of the weights names this file, which is not there; download it again")
-    end = path.stat().st_size
-    with suppress(ValueError, LookupError, TypeError, AttributeError), path.open("rb") as file:
-        begin = 8 + int.from_bytes(file.read(8), "little")
-        for name, entry in json.loads(file.read(min(begin, end) - 8)).items():
-            if name != "__metadata__" and begin + entry["data_offsets"][1] > end:
-                raise UserError(f"{path}: truncated in the weights {name}; restore the file, or download it again")
-
-
-def check_finite(tensors: Mapping[str, Any], *, source: object) -> None:
-    """Refuse weights that are not finite, of which every answer would be one token over and over."""
-    import torch
-
-    sums = {
-        name: tensor.sum(dtype=torch.float32)  # one pass without a copy, in which NaN and infinity stay
-        for name, tensor in tensors.items()
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter)  # not the packed weights of torchao
-        and tensor.is_floating_point()
-        and tensor.dtype.itemsize > 1
-        and not tensor.is_meta
-    }
-    for device in {value.device for value in sums.values()}:
-        names = [name for name, value in sums.items() if value.device == device]
-        is_finite = torch.stack([sums[name] for name in names]).isfinite().tolist()
-        if not all(is_finite):
-            damaged = f"{source}: the weights {names[is_finite.index(False)]} are not finite"
-            raise UserError(f"{damaged}; restore the file, or load another checkpoint")
-
-
-def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file by ``write_bytes``: safetensors' own files are their owner's alone, and a killed process
-    leaves parts.
-    """
-    from safetensors.torch import save
-
-    write_bytes(path, save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))
-
-
 def _check_sizes(config: Any, *, name: str) -> None:
     """Refuse sizes that no model has, of which transformers would make modules until the memory is full."""
     for part in (config, *(getattr(config, key, None) for key in ("text_config", "vision_config"))):
@@ -368,17 +324,6 @@ def _check_sizes(config: Any, *, name: str) -> None:
             value = getattr(part, key, None)
             if isinstance(value, int) and not 0 <= value <= largest:
                 raise UserError(f"{name}: {key} is at most {largest}; got {value:.6g}; restore its config.json")
-
-
-def _check_weights(model: Any, info: Mapping[str, Any], *, name: str) -> None:
-    """Refuse weights that transformers made at random because the checkpoint lacks them, or has others."""
-    for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of")):
-        if found := sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info[key]):
-            raise UserError(
-                f"{name}: its checkpoint {what} {len(found)} weights of the model, {', '.join(found[:3])}, which would be random; "
-                "restore the file, or load another checkpoint"
-            )
-    check_finite(dict(model.named_parameters()), source=name)
 
 
 def _is_vlm(config: Any) -> bool:
@@ -435,7 +380,7 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
     try:
         if not is_vlm:
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        if not is_torchvision_available() and (kind := _image_processor_class(source)) is not None:
+        if not is_torchvision_available() and (kind := image_processor_class(source)) is not None:
             return kind.from_pretrained(source, trust_remote_code=False)
         return AutoProcessor.from_pretrained(source, trust_remote_code=False)
     except ImportError as error:
@@ -450,59 +395,3 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
                 "torchvision that belongs to it, or uninstall torchvision: images are read without it"
             ) from None
         raise UserError(f"{name}: its processor cannot be loaded ({reason[:300]}); save it beside the model") from None
-
-
-def _image_processor_class(source: str) -> Any | None:
-    """The class of a model's processor without its video processor, which transformers has for torchvision only: it
-    reads text and images. None if the model names no class that transformers has.
-    """
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
-    from transformers.utils import cached_file
-
-    name = None
-    for file in ("config", "tokenizer_config", "preprocessor_config", "processor_config"):  # the last one counts
-        path = cached_file(source, f"{file}.json", _raise_exceptions_for_missing_entries=False)
-        content = {} if path is None else json.loads(Path(path).read_text("utf-8"))
-        name = content.get("processor_class") or PROCESSOR_MAPPING_NAMES.get(content.get("model_type")) or name
-    if name is None:
-        return None
-    kind = pixtral_processor() if name == "PixtralProcessor" else processor_class_from_name(name)
-    return kind if kind is None or "video_processor" not in kind.get_attributes() else without_videos(kind)
-
-
-def pixtral_processor() -> Any:
-    """Pixtral's class, whose module cannot be imported without torchvision, although it needs a single function, which
-    is also in the module of the image processor that needs no torchvision.
-    """
-    package = "transformers.models.pixtral"
-    hidden = f"{package}.image_processing_pixtral"
-    sys.modules[hidden] = import_module(f"{package}.image_processing_pil_pixtral")
-    try:
-        return import_module(f"{package}.processing_pixtral").PixtralProcessor
-    finally:
-        del sys.modules[hidden]
-
-
-def without_videos(kind: Any) -> Any:
-    """A class of the same name as a processor of transformers, whose objects have no video processor."""
-    from transformers import ProcessorMixin
-
-    names = kind.get_attributes()
-    place = names.index("video_processor")
-
-    class ImageProcessor(kind):  # type: ignore[misc]
-        @classmethod
-        def get_attributes(cls) -> list[str]:
-            return [name for name in names if name != "video_processor"]
-
-        @classmethod
-        def from_args_and_dict(cls, args: Any, processor_dict: dict[str, Any], **options: Any) -> Any:
-            settings = {name: value for name, value in processor_dict.items() if name != "video_processor"}
-            return super().from_args_and_dict([*args[:place], None, *args[place:]], settings, **options)
-
-    ImageProcessor.__name__ = kind.__name__
-    module = sys.modules[kind.__module__]
-    if hasattr(module, "num2words"):  # SmolVLM's, which needs it and the settings of its videos for prompts without any
-        vars(module)["num2words"] = module.num2words or str
-        ImageProcessor.apply_chat_template = ProcessorMixin.apply_chat_template
-    return ImageProcessor

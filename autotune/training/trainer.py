@@ -22,7 +22,8 @@ from torch import nn
 from autotune.console import Console
 from autotune.errors import UserError
 from autotune.files import append_line, content_key, sha256_of
-from autotune.modeling.loading import Dtype, check_finite, save_tensors
+from autotune.modeling.loading import Dtype
+from autotune.modeling.weight_files import check_finite, save_tensors
 from autotune.training.curve import draw_curve, expected_agreement
 from autotune.training.draft_task import DraftTask, autocast_dtype
 from autotune.training.recipe import Recipe, Stage, load_recipe

@@ -31,8 +31,9 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.trainable import CONFIG, WEIGHTS
 from autotune.errors import UserError
-from autotune.modeling.loading import load_model, load_processor, save_tensors
+from autotune.modeling.loading import load_model, load_processor
 from autotune.modeling.target import Target
+from autotune.modeling.weight_files import save_tensors
 from autotune.runtime.decoder import Decoder
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.families import FAMILIES
@@ -303,7 +304,7 @@ def test_weights_are_written_as_other_files_are(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_process_that_is_killed_while_it_writes_weights_leaves_nothing(tmp_path: Path) -> None:
     """At three moments; safetensors writes a temporary file of its own."""
-    program = "import sys, torch; from pathlib import Path; from autotune.modeling.loading import save_tensors; "
+    program = "import sys, torch; from pathlib import Path; from autotune.modeling.weight_files import save_tensors; "
     program += "weights = {'a': torch.zeros(20_000_000)}; print('ready', flush=True); [save_tensors(Path(sys.argv[1]), weights) for _ in range(99)]"
     for turn in range(3):
         process = subprocess.Popen([sys.executable, "-c", program, tmp_path / "a.safetensors"], stdout=subprocess.PIPE)
