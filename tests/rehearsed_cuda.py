@@ -174,6 +174,7 @@ class RehearsedCuda:
             "memory_allocated": lambda device=None: self.live_bytes,
             "memory_snapshot": self.memory_snapshot,
             "mem_get_info": lambda device=None: (self.memory_bytes - self.live_bytes, self.memory_bytes),
+            "get_per_process_memory_fraction": lambda device=None: 1.0,
             "empty_cache": lambda: None,
             "get_device_properties": lambda device=None: properties,
             "get_device_name": lambda device=None: properties.name,

@@ -13,8 +13,9 @@ from pydantic import Field, ValidationError, model_validator
 from autotune.errors import UserError
 from autotune.files import Document, describe
 from autotune.strict_parsing import parse_json
+from autotune.workloads.chat import Message, Part, Variables
 from autotune.workloads.pixels import as_shown
-from autotune.workloads.prompt import Message, Part, Prompt, Variables, WorkloadPrompt
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -17,8 +17,8 @@ from autotune.files import require_writable
 from autotune.modeling.loading import Dtype
 from autotune.option_fields import extra_of, option_name
 from autotune.strict_parsing import parse_json
+from autotune.workloads.chat import check_variables
 from autotune.workloads.formats import FORMATS
-from autotune.workloads.prompt import check_variables
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

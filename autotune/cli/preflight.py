@@ -12,8 +12,8 @@ from autotune.files import read_json
 if TYPE_CHECKING:
     from autotune.documents.decoding_profile import DecodingProfile
     from autotune.evaluation.bench_settings import EvaluationPrompts
+    from autotune.workloads.chat import Variables
     from autotune.workloads.formats import Format
-    from autotune.workloads.prompt import Variables
 
 
 def require_profile(path: Path) -> DecodingProfile:

@@ -15,7 +15,8 @@ from autotune.modeling.loading import Dtype
 from autotune.workloads.formats import Format
 
 if TYPE_CHECKING:
-    from autotune.workloads.prompt import Variables, WorkloadPrompt
+    from autotune.workloads.chat import Variables
+    from autotune.workloads.prompt import WorkloadPrompt
 
 
 @click.command(short_help="Decode with a profile.")

@@ -8,8 +8,8 @@ from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import ARM_NAMES, COMPARED, LOSSY_SWEEP
 from autotune.errors import UserError, nearest
 from autotune.modeling.loading import Dtype
+from autotune.workloads.chat import Variables
 from autotune.workloads.formats import Format
-from autotune.workloads.prompt import Variables
 from autotune.workloads.workload import Workload, load_workload
 
 

@@ -17,14 +17,9 @@ MAX_SCREENING_SHARE = 0.6  # largest share of the budget for screening, in space
 ANSWERS_SHARE = 0.7  # share of the time for traces in which the target's answers are decoded
 MIN_TUNE_PROMPTS = 12  # answers are shortened until this number of tuning prompts fits into the budget
 LEAST_TOKENS = 16  # answers are not shortened below this number of tokens
-KEPT_PROMPTS = (
-    (16, 8, 2, 2),
-    (16, 8, 2, 1),
-    (16, 8, 1, 1),
-    (8, 4, 2, 2),
-    # held-out prompts, finalists' prompts, finalists and published defaults whose time is kept: the first that fit;
-    # where subnets are screened, of those with as many finalists and defaults as the last
-)
+# held-out prompts, finalists' prompts, finalists and published defaults whose time is kept: the first that fit;
+# where subnets are screened, of those with as many finalists and defaults as the last
+KEPT_PROMPTS = ((16, 8, 2, 2), (16, 8, 2, 1), (16, 8, 1, 1), (8, 4, 2, 2))
 KEPT_TOKENS = 100  # tokens below which answers are shortened only where no `KEPT_PROMPTS` fit otherwise
 KEPT_SHARE = 0.9  # largest share of the budget that is kept for the least of all stages
 MIN_TRACED_PROMPTS = 6  # prompts that are recorded past the deadline too, as long as later stages keep their least
@@ -39,15 +34,9 @@ NUM_CONFIRMED_OF_KIND = 8  # the same, of each draft and policy
 MAX_SIMILAR = 2  # finalists with the same draft and policy
 CONFIDENCE = 0.9  # of intervals of predictions; what is slower than the first in this share of draws is no finalist
 DECODING_ERROR = 0.08  # relative standard deviation of measured speedups around predictions by exact costs
-ROUNDS: tuple[tuple[int, int, int | None], ...] = (
-    (8, 6, None),
-    (8, 4, None),
-    (8, 4, 2),
-    (8, 2, 2),
-    (4, 2, 2),
-    # prompts between two looks, finalists and published defaults (None: all) of the race: the first that fits, or those
-    # of `KEPT_PROMPTS`
-)
+# prompts between two looks, finalists and published defaults (None: all) of the race: the first that fits, or those
+# of `KEPT_PROMPTS`
+ROUNDS: tuple[tuple[int, int, int | None], ...] = ((8, 6, None), (8, 4, None), (8, 4, 2), (8, 2, 2), (4, 2, 2))
 RISK = 0.05  # probability that a race of equally fast arms drops any of them, spent over its looks
 MIN_PROMPTS = 4  # prompts of a race that may end past its deadline, and between two looks at an operating point
 MAX_PASSES = 4  # passes over the confirming prompts in the race of finalists

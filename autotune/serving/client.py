@@ -23,7 +23,8 @@ from pydantic import TypeAdapter
 from autotune.documents.engine_profile import Milliseconds, Natural
 from autotune.errors import UserError, reading
 from autotune.strict_parsing import parse_json
-from autotune.workloads.prompt import WorkloadPrompt, chat_messages
+from autotune.workloads.chat import chat_messages
+from autotune.workloads.prompt import WorkloadPrompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -30,7 +30,8 @@ from autotune.errors import UserError
 from autotune.files import user_cache
 from autotune.serving.client import EngineHttp
 from autotune.serving.server import running
-from autotune.workloads.prompt import Message, WorkloadPrompt
+from autotune.workloads.chat import Message
+from autotune.workloads.prompt import WorkloadPrompt
 
 
 def text_chat(prompt: WorkloadPrompt) -> dict[str, Any]:

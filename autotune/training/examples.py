@@ -23,8 +23,9 @@ from autotune.recording.answers import MAX_BATCH_BYTES
 from autotune.recording.recorder import Recorder, Report
 from autotune.runtime.answer_keys import SOFTWARE
 from autotune.training.memory import BatchShape
+from autotune.workloads.chat import Variables
 from autotune.workloads.formats import read_jsonl
-from autotune.workloads.prompt import AnsweredPrompt, Prompt, Variables, WorkloadPrompt, hash_inputs, load_prompt
+from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, hash_inputs, load_prompt
 from autotune.workloads.workload import BUNDLED, WorkloadSplit, load_workload
 
 ROWS = 64  # questions or answers that are decoded together

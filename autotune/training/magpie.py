@@ -16,7 +16,8 @@ from autotune.files import read_lines, write_bytes
 from autotune.recording.answers import AnswerRecorder
 from autotune.training.examples import ROWS
 from autotune.training.recipe import Magpie
-from autotune.workloads.prompt import Prompt, Variables, WorkloadPrompt, chat_text
+from autotune.workloads.chat import Variables, chat_text
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
 
 MAX_EMPTY_BATCHES = 10  # in a row, without a new question
 _MARK = "USER-TURN"

@@ -37,7 +37,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from autotune.errors import UserError
 from autotune.files import describe, read_text
 from autotune.strict_parsing import parse_json
-from autotune.workloads.prompt import Message, Part, Prompt
+from autotune.workloads.chat import Message, Part
+from autotune.workloads.prompt import Prompt
 
 Format = Literal[
     "autotune", "mt-bench", "spec-bench", "mmspec", "speed-bench", "vllm", "sharegpt", "humaneval", "gsm8k"

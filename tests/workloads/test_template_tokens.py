@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from tokenizers.processors import TemplateProcessing
 
 from autotune.errors import UserError
-from autotune.workloads.prompt import Message, Part, Prompt, WorkloadPrompt
+from autotune.workloads.chat import Message, Part
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from autotune.workloads.workload import Workload
 from tests.families import BOS, FAMILIES, new_tokenizer, token_id
 

@@ -16,8 +16,9 @@ from PIL import Image
 
 from autotune.documents.decoding_profile import WorkloadReference
 from autotune.errors import UserError
+from autotune.workloads.chat import chat_text
 from autotune.workloads.pixels import load_image
-from autotune.workloads.prompt import Prompt, WorkloadPrompt, chat_text
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 from tests.sample_documents import write_image, write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from autotune.workloads.prompt import chat_text
+from autotune.workloads.chat import chat_text
 from drafts.digits.make.digits import DIGIT_SIZE, PASSAGE_TOKENS, DigitsExample, make_example
 
 TASK_SHARES = {
