@@ -1,5 +1,5 @@
-"""Draws the figures of the documentation, and writes its tables and numbers, from ``benchmarks/results``. Takes about
-ten seconds.
+"""Draws the figures of the documentation, and writes its tables and numbers, from ``benchmarks/results``.
+Takes about ten seconds.
 
 python benchmarks/figures.py            # make figures
 python benchmarks/figures.py --check    # changes nothing; exit code 1 where anything is not what the results give

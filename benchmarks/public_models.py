@@ -1,18 +1,21 @@
-"""The models that people name by their ids, from the stand-in of the Hub in the tests: which load, whether a prompt's
-tokens are those of transformers, and whether the answer is that of ``generate``. Writes the table of docs/models.md.
+"""Loads the models that people name by their ids, from the stand-in of the Hub in the tests, and writes docs/models.md.
 
-    python -m benchmarks.public_models             # all ids: about five minutes
-    python -m benchmarks.public_models OWNER/NAME  # one row, printed
+The table says which ids load, whether the tokens of a prompt are those of transformers, and whether the answer is that
+of ``generate``. All ids take about five minutes.
+
+python benchmarks/public_models.py             # all ids
+python benchmarks/public_models.py OWNER/NAME  # one row, which is printed
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import click
 
 BEGIN, END = "<!-- table: public models -->", "<!-- /table -->"
 PAGE = Path("docs/models.md")
@@ -111,7 +114,10 @@ def write_table(rows: list[Row]) -> None:
     PAGE.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}")
 
 
-def main(names: list[str]) -> None:
+@click.command(help=__doc__)
+@click.argument("names", nargs=-1)
+def main(names: tuple[str, ...]) -> None:
+    os.environ.pop("HF_HUB_OFFLINE", None)
     from tests.hub import repositories
     from tests.hub.server import Hub, serving
 
@@ -137,5 +143,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.pop("HF_HUB_OFFLINE", None)
-    main(sys.argv[1:])
+    main()

@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.console import Console
 from autotune.errors import UserError
 from autotune.modeling.known_models import KNOWN_MODELS
 
@@ -79,6 +78,8 @@ class Repository:
         patterns = [glob.escape(file) for file in files]
         options: dict[str, Any] = {"allow_patterns": patterns, "tqdm_class": Progress}
         if is_told and not self._is_local and not self._has(files):
+            from autotune.console import Console
+
             Console().say(f"{self.name}: downloading {len(files)} files of weights from the Hugging Face Hub")
         try:
             return Path(self._snapshot(local_files_only=self._is_local, **options))

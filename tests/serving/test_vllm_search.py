@@ -497,7 +497,7 @@ def test_answers_of_one_token_are_told_in_one_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "config", "message"),
     [
-        (("--draft", "no"), "", "--draft no: no such folder; give a complete model"),
+        (("--draft", "no"), "", "no: no such model; known: digits/"),
         (("--draft", "draft"), '{"kind": "star"}', "EAGLE-3 heads and mtp heads; this is star; choose another draft"),
         (
             ("--draft", "draft"),

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from PIL import Image
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.evaluation.bench import run_bench
 from autotune.evaluation.bench_settings import BenchSettings, EvaluationPrompts
+from autotune.modeling import loading
 from autotune.runtime.decoder import Decoder
 from autotune.search.pipeline import search
 from autotune.search.settings import SearchSettings
@@ -183,7 +183,7 @@ def test_targets_without_videos(processor: Any, tmp_path: Path) -> None:
 def test_a_video_workload_is_searched_and_sage_video_measured(
     qwen: Member, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", QWEN2_5_VL_PROCESSOR.from_pretrained)
+    monkeypatch.setattr(loading, "image_processor_class", lambda source: QWEN2_5_VL_PROCESSOR)
     lines = [
         {
             "prompt": f"What happens in clip {n}?",
