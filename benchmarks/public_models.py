@@ -1,7 +1,7 @@
 """Loads the models that people name by their ids, from the stand-in of the Hub in the tests, and writes docs/models.md.
 
 The table says which ids load, whether the tokens of a prompt are those of transformers, and whether the answer is that
-of ``generate``. All ids take about five minutes.
+of ``generate``. Takes about five minutes for all ids.
 
 python benchmarks/public_models.py             # all ids
 python benchmarks/public_models.py OWNER/NAME  # one row, which is printed

@@ -23,7 +23,6 @@ KNOWN_MODELS = (
     "HuggingFaceTB/SmolVLM-Instruct",
     "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
     "ibm-granite/granite-3.3-8b-instruct",
-    "ibm-granite/granite-4.0-h-tiny",
     "LiquidAI/LFM2-1.2B",
     "llava-hf/llava-1.5-7b-hf",
     "llava-hf/llava-onevision-qwen2-0.5b-ov-hf",

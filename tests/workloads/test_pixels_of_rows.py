@@ -84,7 +84,7 @@ def test_parts_name_their_images_as_qwens_tools_and_openai_do(part: dict[str, An
     message = {"role": "user", "content": [{"type": "text", "text": "What"}, part, {"type": "text", "text": "?"}]}
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"messages": [message]}))
-    (prompt,) = load_workload(str(path), "all").prompts
+    (prompt,) = load_workload(str(path), "tune", is_whole=True).prompts
     assert parts_of(prompt.settings) == ["What", "<image>", "?"] and len(prompt.images) == 1
 
 
