@@ -254,8 +254,9 @@ def test_placeholders_that_cannot_be_read_are_refused(
 ) -> None:
     with refused(r"of kind independent with 0\.5 of them; leave --visual-input out"):
         record(fresh, draft, draft_reference, workload, visual_input="placeholders", visual_keep=0.5)
-    monkeypatch.setattr(draft, "vocab_size", 10)
-    message = "the draft's vocabulary has 10 tokens, so it cannot read the placeholder"
+    placeholder = int(fresh.target.model.config.image_token_id)
+    monkeypatch.setattr(draft, "vocab_size", placeholder)
+    message = f"the draft's vocabulary has {placeholder} tokens, so it cannot read the placeholder {placeholder} as text"
     with refused(message):
         record(fresh, draft, draft_reference, workload, visual_input="placeholders")
     assert not draft.reads_placeholders
