@@ -12,7 +12,6 @@ from autotune.doctor.diagnosis import Diagnosis
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.engine_profile import EngineProfile
 from autotune.drafters.checkpoint import CONFIGS
-from autotune.export.document import Export
 from autotune.files import Document
 from autotune.search.space import SearchSpace
 from autotune.study.document import StudyDocument
@@ -24,7 +23,6 @@ DOCUMENTS: tuple[type[Document], ...] = (
     TraceHeader,
     StudyDocument,
     CheckResult,
-    Export,
     EngineProfile,
     SearchSpace,
     Recipe,

@@ -10,34 +10,24 @@ import click
 from autotune.cli import options
 
 
-@click.command(short_help="Write the nearest configuration of vLLM.")
+@click.command(short_help="Print the command that serves a profile in vLLM.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @click.option(
-    "--study",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="Study folder of the search.  [default: found in .autotune/ next to the profile or here]",
-)
-@click.option("--draft", default=None, help="Another draft that the search recorded, instead of the point's draft.")
-@click.option(
     "--draft-tokens",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=1, max=1024),
     default=None,
-    help="Export the chain of this length instead of the fastest.",
+    help="Length of the chain.  [default: that of the profile's chain]",
 )
-@options.output(None, "Folder to write.  [default: exports/vllm]")
-@options.as_json
-def command(profile: Path, as_json: bool, **choices: Any) -> None:
-    """Write the nearest configuration that vLLM can run, chosen by replay, and print its start command."""
+@options.output("exports/vllm", "Folder for models that vLLM does not load as they are.")
+def command(profile: Path, **choices: Any) -> None:
+    """Print the command that starts vLLM with the draft and the chain of a profile, and write the models that vLLM does
+    not load as they are.
+    """
     from autotune.cli.preflight import require_profile
 
     require_profile(profile)
 
     from autotune.console import Console
-    from autotune.export.exporter import export_profile
+    from autotune.export.vllm import export_profile
 
-    result = export_profile(profile, console=Console(), **choices)
-    if as_json:
-        click.echo(result.dump())
-    else:
-        click.echo(result.command)
+    click.echo(export_profile(profile, console=Console(), **choices))

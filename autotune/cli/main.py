@@ -24,10 +24,7 @@ from autotune.errors import UserError, masked, nearest
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree", "huggingface_hub")
 FAULT = 70  # the exit code of a fault of the program: EX_SOFTWARE of sysexits.h
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-VERBS = (
-    *("doctor", "measure", "record", "search", "run", "serve", "bench", "bench-server", "check"),
-    *("report", "export", "train"),
-)
+VERBS = (*("doctor", "measure", "record", "search", "run", "serve", "bench", "check"), *("report", "export", "train"))
 
 
 class Commands(click.Group):

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-from autotune.documents.subnet import VisualInput
-
-
-@dataclass(frozen=True)
-class Served:
-    """How an engine serves a kind of draft."""
-
-    method: str
-    """The engine's name of the speculation method."""
-    images: VisualInput = "features"
-    """How it shows images to the draft."""
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class DraftKind:
     """A kind of draft."""
 
-    served: Mapping[str, Served] = field(default_factory=dict)
-    """By the name of an engine; engines that are missing cannot serve the kind."""
     is_complete_model: bool = False
     """Whether it is a Hugging Face model by itself, which serving engines load as it is."""
     is_target_layer: bool = False
@@ -35,8 +20,8 @@ class DraftKind:
 
 
 KINDS: dict[str, DraftKind] = {
-    "independent": DraftKind({"vllm": Served("draft_model", "placeholders")}, is_complete_model=True),
-    "eagle3": DraftKind({"vllm": Served("eagle3")}),
+    "independent": DraftKind(is_complete_model=True),
+    "eagle3": DraftKind(),
     "star": DraftKind(),
     "dream": DraftKind(),
     "specvlm": DraftKind(),

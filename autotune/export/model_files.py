@@ -130,7 +130,7 @@ def text_part(source: ModelFiles, folder: Path, name: str) -> Conversion:
         reason = "its weights are not on this machine"
     if reason is not None:
         raise UserError(
-            f"{name}: the engine takes the text part of this draft, which cannot be written: {reason}; choose another --draft"
+            f"{name}: the engine takes the text part of this draft, which cannot be written: {reason}; choose another draft"
         )
     shared = {key: source.config[key] for key in SHARED_KEYS if key in source.config}
     is_tied = not any((_text_name(weight) or "").startswith("lm_head.") for weight in _weight_names(source))
@@ -169,7 +169,7 @@ def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]
     draft, served = find_model(name, local_only=False, weights=True), find_model(target, local_only=False)
     if draft is None or served is None:
         raise UserError(
-            f"--draft {name}: no model of safetensors; give a complete model, an EAGLE-3 head or an mtp head"
+            f"--draft {name} with {target}: no model of safetensors; give a complete model, an EAGLE-3 head or an mtp head"
         )
     if "draft_vocab_size" in draft.config or draft.config.get("speculators_model_type") == "eagle3":
         return "eagle3", draft.folder.resolve()

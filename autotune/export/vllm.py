@@ -1,111 +1,104 @@
-"""vLLM: chains, as the JSON of ``--speculative-config``. Its ``num_speculative_tokens`` k is a chain's depth: k draft
-tokens per round without the root, one draft forward pass each, and a verification of k + 1 tokens.
-"""
+"""``autotune export``: the command that starts vLLM with the draft and the chain of a profile."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from autotune.documents.draft_kinds import KINDS, Served
+from autotune.console import Console
+from autotune.documents.decoding_profile import DecodingProfile, DraftChoice
+from autotune.documents.draft_kinds import TOKEN_DRAFTS
+from autotune.documents.engine_profile import OPTIONS, Speculation
+from autotune.documents.subnet import Subnet
+from autotune.errors import UserError
 from autotune.export.model_files import (
+    CONFIG,
     Conversion,
-    ModelFiles,
+    find_model,
     has_short_vision_names,
+    served_draft,
     text_part,
     with_long_vision_names,
 )
-
-NAME, VERSION = "vllm", "0.32.0"
-"""The engine, and the version whose rules these settings were checked against."""
-SETTINGS_FILE = "speculative-config.json"
-LOSSLESS = (
-    "rejection_sample_method standard, as exported, preserves the target's distribution at any temperature (block does too, synthetic "
-    "does not); at temperature 0 these are the target's own tokens, except for near ties in reduced precision; above 0 the sampled tokens "
-    "differ from autotune's, whose noise is keyed by seed and position"
-)
-NOTE = (
-    "accepted lengths assume that drafts propose their most probable token (vLLM's default, draft_sample_method greedy)"
-)
-SERVED: Mapping[str, Served] = {name: kind.served[NAME] for name, kind in KINDS.items() if NAME in kind.served}
-"""The kinds of drafts that vLLM serves."""
+from autotune.files import require_writable
+from autotune.modeling.loading import bundled_models
+from autotune.trees.chain import ChainPolicy
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The models to serve, by the names or folders that the engine is given."""
-
-    target: str
-    draft: str
-    draft_kind: str
-    target_files: ModelFiles | None = None
-    """None if the model is not on this machine."""
-    draft_files: ModelFiles | None = None
-    dtype: str | None = None
-    """For the engine's ``--dtype``; None: its own choice, which may be 16 bits for models in float32."""
+def vllm_arguments(speculations: Sequence[Speculation]) -> list[str]:
+    """Arguments of vLLM for one type; none switch speculation off. vLLM counts the layers of MiMo's heads by the
+    target's config.
+    """
+    words = []
+    for one in speculations:
+        model = {"model": one.model} if one.model else {}
+        words += ["--speculative-config", json.dumps({"method": one.type, **model, **one.options})]
+        words += ["--hf-overrides", json.dumps({"num_nextn_predict_layers": 1})] if one.type == "mtp" else []
+    return words
 
 
-def pair_refusal(pair: Pair) -> str | None:
-    """Why vLLM would refuse the pair, by the files of the two models, as far as they are on this machine; or None."""
-    target, draft = pair.target_files, pair.draft_files
-    if draft is None or not KINDS[pair.draft_kind].is_complete_model:
-        return None
-    if draft.has_mrope:
-        return "the draft has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
-    sizes = (None if target is None else target.vocab_size, draft.vocab_size)
-    if None not in sizes and sizes[0] != sizes[1]:
-        return (
-            f"the draft's vocabulary has {sizes[1]} tokens and the target's has {sizes[0]}; choose a draft with the target's "
-            "vocabulary"
-        )
-    return None
+def export_profile(source: Path, console: Console, *, draft_tokens: int | None = None, output: Path) -> str:
+    """The command that starts vLLM with the draft of a profile's last point, which serves all requests. Models that
+    vLLM does not load as they are get written into ``output`` in a form that it loads.
 
-
-def caveats(pair: Pair) -> Sequence[str]:
-    """Limitations of vLLM with this pair."""
-    if not KINDS[pair.draft_kind].is_complete_model:
-        return ()
-    notes = [
-        "vLLM shows a draft_model no image: it reads the placeholders as text, and predictions replay a trace recorded so; a draft "
-        "that is a vision-language model is exported as its text part"
-    ]
-    if pair.target_files is not None and pair.target_files.has_mrope:
-        notes.append(
-            "the target has M-RoPE positions, and vLLM gives the draft their first axis, on which an image's tokens share a position; "
-            "the trace counts every token, so predictions for prompts with images are off"
-        )
-    return notes
-
-
-def loadable(pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
-    """The pair with models that vLLM loads, and the checkpoints in ``folder`` that have to be written for it: the text
-    part of a draft, and a vision tower whose weights have the names that vLLM knows.
+    Args:
+        draft_tokens: length of the chain; None: the depth of the point's chain.
 
     Raises:
-        UserError: a model cannot be converted.
+        UserError: the profile cannot be read, its point has no chain, or vLLM does not draft with its draft.
     """
-    target, draft, conversions = pair.target, pair.draft, []
-    if pair.target_files is not None and has_short_vision_names(pair.target_files):
-        conversions.append(with_long_vision_names(pair.target_files, folder / "target"))
-        target = str(folder / "target")
-    if KINDS[pair.draft_kind].is_complete_model and pair.draft_files and "vision_config" in pair.draft_files.config:
-        conversions.append(text_part(pair.draft_files, folder / "draft", pair.draft))
-        draft = str(folder / "draft")
-    return dataclasses.replace(pair, target=target, draft=draft), conversions
+    profile = DecodingProfile.load(source)
+    draft, depth = profile.point.draft, draft_tokens
+    if draft is None or draft.kind in TOKEN_DRAFTS:
+        raise UserError(
+            f"{source}: decodes {'without a draft' if draft is None else f'with {draft.kind}'}, so there is no draft model to export; serve "
+            "the target alone, or tune vLLM's n-grams by autotune search --engine vllm"
+        )
+    if depth is None and isinstance(profile.point.tree, ChainPolicy):
+        depth = profile.point.tree.depth
+    if depth is None:
+        raise UserError(
+            f"{source}: its drafts are trees, and vLLM verifies chains; give the chain's length with --draft-tokens, or let autotune search "
+            f"--engine vllm --draft {draft.id} measure it"
+        )
+    require_writable(output / CONFIG)
+    target, speculation, conversions = _served(profile.target.id, draft, depth, output)
+    for conversion in conversions:
+        conversion.write()
+    for note in (*(conversion.note for conversion in conversions), *_differences(profile, draft)):
+        console.say(f"- {note}")
+    words = ["vllm", "serve", target, "--dtype", profile.dtype, *vllm_arguments([speculation])]
+    return shlex.join(words)
 
 
-def settings(pair: Pair, depth: int) -> dict[str, Any]:
-    own = {"num_speculative_tokens": depth, "rejection_sample_method": "standard"}
-    return {"method": SERVED[pair.draft_kind].method, "model": pair.draft} | own
+def _served(target: str, draft: DraftChoice, depth: int, output: Path) -> tuple[str, Speculation, Sequence[Conversion]]:
+    """The target's folder, the settings, and the checkpoints that have to be written into ``output`` for them."""
+    kind, folder = served_draft(draft.id, target, output)
+    served, found, conversions = find_model(target), find_model(str(folder)), list[Conversion]()
+    assert served is not None and found is not None
+    model = str(bundled_models().get(target, target))
+    if kind == "draft_model" and found.has_mrope:
+        raise UserError(
+            f"{draft.id}: the draft has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
+        )
+    if has_short_vision_names(served):
+        conversions.append(with_long_vision_names(served, output / "target"))
+        model = str(output / "target")
+    if kind == "draft_model" and "vision_config" in found.config:
+        conversions.append(text_part(found, output / "draft", draft.id))
+        folder = output / "draft"
+    (option,) = OPTIONS[kind]
+    return model, Speculation(type=kind, options={option: depth}, model=str(folder)), conversions
 
 
-def command(pair: Pair, settings: Mapping[str, Any]) -> str:
-    """The command that starts vLLM with these settings."""
-    config = json.dumps(settings)
-    dtype = [] if pair.dtype is None else ["--dtype", pair.dtype]
-    return shlex.join(["vllm", "serve", pair.target, *dtype, "--speculative-config", config])
+def _differences(profile: DecodingProfile, draft: DraftChoice) -> Iterator[str]:
+    """Notes on what vLLM does otherwise than the profile."""
+    yield "speed in vLLM was not measured: autotune search --engine vllm measures it for prompts of text"
+    if len(profile.points) > 1:
+        yield f"the profile has {len(profile.points)} points and vLLM runs one: this is the last"
+    if draft.subnet != Subnet():
+        yield f"the profile's point runs {draft.subnet.label}; vLLM runs the full draft"
+    if not profile.point.lossless:
+        yield "the profile's point is lossy; vLLM verifies losslessly"

@@ -4,30 +4,23 @@ metrics. Loads no torch.
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from autotune.documents.engine_profile import Milliseconds, Natural
 from autotune.errors import UserError, reading
 from autotune.strict_parsing import parse_json
-from autotune.workloads.chat import chat_messages
-from autotune.workloads.prompt import WorkloadPrompt
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 ANSWER_TIMEOUT_S = 600.0  # of one request
 ASK_TIMEOUT_S = 20.0  # of a question about the engine
@@ -158,33 +151,6 @@ class EngineClient(EngineHttp):
             time.sleep(0.01)
         return change
 
-    def complete(self, prompt: WorkloadPrompt, prompt_tokens: Sequence[int]) -> tuple[list[int], list[int] | None]:
-        """Decode one prompt greedily: the answer, and the prompt as the engine read it, None if it does not say. Text
-        is sent as ``prompt_tokens``; a prompt with images as a chat, whose template is the engine's copy of the
-        target's.
-
-        Raises:
-            UserError: the engine refuses the request, with its message, or does not answer.
-        """
-        limit = prompt.settings.max_new_tokens
-        request = {"model": self.model, "max_tokens": limit, "temperature": 0.0, "return_token_ids": True}
-        if prompt.pixels:
-            path, request["messages"] = "/v1/chat/completions", _messages(prompt)
-            if variables := prompt.settings.chat_template_kwargs:
-                request["chat_template_kwargs"] = variables
-        else:
-            path, request["prompt"] = "/v1/completions", list(prompt_tokens)
-        body = self.read_json(path, request, "look into its log")
-        with self.reply_of(path):
-            choice = body["choices"][0]
-            if choice.get("token_ids") is None:
-                raise UserError(
-                    f"{self.url}: the engine returns no token_ids, so that answers cannot be compared; update it to a checked version"
-                )
-            tokens = TOKENS.validate_python(choice["token_ids"], strict=True)
-            found = choice.get("prompt_token_ids") or body.get("prompt_token_ids")
-            return tokens, found if found is None else TOKENS.validate_python(found, strict=True)
-
 
 def _message(body: bytes) -> str:
     """The message of an error in one line, as OpenAI's API has it."""
@@ -195,25 +161,3 @@ def _message(body: bytes) -> str:
     except (ValueError, AttributeError):
         return ""
     return " ".join(str(message).split())[:400]
-
-
-def _messages(prompt: WorkloadPrompt) -> list[dict[str, Any]]:
-    """The prompt as messages of OpenAI's API, its images as PNG: no pixel changes."""
-    if prompt.videos:
-        raise UserError(
-            f"{prompt.name}: engines are sent images, not videos; leave the prompt out, or give frames as images"
-        )
-    images = ({"type": "image_url", "image_url": {"url": _data_url(image)}} for image in prompt.images)
-    return [
-        {
-            "role": message["role"],
-            "content": [next(images) if part["type"] == "image" else part for part in message["content"]],
-        }
-        for message in chat_messages(prompt.content, num_images=len(prompt.images))
-    ]
-
-
-def _data_url(image: Image) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

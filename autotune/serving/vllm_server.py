@@ -5,7 +5,6 @@ request by request. Loads no torch.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -23,6 +22,7 @@ from autotune.documents.engine_profile import (
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.export.model_files import served_draft
+from autotune.export.vllm import vllm_arguments
 from autotune.files import WORKSPACE
 from autotune.modeling.gguf import SUFFIX
 from autotune.modeling.loading import bundled_models, reference
@@ -42,18 +42,6 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 SUFFIX_DEPTHS, SUFFIX_LENGTHS = (8, 24), (3, 5, 8, 24)
 SUFFIX_FACTORS, SUFFIX_PROBABILITIES = (0.5, 1.0, 2.0, 4.0), (0.05, 0.1, 0.2, 0.3, 0.5)
-
-
-def vllm_arguments(speculations: Sequence[Speculation]) -> list[str]:
-    """Arguments of vLLM for one type; none switch speculation off. vLLM counts the layers of MiMo's heads by the
-    target's config.
-    """
-    words = []
-    for one in speculations:
-        model = {"model": one.model} if one.model else {}
-        words += ["--speculative-config", json.dumps({"method": one.type, **model, **one.options})]
-        words += ["--hf-overrides", json.dumps({"num_nextn_predict_layers": 1})] if one.type == "mtp" else []
-    return words
 
 
 class VllmServer(EngineClient, EngineServer):

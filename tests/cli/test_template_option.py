@@ -10,7 +10,7 @@ from autotune.cli import options
 from autotune.cli.main import main
 from autotune.search.settings import SearchSettings
 
-VERBS = ("search", "record", "run", "bench", "bench-server", "serve", "measure", "check")
+VERBS = ("search", "record", "run", "bench", "serve", "measure", "check")
 
 
 @pytest.mark.parametrize("verb", VERBS)

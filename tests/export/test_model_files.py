@@ -19,7 +19,6 @@ from autotune.export.model_files import (
     text_part,
     with_long_vision_names,
 )
-from autotune.export.vllm import Pair, caveats, pair_refusal
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 
 
@@ -128,28 +127,6 @@ def test_what_configs_say() -> None:
 
 def test_models_that_are_not_here_are_not_known(tmp_path: Path) -> None:
     assert find_model("nobody/never-downloaded") is None and find_model(str(tmp_path / "no:folder")) is None
-
-
-def test_vocabularies_that_vllm_refuses() -> None:
-    """EAGLE-3 heads have their own."""
-    target, equal, larger = (model(vocab_size=size) for size in (2, 2, 3))
-    size = "the draft's vocabulary has 3 tokens and the target's has 2; choose a draft with the target's vocabulary"
-    assert pair_refusal(Pair("t", "d", "independent", target, larger)) == size
-    for kind, first, second in (
-        ("independent", target, equal),
-        ("eagle3", target, larger),
-        ("independent", None, larger),
-    ):
-        assert pair_refusal(Pair("t", "d", kind, first, second)) is None, kind
-
-
-def test_mrope_drafts_are_refused_by_vllm_and_mrope_targets_noted() -> None:
-    mrope = model(rope_parameters={"mrope_section": [1, 1, 2]})
-    refused = pair_refusal(Pair("t", "d", "independent", model(), mrope))
-    assert refused == "the draft has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
-    assert pair_refusal(Pair("t", "d", "eagle3", model(), mrope)) is None
-    notes = [caveats(Pair("t", "d", "independent", target, model())) for target in (model(), mrope)]
-    assert len(notes[1]) == len(notes[0]) + 1 and "first axis" in notes[1][-1]
 
 
 def test_an_mtp_head_is_written_as_one_of_mimo(tmp_path: Path) -> None:

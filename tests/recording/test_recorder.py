@@ -256,7 +256,9 @@ def test_placeholders_that_cannot_be_read_are_refused(
         record(fresh, draft, draft_reference, workload, visual_input="placeholders", visual_keep=0.5)
     placeholder = int(fresh.target.model.config.image_token_id)
     monkeypatch.setattr(draft, "vocab_size", placeholder)
-    message = f"the draft's vocabulary has {placeholder} tokens, so it cannot read the placeholder {placeholder} as text"
+    message = (
+        f"the draft's vocabulary has {placeholder} tokens, so it cannot read the placeholder {placeholder} as text"
+    )
     with refused(message):
         record(fresh, draft, draft_reference, workload, visual_input="placeholders")
     assert not draft.reads_placeholders

@@ -33,6 +33,7 @@ from autotune.documents.engine_profile import (
     SpeculationCounts,
     SpeculationType,
 )
+from autotune.export.vllm import vllm_arguments
 from autotune.files import user_cache
 from autotune.serving import engine_runs, vllm_server
 from autotune.serving.engine_runs import serve_in_turns
@@ -41,9 +42,8 @@ from autotune.serving.ngram_drafters import KnownRequest
 from autotune.serving.ngram_replay import FirstDrafter, RequestReplay, replay_speculation, total
 from autotune.serving.server import running
 from autotune.serving.verification_prices import VerificationPrices, served_prices
-from autotune.serving.vllm_server import PRICED_BY, VllmEngine, vllm_arguments
+from autotune.serving.vllm_server import PRICED_BY, VllmEngine
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
-from tests.serving.exports import EXECUTABLE_VARIABLE
 from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS
 from tests.serving.recorded_vllm import COMMAND, TRANSCRIPT
 from tests.serving.test_engine_search import autotune, said
@@ -597,7 +597,7 @@ def test_a_page_of_another_program_is_no_vllm(folder: Path) -> None:
 @pytest.mark.long
 def test_the_real_server_drafts_as_the_replay_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = user_cache().parent / "autotune-engines" / VllmEngine.built
-    executable = os.environ.get(EXECUTABLE_VARIABLE, str(built))
+    executable = os.environ.get("AUTOTUNE_VLLM", str(built))
     if not Path(executable).exists():
         pytest.skip("vLLM is not installed; run make engines ENGINE=vllm")
     from benchmarks.dequantized import main
