@@ -10,6 +10,7 @@ python benchmarks/public_models.py OWNER/NAME  # one row, which is printed
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import warnings
 from pathlib import Path
@@ -50,9 +51,9 @@ def examine(name: str) -> Row:
     template, context = "", ""
     try:
         resolve(name)
+        model = load_model(name)
         processor = load_processor(name)
         template = compare_prompts(name, processor)
-        model = load_model(name)
         tree = {"policy": "eagle2", "depth": 4, "k": 4, "budget": 16}
         try:
             decoder = Decoder(model, "retrieval", tree=tree, processor=processor)
@@ -66,7 +67,8 @@ def examine(name: str) -> Row:
         found = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS, temperature=0.0).sequences
         result = "same tokens" if found.tolist() == expected.tolist() else "**other tokens**"
     except UserError as error:
-        result = f"refused: {str(error).removeprefix(f'{name}: ')}".replace("|", "\\|")
+        reason = re.sub(r"\S*/snapshots/\w+/?", "", str(error).removeprefix(f"{name}: "))
+        result = f"refused: {reason.partition('; known:')[0]}".replace("|", "\\|")
     return Row(name, kind, source, template, context, heads, result)
 
 

@@ -373,6 +373,7 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **gguf)
     if or_bundled and not _has_tokenizer(name):
         return load_processor(BUNDLED_TARGET).tokenizer
+    _check_type(Path(source), name)
     try:
         is_vlm = _is_vlm(AutoConfig.from_pretrained(source, trust_remote_code=False))
     except Exception:  # loading the model reports the error

@@ -43,7 +43,6 @@ VISION_FAMILIES = {
     "qwen2_5_vl": "qwen2_5_vl",
     "qwen3_vl": "qwen3_vl",
     "gemma3": "gemma3",
-    "gemma4": "gemma4",
     "mistral3": "mistral3",
     "llava": "llava",
     "llava_next": "llava_next_mistral",
@@ -79,6 +78,9 @@ def _save_vision(name: str, family: families.Family, folder: Path) -> None:
     special = {token: families.token_id(token) for token in (families.PAD, families.BOS, families.EOS)}
     generation = {"bos_token_id": special[families.BOS], "pad_token_id": special[families.PAD]}
     processor.chat_template = published.template_of(name)
+    config = published.config_of(name)
+    stated = (config.get("text_config") or config).get("max_position_embeddings")
+    model.config.get_text_config().max_position_embeddings = stated or 4096
     _end_answers(model, processor.tokenizer, {special[families.EOS]})
     _write(model, generation | {"eos_token_id": special[families.EOS]}, folder)
     processor.save_pretrained(folder)
