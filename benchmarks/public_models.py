@@ -120,6 +120,7 @@ def write_table(rows: list[Row]) -> None:
 @click.argument("names", nargs=-1)
 def main(names: tuple[str, ...]) -> None:
     os.environ.pop("HF_HUB_OFFLINE", None)
+    os.environ["HF_HUB_ETAG_TIMEOUT"] = "120"  # a repository is written when it is first asked for
     from tests.hub import repositories
     from tests.hub.server import Hub, serving
 

@@ -33,13 +33,14 @@ def command(
     target: str, drafts: tuple[str, ...], workload: str | None, output: Path, as_json: bool, **choices: Any
 ) -> None:
     """Measure a cost table: the latency of the forward passes of target and drafts on a device."""
-    from autotune.cli.preflight import require_workload
+    from autotune.cli.preflight import require_models, require_workload
     from autotune.files import require_writable, write_table
     from autotune.modeling.loading import default_drafts, default_workload
 
     require_writable(output)
     drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
     require_workload(workload, choices["workload_format"])
+    require_models(target, drafts)
 
     from autotune.console import Console
     from autotune.contention_monitor import wait_until_idle

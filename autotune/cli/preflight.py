@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,16 @@ def require_workload(name: str, format: Format | None = None) -> None:
         bundled_file(name)
     else:
         read_prompts(local_file(name), format)
+
+
+def require_models(target: str, drafts: Sequence[str]) -> None:
+    """Check that models by name are there; of models of the Hub, their configs and tokenizers are downloaded."""
+    from autotune.documents.draft_kinds import TOKEN_DRAFTS
+    from autotune.modeling.loading import MTP_SUFFIX, resolve
+
+    for name in (target, *drafts):
+        if name not in TOKEN_DRAFTS:
+            resolve(name.removesuffix(MTP_SUFFIX), weights=False)
 
 
 def evaluation_prompts(profile: Path, choices: dict[str, Any]) -> tuple[EvaluationPrompts, dict[str, Any]]:

@@ -56,13 +56,14 @@ SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "voc
 @options.as_json
 def command(target: str, drafts: tuple[str, ...], workload: str, output: Path, as_json: bool, **choices: Any) -> None:
     """Record traces: the draft's proposals along the target's answers."""
-    from autotune.cli.preflight import require_workload
+    from autotune.cli.preflight import require_models, require_workload
     from autotune.files import require_writable
     from autotune.modeling.loading import default_drafts, default_workload
 
     require_writable(output / "keep-1.trace.json")
     drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
     require_workload(workload, choices["workload_format"])
+    require_models(target, drafts)
 
     from autotune.console import Console
     from autotune.device import choose_device

@@ -45,7 +45,7 @@ def command(context: click.Context, /, as_json: bool, engine: EngineName | None,
 
     An interrupted search is continued by the same command.
     """
-    from autotune.cli.preflight import require_workload
+    from autotune.cli.preflight import require_models, require_workload
 
     own = {name: values.pop(name) for name in ONLY_ENGINES}
     if engine is not None:
@@ -78,6 +78,7 @@ def command(context: click.Context, /, as_json: bool, engine: EngineName | None,
 
     settings = make_settings(SearchSettings, values)
     check_settings(settings)
+    require_models(settings.target, settings.drafts)
     require_workload(settings.workload, settings.workload_format)
 
     from autotune.console import Console

@@ -23,6 +23,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> repositories.Folders:
 def public_hub(folders: repositories.Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """All ids of the stand-in, and an empty cache."""
     with serving(Hub(folders, {repositories.GATED}, dict(repositories.RENAMED))) as hub:
+        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "120")  # a repository is written when it is first asked for
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         files = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
