@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.utils import close_session
 
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
@@ -17,7 +16,8 @@ from autotune.modeling import hub as hub_models
 from autotune.modeling.gguf import find_gguf
 from autotune.modeling.loading import load_model, load_processor, reference, resolve
 from autotune.modeling.target import Target
-from tests.hub.server import Hub, serving
+from tests.hub.conftest import asked
+from tests.hub.server import Hub
 from tests.tiny_models import Pair
 
 IDS = ("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1")
@@ -27,19 +27,9 @@ TOKEN = "hf_secretsecretsecret"
 @pytest.fixture
 def hub(text_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub with one model under the ids that people use, and an empty cache."""
-    with serving(Hub(dict.fromkeys(IDS, text_pair.target_folder))) as served:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", served.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.chdir(tmp_path)
-        hub_models.repository.cache_clear()
-        close_session()
+    monkeypatch.setattr(hub_models, "KNOWN_MODELS", IDS)
+    with asked(Hub(dict.fromkeys(IDS, text_pair.target_folder)), tmp_path, monkeypatch) as served:
         yield served
-    hub_models.repository.cache_clear()
-    close_session()
 
 
 def refusal(name: str) -> str:
