@@ -336,7 +336,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["check", "profile.json", "--workload", "workload.jsonl", "--junit", "file/junit.xml"],
         r"file/junit\.xml: cannot be written .* with --junit",
     ),
-    "export of a tree": (["export", "profile.json"], "vLLM verifies chains; give the chain's length with --draft-tokens"),
     "export below a file": (["export", "profile.json", "--draft-tokens", "3", "-o", "file"], r"file/config\.json: cannot be written"),
     "no probability": (["run", "profile.json", "--prompt", "x", "--top-p", "0"], "top.p"),
     "negative seed": (["run", "profile.json", "--prompt", "x", "--seed", "-3"], "seed"),
