@@ -238,7 +238,7 @@ def _document(name: str, configuration: Configuration, measured: Race, confirmin
     """The measurement of an arm of the race, beside the prediction for the prompts that were run, over and over.
 
     Speedups are compared: a machine that has become slower since its cost table was measured is slower with and without
-        a draft.
+    a draft.
     """
     runs = measured.runs[name]
     summary = summarize(name, runs, measured.runs[AR][: len(runs)])

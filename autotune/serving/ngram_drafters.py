@@ -45,7 +45,7 @@ class KnownRequest:
     """The tokens of a request, with tables of its n-grams that settings share.
 
     A drafter is given a ``length``: the server has read ``tokens[:length]``, and the next token is sampled and not yet
-        read.
+    read.
     """
 
     def __init__(self, answer: ServedAnswer) -> None:
