@@ -63,7 +63,7 @@ MOST_STATEMENTS = {
         "training": 1221,
         "trees": 1681,
         "workloads": 838,
-        "hub": 650,
+        "hub": 647,
     },
     "benchmarks": {"benchmarks": 3278, "evidence": 630},
 }

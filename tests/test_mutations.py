@@ -222,7 +222,7 @@ def test_replies_of_engines(engine: str, path: str, is_nightly: bool) -> None:
     texts = damaged(whole.encode()) if isinstance(whole, str) else json_bytes(whole)
 
     def check(text: bytes) -> None:
-        tokens = ask({path: text.decode(errors="replace")})
+        tokens = ask({path: text.decode(errors="replace")}) or []
         assert all(type(token) is int and 0 <= token < 2**31 for token in tokens)
 
     mutate(FEW, texts, check, is_nightly)

@@ -66,13 +66,15 @@ def require_workload(name: str, format: Format | None = None) -> None:
 
 
 def require_models(target: str, drafts: Sequence[str]) -> None:
-    """Check that models by name are there; of models of the Hub, their configs and tokenizers are downloaded."""
-    from autotune.documents.draft_kinds import TOKEN_DRAFTS
+    """Check that models of the Hub are there, and download their configs and tokenizers. Others are looked for when
+    they are loaded.
+    """
+    from autotune.modeling.hub import is_id
     from autotune.modeling.loading import MTP_SUFFIX, resolve
 
-    for name in (target, *drafts):
-        if name not in TOKEN_DRAFTS:
-            resolve(name.removesuffix(MTP_SUFFIX), weights=False)
+    for name in (given.removesuffix(MTP_SUFFIX) for given in (target, *drafts)):
+        if is_id(name):
+            resolve(name, weights=False)
 
 
 def evaluation_prompts(profile: Path, choices: dict[str, Any]) -> tuple[EvaluationPrompts, dict[str, Any]]:
