@@ -251,7 +251,7 @@ def cut_scores(scores: Tensor, top_k: int | Tensor, top_p: float | Tensor) -> Te
     """
     best = scores.log_softmax(-1).topk(min(CUT_TOKENS, scores.shape[-1]))
     probability = best.values.exp()
-    is_kept = probability.cumsum(-1) - probability < top_p
+    is_kept = (probability.cumsum(-1) - probability < top_p) | (top_p >= 1.0)
     is_kept &= torch.arange(is_kept.shape[-1], device=scores.device) < top_k
     last = scores.gather(-1, best.indices).masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
     return scores.masked_fill((scores < last) & ~is_kept.all(-1, keepdim=True), -torch.inf)
