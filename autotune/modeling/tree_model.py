@@ -197,7 +197,10 @@ class TreeModel(CachedModel):
         num_axes = 3 if self._has_mrope else 1  # text has three equal ones, to share the captures of images
         windows = self._windows
         layout = Layout(
-            num_tokens, padded_columns(num_columns, self.least_columns), len(windows), num_axes + bool(self.output_layers)
+            num_tokens,
+            padded_columns(num_columns, self.least_columns),
+            len(windows),
+            num_axes + bool(self.output_layers),
         )
         key, reads = self._complete(GraphKey(layout, step.only is not None, self.output_layers))
         forward = runner.prepared(key, reads)
