@@ -1,8 +1,10 @@
 """Temporary: the reference alone."""
 
 from __future__ import annotations
+
 import torch
 from torch import Tensor
+
 from autotune.modeling.grouped_attention import grouped_attention
 
 

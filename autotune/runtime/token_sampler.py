@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from autotune.errors import UserError
 from autotune.drafters.draft import Coupling, Draw, cut_scores
+from autotune.errors import UserError
 from autotune.modeling import transfer
 from autotune.modeling.step import NOT_FINITE, Evaluated, best_tokens
 from autotune.modeling.target import NOISE_ROWS
