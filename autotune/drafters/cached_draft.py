@@ -189,7 +189,8 @@ class CachedDraft(CachedModel):
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
         if len(frontier) > MAX_LEVEL_STEP:  # nodes of a level do not see each other
             parts = np.split(frontier, range(MAX_LEVEL_STEP, len(frontier), MAX_LEVEL_STEP))
-            found = [self.propose(tree, part, num_proposals, coupling) for part in parts]
+            # Copied: passes of one size have one result in memory.
+            found = [list(map(np.copy, self.propose(tree, part, num_proposals, coupling))) for part in parts]
             return np.concatenate([tokens for tokens, _ in found]), np.concatenate([best for _, best in found])
         self.num_proposals, self._draw = num_proposals, None if coupling is None else coupling.draw
         if self._draw is not None and self._draw.noise.device != self.device:

@@ -243,7 +243,7 @@ def top_proposals(logits: Tensor, num_proposals: int) -> tuple[Tensor, Tensor]:
     return top.indices, top.values
 
 
-CUT_TOKENS = 64  # that top-k and top-p look at
+CUT_TOKENS = 1024  # that top-k and top-p look at
 
 
 def cut_scores(scores: Tensor, top_k: int | Tensor, top_p: float | Tensor) -> Tensor:

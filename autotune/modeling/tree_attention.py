@@ -1,21 +1,20 @@
-"""Temporary: the reference alone."""
+"""Attention of a captured step, whose lengths are read on the device: n tokens of a tree over cached keys and values.
+
+On CUDA devices it runs the Triton kernels of ``tree_attention_kernels.py``. Elsewhere, and where Triton is missing or
+does not compile, the packed mask is unpacked and given to ``scaled_dot_product_attention``.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
 from autotune.modeling.grouped_attention import grouped_attention
+from autotune.modeling.packed_step import WORD_BITS
 
-
-def additive_mask(mask: Tensor, length: int, *, mask_value: float, dtype: torch.dtype) -> Tensor:
-    prefix, uncommitted, n = mask[0, 1], mask[0, 0], mask.shape[0] - 1
-    column = torch.arange(length, device=mask.device)
-    c = (column - prefix).clamp(min=0)
-    c2 = c.clamp(max=(mask.shape[1] - 1) * 64 - 1)
-    bits = ((mask[1:, 1:][:, c2 // 64] >> (c2 % 64)) & 1) > 0
-    seen = torch.where(column < prefix, column >= mask[1:, :1], bits & (c < uncommitted + n))
-    return torch.zeros(seen.shape, dtype=dtype, device=mask.device).masked_fill_(~seen, mask_value)[None, None]
+LEAST_CAPABILITY = (8, 0)  # Triton has no products on the tensor cores of older devices
 
 
 @torch.library.custom_op("autotune::attend", mutates_args=())
@@ -28,12 +27,98 @@ def attend(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    length = int(mask[0, 0] + mask[0, 1]) + mask.shape[0] - 1
-    add = additive_mask(mask, length, mask_value=torch.finfo(query.dtype).min, dtype=query.dtype)
-    out = grouped_attention(query[None], keys[None, :, :length], values[None, :, :length], add, scale=scale)
-    return out[0].transpose(0, 1).contiguous()
+    """Attention output [n, heads, size].
+
+    Args:
+        query: [heads, n, size]; query head h reads KV head h // (heads / KV heads).
+        keys, values: the whole cache, [KV heads, capacity, size] each. What lies beyond the step's tokens is not read.
+        mask: packed (``packed_step.py``), [1 + n, 1 + words].
+        scale: factor of the products.
+        softcap: limit of the products; 0: none.
+        sinks: for each head a logit that takes part in the softmax without a value, [heads].
+    """
+    length = int(mask[0, :2].sum()) + query.shape[1]
+    return attend_with_mask(query, keys[:, :length], values[:, :length], mask, scale, softcap, sinks)
 
 
 @attend.register_fake
-def _(query, keys, values, mask, scale, softcap=0.0, sinks=None):
-    return query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
+def _(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    return query.new_empty(query.shape[1], query.shape[0], values.shape[2])
+
+
+@attend.register_kernel("cuda")
+def _(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    # Products of float32 would not run on tensor cores: the kernels spill their registers.
+    has_kernel = query.dtype != torch.float32 and keys.shape[2] == values.shape[2]
+    if not has_kernel or why_no_triton(query.device) is not None:
+        return attend_with_mask(query, keys, values, mask, scale, softcap, sinks)
+    from autotune.modeling.tree_attention_kernels import attend_in_splits
+
+    return attend_in_splits(query, keys, values, mask, scale, softcap, sinks)
+
+
+def attend_with_mask(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """``attend`` over all keys that are given, with an additive mask."""
+    length = keys.shape[1]
+    additive = additive_mask(mask, length, mask_value=torch.finfo(query.dtype).min, dtype=query.dtype)
+    if not softcap and sinks is None:
+        out = grouped_attention(query[None], keys[None], values[None], additive, scale=scale)[0]
+        return out.transpose(0, 1).contiguous()
+    groups = query.shape[0] // keys.shape[0]
+    scores = query.unflatten(0, (-1, groups)).float() @ keys[:, None].transpose(-1, -2).float() * scale
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
+    scores = (scores + additive[0]).flatten(0, 1)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+    weights = scores.softmax(-1)[..., :length].unflatten(0, (-1, groups))
+    return (weights @ values[:, None].float()).flatten(0, 1).transpose(0, 1).to(query.dtype).contiguous()
+
+
+def additive_mask(mask: Tensor, length: int, *, mask_value: float, dtype: torch.dtype) -> Tensor:
+    """A packed mask over the first ``length`` KV slots as an additive one, [1, 1, n, length]."""
+    first_slots, words = mask[1:, :1], mask[1:, 1:]
+    num_uncommitted, prefix = mask[0, :2].split(1)
+    slot = torch.arange(length, device=mask.device)
+    column = (slot - prefix).clamp(0, WORD_BITS * words.shape[1] - 1)
+    is_set = (words[:, column // WORD_BITS] >> (column % WORD_BITS)) & 1 > 0
+    is_after = (slot >= prefix) & (slot - prefix < num_uncommitted + len(words))
+    is_visible = torch.where(slot < prefix, slot >= first_slots, is_set & is_after)
+    hidden = torch.zeros(is_visible.shape, dtype=dtype, device=mask.device)
+    return hidden.masked_fill_(~is_visible, mask_value)[None, None]
+
+
+@functools.cache
+def why_no_triton(device: torch.device) -> str | None:
+    """The reason for which a device runs ``attend`` with masks; None: it runs the kernels."""
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+        return f"the kernels need compute capability 8.0, and the device has {capability[0]}.{capability[1]}"
+    try:
+        from autotune.modeling.tree_attention_kernels import attend_in_splits
+
+        states = torch.zeros(1, 1, 64, dtype=torch.float16, device=device)
+        mask = torch.zeros(2, 2, dtype=torch.int64, device=device)
+        attend_in_splits(states, states, states, mask, 1.0, 0.0, None)
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    return None

@@ -47,8 +47,8 @@ PREFIX_FREE = frozenset(
         "SuppressTokensLogitsProcessor",
     }
 )
-# Those that captured steps of a draft compute themselves.
-WARPERS = frozenset({"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"})
+# Those that captured steps of a draft compute themselves, in this order.
+WARPERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")
 # Those that read its length alone.
 OF_LENGTH = frozenset(
     {
@@ -149,11 +149,14 @@ class TokenSampler:
         own: list[Any] = [TopKLogitsWarper(top_k)] if temperature > 0.0 and top_k > 0 else []
         own += [TopPLogitsWarper(top_p)] if temperature > 0.0 and top_p < 1.0 else []
         self.processors = [*processors, *own]
-        by_name = {type(processor).__name__: processor for processor in self.processors}
-        self._proposal_top_k = getattr(by_name.get("TopKLogitsWarper"), "top_k", 0)
-        self._proposal_top_p = getattr(by_name.get("TopPLogitsWarper"), "top_p", 1.0)
-        self._proposal_temperature = getattr(by_name.get("TemperatureLogitsWarper"), "temperature", temperature)
-        self._proposal_processors = [by_name[name] for name in by_name.keys() & PREFIX_FREE - WARPERS]
+        self._proposal_processors = [each for each in self.processors if type(each).__name__ in PREFIX_FREE]
+        by_name = {type(processor).__name__: processor for processor in self._proposal_processors}
+        usual = [by_name[name] for name in WARPERS if name in by_name]
+        self._has_usual_warpers = self._proposal_processors == usual
+        """Whether a captured step of a draft can process its logits as the request asks."""
+        self._top_k = getattr(by_name.get("TopKLogitsWarper"), "top_k", 0)
+        self._top_p = getattr(by_name.get("TopPLogitsWarper"), "top_p", 1.0)
+        self._warped_by = getattr(by_name.get("TemperatureLogitsWarper"), "temperature", temperature)
         self._divisor = 1.0 if temperature == 0.0 or "TemperatureLogitsWarper" in names else temperature
         self.prefix = torch.empty(1, 0, dtype=torch.long, device=device) if prefix is None else prefix
         """The tokens so far, [1, tokens], if a processor reads them."""
@@ -259,20 +262,22 @@ class TokenSampler:
                 know.
             positions: of the proposed tokens, [n], or [1] if all rows have one position. The temperature is above 0.
         """
-        scores = logits.float() / self._proposal_temperature
-        for processor in self._proposal_processors:
-            scores = processor(self.prefix, scores)
-        if self._proposal_top_k > 0 or self._proposal_top_p < 1.0:
-            scores = cut_scores(scores, self._proposal_top_k or scores.shape[-1], self._proposal_top_p)
+        if self._has_usual_warpers:
+            scores = logits.float() / self._warped_by
+            if self._top_k > 0 or self._top_p < 1.0:
+                scores = cut_scores(scores, self._top_k or scores.shape[-1], self._top_p)
+        else:
+            scores = logits.float() / self._divisor
+            for processor in self._proposal_processors:
+                scores = processor(self.prefix, scores)
         return scores + self._noise_of_rows(positions, scores)
 
     def coupling(self, positions: Ints) -> Coupling:
         """Couples the proposals for ``positions``, as in ``proposal_scores``."""
         draw = None
-        if self._drawn is not None and not self._proposal_processors:
+        if self._drawn is not None and self._has_usual_warpers:
             noise, row = self._drawn[0], int(positions[0]) % NOISE_ROWS
-            top_k = self._proposal_top_k or noise.shape[1]
-            draw = Draw(noise, row, self._proposal_temperature, top_k, self._proposal_top_p)
+            draw = Draw(noise, row, self._warped_by, self._top_k or noise.shape[1], self._top_p)
         return Coupling(functools.partial(self.proposal_scores, positions=positions), draw)
 
     def draw_ahead(self, noise: Tensor, first: int, end: int) -> None:

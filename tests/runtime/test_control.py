@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from autotune.drafters import cached_draft
+from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.divergence import first_divergence
 from autotune.evaluation.perplexity import answer_logits, quality
 from autotune.modeling.target import Target
+from autotune.modeling.tree_model import TreeModel
 from autotune.runtime.decoder import Decoder
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.limits import MAX_LEVEL_STEP
@@ -88,12 +91,9 @@ def test_capture_sizes_change_no_token(pair: Pair, prompts: dict[str, Inputs]) -
 def test_forwards_have_capture_sizes(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(pair.target, pair.draft, tree={"policy": "sage"}, capture_sizes=(4, 12, 70))
     sizes: set[int] = set()
-    forward = decoder.target.forward
-    monkeypatch.setattr(decoder.target, "forward", lambda step: (sizes.add(len(step.tokens)), forward(step))[1])
-    assert decoder.draft is not None
-    drafted = decoder.draft.forward  # type: ignore[attr-defined]
+    evaluate = TreeModel.evaluate
     monkeypatch.setattr(
-        decoder.draft, "forward", lambda step, source: (sizes.add(len(step.tokens)), drafted(step, source))[1]
+        TreeModel, "evaluate", lambda self, step: (sizes.add(len(step.tokens)), evaluate(self, step))[1]
     )
     decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS)
     assert sizes == {4, 12, 70} or sizes == {4, 12}
@@ -159,23 +159,23 @@ def test_levels_wider_than_a_forward_pass_are_drafted_in_parts(
 ) -> None:
     """In passes of 8 nodes and of 128 the trees are the same, and so are the rounds."""
     shape = {"length": 4, "w_min": 16, "w_max": 256, "top_k": 16, "top_p": 1.0, "gamma": 0.2, "budget": 128}
-    decoder = Decoder(pair.target, pair.draft, tree={"policy": "wetap", **shape})
     widths: list[int] = []
-    forward = decoder.draft.forward  # type: ignore[union-attr]
+    evaluate = IndependentDraft.evaluate_step
 
-    def watch(step: Any, source: Any) -> Any:
+    def watch(self: IndependentDraft, step: Any, source: Any) -> Any:
         widths.append(len(step.tokens))
-        return forward(step, source)
+        return evaluate(self, step, source)
 
-    decoder.draft.forward = watch  # type: ignore[union-attr, method-assign]
+    monkeypatch.setattr(IndependentDraft, "evaluate_step", watch)
     found = []
-    for most in (MAX_LEVEL_STEP, 8):
+    for mode, most in itertools.product(("eager", "fixed"), (MAX_LEVEL_STEP, 8)):
+        decoder = Decoder(pair.target, pair.draft, tree={"policy": "wetap", **shape}, mode=mode)
         monkeypatch.setattr(cached_draft, "MAX_LEVEL_STEP", most)
         widths.clear()
         out = decoder.generate(**prompts["image"], max_new_tokens=12)
         assert max(widths) == most
         found.append((out.sequences.tolist(), out.stats.accepted_lengths, out.stats.verified_nodes))
-    assert found[0] == found[1]
+    assert found == found[:1] * 4
     assert found[0][0] == Decoder(pair.target).generate(**prompts["image"], max_new_tokens=12).sequences.tolist()
 
 
