@@ -97,13 +97,13 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     checkpoint, or ``retrieval``.
 
     Args:
-        subnet: heads, injection layer, vocabulary and operator of the compressor to use. Its share of visual tokens
-            applies later, prompt by prompt.
+        subnet: heads, injection layer, vocabulary, weights and operator of the compressor to use. Its share of visual
+            tokens applies later, prompt by prompt.
         random_weights: as in ``load_model``.
 
     Raises:
-        UserError: an unknown draft, a draft for another target, a subnet that it does not have, or an EAGLE-3 head with
-            random weights.
+        UserError: an unknown draft, a draft for another target, a subnet that it does not have, an EAGLE-3 head with
+            random weights, or a GPU that does not multiply the data type of the weights.
     """
     subnet = subnet or Subnet()
     if name.endswith(MTP_SUFFIX):
@@ -150,7 +150,7 @@ def _load_whole(
         kind = name if name in TOKEN_DRAFTS else IndependentDraft.kind
         article = "an" if kind == IndependentDraft.kind else "a"
         raise UserError(
-            f"{name}: {article} {kind} draft has no subnets; leave heads, injection_layer, operator and vocabulary out"
+            f"{name}: {article} {kind} draft has no subnets; leave heads, injection_layer, operator, vocabulary and weights out"
         )
     if name in TOKEN_DRAFTS:
         module, _, class_name = (KINDS[name].token_draft or "").partition(":")
