@@ -102,8 +102,11 @@ def choice_of(subnet: Subnet) -> tuple[float, float, float]:
     ``VOCABULARY_OCTAVES``, and 1 for weights in another data type than the target's.
     """
     shares = subnet.head_shares
-    octaves = -math.log2(subnet.vocabulary or 1.0) / VOCABULARY_OCTAVES
-    return 1 - sum(shares) / len(shares), octaves, float(subnet.weights is not None)
+    return (
+        1 - sum(shares) / len(shares),
+        -math.log2(subnet.vocabulary or 1.0) / VOCABULARY_OCTAVES,
+        float(subnet.weights is not None),
+    )
 
 
 class Posterior:

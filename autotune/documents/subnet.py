@@ -68,7 +68,7 @@ class Subnet(Document):
 
     @property
     def priced(self) -> tuple[Any, ...]:
-        """What changes the cost of a step: shares of heads, vocabulary and weights."""
+        """The choices that change the cost of a step: shares of heads, vocabulary and weights."""
         return self.head_shares, self.vocabulary, self.weights
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +61,6 @@ def read_config(name: str, *, random_weights: bool = False) -> tuple[Path, dict[
     return None if folder.is_file() else (folder, read_json(folder / CONFIG))
 
 
-def _is_published(config: Mapping[str, Any]) -> bool:
-    return any(is_own(config) for is_own, _ in PUBLISHED)
-
-
 def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork:
     """Load the network of a draft that ``TrainableNetwork.save`` wrote, or make one of its config with random weights.
 
@@ -115,7 +110,9 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
                 Path(),
                 {},
             )
-            is_own = str(config.get("schema", "")).startswith("autotune.draft/") or _is_published(config)
+            is_own = str(config.get("schema", "")).startswith("autotune.draft/") or any(
+                is_published(config) for is_published, _ in PUBLISHED
+            )
         if not is_own:
             return _load_whole(name, target, subnet, config.get("model_type"), random_weights=random_weights)
         with load_errors(name):

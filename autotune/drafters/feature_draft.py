@@ -118,18 +118,19 @@ class FeatureDraft(CachedDraft):
 
     @property
     def shape(self) -> ModelShape:
-        """See ``Draft``. The output head is the target's, unless the vocabulary is cut or the weights are rounded."""
+        """See ``Draft``. The output head is the target's, or a copy of a part of it or in float8."""
         text_parameters = self.num_parameters + (self.head_parameters if self.vocabulary is None else 0)
         read = nn.ModuleList([self.network, self._text.head] if self.head_parameters else [self.network])
-        num_rounded = sum(isinstance(module, Float8Linear) for module in read.modules())
         return ModelShape(
             num_layers=len(self.cache.blocks),
             hidden_size=self.network.config.hidden_size,
             text_parameters=text_parameters,
             vision_parameters=0,
             kv_bytes_per_token=self.kv_bytes_per_token,
-            bytes_per_parameter=weight_bytes(read) / text_parameters if num_rounded else self.dtype.itemsize,
-            layer_kernels=40 + 4 * num_rounded // len(self.cache.blocks),  # four kernels round the inputs of a product
+            bytes_per_parameter=weight_bytes(read) / text_parameters if self._subnet.weights else self.dtype.itemsize,
+            # Four kernels round the inputs of a product.
+            layer_kernels=40
+            + 4 * sum(isinstance(module, Float8Linear) for module in read.modules()) // len(self.cache.blocks),
             crossing_share=self.network.crossing_share,
             block_tokens=self.num_block_tokens,
         )

@@ -139,8 +139,8 @@ class ModelPool:
         full = self._full_drafts[draft]
         subnet = subnet or full.subnet
         layer = subnet.injection_layer or full.subnet.injection_layer
-        visual = {"visual_keep": 1.0, "visual_ranking": Subnet().visual_ranking}
-        subnet = subnet.model_copy(update={"injection_layer": layer, **visual})
+        fixed = {"injection_layer": layer, "visual_keep": 1.0, "visual_ranking": Subnet().visual_ranking}
+        subnet = subnet.model_copy(update=fixed)
         if subnet.network == full.subnet.network:
             return full
         if (draft, subnet) not in self._subnets:
@@ -196,9 +196,11 @@ class ModelPool:
         if 1.0 not in space.vocabularies:
             counting = "drafts with token frequencies, which autotune train counts, have"
             self._check_choosable(any(known.has_vocabularies for known in dimensions), counting, "vocabularies")
-        if "unchanged" not in space.weights:
-            readers = any(known.has_float8 is not None for known in dimensions)
-            self._check_choosable(readers, "drafts that read the target's features have", "weights")
+        self._check_choosable(
+            "unchanged" in space.weights or any(known.has_float8 is not None for known in dimensions),
+            "drafts that read the target's features have",
+            "weights",
+        )
         blind = space.without_images()
         return [
             (id, subnet)

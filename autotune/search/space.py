@@ -166,8 +166,7 @@ class SearchSpace(Document, kind="search-space"):
             UserError: the space names a layer or an operator that the draft does not have.
         """
         vocabularies = self.vocabularies if has_vocabularies else [1.0]
-        is_asked_for = has_float8 is not None and "unchanged" not in self.weights
-        weights = self.weights if has_float8 or is_asked_for else ["unchanged"]
+        may_choose = has_float8 or (has_float8 is False and "unchanged" not in self.weights)
         kept = [
             {
                 "visual_keep": keep,
@@ -175,7 +174,7 @@ class SearchSpace(Document, kind="search-space"):
                 "vocabulary": None if share == 1.0 else share,
                 "weights": None if data_type == "unchanged" else data_type,
             }
-            for data_type in weights
+            for data_type in (self.weights if may_choose else ["unchanged"])
             for share in vocabularies
             for keep in self.visual_keep.values or []
             for ranking in (self.visual_rankings if keep < 1.0 else ("text_after_image",))
