@@ -11,7 +11,7 @@ from autotune.cli import options
 from autotune.documents.subnet import VISUAL_INPUTS, VISUAL_RANKINGS
 from autotune.search.settings import SearchSettings
 
-SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "vocabulary")
+SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "vocabulary", "weights")
 
 
 @click.command(short_help="Record traces: a draft's proposals along the target's answers.")

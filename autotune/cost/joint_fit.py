@@ -2,10 +2,10 @@
 of what they may truly be: a Gaussian process over the logarithms of the times (Rasmussen and Williams, 2006, algorithm
 2.1 and equations 5.10 to 5.12).
 
-Sizes of one network share a curve over tokens, the effect of the KV length and of the shares of heads and vocabulary,
-and the kernels that a number of tokens needs. So a sample of one subnet tells about the others, a size that contradicts
-all of its neighbors is believed only as far as its samples allow, and errors of prices are correlated as the physics
-is.
+Sizes of one network share a curve over tokens, the effect of the KV length, of the shares of heads and vocabulary and
+of the weights, and the kernels that a number of tokens needs. So a sample of one subnet tells about the others, a size
+that contradicts all of its neighbors is believed only as far as its samples allow, and errors of prices are correlated
+as the physics is.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ CURVE = 0.5  # over tokens, smooth within CURVE_OCTAVES
 CURVE_OCTAVES = 2.0
 CONTEXT = 0.3  # over KV lengths, smooth within CONTEXT_OCTAVES
 CONTEXT_OCTAVES = 3.0
-CHOICE = 0.5  # from none to all heads, or by a factor of 16 in the vocabulary
+CHOICE = 0.5  # from none to all heads, by a factor of 16 in the vocabulary, or by weights in another data type
 KERNELS = 0.03  # of a number of tokens, at every KV length and in every subnet
-MEMBER = 0.02  # of one subnet, besides its shares of heads and vocabulary
+MEMBER = 0.02  # of one subnet, besides its shares of heads and vocabulary and its weights
 LIVE = 0.07  # of decoding against the same steps timed one by one, the same for all networks
 NETWORK_LIVE = 0.1  # the same, of one network's steps of one kind
 JITTER = 1e-4  # relative error of the most precise observation
@@ -51,7 +51,7 @@ STEP = np.dtype(
         ("member", int),  # equal for steps of one subnet and kind
         ("tokens", int),
         ("kv_length", int),
-        ("choice", float, 2),  # ``choice_of`` the subnet
+        ("choice", float, 3),  # ``choice_of`` the subnet
         ("is_live", bool),  # whether the time is that of decoding, not of steps timed one by one
     ]
 )
@@ -97,12 +97,16 @@ class SurfaceSteps(NamedTuple):
     points: Sequence[Point]
 
 
-def choice_of(subnet: Subnet) -> tuple[float, float]:
-    """Mean share of heads that is left out, and the octaves by which the vocabulary is smaller, over
-    ``VOCABULARY_OCTAVES``.
+def choice_of(subnet: Subnet) -> tuple[float, float, float]:
+    """Mean share of heads that is left out, the octaves by which the vocabulary is smaller, over
+    ``VOCABULARY_OCTAVES``, and 1 for weights in another data type than the target's.
     """
     shares = subnet.head_shares
-    return 1 - sum(shares) / len(shares), -math.log2(subnet.vocabulary or 1.0) / VOCABULARY_OCTAVES
+    return (
+        1 - sum(shares) / len(shares),
+        -math.log2(subnet.vocabulary or 1.0) / VOCABULARY_OCTAVES,
+        float(subnet.weights is not None),
+    )
 
 
 class Posterior:
@@ -161,9 +165,9 @@ class Posterior:
     def log_ms(self) -> list[Floats]:
         """Means of the logarithms of all latencies, by part. A longer KV cache and more heads are never faster."""
         means = np.split(self._mean, self._ends)
-        networks: dict[tuple[int, int, float], list[int]] = defaultdict(list)
+        networks: dict[tuple[int, int, tuple[float, ...]], list[int]] = defaultdict(list)
         for number, part in sorted(enumerate(self._parts), key=lambda item: -choice_of(item[1].subnet)[0]):
-            networks[part.kind, part.network, choice_of(part.subnet)[1]].append(number)
+            networks[part.kind, part.network, choice_of(part.subnet)[1:]].append(number)
             lengths = len({point.kv_length for point in part.points})
             means[number] = _increasing(means[number].reshape(-1, lengths), axis=1).reshape(-1)
         for subnets in networks.values():

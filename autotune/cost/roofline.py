@@ -254,6 +254,7 @@ def estimate_table(
                 draft=draft,
                 heads=subnet.heads,
                 vocabulary=subnet.vocabulary,
+                weights=subnet.weights,
                 shape=shape,
                 draft_first=_surface(shape, limits, tokens, mode),
                 draft_level=_surface(shape, limits, tokens, mode, is_drafted=shape.block_tokens > 0),

@@ -15,7 +15,7 @@ from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Surface
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
-from autotune.documents.subnet import Subnet
+from autotune.documents.subnet import Subnet, Weights
 from autotune.errors import UserError
 from autotune.execution import EAGER, padded_length, padded_lengths, round_up
 from autotune.files import Document, content_key, data_root
@@ -63,8 +63,8 @@ class ModelShape(Document):
 
 
 class DraftCosts(Document):
-    """Latencies of a draft, or of a subnet with fewer heads or a smaller vocabulary. Pruned visual tokens only shorten
-    the KV cache, and the injection layer does not change latency.
+    """Latencies of a draft, or of a subnet with fewer heads, a smaller vocabulary or other weights. Pruned visual
+    tokens only shorten the KV cache, and the injection layer does not change latency.
 
     Forward passes are measured with one KV length for all blocks, as without pruning.
     """
@@ -74,6 +74,8 @@ class DraftCosts(Document):
     """Share of heads kept, for all blocks or for each; None for all heads."""
     vocabulary: float | None = None
     """Share of the target's vocabulary that the draft proposes; None for all of it."""
+    weights: Weights | None = None
+    """Data type of the weights; None for the target's."""
     num_parameters: int | None = None
     """Excludes parameters shared with the target."""
     kv_bytes_per_token: int | None = None
@@ -97,7 +99,7 @@ class DraftCosts(Document):
     @property
     def subnet(self) -> Subnet:
         """The choices that change the cost of a step."""
-        return Subnet(heads=self.heads, vocabulary=self.vocabulary)
+        return Subnet(heads=self.heads, vocabulary=self.vocabulary, weights=self.weights)
 
     @property
     def name(self) -> str:
@@ -105,11 +107,10 @@ class DraftCosts(Document):
         return " ".join([self.draft.id, self.subnet.label.replace("=", "-")]).strip()
 
     def is_of(self, draft: ModelReference, subnet: Subnet) -> bool:
-        """Whether they are those of a draft with the heads and vocabulary of a subnet. Without hashes, names are
-        compared.
+        """Whether they are those of a draft with the heads, vocabulary and weights of a subnet. Without hashes, names
+        are compared.
         """
-        choices = self.subnet.head_shares, self.vocabulary
-        return self.draft.is_same(draft) and choices == (subnet.head_shares, subnet.vocabulary)
+        return self.draft.is_same(draft) and self.subnet.priced == subnet.priced
 
 
 class CostTable(Document, kind="cost-table", made_by="autotune measure"):
@@ -206,19 +207,20 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
         return content_key(self.model_dump(mode="json", exclude={"provenance"}))
 
     def holds(self, draft: ModelReference, subnet: Subnet) -> bool:
-        """Whether the table has a draft with the heads and vocabulary of a subnet."""
+        """Whether the table has a draft with the heads, vocabulary and weights of a subnet."""
         return any(costs.is_of(draft, subnet) for costs in self.drafts)
 
     def costs_around(self, draft: ModelReference, subnet: Subnet) -> tuple[DraftCosts, DraftCosts, float]:
         """Two measured costs and the weight of the second, whose weighted mean is the cost of a subnet.
 
         A subnet with different shares of heads that the table does not hold is interpolated between the nearest subnets
-        of its vocabulary with one share in all blocks, at the mean of its own shares: all blocks have the same sizes.
+        of its vocabulary and weights with one share in all blocks, at the mean of its own shares: all blocks have the
+        same sizes.
 
         Raises:
             UserError: the table has no costs of the draft around this mean.
         """
-        known = [c for c in self.drafts if c.draft.is_same(draft) and c.vocabulary == subnet.vocabulary]
+        known = [c for c in self.drafts if c.draft.is_same(draft) and c.subnet.priced[1:] == subnet.priced[1:]]
         equal = {costs.subnet.head_shares[0]: costs for costs in known if len(set(costs.subnet.head_shares)) == 1}
         mean = sum(subnet.head_shares) / len(subnet.head_shares)
         below, above = [s for s in equal if s <= mean], [s for s in equal if s >= mean]
@@ -229,7 +231,7 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
         return equal[low], equal[high], (mean - low) / (high - low) if high > low else 0.0
 
     def costs_of(self, draft: ModelReference, subnet: Subnet | None = None) -> DraftCosts:
-        """Latencies of a draft with the heads and vocabulary of a subnet.
+        """Latencies of a draft with the heads, vocabulary and weights of a subnet.
 
         Raises:
             UserError: the table does not have them.
@@ -239,7 +241,7 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
             if costs.is_of(draft, subnet):
                 return costs
         known = ", ".join(costs.name for costs in self.drafts)
-        choices = Subnet(heads=subnet.heads, vocabulary=subnet.vocabulary).label
+        choices = Subnet(heads=subnet.heads, vocabulary=subnet.vocabulary, weights=subnet.weights).label
         wanted = f"these weights and {choices}" if choices else "these weights"
         raise UserError(
             f"the cost table has no draft {draft.id!r} with {wanted}; it has: {known}; measure that draft first"

@@ -27,14 +27,16 @@ OPERATORS_WITH_RATIO: tuple[Operator, ...] = ("prune", "pool")
 """Operators without weights, whose ratio can be chosen after the training."""
 NUM_BLOCKS: Final = 3
 """Blocks of a supernet."""
+Weights = Literal["float8"]
+"""Data type of a draft's weights, instead of the target's."""
 Share = Annotated[float, Field(gt=0, le=1)]
 HeadShares = Share | tuple[Share, Share, Share]
 """Share of heads kept, in all three blocks or in each."""
 
 
 class Subnet(Document):
-    """A choice of attention heads (supernets: ``star``), injection layer and vocabulary (drafts that read the target's
-    features), visual tokens (every draft) and the operator that compresses them (``specvlm``).
+    """A choice of attention heads (supernets: ``star``), injection layer, vocabulary and weights (drafts that read the
+    target's features), visual tokens (every draft) and the operator that compresses them (``specvlm``).
     """
 
     heads: HeadShares | None = None
@@ -51,6 +53,8 @@ class Subnet(Document):
     """Share of the target's vocabulary that the draft proposes, its most frequent tokens; None for all that it was
     trained on.
     """
+    weights: Weights | None = None
+    """Data type of the draft's weights; None for the target's."""
 
     @property
     def head_shares(self) -> tuple[float, float, float]:
@@ -60,7 +64,12 @@ class Subnet(Document):
     @property
     def network(self) -> tuple[Any, ...]:
         """Everything but the choice of visual tokens: subnets with the same value share one loaded network."""
-        return self.head_shares, self.injection_layer, self.operator, self.operator_ratio, self.vocabulary
+        return self.head_shares, self.injection_layer, self.operator, self.operator_ratio, self.vocabulary, self.weights
+
+    @property
+    def priced(self) -> tuple[Any, ...]:
+        """The choices that change the cost of a step: shares of heads, vocabulary and weights."""
+        return self.head_shares, self.vocabulary, self.weights
 
     @property
     def name(self) -> str:
@@ -82,4 +91,5 @@ class Subnet(Document):
         ratio = "" if self.operator_ratio is None else f":{self.operator_ratio}"
         operator = [] if self.operator is None else [f"operator={self.operator}{ratio}"]
         vocabulary = [] if self.vocabulary is None else [f"vocabulary={self.vocabulary:g}"]
-        return " ".join(filter(None, [*heads, *layer, keep, *ranking, *operator, *vocabulary]))
+        weights = self.weights and f"weights={self.weights}"
+        return " ".join(filter(None, [*heads, *layer, keep, *ranking, *operator, *vocabulary, weights]))

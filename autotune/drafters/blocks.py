@@ -150,10 +150,10 @@ class DraftBlock(nn.Module):
             cache: the block's cache among those of the context.
             head_mask: 0 masks a head, [heads] or [batch, 1, heads].
         """
-        # Functions instead of modules, because calling a module costs as much as a small kernel.
+        # Functions, and ``forward`` of modules, because calling a module costs as much as a small kernel.
         heads, size, mlp = self.num_heads, self.head_size, self.mlp_size
         normed = functional.layer_norm(stream, self.norm.normalized_shape, self.norm.weight)
-        projected = functional.linear(normed, self.from_stream.weight)
+        projected = self.from_stream.forward(normed)
         attended, gate, up = projected.split((projected.shape[-1] - 2 * mlp, mlp, mlp), -1)
         crossing = context.crossing if self.has_cross_attention else None
         if crossing is not None:
@@ -161,12 +161,12 @@ class DraftBlock(nn.Module):
         if crossing is not None and crossing.features is not None:
             assert self.from_features is not None and crossing.factors is not None
             query = rotate(attended.unflatten(-1, (1, heads, size)), factors[..., :1, :, :]).transpose(1, 3)[:, :, 0]
-            crossed = functional.linear(crossing.features, self.from_features.weight).unflatten(-1, (2, heads, size))
+            crossed = self.from_features.forward(crossing.features).unflatten(-1, (2, heads, size))
             keys_values = rotate(crossed, crossing.factors[..., 1:, :, :]).transpose(1, 3)
         else:
             if self.from_features is not None:
                 assert features is not None
-                attended = torch.cat([attended, functional.linear(features, self.from_features.weight)], -1)
+                attended = torch.cat([attended, self.from_features.forward(features)], -1)
             rotated = rotate(attended.unflatten(-1, (3, heads, size)), factors).transpose(1, 3)
             # [batch, heads, (query, key, value), n, head size]
             query, keys_values = rotated[:, :, 0], rotated[:, :, 1:]
@@ -175,7 +175,7 @@ class DraftBlock(nn.Module):
         if head_mask is not None:
             output = output * head_mask[..., None]
         both = torch.cat([output.flatten(2), functional.silu(gate) * up], -1)
-        return stream + functional.linear(both, self.to_stream.weight)
+        return stream + self.to_stream.forward(both)
 
     def head_importance(self) -> Tensor:
         """Sum of |gradient x weight| over the queries, keys and values of each head, [heads] (STAR, eq. 1)."""

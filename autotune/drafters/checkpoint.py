@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +61,6 @@ def read_config(name: str, *, random_weights: bool = False) -> tuple[Path, dict[
     return None if folder.is_file() else (folder, read_json(folder / CONFIG))
 
 
-def _is_published(config: Mapping[str, Any]) -> bool:
-    return any(is_own(config) for is_own, _ in PUBLISHED)
-
-
 def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork:
     """Load the network of a draft that ``TrainableNetwork.save`` wrote, or make one of its config with random weights.
 
@@ -97,13 +92,13 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     checkpoint, or ``retrieval``.
 
     Args:
-        subnet: heads, injection layer, vocabulary and operator of the compressor to use. Its share of visual tokens
-            applies later, prompt by prompt.
+        subnet: heads, injection layer, vocabulary, weights and operator of the compressor to use. Its share of visual
+            tokens applies later, prompt by prompt.
         random_weights: as in ``load_model``.
 
     Raises:
-        UserError: an unknown draft, a draft for another target, a subnet that it does not have, or an EAGLE-3 head with
-            random weights.
+        UserError: an unknown draft, a draft for another target, a subnet that it does not have, an EAGLE-3 head with
+            random weights, or a GPU that does not multiply the data type of the weights.
     """
     subnet = subnet or Subnet()
     if name.endswith(MTP_SUFFIX):
@@ -115,7 +110,9 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
                 Path(),
                 {},
             )
-            is_own = str(config.get("schema", "")).startswith("autotune.draft/") or _is_published(config)
+            is_own = str(config.get("schema", "")).startswith("autotune.draft/") or any(
+                is_published(config) for is_published, _ in PUBLISHED
+            )
         if not is_own:
             return _load_whole(name, target, subnet, config.get("model_type"), random_weights=random_weights)
         with load_errors(name):
@@ -150,7 +147,7 @@ def _load_whole(
         kind = name if name in TOKEN_DRAFTS else IndependentDraft.kind
         article = "an" if kind == IndependentDraft.kind else "a"
         raise UserError(
-            f"{name}: {article} {kind} draft has no subnets; leave heads, injection_layer, operator and vocabulary out"
+            f"{name}: {article} {kind} draft has no subnets; leave heads, injection_layer, operator, vocabulary and weights out"
         )
     if name in TOKEN_DRAFTS:
         module, _, class_name = (KINDS[name].token_draft or "").partition(":")

@@ -72,6 +72,9 @@ class Dimensions(NamedTuple):
     """Operators that compress visual tokens."""
     has_vocabularies: bool = False
     """Whether the vocabulary can be cut by token frequencies."""
+    has_float8: bool | None = None
+    """Whether the device multiplies weights in float8, so that a search offers them; None: the draft cannot have them.
+    """
 
 
 class Draft(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from autotune.drafters.cached_draft import CachedDraft, pad_rows, table_rows
 from autotune.drafters.draft import LEAST_SHARED, Dimensions, FeatureSource, kept_tokens, notify
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
+from autotune.modeling.float8 import Float8Linear, round_weights, why_no_float8
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner
 from autotune.modeling.masks import MaskBuffer
@@ -70,8 +72,8 @@ class FeatureDraft(CachedDraft):
 
     Args:
         network: a draft network, or a subnet sliced from a supernet.
-        subnet: heads that the network keeps, and the injection layer, operator and vocabulary to use. Its share of
-            visual tokens applies later, prompt by prompt.
+        subnet: heads that the network keeps, and the injection layer, operator, vocabulary and weights to use. Its
+            share of visual tokens applies later, prompt by prompt.
 
     Raises:
         UserError: a layer or an operator that the network does not have, or no token frequencies to cut its vocabulary
@@ -114,18 +116,23 @@ class FeatureDraft(CachedDraft):
 
     @property
     def weight_bytes(self) -> int:
-        return weight_bytes(self.network)
+        return sum(map(weight_bytes, {self.network, self._text.head} - {self._target.text.head}))
 
     @property
     def shape(self) -> ModelShape:
-        """See ``Draft``. The output head is the target's, unless the vocabulary is cut."""
+        """See ``Draft``. The output head is the target's, or a copy of a part of it or in float8."""
+        text_parameters = self.num_parameters + (self.head_parameters if self.vocabulary is None else 0)
+        read = nn.ModuleList([self.network, self._text.head] if self.head_parameters else [self.network])
         return ModelShape(
             num_layers=len(self.cache.blocks),
             hidden_size=self.network.config.hidden_size,
-            text_parameters=self.num_parameters + (self.head_parameters if self.vocabulary is None else 0),
+            text_parameters=text_parameters,
             vision_parameters=0,
             kv_bytes_per_token=self.kv_bytes_per_token,
-            bytes_per_parameter=self.dtype.itemsize,
+            bytes_per_parameter=weight_bytes(read) / text_parameters if self._subnet.weights else self.dtype.itemsize,
+            # Four kernels round the inputs of a product.
+            layer_kernels=40
+            + 4 * sum(isinstance(module, Float8Linear) for module in read.modules()) // len(self.cache.blocks),
             crossing_share=self.network.crossing_share,
             block_tokens=self.num_block_tokens,
         )
@@ -141,6 +148,7 @@ class FeatureDraft(CachedDraft):
             layers if network.has_cross_attention else layers[-1:],
             network.operators,
             network.token_frequencies is not None,
+            why_no_float8(self.device) is None,
         )
 
     @property
@@ -164,7 +172,7 @@ class FeatureDraft(CachedDraft):
         """See ``Draft``. The draft uses the target's embedding and head.
 
         Raises:
-            UserError: a target with another size or vocabulary.
+            UserError: a target with another size or vocabulary, or on a GPU that does not multiply float8 weights.
         """
         if self._follows(target):
             return
@@ -195,7 +203,16 @@ class FeatureDraft(CachedDraft):
         self.vocab_size = self.target_vocab_size = target.vocab_size
         self._embed: Any = _shared_embedding(embedding, target.vocab_size) or text.module.get_input_embeddings()
         cut = self.token_ids if self.vocabulary is not None else None
-        self._head = (text if cut is None else text.with_vocabulary(cut)).logits
+        self._text = text if cut is None else text.with_vocabulary(cut)
+        if self._subnet.weights is not None:
+            if self.device.type != "cpu" and (reason := why_no_float8(self.device)) is not None:
+                raise UserError(
+                    f"weights in float8 need a GPU that multiplies them, and {self.device} does not ({reason}); leave weights "
+                    "out, or search again on this device"
+                )
+            round_weights(self.network)
+            if self.head_parameters and text.has_plain_head:
+                self._text = replace(self._text, head=round_weights(self._text.head))
         # States of the root and the tokens evaluated since, from which their children take features.
         self._own = torch.zeros(0, config.width, dtype=self.dtype, device=self.device)
         for runner in self._graph_runners.values():
@@ -353,7 +370,7 @@ class FeatureDraft(CachedDraft):
         """Logits [..., vocabulary] of the network's states; over the tokens of a cut vocabulary alone, if it
         has one.
         """
-        return self.network.logits(states, self._head)
+        return self.network.logits(states, self._text.logits)
 
     def _forward_over_buffers(self, key: GraphKey, integers: Tensor) -> Outputs:
         step = PackedStep.of(integers, key.layout)

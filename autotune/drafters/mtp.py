@@ -128,7 +128,7 @@ class MtpNetwork(UnrolledNetwork):
                 found.append((key, value))
                 return key, value
 
-        weight = self.eh_proj.weight
+        weight = next(self.norm.parameters())
         with torch.no_grad():
             row, factors = weight.new_zeros(1, 1, len(weight)), self.factors(torch.zeros(1, 1, device=weight.device))
             self._run_layer(row, factors, None, Probe())
@@ -143,7 +143,7 @@ class MtpNetwork(UnrolledNetwork):
     def factors(self, positions: Tensor) -> Tensor:
         """Cosines and sines of the target's rotary embedding, [..., n, 2, rotated size]."""
         (rotary,) = self._rotary
-        weight = self.eh_proj.weight
+        weight = next(self.norm.parameters())
         if rotary is None:
             return weight.new_zeros(*positions.shape, 2, 0)
         config, options = self.layer_config, {}

@@ -311,6 +311,8 @@ class JoinedLayersNetwork(DraftNetwork):
     config: JoinedLayersConfig
     fc: nn.Linear
     """Projects the concatenated layers."""
+    norm: Any
+    """Normalizes the states."""
     layer_config: Any
     """The transformers config of the layers."""
     d2t: Tensor | None
@@ -341,7 +343,7 @@ class JoinedLayersNetwork(DraftNetwork):
         rotary = LlamaRotaryEmbedding(self.layer_config).to(positions.device)
         angles = positions[..., None].float() * rotary.inv_freq
         factors = torch.stack([angles.cos(), angles.sin()], -2) * rotary.attention_scaling
-        return torch.cat([factors, factors], -1).to(self.fc.weight.dtype)
+        return torch.cat([factors, factors], -1).to(self.norm.weight.dtype)
 
 
 def set_weights(network: nn.Module, tensors: Mapping[str, Tensor], *, source: object, what: str, advice: str) -> None:

@@ -158,6 +158,7 @@ def measure_costs(
                 draft=reference,
                 heads=draft.subnet.heads,
                 vocabulary=draft.subnet.vocabulary,
+                weights=draft.subnet.weights,
                 num_parameters=draft.num_parameters,
                 kv_bytes_per_token=draft.kv_bytes_per_token,
                 shape=draft.shape,

@@ -68,16 +68,16 @@ def table_for_gpu(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
 
 
 def priced_variants(variants: Sequence[DraftVariant]) -> list[DraftVariant]:
-    """One variant per draft, share of heads and vocabulary: visual tokens, operator and the layer read do not change a
-    step's cost.
+    """One variant per draft, share of heads, vocabulary and weights: visual tokens, operator and the layer read do not
+    change a step's cost.
 
     Of a draft with more than ``MAX_PRICED`` choices of heads, those with one share in all blocks are priced; the costs
     of the others are interpolated (``CostTable.costs_around``).
     """
-    priced: dict[tuple[str, float | None], dict[tuple[float, ...], Subnet]] = {}
+    priced: dict[tuple[str, object], dict[tuple[float, ...], Subnet]] = {}
     for draft, subnet in variants:
-        plain = Subnet(heads=subnet.heads, injection_layer=subnet.injection_layer, vocabulary=subnet.vocabulary)
-        priced.setdefault((draft, subnet.vocabulary), {}).setdefault(subnet.head_shares, plain)
+        plain = Subnet(**subnet.model_dump(include={"heads", "injection_layer", "vocabulary", "weights"}))
+        priced.setdefault((draft, subnet.priced[1:]), {}).setdefault(subnet.head_shares, plain)
     for key, by_shares in priced.items():
         if len(by_shares) > MAX_PRICED:
             shares = sorted({share for triple in by_shares for share in triple}, reverse=True)
@@ -103,7 +103,7 @@ def local_table(
     Raises:
         UserError: the file in the folder is of another target, device or precision.
     """
-    described = [[draft, subnet.head_shares, subnet.vocabulary] for draft, subnet in variants]
+    described = [[draft, *subnet.priced] for draft, subnet in variants]
     settings = model_pool.answer_keys.settings_of(workload.prompts[0])  # logits processors cost time too
     prompts = [workload.sha256, _kv_lengths(model_pool, workload), settings]
     documents = [model_pool.key, described, prompts, CostTable.schema_version]

@@ -130,8 +130,8 @@ class ModelPool:
         return self._full_drafts[draft].kind
 
     def draft(self, draft: str, subnet: Subnet | None = None) -> LoadedDraft:
-        """A draft with the heads, injection layer, vocabulary and operator of a subnet; its visual tokens are selected
-        per prompt.
+        """A draft with the heads, injection layer, vocabulary, weights and operator of a subnet; its visual tokens are
+        selected per prompt.
 
         Raises:
             UserError: the draft has no such subnet.
@@ -139,8 +139,8 @@ class ModelPool:
         full = self._full_drafts[draft]
         subnet = subnet or full.subnet
         layer = subnet.injection_layer or full.subnet.injection_layer
-        visual = {"visual_keep": 1.0, "visual_ranking": Subnet().visual_ranking}
-        subnet = subnet.model_copy(update={"injection_layer": layer, **visual})
+        fixed = {"injection_layer": layer, "visual_keep": 1.0, "visual_ranking": Subnet().visual_ranking}
+        subnet = subnet.model_copy(update=fixed)
         if subnet.network == full.subnet.network:
             return full
         if (draft, subnet) not in self._subnets:
@@ -186,8 +186,8 @@ class ModelPool:
         that see no images have no visual tokens to choose.
 
         Raises:
-            UserError: the space has operators only and no draft has a compressor, or cut vocabularies only and no draft
-                has token frequencies.
+            UserError: the space has operators only and no draft has a compressor, cut vocabularies only and no draft
+                has token frequencies, or weights in float8 only and no draft reads the target's features.
         """
         dimensions = [draft.dimensions for draft in self._full_drafts.values()]
         if "gate" not in space.operators:
@@ -196,6 +196,11 @@ class ModelPool:
         if 1.0 not in space.vocabularies:
             counting = "drafts with token frequencies, which autotune train counts, have"
             self._check_choosable(any(known.has_vocabularies for known in dimensions), counting, "vocabularies")
+        self._check_choosable(
+            "unchanged" in space.weights or any(known.has_float8 is not None for known in dimensions),
+            "drafts that read the target's features have",
+            "weights",
+        )
         blind = space.without_images()
         return [
             (id, subnet)

@@ -291,7 +291,7 @@ class _SearchRun:
 
 
 def narrowed_space(settings: SearchSettings, *, has_images: bool = True) -> SearchSpace:
-    """The search space, with its heads, layers and operators replaced by the values of the settings. Without images,
+    """The search space, with its choices of a draft replaced by the values of the settings. Without images,
     visual tokens are not searched.
     """
     space = load_space(settings.space)
@@ -300,6 +300,7 @@ def narrowed_space(settings: SearchSettings, *, has_images: bool = True) -> Sear
         "injection_layers": settings.injection_layer,
         "operators": settings.operator,
         "vocabularies": settings.vocabulary,
+        "weights": settings.weights,
     }
     changes: dict[str, Any] = {name: [value] for name, value in given.items() if value is not None}
     if settings.operator is not None:

@@ -168,7 +168,7 @@ def _screening_units(
         if len(group) == 1:
             traces = [model_pool.trace(recorder, group[0], prompts, BOUNDS)]
         else:
-            supernet = model_pool.draft(draft, Subnet(vocabulary=subnets[0].vocabulary))
+            supernet = model_pool.draft(draft, Subnet(vocabulary=subnets[0].vocabulary, weights=subnets[0].weights))
             reference = model_pool.references[draft]
             traces = chain_traces(recorder, supernet, reference, prompts, subnets, BOUNDS)
         evaluator = Evaluator(traces, table, jobs=1)

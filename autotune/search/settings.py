@@ -17,7 +17,7 @@ from pydantic import JsonValue, model_validator
 from autotune.cost.roofline import datasheets, find_limits
 from autotune.cost.table import shipped_tables
 from autotune.device import check_supported, choose_device, fingerprint, gpu_fault, local_devices, local_gpus
-from autotune.documents.subnet import Operator
+from autotune.documents.subnet import Operator, Weights
 from autotune.errors import UserError, nearest
 from autotune.execution import AUTO, check_capture_sizes
 from autotune.files import WORKSPACE, Document, require_writable
@@ -60,6 +60,10 @@ class SearchSettings(Document):
     operator_ratio: int | None = setting(None, "Visual tokens for each row that prune or pool leaves.", ge=1)
     vocabulary: float | None = setting(
         None, "Share of the vocabulary that the draft proposes, instead of the space's shares.", gt=0, le=1
+    )
+    weights: Weights | None = setting(
+        None,
+        "Data type of the weights of a draft that reads the target's features; default: the space's, or the target's.",
     )
     workload: str = setting(
         "",

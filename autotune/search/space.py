@@ -19,6 +19,7 @@ from autotune.documents.subnet import (
     Share,
     Subnet,
     VisualRanking,
+    Weights,
 )
 from autotune.errors import UserError, nearest
 from autotune.files import Document, content_key, data_root
@@ -125,6 +126,10 @@ class SearchSpace(Document, kind="search-space"):
     """Ratios of ``prune`` and ``pool``; empty: the ratio of the draft's training."""
     vocabularies: list[Share] = Field(default=[1.0], min_length=1)
     """Shares of the target's vocabulary that drafts with token frequencies propose."""
+    weights: list[Literal["unchanged"] | Weights] = Field(default=["unchanged"], min_length=1)
+    """Data types of the weights of drafts that read the target's features; ``unchanged``: the target's. Of several,
+    those are searched that the device multiplies.
+    """
     visual_keep: Dimension
     visual_rankings: list[VisualRanking] = Field(default=["text_after_image"], min_length=1)
     """Rankings by which visual tokens are kept, where not all of them are."""
@@ -146,6 +151,7 @@ class SearchSpace(Document, kind="search-space"):
         readable: Sequence[int],
         operators: Sequence[Operator] = (),
         has_vocabularies: bool = False,
+        has_float8: bool | None = None,
     ) -> list[Subnet]:
         """All subnets of the draft with this id.
 
@@ -154,13 +160,21 @@ class SearchSpace(Document, kind="search-space"):
             readable: target layers that a supernet can read; empty for other drafts.
             operators: the operators of the draft's compressor; empty for drafts without one.
             has_vocabularies: whether the draft's vocabulary can be cut.
+            has_float8: as in ``Dimensions``.
 
         Raises:
             UserError: the space names a layer or an operator that the draft does not have.
         """
         vocabularies = self.vocabularies if has_vocabularies else [1.0]
+        may_choose = has_float8 or (has_float8 is False and "unchanged" not in self.weights)
         kept = [
-            {"visual_keep": keep, "visual_ranking": ranking, "vocabulary": None if share == 1.0 else share}
+            {
+                "visual_keep": keep,
+                "visual_ranking": ranking,
+                "vocabulary": None if share == 1.0 else share,
+                "weights": None if data_type == "unchanged" else data_type,
+            }
+            for data_type in (self.weights if may_choose else ["unchanged"])
             for share in vocabularies
             for keep in self.visual_keep.values or []
             for ranking in (self.visual_rankings if keep < 1.0 else ("text_after_image",))

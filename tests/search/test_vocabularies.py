@@ -148,7 +148,7 @@ def test_drafts_without_frequencies_are_refused(pair: Pair, tmp_path: Path) -> N
     assert load_network(tmp_path).token_frequencies is None
     with pytest.raises(UserError, match=r"dream draft has no token frequencies.* got vocabulary 0\.5; leave it out"):
         load_draft(str(tmp_path), target, Subnet(vocabulary=SHARE))
-    with pytest.raises(UserError, match="leave heads, injection_layer, operator and vocabulary out"):
+    with pytest.raises(UserError, match="leave heads, injection_layer, operator, vocabulary and weights out"):
         load_draft(str(pair.draft_folder), target, Subnet(vocabulary=SHARE))
     alone = ModelPool(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
     space = narrowed_space(SearchSettings(space="quick", vocabulary=SHARE))
