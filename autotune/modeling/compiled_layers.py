@@ -1,0 +1,123 @@
+"""One decoder layer, compiled for all layers of a text model (mode ``compiled``).
+
+All layers run the same code, so ``torch.compile`` makes one function of it whose inputs are the tensors of a layer and
+its index: the cache writes to, and attention reads from, the row of one slab. It is compiled in the runs before a
+capture (``GraphMemory.capture``), which then keeps its kernels; nothing is compiled later.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+from autotune.modeling.graph_memory import Outputs
+from autotune.modeling.merged_products import merged_products
+from autotune.modeling.text_model import TextModel
+
+RECOMPILES = 64
+"""Graphs that dynamo may make of a layer's code: about six for each model of the process."""
+_CAPTURING = "transformers.utils.output_capturing"
+
+
+class UncompiledNotice(UserWarning):
+    """The layers of a model cannot be compiled; its steps are captured as in mode ``cuda-graph``."""
+
+
+class CompiledLayers:
+    """Runs steps of a text model with one compiled layer and merged products, or as they are if it cannot be compiled.
+
+    Args:
+        backend: of ``torch.compile``.
+    """
+
+    def __init__(self, text: TextModel, *, backend: str = "inductor") -> None:
+        self._text, self._backend = text, backend
+        self.why_uncompiled: str | None = None
+        """The first reason for which steps run without compiled layers."""
+        maybe_install_capturing_hooks(text.module)  # now, because its first step would install them while it is traced
+        if (reason := _obstacle(text)) is not None:
+            self._give_up(reason)
+
+    def run(self, step: Callable[[], Outputs]) -> Outputs:
+        """Run a step. If it fails before the capture, it runs again as it is, as do all later ones."""
+        if self.why_uncompiled is None:
+            try:
+                with merged_products(self._text.layers), compiled_layers(self._text.layers, self._backend):
+                    return step()
+            except torch.OutOfMemoryError:
+                raise  # ``GraphMemory.capture`` makes room and tries again
+            except Exception as error:
+                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                    raise
+                self._give_up(f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}")
+        return step()
+
+    def _give_up(self, reason: str) -> None:
+        self.why_uncompiled = reason
+        warnings.warn(
+            f"the layers of a model of type {self._text.config.model_type} are not compiled ({reason}); they are captured as "
+            "in mode cuda-graph",
+            UncompiledNotice,
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def compiled_layers(layers: Sequence[nn.Module], backend: str = "inductor") -> Iterator[None]:
+    """Within the context, all layers run one compiled function.
+
+    Hooks by which transformers records what happens inside a layer are left out, because they cannot be traced; those
+    of the layers themselves run outside of the function.
+    """
+    hooks = [module._forward_hooks for layer in layers for module in layer.modules() if module is not layer]
+    before = [dict(numbered) for numbered in hooks]
+    function = _compiled(backend)
+    try:
+        for numbered in hooks:
+            for number in [number for number, hook in numbered.items() if hook.__module__ == _CAPTURING]:
+                del numbered[number]
+        for layer in layers:
+            layer.forward = functools.partial(function, layer)
+        # The index of a layer, an integer of its attention module, is an input of the function and not a part of it.
+        with (
+            torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=RECOMPILES),
+            torch._inductor.config.patch({"triton.cudagraphs": False}),
+        ):
+            yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+        for numbered, complete in zip(hooks, before, strict=True):
+            numbered.clear()
+            numbered.update(complete)
+
+
+@functools.cache
+def _compiled(backend: str) -> Callable[..., Any]:
+    return torch.compile(_forward, backend=backend, fullgraph=True)
+
+
+def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+def _obstacle(text: TextModel) -> str | None:
+    """The property of a model for which its layers cannot share one compiled function."""
+    obstacles = {
+        "its layers keep recurrent or convolution states": text.has_states,
+        "it is spread over several devices": text.num_devices > 1,
+        "its layers do not cache keys and values of one shape": len(set(text.kv_shapes)) > 1,
+        "its attention does not go through transformers' attention interface": (
+            not getattr(text.module, "_supports_attention_backend", False)
+        ),
+        f"it is quantized with {text.quantization}": text.quantization is not None,
+        "the forward pass of its layers was replaced": any("forward" in vars(layer) for layer in text.layers),
+    }
+    return next((reason for reason, holds in obstacles.items() if holds), None)
