@@ -14,16 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.merged_products import merged_products
+from autotune.modeling.merged_products import merged_products, replaced_attributes
 from autotune.modeling.text_model import TextModel
-
-RECOMPILES = 64
-"""Graphs that dynamo may make of a layer's code: about six for each model of the process."""
-_CAPTURING = "transformers.utils.output_capturing"
 
 
 class UncompiledNotice(UserWarning):
@@ -70,33 +65,27 @@ class CompiledLayers:
 
 
 @contextmanager
-def compiled_layers(layers: Sequence[nn.Module], backend: str = "inductor") -> Iterator[None]:
+def compiled_layers(layers: Sequence[torch.nn.Module], backend: str = "inductor") -> Iterator[None]:
     """Within the context, all layers run one compiled function.
 
     Hooks by which transformers records what happens inside a layer are left out, because they cannot be traced; those
     of the layers themselves run outside of the function.
     """
-    hooks = [module._forward_hooks for layer in layers for module in layer.modules() if module is not layer]
-    before = [dict(numbered) for numbered in hooks]
-    function = _compiled(backend)
-    try:
-        for numbered in hooks:
-            for number in [number for number, hook in numbered.items() if hook.__module__ == _CAPTURING]:
-                del numbered[number]
-        for layer in layers:
-            layer.forward = functools.partial(function, layer)
+    recorded = maybe_install_capturing_hooks.__module__
+    own: dict[torch.nn.Module, dict[str, Any]] = {
+        module: {"_forward_hooks": {n: hook for n, hook in hooks.items() if hook.__module__ != recorded}}
+        for layer in layers
+        for module in layer.modules()
+        if (hooks := module._forward_hooks)
+    }
+    own |= {layer: {"forward": functools.partial(_compiled(backend), layer)} for layer in layers}
+    with (
+        replaced_attributes(own),
         # The index of a layer, an integer of its attention module, is an input of the function and not a part of it.
-        with (
-            torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=RECOMPILES),
-            torch._inductor.config.patch({"triton.cudagraphs": False}),
-        ):
-            yield
-    finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)
-        for numbered, complete in zip(hooks, before, strict=True):
-            numbered.clear()
-            numbered.update(complete)
+        torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=64),
+        torch._inductor.config.patch({"triton.cudagraphs": False}),
+    ):
+        yield
 
 
 @functools.cache
@@ -104,7 +93,7 @@ def _compiled(backend: str) -> Callable[..., Any]:
     return torch.compile(_forward, backend=backend, fullgraph=True)
 
 
-def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
 
