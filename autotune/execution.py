@@ -1,6 +1,4 @@
-"""How forward passes run, eagerly or captured, and the capture sizes and KV lengths that captured ones are
-padded to.
-"""
+"""How forward passes run, eagerly or captured, and the capture sizes that captured ones are padded to."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ FIXED = "fixed"
 DEFAULT_CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, MAX_STEP)
 """Numbers of tokens, for every mode but eager."""
 KV_LENGTH_STEP = 256
-"""The shortest padded KV length; cache capacities are multiples of it."""
+"""Cache capacities are multiples of it, in tokens."""
 
 
 def check_capture_sizes(capture_sizes: Sequence[int]) -> tuple[int, ...]:

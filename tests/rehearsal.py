@@ -44,6 +44,8 @@ class Counts:
 
     replays: int = 0
     captures: int = 0
+    operations: int = 0
+    """Operations that the host dispatched one by one, views not counted."""
     to_device: int = 0
     to_host: int = 0
     waits: int = 0
@@ -123,7 +125,8 @@ class Rehearsal(TorchDispatchMode):
     def __init__(self, num_devices: int = 2, name: str = H100) -> None:
         super().__init__()
         self.cuda = RehearsedCuda(num_devices, name)
-        self._num_to_device = self._num_to_host = 0
+        self._num_operations = 0
+        self._pinned_addresses: set[int] = set()
         self._replaced: list[tuple[Any, str, Any]] = []
         self._inference = torch.inference_mode()
 
@@ -137,8 +140,9 @@ class Rehearsal(TorchDispatchMode):
         return Counts(
             replays=cuda.num_replays,
             captures=cuda.num_captures,
-            to_device=self._num_to_device,
-            to_host=self._num_to_host,
+            operations=self._num_operations,
+            to_device=cuda.num_transfers["to_device"],
+            to_host=cuda.num_transfers["to_host"],
             waits=cuda.num_waits,
         )
 
@@ -205,8 +209,14 @@ class Rehearsal(TorchDispatchMode):
         asked = self._asked_device(kwargs, flat)
         if name in MOVES:
             return self._move(func, args, kwargs, asked, tensors)
+        if kwargs.get("pin_memory"):
+            pinned = func(*args, **kwargs | {"pin_memory": False})
+            self._pinned_addresses.add(pinned.data_ptr())
+            return pinned
         if not ours and (asked is None or asked.type != "cuda"):
             return func(*args, **kwargs)
+        if name in COPIES and (transfer := self._pinned_transfer(args)) is not None:
+            return self._transfer(func, args, kwargs, transfer, ours)
         device = self._check(name, args, kwargs, ours, [t for t in tensors if not isinstance(t, DeviceTensor)], asked)
         host_args, host_kwargs = _on_host(args, kwargs)
         outputs = func(*host_args, **host_kwargs)
@@ -214,7 +224,10 @@ class Rehearsal(TorchDispatchMode):
             poison(outputs)
         if name in READS:
             return outputs
-        return self._wrapped(func, host_args, host_kwargs, outputs, ours, device)
+        wrapped = self._wrapped(func, host_args, host_kwargs, outputs, ours, device)
+        made = [tensor for tensor in _leaves(wrapped) if isinstance(tensor, DeviceTensor)]
+        self._num_operations += self.cuda.capture is None and not is_view(func, ours, made)
+        return wrapped
 
     def _asked_device(self, kwargs: dict[str, Any], flat: list[Any]) -> torch.device | None:
         asked = kwargs.get("device")
@@ -238,7 +251,7 @@ class Rehearsal(TorchDispatchMode):
         devices = {tensor.device for tensor in ours}
         if name in COPIES:
             self._copy(args, kwargs)
-            return args[0].device  # type: ignore[no-any-return]
+            return ours[0].device
         if len(devices) > 1:
             self.cuda.refuse(
                 f"expected all tensors to be on the same device, found {sorted(map(str, devices))} in {name}"
@@ -310,7 +323,7 @@ class Rehearsal(TorchDispatchMode):
         if out.untyped_storage().data_ptr() == host_args[0].untyped_storage().data_ptr():
             out = out.clone()
         if target.type == "cpu":
-            self._num_to_host += 1
+            self.cuda.num_transfers["to_host"] += 1
             self.cuda.wait("a copy to the host")
             return out
         if source.device.type == "cpu":
@@ -325,15 +338,43 @@ class Rehearsal(TorchDispatchMode):
             if not (self.cuda.capture is not None and source.dim() == 0):
                 self._from_host(bool(kwargs.get("non_blocking")) or bool((*args, False)[2]))
         elif not isinstance(destination, DeviceTensor):
-            self._num_to_host += 1
+            self.cuda.num_transfers["to_host"] += 1
             self.cuda.wait("a copy to the host")
+
+    def _transfer(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], transfer: str, ours: list[DeviceTensor]
+    ) -> Tensor:
+        """A copy from or to pinned memory. A device makes it later; the host of a rehearsal waits for nothing."""
+        host_args, host_kwargs = _on_host(args, kwargs)
+        call = Call(func, host_args, host_kwargs, func(*host_args, **host_kwargs), transfer)
+        self.cuda.num_transfers[transfer] += self.cuda.capture is None
+        self._record(call, ours)
+        return args[0]  # type: ignore[no-any-return]
+
+    def _pinned_transfer(self, args: tuple[Any, ...]) -> str | None:
+        """The direction of a copy from or to pinned memory, which may be captured and does not wait."""
+        destination, source = args[:2]
+        if isinstance(destination, DeviceTensor) == isinstance(source, DeviceTensor):
+            return None
+        host = source if isinstance(destination, DeviceTensor) else destination
+        if host.data_ptr() not in self._pinned_addresses:
+            return None
+        return "to_device" if host is source else "to_host"
 
     def _from_host(self, non_blocking: bool) -> None:
         if self.cuda.capture is not None:
             self.cuda.refuse("operation not permitted when stream is capturing (a copy from pageable host memory)")
-        self._num_to_device += 1
+        self.cuda.num_transfers["to_device"] += 1
         if not non_blocking:
             self.cuda.wait("a blocking copy from the host")
+
+
+def is_view(func: Any, inputs: list[DeviceTensor], outputs: list[DeviceTensor]) -> bool:
+    """Whether an operation runs no kernel."""
+    name = func.overloadpacket.__name__
+    own = {id(tensor.allocation) for tensor in inputs}
+    is_in_place = name.endswith("_") or name.startswith("index_put")
+    return not outputs or (not is_in_place and all(id(tensor.allocation) in own for tensor in outputs))
 
 
 def _leaves(values: Any) -> Iterator[Any]:

@@ -47,6 +47,8 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: Any  # of the captured run
+    transfer: str | None = None
+    """``to_device`` or ``to_host``: a copy from or to pinned memory."""
 
 
 class RehearsedCuda:
@@ -61,6 +63,11 @@ class RehearsedCuda:
         self.memory_bytes = MEMORY_BYTES
         self.graphs: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()
         self.num_waits = self.num_replays = self.num_captures = 0
+        self.num_transfers = Counter[str]()
+        self.in_flight: list[tuple[Tensor, Tensor]] = []
+        """Pinned memory that replays have not filled yet, and what will be there once the host has waited."""
+        self.being_read: list[tuple[Tensor, Tensor]] = []
+        """Pinned memory that replays read until then, and what was there when they were launched."""
         self.live_bytes = 0
 
     # -------- waits and refusals
@@ -76,6 +83,12 @@ class RehearsedCuda:
         if self.capture is not None or (self.underway is not None and self.underway.error_mode == "global"):
             self.refuse(f"operation not permitted when stream is capturing ({what})")
         self.num_waits += 1
+        for pinned, content in self.being_read:
+            if not torch.equal(pinned, content):
+                raise CudaError(f"pinned memory was written while a graph read it, before {what} @ {caller()}")
+        for pinned, content in self.in_flight:
+            pinned.copy_(content)
+        self.being_read, self.in_flight = [], []
 
     def refuse(self, what: str) -> NoReturn:
         if self.underway is not None:
@@ -151,7 +164,7 @@ class RehearsedCuda:
     @property
     def namespace(self) -> dict[str, Any]:
         """Stand-ins for functions and classes of ``torch.cuda``."""
-        CUDAGraph.current = graph.current = self
+        CUDAGraph.current = graph.current = Event.current = self
         properties = SimpleNamespace(
             name=self.name, multi_processor_count=132, total_memory=MEMORY_BYTES, major=9, minor=0
         )
@@ -170,6 +183,7 @@ class RehearsedCuda:
             "default_stream": self.current_stream,
             "CUDAGraph": CUDAGraph,
             "graph": graph,
+            "Event": Event,
             "is_current_stream_capturing": lambda: self.capture is not None,
             "memory_allocated": lambda device=None: self.live_bytes,
             "memory_snapshot": self.memory_snapshot,
@@ -189,6 +203,21 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         pass
+
+
+class Event:
+    """Everything that was launched before it is done once the host has waited for it."""
+
+    current: RehearsedCuda
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return not self.current.in_flight
+
+    def synchronize(self) -> None:
+        self.current.wait("an event")
 
 
 class CUDAGraph:
@@ -237,6 +266,13 @@ class CUDAGraph:
             if allocation() is None:
                 raise CudaError(f"a replay reads memory that was freed: {what}")
         for call in self.calls:
+            device.num_transfers[call.transfer or ""] += 1
+            if call.transfer == "to_device":
+                device.being_read.append((call.args[1], call.args[1].clone()))
+            if call.transfer == "to_host":
+                device.in_flight.append((call.args[0], call.args[1].clone()))
+                poison(call.args[0])
+                continue
             outputs = call.function(*call.args, **call.kwargs)
             for captured, again in zip(tensors_of(call.outputs), tensors_of(outputs), strict=True):
                 if captured.data_ptr() != again.data_ptr():  # no view, and not in place

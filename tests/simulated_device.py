@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autotune.cost.roofline import find_limits
-from tests.rehearsal import DeviceTensor, Rehearsal
+from tests.rehearsal import DeviceTensor, Rehearsal, is_view
 from tests.rehearsed_cuda import CUDAGraph, tensors_of
 
 HOST_CORES = 2  # over which the CPU time of charged functions is spread
@@ -112,7 +112,7 @@ class SimulatedDevice(Rehearsal):
         def replay(graph: CUDAGraph) -> None:
             self.cuda.num_replays += 1
             with _disable_current_modes():
-                for function, args, kwargs, outputs in graph.calls:
+                for function, args, kwargs, outputs, _ in graph.calls:
                     again = function(*args, **kwargs)
                     if isinstance(outputs, Tensor):
                         if again is not outputs and again.data_ptr() != outputs.data_ptr():
@@ -160,7 +160,7 @@ class SimulatedDevice(Rehearsal):
         outputs = super().run(func, args, kwargs)
         inputs = [tensor for tensor in tensors_of([*_flat(args), *kwargs.values()]) if isinstance(tensor, DeviceTensor)]
         found = [tensor for tensor in tensors_of(_flat(outputs)) if isinstance(tensor, DeviceTensor)]
-        if (inputs or found) and not self._is_view(func, inputs, found):
+        if (inputs or found) and not is_view(func, inputs, found):
             seconds = self._kernel_s(func.overloadpacket.__name__, inputs, found)
             if (capture := self.cuda.capture) is not None:
                 capture.seconds = getattr(capture, "seconds", 0.0) + seconds  # type: ignore[attr-defined]
@@ -169,12 +169,6 @@ class SimulatedDevice(Rehearsal):
                 self.host_s += LAUNCH_S * self.kernels_per_kernel
                 self._run_kernels(seconds)
         return outputs
-
-    def _is_view(self, func: Any, inputs: list[DeviceTensor], outputs: list[DeviceTensor]) -> bool:
-        name = func.overloadpacket.__name__
-        own = {id(tensor.allocation) for tensor in inputs}
-        is_in_place = name.endswith("_") or name.startswith("index_put")
-        return not outputs or (not is_in_place and all(id(tensor.allocation) in own for tensor in outputs))
 
     def _kernel_s(self, name: str, inputs: list[DeviceTensor], outputs: list[DeviceTensor]) -> float:
         """Time of an operation's kernels in the simulated model."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from autotune.acceptance.trace import Forest
 from autotune.drafters.blocks import AttentionContext
-from autotune.drafters.cached_draft import pad_rows
 from autotune.drafters.dflash import DFlashNetwork, block_embeddings
 from autotune.drafters.draft import Coupling, Proposals, kept_tokens
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.forests import AnswerToRecord, LevelForestGrower
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import GraphKey, KVSlots
+from autotune.modeling.graph_runner import GraphKey
+from autotune.modeling.packed_step import LAST, WORD_BITS, Layout, PackedStep
 from autotune.modeling.prompt import EncodedPrompt
+from autotune.modeling.step import Evaluated
 from autotune.modeling.transfer import to_device
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 
@@ -63,7 +64,7 @@ class BlockDraft(FeatureDraft):
         pending.
         """
         self.reserve(max(capacity, len(prompt) + MAX_STEP))
-        self._pending, self._pending_features = [], []
+        self._pending, self._pending_rows = [], []
         kept = kept_tokens(prompt.is_visual, visual_scores, self.visual_keep)
         kept = kept[kept < len(prompt) - 1]
         hidden = {layer: self._target.hidden[layer][kept] for layer in self.aux_layers}
@@ -76,31 +77,36 @@ class BlockDraft(FeatureDraft):
     def forest(self, answer: AnswerToRecord) -> Forest:
         return BlockForestGrower(self, answer).grow_all()
 
-    def read_pending(self, size: int = 0) -> Tensor:
-        """Evaluate a block after the pending tokens, and commit these; returns its logits, [block size - 1,
-        vocabulary].
+    def _read_pending(self, size: int = 0) -> Evaluated:
+        """Evaluate a block after the pending tokens, and commit these; the logits are those of the block, [block size -
+        1, vocabulary].
         """
-        count = len(self._pending)
-        features = self._features(self._pending_hidden())
+        count, source = len(self._pending), self._pending_source()
         if self.graph_runner is None:
-            logits = self._block_logits(features, self._pending[-1])
+            evaluated = Evaluated(self._block_logits(self._features(source), self._pending[-1]))
         else:
             size = size or self.pending_size(count)
-            key = GraphKey(size, (self.padded_length(self.cache.length + size + self.num_block_tokens),))
-            inputs: dict[str, Ints | Tensor] = {
-                "integers": np.array([self.cache.length, self._num_condensed, count, self._pending[-1]]),
-                "features": pad_rows(features, size),
-            }
-            (logits,) = self.graph_runner.run(functools.partial(self._forward_over_buffers, key), key, inputs)
-            logits = logits.clone()  # the buffers are valid only until the next forward pass
+            key, reads = self._complete(GraphKey(Layout(size, 0, 0, 3), is_pending=True))
+            forward = self.graph_runner.prepared(key, reads)
+            packed = forward.step
+            packed.header[LAST], packed.tokens[0] = count - 1, self._pending[-1]
+            packed.rows[0], packed.rows[1], packed.rows[2] = 0, self.cache.length, self._num_condensed
+            packed.rows[0, :count] = source
+            self.graph_runner.launch(forward, partial(self._forward_over_buffers, key))
+            evaluated = Evaluated(forward.outputs[0], forward)
         self._commit_pending(count)
         self._pending = []
-        return logits
+        return evaluated
 
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
         """See ``Draft``. Nothing is proposed deeper than the block reaches."""
         if frontier[0] == ROOT:
-            self._logits, self._best = self.read_pending(), None
+            self.num_proposals, self._draw = num_proposals, None
+            evaluated = self._read_pending()
+            self._logits, self._best = evaluated.logits, None
+            if evaluated.forward is not None and coupling is None:
+                tokens, logprobs = evaluated.forward.wait()[..., :num_proposals]
+                self._best = self._finite(tokens, logprobs.view(np.float32))
         depth, count = int(tree.depth[frontier[0]]), len(frontier)
         if depth >= len(self._logits):
             return np.full((count, num_proposals), -1, np.int32), np.full((count, num_proposals), -np.inf, np.float32)
@@ -112,10 +118,6 @@ class BlockDraft(FeatureDraft):
         else:
             (tokens,), (logprobs,) = self.best(self._logits[depth : depth + 1], num_proposals, coupling)
         return np.tile(tokens, (count, 1)), np.tile(logprobs, (count, 1))
-
-    def _commit_pending(self, count: int) -> None:
-        self.cache.length += count
-        self._pending_features = []
 
     def _block_logits(self, features: Tensor, root: int) -> Tensor:
         """Logits of the block that begins with ``root``, after the features [m, hidden] of committed tokens."""
@@ -143,29 +145,32 @@ class BlockDraft(FeatureDraft):
         mask = torch.zeros(is_far.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(is_far, self.mask_value)[None, None]
 
-    def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:
-        """As ``_block_logits``. The integers are the number of cached tokens, the number of prompt tokens that are not
-        in the cache, the number of features that are no padding, and the root. The block overwrites the padding's keys
-        and values; what remains of them is hidden.
+    def _forward_over_buffers(self, key: GraphKey, integers: Tensor) -> Outputs:
+        """As ``_block_logits``. Rows are those of the target's features, the number of cached tokens, and that of prompt
+        tokens that are not in the cache. The block overwrites the keys and values of the padding.
         """
-        prefix, num_condensed, count, root = inputs["integers"].unsqueeze(1)
-        features, size, (length,) = inputs["features"], self.num_block_tokens, key.kv_lengths
-        columns = torch.arange(length, device=self.device)
-        of_context = prefix + torch.arange(len(features), device=self.device)
-        of_block = prefix + count + torch.arange(size, device=self.device)
+        step, size = PackedStep.of(integers, key.layout), self.num_block_tokens
+        features = self._features(self._rows_of_target(step.rows[0]))
+        num_cached, num_condensed, count = step.rows[1, :1], step.rows[2, :1], step.header[LAST : LAST + 1] + 1
+        of_context = num_cached + torch.arange(len(features), device=self.device)
+        of_block = num_cached + count + torch.arange(size, device=self.device)
         slots = torch.cat([of_context, of_block])
-        hidden = torch.zeros(1, 1, size, length, dtype=self.dtype, device=self.device)
-        mask = hidden.masked_fill_(columns >= prefix + count + size, self.mask_value)
-        window = self.network.window
-        window_mask = None if window is None else torch.minimum(mask, self._window_mask(of_block, columns, window))
-        context = AttentionContext(mask, self.cache.blocks, KVSlots(slots, length))
+        mask = slots.new_full((1 + size, 2 * (1 + size // (2 * WORD_BITS))), -1)  # the block's tokens see each other
+        mask[0, 0], mask[0, 1:2] = 0, num_cached + count
+        mask[1:, 0] = 0
+        window_mask = None
+        if self.network.window is not None:
+            window_mask = mask.clone()[None, None]
+            window_mask[..., 1:, 0] = of_block - self.network.window
+        context = AttentionContext(mask[None, None], self.cache.blocks, slots)
         factors = self._factors[slots + num_condensed]
-        return (self._logits_of(root, features, factors, context, window_mask),)
+        logits = self._logits_of(step.tokens[:1], features, factors, context, window_mask)
+        return self._result(key, step, logits), logits
 
     def blocks_along(self, answer: AnswerToRecord) -> Iterator[Tensor]:
         """The logits of the block after each token of an answer but the last, as decoding evaluates them."""
         for root, token in enumerate(answer.tokens[:-1]):
-            self._target.hidden = {layer: rows[root : root + 1] for layer, rows in answer.hidden.items()}
+            self._target.features.write({layer: rows[root : root + 1] for layer, rows in answer.hidden.items()})
             self.append(int(token))
             yield self.read_pending()
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.grouped_attention import grouped_attention
+from autotune.modeling.tree_attention import attend
 
 MAX_BLOCKS = 4
 
@@ -40,7 +40,7 @@ def rotate(states: Tensor, factors: Tensor) -> Tensor:
 class KeysValues(Protocol):
     """The keys and values that one block has computed before."""
 
-    def write(self, keys_values: Tensor, begin: int | KVSlots) -> tuple[Tensor, Tensor]:
+    def write(self, keys_values: Tensor, begin: int | Tensor) -> tuple[Tensor, Tensor]:
         """Add those of n tokens, [batch, heads, 2, n, head size]; returns the keys and the values that the tokens
         attend to, [batch, heads, KV length, head size] each.
         """
@@ -54,14 +54,14 @@ class BlockCache:
     ) -> None:
         self.slab = torch.zeros(num_heads, 2, capacity, head_size, dtype=dtype, device=device)
 
-    def write(self, keys_values: Tensor, begin: int | KVSlots) -> tuple[Tensor, Tensor]:
+    def write(self, keys_values: Tensor, begin: int | Tensor) -> tuple[Tensor, Tensor]:
         """Write ``keys_values`` [1, heads, 2, n, head size] from index ``begin``, or at KV slots; see
         ``KeysValues``.
         """
         (keys_values,) = keys_values
-        if isinstance(begin, KVSlots):
-            self.slab.index_copy_(2, begin.slots, keys_values)
-            end = begin.padded_kv_length
+        if isinstance(begin, Tensor):
+            self.slab.index_copy_(2, begin, keys_values)
+            end = self.slab.shape[2]
         else:
             end = begin + keys_values.shape[2]
             self.slab.narrow(2, begin, keys_values.shape[2]).copy_(keys_values)
@@ -75,25 +75,35 @@ class Crossing(NamedTuple):
     """
 
     mask: Tensor | None = None  # as in ``AttentionContext``, with a column for every feature
-    begin: int | KVSlots = 0  # where new keys and values are written to the block's cache
+    begin: int | Tensor = 0  # where new keys and values are written to the block's cache
     features: Tensor | None = None  # normalized features [batch, m, hidden]; None: those of the stream's tokens
     factors: Tensor | None = None  # their rotary factors, [batch or 1, m, 3, 1, head size / 2]
+
+
+def attend_to(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
+    """Attention output [batch, n, heads, head size] from inputs [batch, heads, tokens, head size]; for ``mask`` see
+    ``AttentionContext``.
+    """
+    if mask is not None and mask.dtype == torch.int64:
+        return attend(query[0], key[0], value[0], mask[0, 0], query.shape[-1] ** -0.5)[None]  # type: ignore[no-any-return]
+    return grouped_attention(query, key, value, mask, is_causal=is_causal).transpose(1, 2)
 
 
 class AttentionContext(NamedTuple):
     """The keys that a forward pass of n tokens attends to; by default causal attention among the n tokens."""
 
-    mask: Tensor | None = None  # additive or bool, [batch or 1, 1, n, keys]; None: causal
+    mask: Tensor | None = None
+    """Additive or bool, [batch or 1, 1, n, keys], or packed, [1, 1, 1 + n, 1 + words]; None: causal."""
     caches: Sequence[KeysValues | None] = (None,) * MAX_BLOCKS
     """Earlier keys and values of each block."""
-    begin: int | KVSlots = 0  # where new keys and values are written to the caches
+    begin: int | Tensor = 0  # where new keys and values are written to the caches
     crossing: Crossing | None = None
     """The features that cross-attention blocks attend to; None: the features of the n tokens."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output [batch, n, heads, head size] from inputs [batch, heads, tokens, head size]."""
         is_causal = self.mask is None and self.begin == 0 and query.shape[2] > 1
-        return grouped_attention(query, key, value, self.mask, is_causal=is_causal).transpose(1, 2)
+        return attend_to(query, key, value, self.mask, is_causal=is_causal)
 
 
 WITHIN_BATCH = AttentionContext()

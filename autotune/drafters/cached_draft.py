@@ -5,26 +5,39 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from autotune.acceptance.trace import Forest
 from autotune.documents.subnet import Subnet
-from autotune.drafters.draft import Coupling, Dimensions, Draft, FeatureSource, Proposals, top_proposals
+from autotune.drafters.draft import (
+    Coupling,
+    Dimensions,
+    Draft,
+    Draw,
+    FeatureSource,
+    Proposals,
+    cut_scores,
+    top_proposals,
+)
 from autotune.drafters.forests import AnswerToRecord, ModelForestGrower
 from autotune.execution import round_up
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.prompt import EncodedPrompt
-from autotune.modeling.step import Step
+from autotune.modeling.graph_runner import GraphKey
+from autotune.modeling.packed_step import NOISE_ROW, TEMPERATURE, TOP_K, TOP_P, PackedStep
+from autotune.modeling.step import Evaluated, Step
 from autotune.modeling.transfer import rows_to_host, to_device
-from autotune.trees.limits import MAX_LEVEL_STEP, MAX_STEP
-from autotune.trees.tree import ROOT, Ints, Tree, write_frontier_mask
+from autotune.trees.limits import MAX_CHILDREN, MAX_LEVEL_STEP, MAX_STEP
+from autotune.trees.tree import ROOT, Ints, Tree, write_level
 
+NO_FEATURES: FeatureSource = {}
 PENDING_PIECE = 32  # pending tokens that captured steps read at once
 
 
@@ -54,14 +67,22 @@ class CachedDraft(CachedModel):
 
     def __init__(self) -> None:
         self._pending: list[int] = []
+        self.num_proposals = MAX_CHILDREN
+        """Proposals that a captured step gives each token, and how it draws them; None: it ranks by probability."""
+        self._draw: Draw | None = None
         self._num_evaluated = 0
 
     @abstractmethod
-    def forward(self, step: Step, source: FeatureSource) -> Tensor:
-        """Logits [n - ``first_logits``, vocabulary] of n tokens after the prefix and the uncommitted tokens."""
+    def evaluate_step(self, step: Step, source: FeatureSource) -> Evaluated:
+        """Logits of n tokens after the prefix and the uncommitted tokens, as ``TreeModel.evaluate``."""
+
+    def forward(self, step: Step, source: FeatureSource = NO_FEATURES) -> Tensor:
+        """``evaluate_step``, whose logits stay valid."""
+        evaluated = self.evaluate_step(step, source)
+        return evaluated.logits if evaluated.forward is None else evaluated.logits.clone()
 
     @abstractmethod
-    def _pending_hidden(self) -> Mapping[int, Tensor]:
+    def _pending_source(self) -> FeatureSource:
         """The feature source of the pending tokens."""
 
     @abstractmethod
@@ -114,9 +135,9 @@ class CachedDraft(CachedModel):
         self._pending = [0] * num_pending
         self.begin_round()
 
-    def pruned_lengths(self, visual_keep: float, kv_lengths: Sequence[int], kv_length: int) -> list[int]:
-        """Numbers of pruned tokens for which steps at one of the padded KV lengths that occur are captured apart."""
-        return [0]
+    def numbers_pruned(self, visual_keep: float) -> tuple[int, ...]:
+        """Numbers of pruned tokens for which steps are captured apart, with this share of the visual tokens."""
+        return (0,)
 
     def append(self, token: int) -> None:
         """See ``Draft``. A stretch of plain steps longer than a forward pass is read in several."""
@@ -128,8 +149,13 @@ class CachedDraft(CachedModel):
         pass.
         """
         limit = MAX_STEP if self.graph_runner is None else PENDING_PIECE
-        if self._pending and len(self._pending) + num_tokens > limit:
+        if self._pending and (len(self._pending) + num_tokens > limit or self._must_read):
             self.read_pending()
+
+    @property
+    def _must_read(self) -> bool:
+        """Whether the pending tokens must be read now, although they fit a forward pass."""
+        return False
 
     def pending_size(self, count: int) -> int:
         """Number of tokens to which ``count`` pending ones are padded. All sizes above ``usual_pending`` share a
@@ -145,56 +171,88 @@ class CachedDraft(CachedModel):
 
     def read_pending(self, size: int = 0) -> Tensor:
         """Evaluate and commit the pending tokens, padded to ``size`` (0: the usual); returns the logits after the last
-        of them, [1, vocabulary].
+        of them, [1, vocabulary], which are valid until the next step.
         """
+        return self._read_pending(size).logits
+
+    def _read_pending(self, size: int = 0) -> Evaluated:
         count = len(self._pending)
         size = size or self.pending_size(count)
         step = Step.causal(np.array(self._pending + [0] * (size - count), np.int64), self.mask_value)
-        step = step._replace(offsets=np.minimum(step.offsets, count - 1), first_logits=count - 1)
-        logits = self.forward(step, self._pending_hidden())[:1]
+        step = step._replace(offsets=np.minimum(step.offsets, count - 1), only=count - 1)
+        evaluated = self.evaluate_step(step, self._pending_source())
         self._commit_pending(count)
         self._pending = []
         self.begin_round()
-        return logits
+        return evaluated
 
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
         if len(frontier) > MAX_LEVEL_STEP:  # nodes of a level do not see each other
             parts = np.split(frontier, range(MAX_LEVEL_STEP, len(frontier), MAX_LEVEL_STEP))
             found = [self.propose(tree, part, num_proposals, coupling) for part in parts]
             return np.concatenate([tokens for tokens, _ in found]), np.concatenate([best for _, best in found])
-        logits = self.read_pending() if frontier[0] == ROOT else self._read_level(tree, frontier)
-        return self.best(logits, num_proposals, coupling)
+        self.num_proposals, self._draw = num_proposals, None if coupling is None else coupling.draw
+        if self._draw is not None and self._draw.noise.device != self.device:
+            self._draw = None
+        evaluated = self._read_pending() if frontier[0] == ROOT else self._read_level(tree, frontier)
+        count = len(frontier)
+        if evaluated.forward is None or (coupling is not None and self._draw is None):
+            return self.best(evaluated.logits[:count], num_proposals, coupling)
+        tokens, logprobs = evaluated.forward.wait()[:, :count, :num_proposals]
+        return self._finite(tokens, logprobs.view(np.float32))
 
-    def _read_level(self, tree: Tree, frontier: Ints) -> Tensor:
-        """Evaluate nodes of one depth; returns the logits after each, [nodes, vocabulary]."""
+    def _read_level(self, tree: Tree, frontier: Ints) -> Evaluated:
+        """Evaluate nodes of one depth; the logits are those after each, [nodes and padding, vocabulary]."""
         count, begin = len(frontier), self._num_evaluated
         size = round_up(count, self.capture_sizes)
-        tree.kv_slot[frontier] = np.arange(begin, begin + count)
+        tokens, offsets, sources = np.empty((3, size), np.int64)
         tree_mask = np.empty((size, begin + size), np.float32)
-        write_frontier_mask(tree, frontier, tree_mask, begin + size, self.mask_value)
-        tokens = np.zeros(size, np.int64)
-        tokens[:count] = np.maximum(tree.token[frontier], 0)
-        offsets = np.full(size, tree.depth[frontier[0]] - 1)  # the root ends the prefix, so its children have offset 0
-        parents = tree.kv_slot[tree.parent[frontier]]  # -1 for the root
+        write_level(tree, frontier, begin, self.mask_value, tokens, offsets, sources, tree_mask)
         self._num_evaluated = begin + count
-        return self.forward(Step(tokens, offsets, tree_mask), parents)[:count]
+        return self.evaluate_step(Step(tokens, offsets, tree_mask), sources)
+
+    def _complete(self, key: GraphKey) -> tuple[GraphKey, list[Tensor]]:
+        count = 1 if self.num_proposals == 1 else max(self.num_proposals, MAX_CHILDREN)  # few captures
+        reads = [] if self._draw is None else [self._draw.noise]
+        return key._replace(num_proposals=count, addresses=tuple(tensor.data_ptr() for tensor in reads)), reads
+
+    def _write_draw(self, header: Any) -> None:
+        """Write how proposals are drawn to the header of a packed step."""
+        if (draw := self._draw) is not None:
+            header[NOISE_ROW], header[TOP_K] = draw.row, draw.top_k
+            header[TEMPERATURE : TOP_P + 1].view(np.float64)[:] = draw.temperature, draw.top_p
+
+    def _result(self, key: GraphKey, step: PackedStep, logits: Tensor) -> Tensor:
+        """The proposals after each token, [2, n, proposals]: tokens, and the bits of float32 log-probabilities."""
+        scores = logits.float()
+        if (draw := self._draw) is not None:
+            temperature, top_p = step.header[TEMPERATURE : TOP_P + 1].view(torch.float64)
+            noise = draw.noise.index_select(0, step.header[NOISE_ROW : NOISE_ROW + 1])
+            ids = slice(logits.shape[1]) if self.token_ids is None else self.token_ids
+            scores = cut_scores(scores / temperature, step.header[TOP_K], top_p) + noise[:, ids]
+        tokens, logprobs = top_proposals(scores, min(key.num_proposals, scores.shape[1]))
+        tokens = tokens if self.token_ids is None else self.token_ids[tokens]
+        return torch.stack([tokens.int(), logprobs.view(torch.int32)])
 
     def best_on_device(
         self, logits: Tensor, num_proposals: int, coupling: Coupling | None = None
     ) -> tuple[Tensor, Tensor]:
         """``best``, left on the device."""
         if coupling is not None:
-            return top_proposals(coupling(self._in_target_vocabulary(logits)), num_proposals)
+            return top_proposals(coupling.scores(self._in_target_vocabulary(logits)), num_proposals)
         tokens, logprobs = top_proposals(logits, num_proposals)
         return tokens if self.token_ids is None else self.token_ids[tokens], logprobs
 
     def best(self, logits: Tensor, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
         """The best tokens of each row, as the target's ids. Rows that are not finite propose nothing: -1 and -inf."""
-        tokens, logprobs = rows_to_host(*self.best_on_device(logits, num_proposals, coupling))
-        if (is_bad := np.isnan(logprobs)).any():
-            warnings.warn(f"logits of {self.description} are not finite, and propose no tokens", stacklevel=2)
-            tokens, logprobs = np.where(is_bad, -1, tokens), np.where(is_bad, -np.inf, logprobs)
-        return tokens, logprobs
+        return self._finite(*rows_to_host(*self.best_on_device(logits, num_proposals, coupling)))
+
+    def _finite(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Proposals:
+        if not math.isnan(logprobs.sum()):
+            return tokens, logprobs
+        warnings.warn(f"logits of {self.description} are not finite, and propose no tokens", stacklevel=2)
+        is_bad = np.isnan(logprobs)
+        return np.where(is_bad, -1, tokens), np.where(is_bad, -np.inf, logprobs)
 
     def _in_target_vocabulary(self, logits: Tensor) -> Tensor:
         """Logits [n, target's vocabulary]; -inf for the tokens that the draft does not know."""

@@ -18,10 +18,8 @@ from torch.nn.functional import embedding
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, apply_rotary_pos_emb
 
-from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, KeysValues
+from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, KeysValues, attend_to
 from autotune.drafters.network import JoinedLayersConfig, JoinedLayersNetwork
-from autotune.modeling.graph_runner import KVSlots
-from autotune.modeling.grouped_attention import grouped_attention
 
 
 class DFlashConfig(JoinedLayersConfig):
@@ -140,8 +138,7 @@ class DFlashLayer(Qwen3DecoderLayer):  # type: ignore[misc]
         normed, attention = self.input_layernorm(stream), self.self_attn
         query = _rotated(attention.q_norm(attention.q_proj(normed).unflatten(-1, (-1, attention.head_dim))), factors)
         keys, values = cache.write(self.keys_values(normed, factors), context.begin)
-        attended = grouped_attention(query, keys, values, context.mask).transpose(1, 2)
-        stream = stream + attention.o_proj(attended.flatten(2))
+        stream = stream + attention.o_proj(attend_to(query, keys, values, context.mask).flatten(2))
         return stream + self.mlp(self.post_attention_layernorm(stream))  # type: ignore[no-any-return]
 
 
@@ -152,10 +149,10 @@ def _rotated(heads: Tensor, factors: Tensor) -> Tensor:
     return rotated  # type: ignore[no-any-return]
 
 
-def _split(begin: int | KVSlots, count: int) -> tuple[int | KVSlots, int | KVSlots]:
+def _split(begin: int | Tensor, count: int) -> tuple[int | Tensor, int | Tensor]:
     """Where the first ``count`` tokens are written, and where the others are."""
-    if isinstance(begin, KVSlots):
-        return begin._replace(slots=begin.slots[:count]), begin._replace(slots=begin.slots[count:])
+    if isinstance(begin, Tensor):
+        return begin[:count], begin[count:]
     return begin, begin + count
 
 

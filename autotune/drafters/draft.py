@@ -25,11 +25,26 @@ if TYPE_CHECKING:
 Proposals = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Tokens and log-probabilities, each [nodes, proposals], most probable first."""
 
-Coupling = Callable[[Tensor], Tensor]
-"""Coupled sampling of the children of n nodes: from a draft's logits to the scores that take their place, both [n,
-target's vocabulary]. The scores are the logits, processed as the request asks, plus the noise with which the target's
-token at the children's position is drawn (``TokenSampler.proposal_scores``).
-"""
+class Draw(NamedTuple):
+    """How a captured step draws proposals: it computes ``TokenSampler.proposal_scores`` from these."""
+
+    noise: Tensor  # of the target's tokens at some positions, [rows, target's vocabulary]
+    row: int  # the children's
+    temperature: float
+    top_k: int  # the size of the vocabulary: no limit
+    top_p: float
+
+
+class Coupling(NamedTuple):
+    """Coupled sampling of the children of n nodes."""
+
+    scores: Callable[[Tensor], Tensor]
+    """From a draft's logits to the scores that take their place, both [n, target's vocabulary]: the logits, processed
+    as the request asks, plus the noise with which the target's token at the children's position is drawn
+    (``TokenSampler.proposal_scores``).
+    """
+    draw: Draw | None = None
+    """None: a captured step cannot compute the scores."""
 
 
 FeatureSource = Ints | Mapping[int, Tensor]
@@ -225,3 +240,18 @@ def top_proposals(logits: Tensor, num_proposals: int) -> tuple[Tensor, Tensor]:
     """The best tokens of each row and their log-probabilities in float32, on the device of the logits."""
     top = logits.float().log_softmax(-1).topk(num_proposals)
     return top.indices, top.values
+
+
+CUT_TOKENS = 64  # that top-k and top-p look at
+
+
+def cut_scores(scores: Tensor, top_k: int | Tensor, top_p: float | Tensor) -> Tensor:
+    """Scores [n, vocabulary] with -inf in place of what top-k and top-p exclude. Rows of which they keep more than the
+    ``CUT_TOKENS`` best are not cut: which tokens are proposed does not change those that are emitted.
+    """
+    best = scores.log_softmax(-1).topk(min(CUT_TOKENS, scores.shape[-1]))
+    probability = best.values.exp()
+    is_kept = (probability.cumsum(-1) - probability < top_p) | (top_p >= 1.0)
+    is_kept &= torch.arange(is_kept.shape[-1], device=scores.device) < top_k
+    last = scores.gather(-1, best.indices).masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
+    return scores.masked_fill((scores < last) & ~is_kept.all(-1, keepdim=True), -torch.inf)

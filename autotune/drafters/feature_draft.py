@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +18,13 @@ from autotune.drafters.draft import LEAST_SHARED, Dimensions, FeatureSource, kep
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import GraphKey, KVSlots
+from autotune.modeling.graph_runner import GraphKey, GraphRunner
 from autotune.modeling.masks import MaskBuffer
-from autotune.modeling.packed_step import PackedStep
+from autotune.modeling.packed_step import LAST, Layout, PackedStep, padded_columns
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.quantization import weight_bytes
-from autotune.modeling.step import Step
-from autotune.modeling.transfer import select, to_device
+from autotune.modeling.step import Evaluated, Step
+from autotune.modeling.transfer import to_device
 from autotune.modeling.tree_model import DEFAULT_CAPACITY
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 
@@ -91,7 +92,8 @@ class FeatureDraft(CachedDraft):
         self.visual_keep = network.config.visual_keep
         self.token_ids = network.token_ids
         self.vocab_size = 0  # the target's, after ``attach``
-        self._pending_features: list[dict[int, Tensor]] = []
+        self._pending_rows: list[int] = []
+        """The target's ``FeatureRows`` of the tokens before the pending ones."""
         self._target: Any = None
         self._num_condensed = 0  # tokens of the prompt that are not in the stream
 
@@ -220,7 +222,7 @@ class FeatureDraft(CachedDraft):
     def prefill(self, prompt: EncodedPrompt, visual_scores: Tensor | None, *, capacity: int) -> None:
         """See ``Draft``. The target must have prefilled the same prompt just before."""
         self.reserve(max(capacity, len(prompt) + MAX_STEP))
-        self._pending, self._pending_features = [], []
+        self._pending, self._pending_rows = [], []
         network = self.network
         hidden = {layer: self._target.hidden[layer][: len(prompt)] for layer in self.aux_layers}
         before = network.target_features({layer: states[:-1] for layer, states in hidden.items()})
@@ -259,7 +261,11 @@ class FeatureDraft(CachedDraft):
 
     def _append(self, token: int) -> None:
         self._pending.append(token)
-        self._pending_features.append({layer: self._target.hidden[layer][-1:] for layer in self.aux_layers})
+        self._pending_rows += self._target.features.hold(np.zeros(1, np.int64))
+
+    @property
+    def _must_read(self) -> bool:
+        return bool(self._target.features.is_full)
 
     @property
     def _is_crossing(self) -> bool:
@@ -269,58 +275,67 @@ class FeatureDraft(CachedDraft):
     def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0) -> None:
         super().prepare_step(kv_length, num_pending=num_pending)
         self._num_condensed, self._rope_delta = num_pruned, np.zeros(self.num_position_axes, np.int64)
-        states = torch.zeros(num_pending, self.network.config.hidden_size, dtype=self.dtype, device=self.device)
-        self._pending_features = [dict.fromkeys(self.aux_layers, states)] if num_pending else []
+        self._target.features.next_pass(self.aux_layers, 1)
+        self._pending_rows = [0] * num_pending
 
-    def pruned_lengths(self, visual_keep: float, kv_lengths: Sequence[int], kv_length: int) -> list[int]:
-        """One for each padded length of cross-attention blocks."""
-        if visual_keep == 1.0 or not self.network.has_cross_attention:
-            return [0]
-        return [0, 1, *(length - kv_length for length in kv_lengths if length > kv_length)]
+    def numbers_pruned(self, visual_keep: float) -> tuple[int, ...]:
+        return (0, 1) if visual_keep < 1.0 and self.network.has_cross_attention else (0,)
 
-    def forward(self, step: Step, source: FeatureSource) -> Tensor:
+    def evaluate_step(self, step: Step, source: FeatureSource) -> Evaluated:
         count, first = len(step.tokens), step.num_uncommitted
         prefix, whole_prefix = self.cache.length, self.cache.length + self._num_condensed
         positions = np.minimum(step.offsets + whole_prefix + self._rope_delta[:, None], len(self._factors) - 1)
         if self.graph_runner is not None:
-            states, logits = self._run_with_features(step, positions, source)
-            logits = logits[step.first_logits :]
+            return self._run_captured(self.graph_runner, step, positions, source)
+        features = pad_rows(self._features(source), count)
+        mask: Any = None
+        crossing_mask: Any = None
+        if count > 1 or step.tree_mask.any():  # a node of a chain sees all tokens before it
+            column_offsets = np.zeros(step.tree_mask.shape[1], np.int64)
+            mask = self._masks.write(step.tree_mask, prefix, step.offsets, column_offsets)
+            if self._is_crossing:
+                crossing_mask = self._crossing_masks.write(step.tree_mask, whole_prefix, step.offsets, column_offsets)
+        crossing = Crossing(crossing_mask, whole_prefix + first) if self._is_crossing else None
+        ids = to_device(step.tokens, self.device)
+        context = AttentionContext(mask, self.cache.blocks, prefix + first, crossing)
+        factors = self.network.join_axes(table_rows(self._factors, positions))
+        states = self._states(ids, features, factors, context)
+        if step.only is None:
+            self._own[1 + first : 1 + first + count] = states
         else:
-            features = pad_rows(self._features(source), count)
-            mask: Any = None
-            crossing_mask: Any = None
-            if count > 1 or step.tree_mask.any():  # a node of a chain sees all tokens before it
-                column_offsets = np.zeros(step.tree_mask.shape[1], np.int64)
-                mask = self._masks.write(step.tree_mask, prefix, step.offsets, column_offsets)
-                if self._is_crossing:
-                    crossing_mask = self._crossing_masks.write(
-                        step.tree_mask, whole_prefix, step.offsets, column_offsets
-                    )
-            crossing = Crossing(crossing_mask, whole_prefix + first) if self._is_crossing else None
-            ids = to_device(step.tokens, self.device)
-            context = AttentionContext(mask, self.cache.blocks, prefix + first, crossing)
-            factors = self.network.join_axes(table_rows(self._factors, positions))
-            states = self._states(ids, features, factors, context)
-            logits = self.logits(states[step.first_logits :])
-        self._own[1 + first : 1 + first + count] = states
-        return logits
+            states = self._own[:1] = states[step.only : step.only + 1]
+        return Evaluated(self.logits(states))
 
-    def _run_with_features(self, step: Step, positions: Ints, source: FeatureSource) -> Outputs:
-        """``_run_captured``. Rows of the step are the positions, and the rows of ``_own`` that tree nodes read features
-        from.
+    def _run_captured(self, runner: GraphRunner, step: Step, positions: Ints, source: FeatureSource) -> Evaluated:
+        """Rows of the packed step are the positions, the rows that features are read from, and the rows of ``_own`` to
+        which states are written.
         """
-        count, read = len(step.tokens), np.zeros_like(step.offsets)
-        if not isinstance(source, Mapping):
-            read[: len(source)] = source + 1
+        count, num_columns = step.tree_mask.shape
+        prefixes = np.array([self.cache.length, self.cache.length + self._num_condensed][: 1 + self._is_crossing])
+        columns = padded_columns(num_columns, self.least_columns)
+        layout = Layout(count, columns, len(prefixes), len(positions) + 2)
+        key, reads = self._complete(GraphKey(layout, step.only is not None))
+        forward = runner.prepared(key, reads)
+        packed = forward.step
+        packed.write(step, prefixes, np.zeros_like(prefixes), step.offsets)
+        self._write_draw(packed.header)
+        packed.rows[:-2] = positions
+        packed.rows[-2], packed.rows[-1] = 0, np.arange(1, count + 1)
+        if step.only is None:
+            packed.rows[-2] = source + 1
+            packed.rows[-1] += step.num_uncommitted
+        else:
+            packed.rows[-2, : len(source)] = source
+            packed.rows[-1, step.only] = 0
+        runner.launch(forward, partial(self._forward_over_buffers, key))
+        return Evaluated(forward.outputs[0], forward)
 
-        def features(rows: Tensor) -> Tensor:
-            if isinstance(source, Mapping):
-                return pad_rows(self.network.target_features(source), count)
-            return self.network.own_features(self._own[rows[-1]])
-
-        further_prefixes = [self.cache.length + self._num_condensed] if self._is_crossing else []
-        rows = np.stack([*positions, read])
-        return self._run_captured(step, rows, None, further_prefixes=further_prefixes, features=features)
+    def _complete(self, key: GraphKey) -> tuple[GraphKey, list[Tensor]]:
+        key, reads = super()._complete(key)
+        if not key.is_pending:
+            return key, reads
+        rows = [self._target.features.layers[layer] for layer in self.aux_layers]
+        return key._replace(addresses=(*key.addresses, *(tensor.data_ptr() for tensor in rows))), [*reads, *rows]
 
     def _features(self, source: FeatureSource) -> Tensor:
         if isinstance(source, Mapping):
@@ -339,35 +354,39 @@ class FeatureDraft(CachedDraft):
         """
         return self.network.logits(states, self._head)
 
-    def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:
-        step = PackedStep.of(inputs["integers"], key)
+    def _forward_over_buffers(self, key: GraphKey, integers: Tensor) -> Outputs:
+        step = PackedStep.of(integers, key.layout)
+        masks, read, written = step.masks[:, None, None], step.rows[-2], step.rows[-1]
+        if key.is_pending:
+            features = self._features(self._rows_of_target(read))
+        else:
+            features = self.network.own_features(self._own.index_select(0, read))
+        crossing = Crossing(masks[1], step.slots(1)) if len(masks) > 1 else None
+        context = AttentionContext(masks[0], self.cache.blocks, step.slots(), crossing)
+        factors = self.network.join_axes(self._factors[step.rows[:-2]])
+        states = self._states(step.tokens, features, factors, context)
+        self._own.index_copy_(0, written, states)
+        logits = self.logits(states.index_select(0, step.header[LAST : LAST + 1]) if key.is_pending else states)
+        return self._result(key, step, logits), logits
 
-        def mask_and_slots(number: int) -> tuple[Tensor, KVSlots]:
-            return self._layer_masks(step, key, number)["mask"], KVSlots(step.slots(number), key.kv_lengths[number])
+    def _rows_of_target(self, rows: Tensor) -> dict[int, Tensor]:
+        """The target's features at rows [n], [n, hidden] for each layer."""
+        return {layer: self._target.features.layers[layer].index_select(0, rows) for layer in self.aux_layers}
 
-        mask, slots = mask_and_slots(0)
-        crossing = Crossing(*mask_and_slots(1)) if len(key.kv_lengths) > 1 else None
-        context = AttentionContext(mask, self.cache.blocks, slots, crossing)
-        factors = self.network.join_axes(self._factors[step.rows[:-1]])
-        states = self._states(step.tokens, inputs["features"], factors, context)
-        return states, self.logits(states)
-
-    def _pending_hidden(self) -> Mapping[int, Tensor]:
-        if len(self._pending_features) == 1:
-            return self._pending_features[0]
-        return {layer: torch.cat([hidden[layer] for hidden in self._pending_features]) for layer in self.aux_layers}
+    def _pending_source(self) -> FeatureSource:
+        rows = np.array(self._pending_rows)
+        return rows if self.graph_runner is not None else self._rows_of_target(to_device(rows, self.device))
 
     def _commit_pending(self, count: int) -> None:
-        self._own[0] = self._own[count]
         self.cache.length += count
-        self._pending_features = []
+        self._pending_rows = []
+        self._target.features.release()
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
         """See ``Draft``. The features of the new pending tokens come from the verification of the tree."""
         self._make_room_for_pending(len(path) + 1)
-        self._pending += [*(int(token) for token in tree.token[path]), next_token]
-        rows = np.array([ROOT, *path])
-        self._pending_features.append({layer: select(self._target.hidden[layer], rows, 0) for layer in self.aux_layers})
+        self._pending += [*tree.token[path].tolist(), next_token]
+        self._pending_rows += self._target.features.hold(np.array([ROOT, *path]))
 
 
 def _shared_embedding(embedding: nn.Embedding | None, vocab_size: int) -> Callable[[Tensor], Tensor] | None:

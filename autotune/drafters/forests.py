@@ -35,15 +35,14 @@ class AnswerToRecord:
     bounds: ForestBounds
     hidden: Mapping[int, Tensor]
     """The target's outputs before each token, by layer, [tokens, hidden]; empty for a draft that reads none."""
-    proposal_scores: Callable[[Tensor, Ints], Tensor] | None = None
-    """``TokenSampler.proposal_scores``, to which the draft's proposals are coupled; None for greedy answers."""
+    coupling_at: Callable[[Ints], Coupling] | None = None
+    """``TokenSampler.coupling`` of the answer; None for greedy answers."""
     shares_tokens: bool = True
     """False evaluates every node of every forest, as a draft that reads features must."""
 
     def coupling(self, offsets: Ints) -> Coupling | None:
         """The coupling of proposals for the tokens ``offsets`` [n] after the first one."""
-        scores, positions = self.proposal_scores, self.first_position + offsets
-        return None if scores is None else lambda logits: scores(logits, positions)
+        return None if self.coupling_at is None else self.coupling_at(self.first_position + offsets)
 
     @property
     def most_roots(self) -> int:

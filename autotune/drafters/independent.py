@@ -7,7 +7,7 @@ eq. 2).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autotune.acceptance.trace import Forest
-from autotune.drafters.cached_draft import CachedDraft
+from autotune.drafters.cached_draft import NO_FEATURES, CachedDraft
 from autotune.drafters.draft import FeatureSource, check_vocabulary, kept_tokens, notify
 from autotune.drafters.forests import AnswerToRecord
 from autotune.drafters.path_forest import PathForestGrower
@@ -23,7 +23,7 @@ from autotune.errors import UserError
 from autotune.modeling.prompt import EncodedPrompt, placeholders_of, token_rows, visual_tokens
 from autotune.modeling.quantization import num_parameters, weight_bytes
 from autotune.modeling.self_check import check_tree_decoding
-from autotune.modeling.step import Step
+from autotune.modeling.step import Evaluated, Step
 from autotune.modeling.tree_model import TreeModel
 from autotune.trees.tree import Ints, Tree
 
@@ -154,15 +154,17 @@ class IndependentDraft(CachedDraft, TreeModel):
     def _append(self, token: int) -> None:
         self._pending.append(token)
 
-    def forward(self, step: Step, source: FeatureSource | None = None) -> Tensor:
+    def evaluate_step(self, step: Step, source: FeatureSource) -> Evaluated:
         """Logits [n, shared vocabulary]. Features are not read."""
         # Ids in the padding of the target's vocabulary are unknown.
-        tokens = np.where(step.tokens < self.vocab_size, step.tokens, 0)
-        logits = TreeModel.forward(self, step._replace(tokens=tokens))[:, : self._num_common]
+        return self.evaluate(step._replace(tokens=np.where(step.tokens < self.vocab_size, step.tokens, 0)))
+
+    def _logits(self, final: Tensor) -> Tensor:
+        logits = super()._logits(final)[:, : self._num_common]
         return logits if self._renamed is None else logits.index_fill(1, self._renamed, -torch.inf)
 
-    def _pending_hidden(self) -> Mapping[int, Tensor]:
-        return {}
+    def _pending_source(self) -> FeatureSource:
+        return NO_FEATURES
 
     def _commit_pending(self, count: int) -> None:
         self.cache.advance(count)

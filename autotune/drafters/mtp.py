@@ -9,7 +9,6 @@ checkpoint with several heads the first is used.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +23,7 @@ from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.trainable import CONFIG, FREQUENCIES, WEIGHTS, LossSettings, read_tensors
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
-from autotune.modeling.graph_runner import KVSlots
+from autotune.modeling.captured_attention import captured_attention
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.target import Target
 
@@ -176,7 +175,8 @@ class MtpNetwork(UnrolledNetwork):
 
     def _run_layer(self, stream: Tensor, factors: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
         cosines_sines = (factors[..., 0, :], factors[..., 1, :]) if factors.shape[-1] else None
-        with nullcontext() if mask is None or isinstance(mask, Tensor) else attention_of_steps(self.layer_config):
+        is_packed = mask is not None and mask.dtype == torch.int64
+        with (captured_attention if is_packed else attention_of_steps)(self.layer_config):
             out = self.layer(stream, attention_mask=mask, position_embeddings=cosines_sines, past_key_values=cache)
         return out[0] if isinstance(out, tuple) else out
 
@@ -186,7 +186,7 @@ class _LayerCache:
     with latent attention; the shorter ones are padded in the cache.
     """
 
-    def __init__(self, cache: KeysValues, begin: int | KVSlots) -> None:
+    def __init__(self, cache: KeysValues, begin: int | Tensor) -> None:
         self._cache, self._begin = cache, begin
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,6 @@ from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import BlocksNetwork, PromptRows
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.modeling.graph_runner import KVSlots
 
 OWN_FEATURE_RUN = 6  # tokens: one feature of the target, then the draft's own states
 
@@ -100,7 +99,7 @@ class TwoPasses:
         self._is_second = is_second[:, None, None, :, None]
         self._first: Tensor | None = None
 
-    def write(self, keys_values: Tensor, begin: int | KVSlots) -> tuple[Tensor, Tensor]:
+    def write(self, keys_values: Tensor, begin: int | Tensor) -> tuple[Tensor, Tensor]:
         if self._first is None:
             merged = self._first = keys_values
         else:

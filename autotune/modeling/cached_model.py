@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.device import check_room, free_memory
-from autotune.execution import EAGER, padded_length, padded_lengths, rounded_capacity
+from autotune.execution import EAGER, KV_LENGTH_STEP, rounded_capacity
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner, check_mode
 from autotune.modeling.masks import MaskBuffer
-from autotune.modeling.packed_step import PackedStep, pack, padded_columns
-from autotune.modeling.step import Step
-from autotune.modeling.transfer import to_device
 from autotune.trees.limits import Ints
 
 MAX_DOUBLED_SHARE = 0.25  # of the free memory: a larger cache grows to what a request needs
@@ -75,66 +69,22 @@ class CachedModel(ABC):
         """Bytes of a token's keys and values in all layers."""
 
     @abstractmethod
-    def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:
-        """The function that ``GraphRunner`` captures. Input ``integers`` is a ``PackedStep``, unless a draft has
-        another.
+    def _forward_over_buffers(self, key: GraphKey, integers: Tensor) -> Outputs:
+        """The function that ``GraphRunner`` captures: the result for the host, and the logits that it is computed from.
+        ``integers`` are a ``PackedStep``.
         """
 
-    def _run_captured(
-        self,
-        step: Step,
-        rows: Ints,
-        column_offsets: Ints | None,
-        *,
-        further_prefixes: Sequence[int] = (),
-        output_layers: tuple[int, ...] = (),
-        features: Callable[[Tensor], Tensor] | None = None,
-    ) -> Outputs:
-        """Run a step through the graph runner, with one copy from the host.
+    def _complete(self, key: GraphKey) -> tuple[GraphKey, list[Tensor]]:
+        """The key of a step with what else the result of a subclass depends on, and the memory at its addresses."""
+        return key, []
 
-        Args:
-            rows: the model's own integers of each token, [rows, n].
-            column_offsets: offsets of the uncommitted tokens and the n tokens; None if no layer has a window.
-            further_prefixes: lengths of the prefix in layers that see another one.
-            output_layers: as in ``GraphKey``.
-            features: gives the input ``features`` of ``_forward_over_buffers`` from ``rows`` on the device.
-        """
-        assert self.graph_runner is not None
-        num_tokens, num_columns = step.tree_mask.shape
-        prefixes = [self.length, *further_prefixes]
-        key = GraphKey(
-            num_tokens,
-            tuple(self.padded_length(prefix + num_columns) for prefix in prefixes),
-            padded_columns(num_columns, self.least_columns),
-            len(rows),
-            output_layers,
-        )
-        integers = pack(step, prefixes, rows, column_offsets, key.num_columns)
-        inputs: dict[str, NDArray[np.int64] | Tensor] = {"integers": integers}
-        if features is not None:
-            inputs["integers"] = on_device = to_device(integers, self.device)
-            inputs["features"] = features(PackedStep.of(on_device, key).rows)
-        outputs = self.graph_runner.run(functools.partial(self._forward_over_buffers, key), key, inputs)
-        return tuple(output.clone() for output in outputs)  # the buffers are valid only until the next forward pass
-
-    def _layer_masks(self, step: PackedStep, key: GraphKey, number: int = 0) -> dict[str, Tensor]:
-        """Masks by layer type after prefix ``number``, within ``_forward_over_buffers``."""
-        return step.masks(
-            self._masks.windows,
-            number,
-            padded_kv_length=key.kv_lengths[number],
-            mask_value=self.mask_value,
-            dtype=self.dtype,
-        )
-
-    def padded_length(self, num_tokens: int) -> int:
-        """Padded KV length of forward passes over ``num_tokens`` cached tokens."""
-        return padded_length(num_tokens, self.cache.capacity)
+    def _write_draw(self, header: Any) -> None:
+        """Write to the header of a packed step how a draft draws its proposals."""
 
     @property
-    def padded_lengths(self) -> list[int]:
-        """All padded KV lengths, ascending."""
-        return padded_lengths(self.cache.capacity)
+    def _windows(self) -> Ints:
+        """The attention window for each packed mask; 0 sees everything."""
+        return np.array([window or 0 for window in self._masks.windows.values()])
 
     @property
     def mode(self) -> str:
@@ -184,7 +134,7 @@ class CachedModel(ABC):
         what, advice = f"a sequence of {num_tokens} tokens", "shorten the prompt, or lower max_new_tokens"
         check_room(self.device, needs, what=what, advice=advice, freed=freed)
         if self.graph_runner is not None:
-            doubled = padded_length(num_tokens, 2 * capacity)
+            doubled = KV_LENGTH_STEP << (capacity // KV_LENGTH_STEP - 1).bit_length()
             if self.kv_bytes_per_token * doubled <= MAX_DOUBLED_SHARE * (free_memory(self.device) + freed):
                 capacity = doubled
         for runner in self._graph_runners.values():

@@ -11,14 +11,22 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from autotune.modeling.packed_step import Layout, PackedStep
 
 Outputs = tuple[Tensor, ...]
 Run = Callable[[], Outputs]
+Function = Callable[[Tensor], Outputs]
+"""Maps the integers on the device to the result, int32, and further outputs. It may depend on its key and on the shapes
+of the tensors that it reads, on no other value of the host.
+"""
 
 WARM_UPS = 2  # runs before a capture, because libraries initialize themselves in the first one
 MAX_CAPTURES = 512
@@ -31,35 +39,83 @@ _clock = itertools.count()
 
 
 class CapturedForward:
-    """A prepared forward pass over its own input buffers.
+    """A prepared forward pass: it copies its integers to the device, runs a function over them, and copies the result
+    to the host. Both copies are part of the graph, and their host memory is pinned and belongs to this object.
 
     Its outputs are overwritten when it runs again, and when a capture of the same device that is older than it runs:
     memory in which the older one keeps intermediate results may have become outputs of this one. Without a graph it
-    only has buffers.
+    only has buffers, and the function runs eagerly between the copies.
+
+    Args:
+        layout: sizes of the input.
+        reads: memory beside the input that is kept as long as the graph.
     """
 
-    def __init__(
-        self, inputs: Mapping[str, Tensor], graph: torch.cuda.CUDAGraph | None = None, outputs: Outputs = ()
-    ) -> None:
-        self.inputs, self._graph, self._outputs = inputs, graph, outputs
+    def __init__(self, layout: Layout, device: torch.device, reads: Sequence[Tensor] = ()) -> None:
+        self._is_pinned = device.type == "cuda"
+        self._input = torch.zeros(sum(layout.sizes), dtype=torch.int64, pin_memory=self._is_pinned)
+        self.step = PackedStep.of(self._input.numpy(), layout)
+        """The input, on the host."""
+        self.on_device = torch.zeros(sum(layout.sizes), dtype=torch.int64, device=device)
+        self.layout = layout
+        self._result: Tensor | None = None
+        self._reads = reads
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.outputs: Outputs = ()
+        """What the function left on the device."""
+        self._done = torch.cuda.Event() if self._is_pinned else None
         self.is_dropped = False
         self.last_used = next(_clock)
 
-    def __call__(self) -> Outputs:
-        """Run on what the buffers hold."""
-        assert self._graph is not None, "it was dropped"
+    def run(self, function: Function) -> Outputs:
+        """What a graph repeats."""
+        self.on_device.copy_(self._input, non_blocking=True)
+        result, *outputs = function(self.on_device)
+        if self._result is None:
+            self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=self._is_pinned)
+            self.result: NDArray[np.int32] = self._result.numpy()
+            """The function's first output, on the host."""
+        self._result.copy_(result, non_blocking=True)
+        return tuple(outputs)
+
+    def set_graph(self, graph: torch.cuda.CUDAGraph, outputs: Outputs) -> None:
+        self._graph, self.outputs = graph, outputs
+
+    @property
+    def has_graph(self) -> bool:
+        return self._graph is not None
+
+    def launch(self, function: Function) -> None:
+        """Run on what the input holds; ``wait`` for the result."""
         self.last_used = next(_clock)
-        self._graph.replay()
-        return self._outputs
+        if self._graph is None:
+            self.outputs = self.run(function)
+        else:
+            self._graph.replay()
+        if self._done is not None:
+            self._done.record()
+
+    def wait(self) -> NDArray[np.int32]:
+        """The result, once it is on the host."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self.result
+
+    def release_input(self) -> None:
+        """Wait until the input may be written again, which it may be at once where the last result was read."""
+        if self._done is not None and not self._done.query():
+            self._done.synchronize()
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the inputs and outputs, which no other capture shares."""
-        return sum(tensor.nbytes for tensor in (*self.inputs.values(), *self._outputs))
+        """Device memory of the input and outputs, which no other capture shares."""
+        return sum(tensor.nbytes for tensor in (self.on_device, *self.outputs))
 
     def drop(self) -> None:
         """Free buffers and graph."""
-        self.inputs, self._graph, self._outputs, self.is_dropped = {}, None, (), True
+        self.release_input()
+        self._graph, self.outputs, self._reads, self.is_dropped = None, (), (), True
+        del self.on_device, self._input
 
 
 class GraphMemory:
@@ -150,7 +206,7 @@ class GraphMemory:
     @property
     def memory_bytes(self) -> int:
         """Memory of the pool and of all input buffers."""
-        buffers = sum(tensor.nbytes for forward in self._forwards for tensor in forward.inputs.values())
+        buffers = sum(forward.on_device.nbytes for forward in self._forwards if not forward.is_dropped)
         if (pool := self._pool) is None:
             return buffers
         return buffers + sum(

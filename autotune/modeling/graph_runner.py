@@ -3,58 +3,40 @@
 An eager forward pass shows attention the KV cache up to its last token, so its shapes change with every token. A CUDA
 graph needs the same shapes at the same addresses each time. A forward pass of n tokens therefore
 
-* reads its inputs from buffers that are allocated once,
-* attends to a *padded KV length*, 256 tokens doubled until it suffices, in which its mask hides what has not been
-  written,
-* writes keys and values at cache indices (*KV slots*) that it reads from a buffer.
+* reads its input from one array of integers that is allocated once (``packed_step.py``),
+* reads the lengths of prefix and tree from this array, also in attention (``tree_attention.py``),
+* writes keys and values at cache indices (*KV slots*) that it computes from them.
 
-All forward passes with the same n and padded KV length then share one ``CapturedForward``. Lengths are doubled, because
-every one of them is captured: a context of 8,192 tokens has six.
+All forward passes with the same n then share one ``CapturedForward``, whatever the length of the context.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.errors import UserError
 from autotune.execution import AUTO, CUDA_GRAPH, EAGER, FIXED, MODES
-from autotune.modeling.graph_memory import CapturedForward, Outputs, graph_memory
-
-Values = Mapping[str, NDArray[Any] | Tensor]
-Function = Callable[[Mapping[str, Tensor]], Outputs]
-"""Maps named buffers to tensors. It may depend on its key and on the shapes of the buffers, on no other value of the
-host.
-"""
+from autotune.modeling.graph_memory import CapturedForward, Function, graph_memory
+from autotune.modeling.packed_step import Layout
 
 
-class KVSlots(NamedTuple):
-    """Where a forward pass over fixed buffers writes to the KV cache, and how much of the cache it reads."""
-
-    slots: Tensor  # index in the cache of each token, [n]
-    padded_kv_length: int
-
-
-@dataclass(frozen=True)
-class GraphKey:
+class GraphKey(NamedTuple):
     """Forward passes with equal keys share one capture."""
 
-    num_tokens: int
-    kv_lengths: tuple[int, ...]
-    """Padded KV length of all layers; a second one for the blocks of a draft that cross, where it is another."""
-    num_columns: int = 0
-    """Padded number of columns of the tree mask."""
-    num_rows: int = 1
-    """Integers of each token besides the token and its offset: three position axes for images with some models."""
+    layout: Layout
+    is_pending: bool = False
+    """Whether a draft reads committed tokens, and needs the logits of one alone."""
     output_layers: tuple[int, ...] = ()
+    num_proposals: int = 0
+    """Proposals of each token of a draft."""
+    addresses: tuple[int, ...] = ()
+    """Memory outside of the model that the step reads."""
 
 
 class EagerNotice(UserWarning):
@@ -73,8 +55,6 @@ class GraphRunner:
         self.why_eager: str | None = None
         """The error of the first failed capture. After it, all forward passes run eagerly over the same buffers."""
         self._captured: dict[Hashable, CapturedForward] = {}
-        self.latest: tuple[Any, Any] = None, None
-        """Key and ``CapturedForward`` of the latest forward pass, whose buffers keep its inputs until the next one."""
 
     def __len__(self) -> int:
         return sum(not forward.is_dropped for forward in self._captured.values())
@@ -84,29 +64,22 @@ class GraphRunner:
         graph_memory(self.device).drop(self._captured.values())
         self._captured.clear()
 
-    def run(self, function: Function, key: Hashable, values: Values) -> Outputs:
-        """Run a forward pass, preparing it if needed. The outputs are overwritten when another forward pass of the
-        device runs (``CapturedForward``).
-        """
+    def prepared(self, key: GraphKey, reads: Sequence[Tensor] = ()) -> CapturedForward:
+        """The forward pass with this key, whose input may be written. ``reads``: the memory at ``key.addresses``."""
         forward = self._captured.get(key)
         if forward is None or forward.is_dropped:
-            forward = self._captured[key] = self._prepare(function, values)
-        fill(forward.inputs, values)
-        self.latest = key, forward
-        return function(forward.inputs) if self.runs_eagerly else forward()
+            forward = CapturedForward(key.layout, self.device, reads)
+            self._captured[key] = graph_memory(self.device).keep(forward)
+        forward.release_input()
+        return forward
 
-    @property
-    def runs_eagerly(self) -> bool:
-        return self.mode == FIXED or self.why_eager is not None
-
-    def _prepare(self, function: Function, values: Values) -> CapturedForward:
-        memory = graph_memory(self.device)
-        inputs = {name: torch.empty_like(_tensor(value), device=self.device) for name, value in values.items()}
-        fill(inputs, values)  # a capture runs the function, so its inputs must be valid
-        forward = CapturedForward(inputs)
-        if not self.runs_eagerly:
+    def launch(self, forward: CapturedForward, function: Function) -> None:
+        """Run a prepared forward pass, which is captured if needed. Its outputs are overwritten when another forward
+        pass of the device runs (``CapturedForward``).
+        """
+        if not (forward.has_graph or self.runs_eagerly):
             try:
-                forward = CapturedForward(inputs, *memory.capture(functools.partial(function, inputs)))
+                forward.set_graph(*graph_memory(self.device).capture(functools.partial(forward.run, function)))
             except Exception as error:
                 lines = str(error).strip().splitlines()
                 self.why_eager = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
@@ -115,7 +88,11 @@ class GraphRunner:
                     EagerNotice,
                     stacklevel=2,
                 )
-        return memory.keep(forward)
+        forward.launch(function)
+
+    @property
+    def runs_eagerly(self) -> bool:
+        return self.mode == FIXED or self.why_eager is not None
 
 
 def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_states: bool = False) -> str:
@@ -144,15 +121,3 @@ def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_sta
     if name == CUDA_GRAPH and device.type != "cuda":
         raise UserError(f"mode {name} needs a CUDA device; the model is on {device}; choose eager")
     return name
-
-
-def fill(inputs: Mapping[str, Tensor], values: Values) -> None:
-    """Copy values into buffers. No synchronization is needed: pageable host memory is staged before the call
-    returns.
-    """
-    for name, value in values.items():
-        inputs[name].copy_(_tensor(value), non_blocking=True)
-
-
-def _tensor(value: NDArray[Any] | Tensor) -> Tensor:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from autotune.errors import UserError
-from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.masks import first_visible
 from autotune.modeling.transfer import select
 
@@ -47,10 +46,10 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.keys is None:
             self.keys, self.values = self.cache.allocate(self.index, key_states, value_states)
         assert self.keys is not None and self.values is not None
-        if (fixed := self.cache.fixed_slots) is not None:
-            self.keys.index_copy_(2, fixed.slots, key_states)
-            self.values.index_copy_(2, fixed.slots, value_states)
-            return self.keys[:, :, : fixed.padded_kv_length], self.values[:, :, : fixed.padded_kv_length]
+        if (slots := self.cache.slots) is not None:
+            self.keys.index_copy_(2, slots, key_states)
+            self.values.index_copy_(2, slots, value_states)
+            return self.keys, self.values
         begin = self.get_seq_length()
         end = begin + key_states.shape[2]
         self.keys[:, :, begin:end] = key_states
@@ -96,11 +95,12 @@ class SlabCache(Cache):  # type: ignore[misc]
         self.capacity = capacity
         self.length = 0  # committed tokens
         self.num_uncommitted = 0  # tokens of earlier steps of this round that the next forward pass may see
-        self.fixed_slots: KVSlots | None = None
-        """Set during a forward pass over fixed buffers (see ``graph_runner.py``)."""
+        self.slots: Tensor | None = None
+        """Where the tokens of a captured step are written, [n] (see ``graph_runner.py``); set during the step."""
         self._slab_of = list(zip(devices, shapes or [None] * len(devices), strict=True))
         """Key of each layer's slabs."""
         self._slabs: dict[tuple[torch.device | None, KVShape | None], tuple[Tensor, Tensor]] = {}
+        self._rows = torch.arange(0)  # of the latest slabs
         super().__init__(layers=[self._new_layer(index, window) for index, window in enumerate(windows)])
 
     def _new_layer(self, index: int, window: int | None) -> Any:
@@ -125,6 +125,7 @@ class SlabCache(Cache):  # type: ignore[misc]
             self._slabs[key] = tuple(  # type: ignore[assignment]
                 states.new_zeros(number, *states.shape[:2], self.capacity, states.shape[3]) for states in (keys, values)
             )
+            self._rows = torch.arange(number, device=keys.device)
         key_slab, value_slab = self._slabs[key]
         for states, slab in ((keys, key_slab), (values, value_slab)):
             if (*states.shape[:2], states.shape[3]) != (*slab.shape[1:3], slab.shape[4]):
@@ -134,6 +135,20 @@ class SlabCache(Cache):  # type: ignore[misc]
                 )
         row = self._slab_of[:layer].count(key)
         return key_slab[row], value_slab[row]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Captured steps of models with one pair of slabs write to the whole slabs, so that ``torch.compile`` takes the
+        layer's number for an argument, and writes in place.
+        """
+        if self.slots is None or len(self._slabs) != 1 or len(self._rows) != len(self.layers):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+        ((keys, values),) = self._slabs.values()
+        row = self._rows.narrow(0, layer_idx, 1)
+        keys[row, :, :, self.slots] = key_states.permute(2, 0, 1, 3)
+        values[row, :, :, self.slots] = value_states.permute(2, 0, 1, 3)
+        return keys.select(0, layer_idx), values.select(0, layer_idx)
 
     def insert_row(self, row: int, num_rows: int, source: SlabCache) -> None:
         """Copy the tokens of a cache with one row to a row of this one, which has ``num_rows``, so that they end at

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +18,8 @@ from autotune.modeling.self_check import check_tree_decoding
 from autotune.modeling.step import Step
 from autotune.modeling.tree_model import TreeModel
 from autotune.modeling.visual_attention import NEED_ATTENTION, LayerAttention, observed_attention, visual_scores
+
+NOISE_ROWS = 64  # positions that two rounds of the deepest trees reach, and some more
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Target(TreeModel):
         self.captured_steps: CapturedSteps | None = None
         """Result of the self-test of captured steps, once mode ``auto`` has asked for it."""
         check_tree_decoding(self)
+
+    @cached_property
+    def noise(self) -> Tensor:
+        """The noise of positions, which captured steps of drafts read, [``NOISE_ROWS``, vocabulary]."""
+        return torch.zeros(NOISE_ROWS, self.vocab_size, device=self.device)
 
     def embeddings(self, prompt: EncodedPrompt) -> Tensor:
         """Inputs of the first layer [n, hidden]: the prompt's own embeddings, or those of its tokens."""
@@ -69,8 +76,7 @@ class Target(TreeModel):
 
     def step(self, token: int) -> Tensor:
         """Decode one token without a tree and commit it; returns the logits after it, [vocabulary]."""
-        step = Step(np.array([token]), np.zeros(1, np.int64), np.zeros((1, 1), np.float32), is_final=True)
-        logits = self.forward(step)
+        logits = self.forward(Step.single(token))
         self.cache.advance(1)
         return logits[0]
 

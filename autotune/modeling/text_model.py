@@ -120,6 +120,11 @@ class TextModel:
         return any(heads != self.config.num_attention_heads for heads, _ in filter(None, self.kv_shapes))
 
     @property
+    def takes_packed_masks(self) -> bool:
+        """Whether the layers call an attention function by its name, so that captured steps can give them their own."""
+        return bool(self.module._supports_attention_backend)
+
+    @property
     def num_devices(self) -> int:
         """Number of devices that the model is spread over."""
         return len({self.device, *map(device_of, self.layers), device_of(self.head)})

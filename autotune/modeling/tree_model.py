@@ -4,8 +4,8 @@ prefix. The target and independent drafts are such models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,18 +15,22 @@ from torch import Tensor
 from autotune.cost.table import ModelShape
 from autotune.modeling.attention import choose_attention
 from autotune.modeling.cached_model import CachedModel
-from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import GraphKey, KVSlots
+from autotune.modeling.captured_attention import captured_attention
+from autotune.modeling.feature_rows import FeatureRows
+from autotune.modeling.graph_memory import CapturedForward, Outputs
+from autotune.modeling.graph_runner import GraphKey, GraphRunner
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.hybrid_cache import new_cache
 from autotune.modeling.masks import LayerMasks, MaskBuffer, by_layer_type
-from autotune.modeling.packed_step import PackedStep
+from autotune.modeling.packed_step import LAST, Layout, PackedStep, padded_columns
 from autotune.modeling.prompt import Encoded, EncodedPrompt, encode
 from autotune.modeling.quantization import unquantized, weight_bytes
-from autotune.modeling.step import Step
+from autotune.modeling.step import Evaluated, Step, best_tokens
 from autotune.modeling.text_model import TextModel, text_model_of
 from autotune.modeling.transfer import to_device
+from autotune.modeling.tree_attention import additive_mask
 from autotune.modeling.vision_timing import vision_parts
+from autotune.trees.limits import Ints
 
 DEFAULT_CAPACITY = 1024  # tokens; the cache grows when a request needs more
 PREFILL_CHUNK = 1024  # tokens of a prompt that are read at once
@@ -45,7 +49,9 @@ class TreeModel(CachedModel):
         self.output_layers: tuple[int, ...] = ()
         """Layers whose outputs are kept in ``hidden``: 0 is the embedding, the number of layers the final norm."""
         self.hidden: dict[int, Tensor] = {}
-        """Outputs of ``output_layers`` in the last forward pass, [n, hidden size] each."""
+        """Outputs of ``output_layers`` in the last prefill or eager step, [n, hidden size] each."""
+        self.features = FeatureRows(self.text.config.hidden_size, dtype=self.dtype, device=self.device)
+        """The rows of ``hidden`` that a draft has yet to read."""
         self._has_mrope = hasattr(getattr(model, "model", None), "get_rope_index")
         self._num_pruned = 0  # tokens of the prompt that were dropped before the first layer
         self._rope_delta = np.zeros(1, np.int64)  # position minus index in the sequence, after an image (M-RoPE)
@@ -137,6 +143,9 @@ class TreeModel(CachedModel):
             self.hidden = {layer: torch.cat([states[layer] for states in hidden]) for layer in self.output_layers}
         self._num_pruned = len(full_prompt) - len(prompt)
         self._rope_delta = full_prompt.rope_delta
+        if self.output_layers:
+            self.features.release()
+            self.features.write({layer: states[-1:] for layer, states in self.hidden.items()})
         return self.text.logits(last)[0]
 
     def _read(self, prompt: EncodedPrompt) -> Tensor:
@@ -153,54 +162,89 @@ class TreeModel(CachedModel):
         return hidden[-1:]
 
     def forward(self, step: Step) -> Tensor:
-        """Logits [n - ``first_logits``, vocabulary] of n tokens after the prefix and the uncommitted tokens. Nothing is
-        committed.
+        """Logits [n, vocabulary] of n tokens after the prefix and the uncommitted tokens, or [1, vocabulary] of the
+        only one that is asked for. Nothing is committed.
         """
-        # Only these passes have a mask.
-        with attention_of_steps(self.text.config) if self.text.has_grouped_queries else nullcontext():
-            return self._forward(step)
+        evaluated = self.evaluate(step)
+        return evaluated.logits if evaluated.forward is None else evaluated.logits.clone()
 
-    def _forward(self, step: Step) -> Tensor:
-        num_columns = step.tree_mask.shape[1]
-        column_offsets = self._column_offsets[:num_columns]
-        column_offsets[step.num_uncommitted :] = step.offsets
+    def evaluate(self, step: Step) -> Evaluated:
+        """``forward``, whose outputs are valid until the next step."""
         # Nodes past the maximum context are never emitted. Their positions are clamped, because they must not stretch
         # rotary embeddings that depend on the largest position, nor index learned ones that do not exist.
         prefix = self.cache.length + self._num_pruned
         positions = prefix + np.minimum(step.offsets, self.text.max_context - 1 - prefix) + self._rope_delta[:, None]
+        column_offsets = self._column_offsets[: step.tree_mask.shape[1]]
+        column_offsets[step.num_uncommitted :] = step.offsets
         if self.graph_runner is not None:
-            if self._has_mrope and len(positions) == 1:  # as three equal axes, text shares the captures of images
-                positions = np.repeat(positions, 3, 0)
-            offsets = column_offsets if self._masks.has_windows else None
-            logits, *hidden = self._run_captured(step, positions, offsets, output_layers=self.output_layers)
-            self.hidden = dict(zip(self.output_layers, hidden, strict=True))
-            return logits[step.first_logits :]
+            return self._run_captured(self.graph_runner, step, positions, column_offsets)
         # A single token directly after the prefix needs no mask.
         mask = None
-        if num_columns > 1:
+        if len(column_offsets) > 1:
             mask = self._masks.write(step.tree_mask, self.cache.length, step.offsets, column_offsets)
-        with self.cache.forward_pass(step.num_uncommitted, is_final=step.is_final):
+        # Only these passes have a mask.
+        with (
+            attention_of_steps(self.text.config) if self.text.has_grouped_queries else nullcontext(),
+            self.cache.forward_pass(step.num_uncommitted, is_final=step.is_final),
+        ):
             final = self._run_step(to_device(step.tokens, self.device), to_device(positions, self.device), mask)
-        return self.text.logits(final[step.first_logits :])
+        if self.output_layers:
+            self.features.write(self.hidden)
+        return Evaluated(self._logits(final if step.only is None else final[step.only : step.only + 1]))
+
+    def _run_captured(self, runner: GraphRunner, step: Step, positions: Ints, column_offsets: Ints) -> Evaluated:
+        num_tokens, num_columns = step.tree_mask.shape
+        num_axes = 3 if self._has_mrope else 1  # text has three equal ones, to share the captures of images
+        windows = self._windows
+        layout = Layout(
+            num_tokens, padded_columns(num_columns, self.least_columns), len(windows), num_axes + bool(self.output_layers)
+        )
+        key, reads = self._complete(GraphKey(layout, step.only is not None, self.output_layers))
+        forward = runner.prepared(key, reads)
+        forward.step.write(step, np.full(len(windows), self.cache.length), windows, column_offsets)
+        forward.step.rows[:num_axes] = positions
+        self._write_draw(forward.step.header)
+        if self.output_layers:
+            forward.step.rows[num_axes] = self.features.next_pass(self.output_layers, num_tokens)
+        runner.launch(forward, partial(self._forward_over_buffers, key))
+        self._latest = forward
+        return Evaluated(forward.outputs[0], forward)
 
     def paths(self, step: Step) -> Tensor:
         """The tokens on the path to each token of the latest step, which has no uncommitted tokens, [n, n]. Columns
         that a token does not see repeat the first one. A captured step is on the device already.
         """
         if self.graph_runner is not None:
-            key, forward = self.graph_runner.latest
-            return PackedStep.of(forward.inputs["integers"], key).paths()
+            return PackedStep.of(self._latest.on_device, self._latest.layout).paths()
         return to_device(np.where(step.tree_mask == 0.0, step.tokens, step.tokens[0]), self.device)
 
-    def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:
-        step = PackedStep.of(inputs["integers"], key)
-        masks = by_layer_type(self._layer_masks(step, key))
-        self.cache.fixed_slots = KVSlots(step.slots(), key.kv_lengths[0])
+    def _forward_over_buffers(self, key: GraphKey, integers: Tensor) -> Outputs:
+        step = PackedStep.of(integers, key.layout)
+        masks = dict(zip(self._masks.windows, step.masks[:, None, None], strict=True))
+        if not self.text.takes_packed_masks:
+            masks = {
+                name: additive_mask(mask[0, 0], self.cache.capacity, mask_value=self.mask_value, dtype=self.dtype)
+                for name, mask in masks.items()
+            }
+        positions = step.rows[:-1] if key.output_layers else step.rows
+        self.cache.slots = step.slots()
         try:
-            final = self._run_step(step.tokens, step.rows, masks)
+            with captured_attention(self.text.config) if self.text.takes_packed_masks else nullcontext():
+                final = self._run_step(step.tokens, positions, by_layer_type(masks))
         finally:
-            self.cache.fixed_slots = None
-        return self.text.logits(final), *(self.hidden[layer] for layer in self.output_layers)
+            self.cache.slots = None
+        for layer in key.output_layers:
+            self.features.layers[layer].index_copy_(0, step.rows[-1], self.hidden[layer])
+        logits = self._logits(final.index_select(0, step.header[LAST : LAST + 1]) if key.is_pending else final)
+        return self._result(key, step, logits), logits
+
+    def _logits(self, final: Tensor) -> Tensor:
+        """Logits [n, vocabulary] of final hidden states [n, hidden]."""
+        return self.text.logits(final)
+
+    def _result(self, key: GraphKey, step: PackedStep, logits: Tensor) -> Tensor:
+        """What a captured step copies to the host, int32: of the target, the greedy token after each token, [n]."""
+        return best_tokens(logits, logits).int()
 
     def _run_step(self, tokens: Tensor, positions: Tensor, mask: LayerMasks | None) -> Tensor:
         """Final hidden states of tokens [n] at positions [axes, n]."""

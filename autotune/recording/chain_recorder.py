@@ -8,7 +8,6 @@ the batch is a subnet, whose heads are masked in place of sliced.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +24,6 @@ from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.star import StarNetwork
 from autotune.modeling import transfer
-from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Answer, Recorder, TargetFeatures
 from autotune.runtime.token_sampler import TokenSampler
@@ -44,7 +42,7 @@ class _GrownCache:
         self._rows = rows  # row of the first level's batch that each subnet continues, [batch]
         self._length = 0
 
-    def write(self, keys_values: Tensor, begin: int | KVSlots) -> tuple[Tensor, Tensor]:
+    def write(self, keys_values: Tensor, begin: int | Tensor) -> tuple[Tensor, Tensor]:
         """See ``KeysValues``. New keys and values follow the earlier ones, whatever ``begin`` is."""
         begin, count = self._length, keys_values.shape[3]
         self._length += count
@@ -227,9 +225,7 @@ def _best(draft: Any, states: Tensor, sampler: TokenSampler | None, positions: T
     """The most probable token after each state and its log-probability, [batch, n] each; ``positions`` [batch, n] are
     those of these tokens.
     """
-    coupling = None
-    if sampler is not None:
-        coupling = functools.partial(sampler.proposal_scores, positions=transfer.to_host(positions.flatten()))
+    coupling = None if sampler is None else sampler.coupling(transfer.to_host(positions.flatten()))
     logits = draft.logits(states).flatten(0, 1)
     tokens, logprobs = draft.best_on_device(logits, 1, coupling)
     tokens = tokens.masked_fill(logprobs.isnan(), NO_TOKEN)  # as ``CachedDraft.best``

@@ -359,7 +359,7 @@ def record_forest(
         answer.prompt_length,
         bounds,
         {} if outputs is None else outputs.answer_hidden,
-        None if sampler is None else sampler.proposal_scores,
+        None if sampler is None else sampler.coupling,
         shares_tokens and not draft.aux_layers,
     )
     scores = answer.visual_scores.get(visual_ranking)

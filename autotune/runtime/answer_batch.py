@@ -15,8 +15,9 @@ from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.hybrid_cache import new_cache
 from autotune.modeling.masks import by_layer_type, first_visible
 from autotune.modeling.target import Prefilled, Target
+from autotune.modeling.step import NOT_FINITE, best_tokens
 from autotune.runtime.generate_args import Request
-from autotune.runtime.token_sampler import NOT_FINITE, TokenSampler, best_tokens, mix_seed
+from autotune.runtime.token_sampler import TokenSampler, mix_seed
 
 NEAR_TIE = 2**-17
 """A token whose logit exceeds the next one by no more than this share of the largest magnitude may be another one in a

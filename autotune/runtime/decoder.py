@@ -133,7 +133,7 @@ class Decoder:
         if num_tokens <= self._prepared[0] and self._prepared[1] == memory.num_dropped:
             return Preparation(0, memory.memory_bytes, 0.0)
         capacity = num_tokens + max(TREE_SLOTS, self._largest_tree)  # one for all decoders that share the models
-        done = prepare(self.target, self.points, self.rounds, num_tokens, capacity, report)
+        done = prepare(self.target, self.points, self.rounds, capacity, report)
         self._prepared = (num_tokens, memory.num_dropped)
         return done
 

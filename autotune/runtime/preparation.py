@@ -65,13 +65,12 @@ class Preparation(NamedTuple):
 
 @torch.inference_mode()
 def prepare(
-    target: Target, points: Sequence[LoadedPoint], rounds: Round, context_tokens: int, capacity: int, report: Report
+    target: Target, points: Sequence[LoadedPoint], rounds: Round, capacity: int, report: Report
 ) -> Preparation:
     """Run every forward pass that requests of a decoder can need, on caches of arbitrary contents.
 
     Args:
         rounds: mode and capture sizes.
-        context_tokens: longest prompt and answer together.
         capacity: KV cache length to reserve, at least what requests can reach with their trees.
     """
     memory, started = graph_memory(target.device), time.perf_counter()
@@ -91,40 +90,32 @@ def prepare(
                 token = torch.zeros(1, dtype=torch.long, device=model.device)
                 model.prefill_prompt(EncodedPrompt(token, token.bool()))
         cleanup.callback(setattr, target, "output_layers", target.output_layers)
-        jobs = [job for point in points for job in _jobs(target, point, rounds.capture_sizes, context_tokens)]
+        jobs = [job for point in points for job in _jobs(target, point, rounds.capture_sizes)]
         for number, job in enumerate(jobs):
             job()
             report(number + 1, len(jobs))
     return Preparation(memory.num_kept - before, memory.memory_bytes, time.perf_counter() - started)
 
 
-def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int], context_tokens: int) -> Iterator[Job]:
+def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int]) -> Iterator[Job]:
     """The forward passes of requests that one point decodes."""
     draft, policy = point.draft, point.policy
     own_layers = () if draft is None else draft.aux_layers
     if draft is None or point.fallback.price is not None:
         for layers in {(), own_layers}:  # where the fallback leaves out the draft, a request needs no features
-            yield from (partial(_target_step, target, layers, 1, n) for n in _lengths(target, context_tokens + 1))
+            yield partial(_target_step, target, layers, 1)
     if draft is None:
         return
     for size in _sizes(policy.max_nodes + 1, capture_sizes):
-        lengths = _lengths(target, context_tokens + size)
-        yield from (partial(_target_step, target, own_layers, size, length) for length in lengths)
+        yield partial(_target_step, target, own_layers, size)
     if (cached := as_cached(draft)) is None:
         return
-    pending = {cached.pending_size(count) for count in range(1, PENDING_PIECE + 1)}
     levels = [] if cached.drafts_blocks else _sizes(min(policy.max_width, MAX_LEVEL_STEP), capture_sizes)
-    for size in sorted({*pending, *levels}):
-        num_evaluated = policy.max_evaluated if size in levels else 0
-        lengths = _lengths(cached, context_tokens + num_evaluated + size + cached.num_block_tokens)
-        for length in lengths:
-            for num_pruned in cached.pruned_lengths(point.visual_keep, lengths, length):
-                yield partial(_draft_step, cached, size, length, num_pruned)
-
-
-def _lengths(model: CachedModel, num_tokens: int) -> list[int]:
-    """Padded KV lengths that requests reach."""
-    return [length for length in model.padded_lengths if length <= model.padded_length(num_tokens)]
+    for num_pruned in cached.numbers_pruned(point.visual_keep):
+        for size in {cached.pending_size(count) for count in range(1, PENDING_PIECE + 1)}:
+            yield partial(_pending_step, cached, size, policy.num_proposals, num_pruned)
+        for size in levels:
+            yield partial(_level_step, cached, size, policy.num_proposals, num_pruned)
 
 
 def _sizes(largest: int, capture_sizes: Sequence[int]) -> list[int]:
@@ -132,13 +123,19 @@ def _sizes(largest: int, capture_sizes: Sequence[int]) -> list[int]:
     return sorted({round_up(size, capture_sizes) for size in range(1, largest + 1)})
 
 
-def _target_step(target: Target, layers: tuple[int, ...], num_tokens: int, length: int) -> None:
+def _target_step(target: Target, layers: tuple[int, ...], num_tokens: int) -> None:
     target.output_layers = layers
-    target.set_length(length - num_tokens)
+    target.set_length(1)
     target.forward(Step.causal(np.zeros(num_tokens, np.int64), target.mask_value))
 
 
-def _draft_step(draft: CachedDraft, num_tokens: int, length: int, num_pruned: int) -> None:
-    # One token short of the padded length, so that one pruned token still fits.
-    draft.prepare_step(length - 1 - num_tokens - draft.num_block_tokens, num_pending=1, num_pruned=num_pruned)
+def _pending_step(draft: CachedDraft, num_tokens: int, num_proposals: int, num_pruned: int) -> None:
+    draft.prepare_step(1, num_pending=1, num_pruned=num_pruned)
+    draft.num_proposals = num_proposals
     draft.read_pending(num_tokens)
+
+
+def _level_step(draft: CachedDraft, num_tokens: int, num_proposals: int, num_pruned: int) -> None:
+    draft.prepare_step(1, num_pruned=num_pruned)
+    draft.num_proposals = num_proposals
+    draft.forward(Step.causal(np.zeros(num_tokens, np.int64), draft.mask_value), np.full(num_tokens, -1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,12 +12,12 @@ from autotune.drafters.draft import Draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.execution import round_up
 from autotune.modeling.clock import host_ms, now_ms
-from autotune.modeling.step import Step
+from autotune.modeling.step import NOT_FINITE, Step
 from autotune.modeling.target import Target
 from autotune.modeling.transfer import select
 from autotune.runtime.generate_args import Request
 from autotune.runtime.points import LoadedPoint
-from autotune.runtime.token_sampler import NOT_FINITE, TokenSampler, candidate_logprobs, not_finite
+from autotune.runtime.token_sampler import TokenSampler, candidate_logprobs, not_finite
 from autotune.trees.policy import NOTHING
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Retrieved, Tree, write_tree_mask
 from autotune.trees.verification import WetapVerification, accept_by_ratio, accept_path, find_child
@@ -63,8 +62,9 @@ class Round:
     def plain_step(self, request: Request) -> int:
         """One autoregressive step through the same model, cache and sampler as rounds."""
         started = host_ms()
-        logits = self.target.step(request.tokens[-1])
-        token = request.sampler.token(logits, self.target.length)
+        evaluated = self.target.evaluate(Step.single(request.tokens[-1]))
+        self.target.cache.advance(1)
+        token = request.sampler.token_after(evaluated, self.target.length)
         request.stats.verify_ms += host_ms() - started
         return token
 
@@ -73,17 +73,25 @@ class Round:
         grower, sampler, coupling = point.grower, point.coupling_sampler(request.sampler), None
         num_levels = 0
         grower.set_root(request.tokens[-1], self.target.length, retrieved)
+        self._draw_ahead(request, point, 0)
         while len(grower.frontier):
             started = host_ms()
             if sampler is not None:
                 depth = grower.tree.depth[grower.frontier[:1]] + 1  # of the children
-                coupling = functools.partial(sampler.proposal_scores, positions=self.target.length + depth)
+                coupling = sampler.coupling(self.target.length + depth)
             tokens, logprobs = draft.propose(grower.tree, grower.frontier, grower.policy.num_proposals, coupling)
             request.stats.draft_ms += host_ms() - started
             grower.grow(tokens, logprobs)
             num_levels += 1
         grower.prune()
         return num_levels
+
+    def _draw_ahead(self, request: Request, point: LoadedPoint, num_accepted: int) -> None:
+        """Draw the noise that the levels of a round can read, after so many tokens are accepted in the round before."""
+        sampler = point.coupling_sampler(request.sampler)
+        if sampler is not None and self.target.graph_runner is not None:
+            first = self.target.length + 1
+            sampler.draw_ahead(self.target.noise, first, first + num_accepted + point.policy.max_depth)
 
     def verify(self, request: Request, point: LoadedPoint) -> tuple[Ints, int]:
         """Run the target over root and tree in one forward pass; returns the accepted nodes and the target's token
@@ -99,7 +107,9 @@ class Round:
         nodes[:count] = np.maximum(tree.token[:count], 0)
         offsets[:count] = tree.depth[:count]
         step = Step(nodes, offsets, tree_mask)
-        logits = self.target.forward(step)[:count]
+        evaluated = self.target.evaluate(step)
+        self._draw_ahead(request, point, int(offsets[count - 1]) + 1)  # while the device runs the step
+        logits = evaluated.logits[:count]
         positions = self.target.length + offsets[:count] + 1
         paths = self.target.paths(step)[:count] if sampler.reads_prefix else None
         if isinstance(verification := point.verification, WetapVerification):
@@ -112,7 +122,8 @@ class Round:
                 sampler.append(select(paths[last], path, 0))
             token = sampler.token(logits[last], int(positions[last]))
         elif self.decides_at_once and not sampler.one_by_one:
-            tokens = sampler.tokens(logits, positions, paths)
+            is_greedy = sampler.is_greedy
+            tokens = evaluated.greedy_tokens()[:count] if is_greedy else sampler.tokens(logits, positions, paths)
             path = self._path[: accept_path(tree, tokens, self._path)].copy()
             last = int(path[-1]) if len(path) else ROOT
             token = int(tokens[last])

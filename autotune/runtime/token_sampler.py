@@ -12,6 +12,7 @@ often (coupled sampling: Daliri, Musco and Suresh, arXiv 2408.07978). Which toke
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,10 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from autotune.errors import UserError
+from autotune.drafters.draft import Coupling, Draw, cut_scores
 from autotune.modeling import transfer
+from autotune.modeling.step import NOT_FINITE, Evaluated, best_tokens
+from autotune.modeling.target import NOISE_ROWS
 from autotune.trees.limits import Floats, Ints
 
 _MASK64 = (1 << 64) - 1
@@ -65,10 +69,6 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
         raise UserError(f"top_k must be at least 0; got {top_k}; 0 keeps every token")
 
 
-NOT_FINITE = -2
-"""In place of a token: the score that is the largest of its row, or a number that is none, is not finite."""
-
-
 def not_finite(position: int, dtype: torch.dtype) -> UserError:
     """The error about logits of the target, in ``dtype``, that decide no token at ``position``."""
     name = str(dtype).removeprefix("torch.")
@@ -77,17 +77,6 @@ def not_finite(position: int, dtype: torch.dtype) -> UserError:
         f"the target's logits for the token at position {position} are not finite in {name}, and decide no token; "
         f"{advice.get(name, 'restore the weights and the config, or load another checkpoint')}"
     )
-
-
-def best_tokens(scores: Tensor, logits: Tensor) -> Tensor:
-    """The token of the largest score in each row of ``scores`` [n, vocabulary], [n]; ``NOT_FINITE`` where that score
-    and the logit of the token are not finite.
-    """
-    largest, tokens = scores.max(-1)
-    is_bad = largest - largest != 0.0
-    if scores is not logits:  # a processor may force a token by infinity, or replace what is not finite
-        is_bad &= ~logits.gather(-1, tokens[:, None])[:, 0].isfinite()
-    return tokens.masked_fill(is_bad, NOT_FINITE)
 
 
 def mix_seed(seed: int, position: int) -> int:
@@ -158,7 +147,8 @@ class TokenSampler:
         own: list[Any] = [TopKLogitsWarper(top_k)] if temperature > 0.0 and top_k > 0 else []
         own += [TopPLogitsWarper(top_p)] if temperature > 0.0 and top_p < 1.0 else []
         self.processors = [*processors, *own]
-        self._proposal_processors = [each for each in self.processors if type(each).__name__ in PREFIX_FREE]
+        self.top_k, self.top_p = top_k, top_p
+        self._proposal_processors = [each for each in processors if type(each).__name__ in PREFIX_FREE]
         self._divisor = 1.0 if temperature == 0.0 or "TemperatureLogitsWarper" in names else temperature
         self.prefix = torch.empty(1, 0, dtype=torch.long, device=device) if prefix is None else prefix
         """The tokens so far, [1, tokens], if a processor reads them."""
@@ -173,6 +163,8 @@ class TokenSampler:
         self._device = device
         self.max_noise_bytes = MAX_NOISE_BYTES
         self._noise: dict[tuple[int, int], Tensor] = {}  # by position and vocabulary, the oldest first
+        self._drawn: tuple[Tensor, int] | None = None
+        """Rows of noise that captured steps read, and the position up to which they were written."""
 
     @property
     def is_greedy(self) -> bool:
@@ -191,6 +183,14 @@ class TokenSampler:
         if self.reads_prefix:
             self.append(self.decided)
         return int(token)
+
+    def token_after(self, evaluated: Evaluated, position: int) -> int:
+        """``token``, of a step over one token."""
+        if not self.is_greedy:
+            return self.token(evaluated.logits[0], position)
+        if (token := int(evaluated.greedy_tokens()[0])) == NOT_FINITE:
+            raise not_finite(position, evaluated.logits.dtype)
+        return token
 
     def tokens(self, logits: Tensor, positions: Ints, paths: Tensor | None = None) -> Ints:
         """The tokens at ``positions`` [n], from logits [n, vocabulary]; ``NOT_FINITE`` where logits are not finite.
@@ -256,9 +256,28 @@ class TokenSampler:
         """
         scores = logits.float() / self._divisor
         for processor in self._proposal_processors:
-            is_top_p = isinstance(processor, TopPLogitsWarper)
-            scores = nucleus(scores, processor)[0] if is_top_p else processor(self.prefix, scores)
+            scores = processor(self.prefix, scores)
+        if self.top_k > 0 or self.top_p < 1.0:
+            scores = cut_scores(scores, self.top_k or scores.shape[-1], self.top_p)
         return scores + self._noise_of_rows(positions, scores)
+
+    def coupling(self, positions: Ints) -> Coupling:
+        """Couples the proposals for ``positions``, as in ``proposal_scores``."""
+        draw = None
+        if self._drawn is not None and not self._proposal_processors:
+            noise, row = self._drawn[0], int(positions[0]) % NOISE_ROWS
+            draw = Draw(noise, row, self._divisor, self.top_k or noise.shape[1], self.top_p)
+        return Coupling(functools.partial(self.proposal_scores, positions=positions), draw)
+
+    def draw_ahead(self, noise: Tensor, first: int, end: int) -> None:
+        """Write the noise of the positions from ``first`` to ``end`` to its rows of ``noise``, [``NOISE_ROWS``,
+        vocabulary], where it is not there yet.
+        """
+        if self._drawn is not None:
+            first = max(first, self._drawn[1])
+        for position in range(first, end):
+            noise[position % NOISE_ROWS] = self._noise_at(position, noise.shape[1])
+        self._drawn = noise, max(first, end)
 
     def noise(self, positions: Iterable[int], vocabulary: int) -> Tensor:
         """Standard Gumbel noise of each position, [positions, vocabulary]."""

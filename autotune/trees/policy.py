@@ -23,7 +23,18 @@ from autotune.trees.limits import MAX_RETRIEVED, Floats, Ints
 from autotune.trees.priced import PricedPolicy
 from autotune.trees.sage import SagePolicy
 from autotune.trees.static import StaticPolicy
-from autotune.trees.tree import CHILD, ROOT, Proposals, Retrieved, Tree, Workspace, new_tree, new_workspace, set_root
+from autotune.trees.tree import (
+    CHILD,
+    ROOT,
+    Proposals,
+    Retrieved,
+    Tree,
+    Workspace,
+    new_tree,
+    new_workspace,
+    set_root,
+    write_proposals,
+)
 from autotune.trees.wetap import WetapPolicy
 
 KINDS: tuple[type[TreePolicy], ...] = (
@@ -102,6 +113,25 @@ update: Callable[[int, Floats, Floats, int, bool], None] = _call("update")
 """
 
 
+@compiled
+def _grow_level(
+    kind: int,
+    params: Floats,
+    state: Floats,
+    tree: Tree,
+    work: Workspace,
+    count: int,
+    proposals: Proposals,
+    tokens: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+) -> int:
+    """``grow`` from the proposals [count, proposals] of the frontier's nodes."""
+    for row in range(count):
+        tree.row[work.frontier[row]] = row
+    write_proposals(proposals, tokens, logprobs)
+    return int(grow(kind, params, state, tree, work, count, proposals[:count]))
+
+
 class TreeGrower:
     """Grows one tree at a time from proposals that arrive level by level.
 
@@ -136,11 +166,9 @@ class TreeGrower:
 
     def grow(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
         """Add a level from the proposals [frontier, proposals] of the frontier's nodes."""
-        count = len(self.frontier)
-        self.tree.row[self.frontier] = np.arange(count)
-        proposals = self._proposals[:count]
-        proposals["token"], proposals["logprob"], proposals["probability"] = tokens, logprobs, np.exp(logprobs)
-        count = grow(self._kind, self._params, self._state, self.tree, self._work, count, proposals)
+        count = _grow_level(
+            self._kind, self._params, self._state, self.tree, self._work, len(self.frontier), self._proposals, tokens, logprobs
+        )
         self.frontier = self._work.frontier[:count]
 
     def prune(self) -> None:

@@ -234,3 +234,37 @@ def write_frontier_mask(
         while node > ROOT:
             mask[row, tree.kv_slot[node]] = 0.0
             node = tree.parent[node]
+
+
+@compiled
+def write_level(
+    tree: Tree,
+    frontier: Ints,
+    first_slot: int,
+    mask_value: float,
+    tokens: Ints,
+    offsets: Ints,
+    sources: Ints,
+    mask: NDArray[np.float32],
+) -> None:
+    """Give the nodes ``frontier``, which have one depth, their KV slots from ``first_slot`` on, and write the input of
+    their forward pass: tokens and offsets [n], slots of their parents [n], and the mask as ``write_frontier_mask``. The
+    entries beyond the frontier are padding.
+    """
+    depth = tree.depth[frontier[0]] - 1  # the root ends the prefix, so its children have offset 0
+    for row in range(len(tokens)):
+        tokens[row], offsets[row], sources[row] = 0, depth, -1
+    for row in range(len(frontier)):
+        node = frontier[row]
+        tree.kv_slot[node] = first_slot + row
+        tokens[row], sources[row] = max(0, tree.token[node]), tree.kv_slot[tree.parent[node]]
+    write_frontier_mask(tree, frontier, mask, mask.shape[1], mask_value)
+
+
+@compiled
+def write_proposals(proposals: Proposals, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
+    """Write proposals [rows, proposals] from tokens and log-probabilities."""
+    for row in range(tokens.shape[0]):
+        for rank in range(tokens.shape[1]):
+            proposals[row, rank].token, proposals[row, rank].logprob = tokens[row, rank], logprobs[row, rank]
+            proposals[row, rank].probability = np.exp(logprobs[row, rank])

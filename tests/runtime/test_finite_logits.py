@@ -15,7 +15,8 @@ from autotune.evaluation.perplexity import answer_logits
 from autotune.modeling.target import Target
 from autotune.runtime.answer_batch import drawn_tokens
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.token_sampler import NOT_FINITE, TokenSampler
+from autotune.modeling.step import NOT_FINITE
+from autotune.runtime.token_sampler import TokenSampler
 from tests.runtime.conftest import TREES
 from tests.tiny_models import Inputs, Pair
 
