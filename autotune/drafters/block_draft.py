@@ -91,7 +91,7 @@ class BlockDraft(FeatureDraft):
             packed = forward.step
             packed.header[LAST], packed.tokens[0] = count - 1, self._pending[-1]
             packed.rows[0], packed.rows[1], packed.rows[2] = 0, self.cache.length, self._num_condensed
-            packed.rows[0, :count] = source
+            packed.rows[0, :count] = self._pending_rows
             self.graph_runner.launch(forward, partial(self._forward_over_buffers, key))
             evaluated = Evaluated(forward.outputs[0], forward)
         self._commit_pending(count)
@@ -146,8 +146,8 @@ class BlockDraft(FeatureDraft):
         return mask.masked_fill_(is_far, self.mask_value)[None, None]
 
     def _forward_over_buffers(self, key: GraphKey, integers: Tensor) -> Outputs:
-        """As ``_block_logits``. Rows are those of the target's features, the number of cached tokens, and that of prompt
-        tokens that are not in the cache. The block overwrites the keys and values of the padding.
+        """As ``_block_logits``. Rows are those of the target's features, the number of cached tokens, and that of
+        prompt tokens that are not in the cache. The block overwrites the keys and values of the padding.
         """
         step, size = PackedStep.of(integers, key.layout), self.num_block_tokens
         features = self._features(self._rows_of_target(step.rows[0]))

@@ -102,7 +102,7 @@ class AttentionContext(NamedTuple):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output [batch, n, heads, head size] from inputs [batch, heads, tokens, head size]."""
-        is_causal = self.mask is None and self.begin == 0 and query.shape[2] > 1
+        is_causal = self.mask is None and isinstance(self.begin, int) and self.begin == 0 and query.shape[2] > 1
         return attend_to(query, key, value, self.mask, is_causal=is_causal)
 
 

@@ -29,9 +29,9 @@ from autotune.drafters.draft import (
 from autotune.drafters.forests import AnswerToRecord, ModelForestGrower
 from autotune.execution import round_up
 from autotune.modeling.cached_model import CachedModel
-from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.graph_runner import GraphKey
 from autotune.modeling.packed_step import NOISE_ROW, TEMPERATURE, TOP_K, TOP_P, PackedStep
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Evaluated, Step
 from autotune.modeling.transfer import rows_to_host, to_device
 from autotune.trees.limits import MAX_CHILDREN, MAX_LEVEL_STEP, MAX_STEP

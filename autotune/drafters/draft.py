@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Proposals = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Tokens and log-probabilities, each [nodes, proposals], most probable first."""
 
+
 class Draw(NamedTuple):
     """How a captured step draws proposals: it computes ``TokenSampler.proposal_scores`` from these."""
 

@@ -321,6 +321,7 @@ class FeatureDraft(CachedDraft):
         self._write_draw(packed.header)
         packed.rows[:-2] = positions
         packed.rows[-2], packed.rows[-1] = 0, np.arange(1, count + 1)
+        assert not isinstance(source, Mapping), "captured steps read features by rows"
         if step.only is None:
             packed.rows[-2] = source + 1
             packed.rows[-1] += step.num_uncommitted

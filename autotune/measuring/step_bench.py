@@ -63,7 +63,6 @@ class StepBench:
         """Committed tokens for a step at a KV length: where steps are captured, so few that all of them attend to its
         padded length.
         """
-        target = self.decoder.target
         return kv_length
 
     def _request(self) -> Request:

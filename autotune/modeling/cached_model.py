@@ -78,9 +78,6 @@ class CachedModel(ABC):
         """The key of a step with what else the result of a subclass depends on, and the memory at its addresses."""
         return key, []
 
-    def _write_draw(self, header: Any) -> None:
-        """Write to the header of a packed step how a draft draws its proposals."""
-
     @property
     def _windows(self) -> Ints:
         """The attention window for each packed mask; 0 sees everything."""

@@ -26,13 +26,14 @@ class FeatureRows:
         self.begin = 0
         self._end = 0  # of the latest forward pass
         self._held = 0  # rows before this one are held
-        self._new = {"size": (NUM_ROWS, hidden_size), "dtype": dtype, "device": device}
+        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
 
     def next_pass(self, layers: Sequence[int], num_tokens: int) -> Ints:
         """The rows of a forward pass of n tokens, [n]. Layers that are new are allocated."""
         for layer in layers:
             if layer not in self.layers:
-                self.layers[layer] = torch.zeros(**self._new)
+                rows = torch.zeros(NUM_ROWS, self._hidden_size, dtype=self._dtype, device=self._device)
+                self.layers[layer] = rows
         self.begin, self._end = self._held, self._held + num_tokens
         return np.arange(self.begin, self._end)
 

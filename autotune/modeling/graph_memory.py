@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -24,7 +23,7 @@ from autotune.modeling.packed_step import Layout, PackedStep
 Outputs = tuple[Tensor, ...]
 Run = Callable[[], Outputs]
 Function = Callable[[Tensor], Outputs]
-"""Maps the integers on the device to the result, int32, and further outputs. It may depend on its key and on the shapes
+"""Maps the integers on the device to the result and further outputs. It may depend on its key and on the shapes
 of the tensors that it reads, on no other value of the host.
 """
 
@@ -73,7 +72,7 @@ class CapturedForward:
         result, *outputs = function(self.on_device)
         if self._result is None:
             self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=self._is_pinned)
-            self.result: NDArray[np.int32] = self._result.numpy()
+            self.result: NDArray[Any] = self._result.numpy()
             """The function's first output, on the host."""
         self._result.copy_(result, non_blocking=True)
         return tuple(outputs)
@@ -95,7 +94,7 @@ class CapturedForward:
         if self._done is not None:
             self._done.record()
 
-    def wait(self) -> NDArray[np.int32]:
+    def wait(self) -> NDArray[Any]:
         """The result, once it is on the host."""
         if self._done is not None:
             self._done.synchronize()

@@ -68,9 +68,7 @@ class PackedStep(NamedTuple):
     @classmethod
     def of(cls, integers: Any, layout: Layout) -> PackedStep:
         ends = np.cumsum(layout.sizes).tolist()
-        header, masks, tokens, rows = (
-            integers[end - size : end] for end, size in zip(ends, layout.sizes, strict=True)
-        )
+        header, masks, tokens, rows = (integers[end - size : end] for end, size in zip(ends, layout.sizes, strict=True))
         n = layout.num_tokens
         masks, rows = masks.reshape(layout.num_masks, 1 + n, layout.mask_width), rows.reshape(layout.num_rows, n)
         return cls(header, masks, tokens, rows)

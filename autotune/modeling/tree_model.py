@@ -17,7 +17,7 @@ from autotune.modeling.attention import choose_attention
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.captured_attention import captured_attention
 from autotune.modeling.feature_rows import FeatureRows
-from autotune.modeling.graph_memory import CapturedForward, Outputs
+from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.hybrid_cache import new_cache
@@ -197,7 +197,10 @@ class TreeModel(CachedModel):
         num_axes = 3 if self._has_mrope else 1  # text has three equal ones, to share the captures of images
         windows = self._windows
         layout = Layout(
-            num_tokens, padded_columns(num_columns, self.least_columns), len(windows), num_axes + bool(self.output_layers)
+            num_tokens,
+            padded_columns(num_columns, self.least_columns),
+            len(windows),
+            num_axes + bool(self.output_layers),
         )
         key, reads = self._complete(GraphKey(layout, step.only is not None, self.output_layers))
         forward = runner.prepared(key, reads)
@@ -238,13 +241,16 @@ class TreeModel(CachedModel):
         logits = self._logits(final.index_select(0, step.header[LAST : LAST + 1]) if key.is_pending else final)
         return self._result(key, step, logits), logits
 
+    def _write_draw(self, header: Any) -> None:
+        """Write to the header of a packed step how a draft draws its proposals."""
+
     def _logits(self, final: Tensor) -> Tensor:
         """Logits [n, vocabulary] of final hidden states [n, hidden]."""
         return self.text.logits(final)
 
     def _result(self, key: GraphKey, step: PackedStep, logits: Tensor) -> Tensor:
-        """What a captured step copies to the host, int32: of the target, the greedy token after each token, [n]."""
-        return best_tokens(logits, logits).int()
+        """What a captured step copies to the host: of the target, the greedy token after each token, [n]."""
+        return best_tokens(logits, logits)
 
     def _run_step(self, tokens: Tensor, positions: Tensor, mask: LayerMasks | None) -> Tensor:
         """Final hidden states of tokens [n] at positions [axes, n]."""

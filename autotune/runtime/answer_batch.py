@@ -14,8 +14,8 @@ from torch import Tensor
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.hybrid_cache import new_cache
 from autotune.modeling.masks import by_layer_type, first_visible
-from autotune.modeling.target import Prefilled, Target
 from autotune.modeling.step import NOT_FINITE, best_tokens
+from autotune.modeling.target import Prefilled, Target
 from autotune.runtime.generate_args import Request
 from autotune.runtime.token_sampler import TokenSampler, mix_seed
 

@@ -64,9 +64,7 @@ class Preparation(NamedTuple):
 
 
 @torch.inference_mode()
-def prepare(
-    target: Target, points: Sequence[LoadedPoint], rounds: Round, capacity: int, report: Report
-) -> Preparation:
+def prepare(target: Target, points: Sequence[LoadedPoint], rounds: Round, capacity: int, report: Report) -> Preparation:
     """Run every forward pass that requests of a decoder can need, on caches of arbitrary contents.
 
     Args:

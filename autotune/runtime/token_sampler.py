@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from autotune.errors import UserError
 from autotune.drafters.draft import Coupling, Draw, cut_scores
+from autotune.errors import UserError
 from autotune.modeling import transfer
 from autotune.modeling.step import NOT_FINITE, Evaluated, best_tokens
 from autotune.modeling.target import NOISE_ROWS
@@ -47,6 +47,8 @@ PREFIX_FREE = frozenset(
         "SuppressTokensLogitsProcessor",
     }
 )
+# Those that captured steps of a draft compute themselves.
+WARPERS = frozenset({"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"})
 # Those that read its length alone.
 OF_LENGTH = frozenset(
     {
@@ -147,8 +149,11 @@ class TokenSampler:
         own: list[Any] = [TopKLogitsWarper(top_k)] if temperature > 0.0 and top_k > 0 else []
         own += [TopPLogitsWarper(top_p)] if temperature > 0.0 and top_p < 1.0 else []
         self.processors = [*processors, *own]
-        self.top_k, self.top_p = top_k, top_p
-        self._proposal_processors = [each for each in processors if type(each).__name__ in PREFIX_FREE]
+        by_name = {type(processor).__name__: processor for processor in self.processors}
+        self._proposal_top_k = getattr(by_name.get("TopKLogitsWarper"), "top_k", 0)
+        self._proposal_top_p = getattr(by_name.get("TopPLogitsWarper"), "top_p", 1.0)
+        self._proposal_temperature = getattr(by_name.get("TemperatureLogitsWarper"), "temperature", temperature)
+        self._proposal_processors = [by_name[name] for name in by_name.keys() & PREFIX_FREE - WARPERS]
         self._divisor = 1.0 if temperature == 0.0 or "TemperatureLogitsWarper" in names else temperature
         self.prefix = torch.empty(1, 0, dtype=torch.long, device=device) if prefix is None else prefix
         """The tokens so far, [1, tokens], if a processor reads them."""
@@ -254,11 +259,11 @@ class TokenSampler:
                 know.
             positions: of the proposed tokens, [n], or [1] if all rows have one position. The temperature is above 0.
         """
-        scores = logits.float() / self._divisor
+        scores = logits.float() / self._proposal_temperature
         for processor in self._proposal_processors:
             scores = processor(self.prefix, scores)
-        if self.top_k > 0 or self.top_p < 1.0:
-            scores = cut_scores(scores, self.top_k or scores.shape[-1], self.top_p)
+        if self._proposal_top_k > 0 or self._proposal_top_p < 1.0:
+            scores = cut_scores(scores, self._proposal_top_k or scores.shape[-1], self._proposal_top_p)
         return scores + self._noise_of_rows(positions, scores)
 
     def coupling(self, positions: Ints) -> Coupling:
@@ -266,7 +271,8 @@ class TokenSampler:
         draw = None
         if self._drawn is not None and not self._proposal_processors:
             noise, row = self._drawn[0], int(positions[0]) % NOISE_ROWS
-            draw = Draw(noise, row, self._divisor, self.top_k or noise.shape[1], self.top_p)
+            top_k = self._proposal_top_k or noise.shape[1]
+            draw = Draw(noise, row, self._proposal_temperature, top_k, self._proposal_top_p)
         return Coupling(functools.partial(self.proposal_scores, positions=positions), draw)
 
     def draw_ahead(self, noise: Tensor, first: int, end: int) -> None:

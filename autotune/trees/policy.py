@@ -167,7 +167,15 @@ class TreeGrower:
     def grow(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
         """Add a level from the proposals [frontier, proposals] of the frontier's nodes."""
         count = _grow_level(
-            self._kind, self._params, self._state, self.tree, self._work, len(self.frontier), self._proposals, tokens, logprobs
+            self._kind,
+            self._params,
+            self._state,
+            self.tree,
+            self._work,
+            len(self.frontier),
+            self._proposals,
+            tokens,
+            logprobs,
         )
         self.frontier = self._work.frontier[:count]
 

@@ -343,7 +343,7 @@ def test_plain_steps_are_read_as_the_prompt_is(pair: Pair, prompts: dict[str, In
         target.hidden = {layer: rows[:num_prefilled] for layer, rows in hidden.items()}
         draft.prefill(prompt.keep(torch.arange(num_prefilled)), None, capacity=2 * len(tokens))
         for index in range(num_prefilled, len(tokens)):
-            target.hidden = {layer: rows[:index] for layer, rows in hidden.items()}
+            target.features.write({layer: rows[index - 1 : index] for layer, rows in hidden.items()})
             draft.append(int(tokens[index]))
         return draft.read_pending()
 

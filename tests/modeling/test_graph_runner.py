@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,17 +14,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from autotune.cost.roofline import KERNELS_OUTSIDE
 from autotune.errors import UserError
-from autotune.execution import KV_LENGTH_STEP
+from autotune.modeling import graph_runner
+from autotune.modeling.feature_rows import FeatureRows
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import EagerNotice, GraphKey, GraphRunner
 from autotune.modeling.masks import MaskBuffer, first_visible
-from autotune.modeling.packed_step import PackedStep, pack, padded_columns
+from autotune.modeling.packed_step import HEADER, Layout, PackedStep, padded_columns
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
+from autotune.modeling.tree_attention import additive_mask
 from autotune.runtime.decoder import Decoder
+from autotune.trees.limits import MAX_STEP
 from tests.rehearsal import Rehearsal
-from tests.rehearsed_cuda import tensors_of
+from tests.rehearsed_cuda import CudaError, tensors_of
 from tests.tiny_models import Inputs, Pair, on_device
 
 
@@ -34,26 +37,52 @@ def test_a_key_is_captured_once(pair: Pair, prompts: dict[str, Inputs], monkeypa
     fixed = Decoder(pair.target, pair.draft, tree=tree, mode="fixed", capture_sizes=(1, 16))
     fixed.generate(**prompts["text"], max_new_tokens=20)
     captured: Any = fixed.target._graph_runners["fixed"]._captured
-    assert {key.num_tokens for key in captured} == {16}
-    addresses = {key: forward.inputs["integers"].data_ptr() for key, forward in captured.items()}
-    monkeypatch.setattr(GraphRunner, "_prepare", None)
+    assert {key.layout.num_tokens for key in captured} == {16}
+    addresses = {key: forward.on_device.data_ptr() for key, forward in captured.items()}
+    monkeypatch.setattr(graph_runner, "CapturedForward", None)
     fixed.generate(**prompts["text"], max_new_tokens=20)
-    assert {key: forward.inputs["integers"].data_ptr() for key, forward in captured.items()} == addresses
+    assert {key: forward.on_device.data_ptr() for key, forward in captured.items()} == addresses
 
 
 def test_outputs_stay_valid_after_the_next_forward_pass(pair: Pair, prompts: dict[str, Inputs]) -> None:
     """The draft reads features of several plain steps at once."""
     target = Target(pair.target)
     target.output_layers = (4,)
-    target.use_mode("fixed")
     with torch.inference_mode():
+        (prompt,) = target.encode(prompts["text"]).prompts
         target.reserve(200)
-        target.prefill(target.encode(prompts["text"]).prompts[0])
-        kept = []
+        target.prefill(prompt)
+        expected = [target.hidden[4][-1:]]
+        for token in (7, 8, 9):
+            target.step(token)
+            expected.append(target.hidden[4])
+        target.use_mode("fixed")
+        target.reserve(200)
+        target.prefill(prompt)
+        rows, kept = target.features.hold(np.zeros(1, np.int64)), []
         for token in (7, 8, 9):
             logits = target.step(token)
-            kept += [(logits, logits.clone()), (target.hidden[4], target.hidden[4].clone())]
+            kept.append((logits, logits.clone()))
+            rows += target.features.hold(np.zeros(1, np.int64))
     assert all(torch.equal(out, copied) for out, copied in kept)
+    torch.testing.assert_close(target.features.layers[4][rows], torch.cat(expected))
+
+
+def test_held_rows_are_moved_before_their_memory_is_full() -> None:
+    """A draft has read what it held before, and holds rows of the latest pass alone."""
+    rows = FeatureRows(2, dtype=torch.float32, device=torch.device("cpu"))
+    content = {}
+    for number in range(40):
+        states = torch.full((MAX_STEP, 2), float(number))
+        states[:, 1] = torch.arange(MAX_STEP)
+        rows.write({3: states})
+        if rows.is_full:
+            rows.release()
+            content.clear()
+        for row, token in zip(rows.hold(np.array([0, 5, 20])), (0, 5, 20), strict=True):
+            content[row] = [float(number), float(token)]
+        assert {row: rows.layers[3][row].tolist() for row in content} == content
+    assert len(content) == 3 or len(content) == 6
 
 
 def test_an_unknown_or_unavailable_mode_is_refused(pair: Pair) -> None:
@@ -69,29 +98,26 @@ def test_an_unknown_or_unavailable_mode_is_refused(pair: Pair) -> None:
 def test_unpacked_masks_show_the_tokens_that_masks_of_the_buffer_show(window: int | None) -> None:
     """They equal the buffer's masks from its first visible column on, and hide everything else."""
     rng = np.random.default_rng(window or 0)
-    windows = {"layers": window}
-    buffer = MaskBuffer(windows, 200, dtype=torch.float32, device=torch.device("cpu"))
+    buffer = MaskBuffer({"layers": window}, 200, dtype=torch.float32, device=torch.device("cpu"))
     for _ in range(60):
-        prefix, num_columns = int(rng.integers(0, 90)), int(rng.integers(1, 100))
+        prefix, num_columns, length = int(rng.integers(0, 90)), int(rng.integers(1, 100)), 256
         rows = np.sort(rng.choice(num_columns, int(rng.integers(1, num_columns + 1)), replace=False))
         offsets = np.sort(rng.integers(0, 12, num_columns))
         is_visible = rng.random((len(rows), num_columns)) < 0.5
         tree_mask = np.where(is_visible, np.float32(0), np.float32(buffer.mask_value))
         expected = buffer.write(tree_mask, prefix, offsets[rows], offsets)
         assert isinstance(expected, torch.Tensor)
-        rows_of_tokens = np.zeros(len(rows), np.int64)
-        columns = None if window is None else offsets
-        key = GraphKey(len(rows), (KV_LENGTH_STEP,), num_columns=padded_columns(num_columns, 0))
-        step = Step(rows_of_tokens, offsets[rows], tree_mask)
-        packed = torch.from_numpy(pack(step, [prefix], rows_of_tokens[None], columns, key.num_columns))
-        num_words = len(rows) * key.num_columns // 64
-        num_offsets = 0 if window is None else key.num_columns
-        assert len(packed) == 2 + 3 * len(rows) + num_offsets + num_words, "a bit for each column of the tree"
-        found = PackedStep.of(packed, key).masks(
-            windows, padded_kv_length=KV_LENGTH_STEP, mask_value=buffer.mask_value, dtype=torch.float32
-        )
-        mask = found["layers"].numpy()
-        assert mask.shape == (1, 1, len(rows), KV_LENGTH_STEP)
+        layout = Layout(len(rows), padded_columns(num_columns, 0), num_masks=2, num_rows=1)
+        integers = np.full(sum(layout.sizes), -1)
+        step = Step(np.arange(len(rows)), offsets[rows], tree_mask)
+        written = PackedStep.of(integers, layout)
+        written.write(step, np.array([3, prefix]), np.array([0, window or 0]), offsets)
+        found = PackedStep.of(torch.from_numpy(integers), layout)
+        assert found.tokens.tolist() == step.tokens.tolist() and len(found.header) == HEADER
+        assert found.slots(1).tolist() == list(range(prefix + num_columns - len(rows), prefix + num_columns))
+        options = {"mask_value": buffer.mask_value, "dtype": torch.float32}
+        mask = additive_mask(found.masks[1], length, **options).numpy()
+        assert mask.shape == (1, 1, len(rows), length)
         is_limited = window is not None and prefix + int(offsets[rows].max()) >= window
         first = first_visible(prefix, window) if is_limited else 0
         assert np.array_equal(mask[..., first : prefix + num_columns], expected.numpy())
@@ -102,30 +128,54 @@ def test_unpacked_masks_show_the_tokens_that_masks_of_the_buffer_show(window: in
 # -------- CUDA graphs
 
 
-def doubled(inputs: Any) -> tuple[torch.Tensor, ...]:
-    return (inputs["x"] * 2,)
+def doubled(integers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    values = integers[HEADER:].float() * 2
+    return values.int(), values
+
+
+def run(runner: GraphRunner, function: Any, key: Any, values: Sequence[int]) -> torch.Tensor:
+    """Run a function over some integers; returns its second output, once the first is on the host."""
+    forward = runner.prepared(GraphKey(Layout(len(values), 0, 0, 0), addresses=(key,)))
+    forward.step.tokens[:] = values
+    runner.launch(forward, function)
+    assert forward.wait().tolist() == forward.outputs[0].tolist()
+    return forward.outputs[0]
 
 
 def test_a_cuda_graph_is_replayed_with_new_inputs(gpu: str) -> None:
     calls = []
 
-    def function(inputs: Any) -> tuple[torch.Tensor, ...]:
+    def function(integers: torch.Tensor) -> tuple[torch.Tensor, ...]:
         calls.append(1)
-        return doubled(inputs)
+        return doubled(integers)
 
     runner = GraphRunner("cuda-graph", torch.device(gpu), description="a doubling")
     for number in range(5):
-        values = {"x": np.full(3, number, np.float32)}
-        (found,) = runner.run(function, GraphKey(3, (256,)), values)
-        assert found.tolist() == [2.0 * number] * 3
+        assert run(runner, function, 0, [number] * 3).tolist() == [2.0 * number] * 3
     assert len(calls) == 3, "two warm-ups, and the capture"
+
+
+def test_an_input_that_a_graph_may_still_read_is_not_written(rehearsal: Rehearsal) -> None:
+    runner = GraphRunner("cuda-graph", torch.device("cuda:0"), description="a doubling")
+    run(runner, doubled, 0, [1, 2])
+    forward = runner.prepared(GraphKey(Layout(2, 0, 0, 0), addresses=(0,)))
+    with rehearsal.counted() as counts:
+        runner.launch(forward, doubled)
+        assert (forward.result != [2, 4]).all(), "not there yet"
+        assert runner.prepared(GraphKey(Layout(2, 0, 0, 0), addresses=(0,))) is forward
+        assert forward.result.tolist() == [2, 4]
+    assert (counts.waits, counts.to_device, counts.to_host, counts.operations) == (1, 1, 1, 0)
+    runner.launch(forward, doubled)
+    forward.step.tokens[:] = 5
+    with pytest.raises(CudaError, match="pinned memory was written while a graph read it"):
+        forward.wait()
 
 
 def test_a_capture_is_of_the_model_s_device(rehearsal: Rehearsal) -> None:
     """On ``cuda:1`` while ``cuda:0`` is current, on one stream for all captures, and in one pool."""
     runners = [GraphRunner("cuda-graph", torch.device("cuda:1"), description="a doubling") for _ in range(2)]
     for number, runner in enumerate((*runners, *runners)):
-        (found,) = runner.run(doubled, number, {"x": np.full(3, number, np.float32)})
+        found = run(runner, doubled, number, [number] * 3)
         assert found.device == torch.device("cuda:1") and found.tolist() == [2.0 * number] * 3
     assert torch.cuda.current_device() == 0
     assert (rehearsal.counts.captures, rehearsal.cuda.num_streams) == (4, 1)
@@ -156,13 +206,14 @@ def test_estimates_count_the_kernels_of_a_captured_step(kind: str, rehearsal: Re
 
 
 def test_a_failed_capture_names_its_cause_and_restores_the_stream(rehearsal: Rehearsal) -> None:
-    def waits(inputs: Any) -> tuple[torch.Tensor, ...]:
-        return (inputs["x"] * int(inputs["x"].sum().item()),)
+    def waits(integers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values = integers[HEADER:] * int(integers[HEADER:].sum().item())
+        return values.int(), values
 
     runner = GraphRunner("cuda-graph", torch.device("cuda:0"), description="a product")
     stream = torch.cuda.current_stream()
     with pytest.warns(EagerNotice, match="not permitted when stream is capturing"):
-        (found,) = runner.run(waits, "key", {"x": np.full(3, 2, np.float32)})
+        found = run(runner, waits, 0, [2] * 3)
     assert found.tolist() == [12.0] * 3
     assert torch.cuda.current_stream() is stream
     assert runner.why_eager is not None and "item" in runner.why_eager
@@ -173,9 +224,11 @@ def test_a_capture_that_lacks_memory_takes_the_place_of_the_others(rehearsal: Re
     memory = graph_memory(torch.device("cuda:0"))
     runner = GraphRunner("cuda-graph", memory.device, description="a doubling")
     for key in range(3):
-        runner.run(doubled, key, {"x": np.ones(1000, np.float32)})
-    rehearsal.cuda.memory_bytes = rehearsal.live_bytes + 12_000  # the new one has inputs and outputs of 8,000 bytes
-    (found,) = runner.run(doubled, "larger", {"x": np.ones(2000, np.float32)})
+        run(runner, doubled, key, [1] * 1000)
+    rehearsal.cuda.memory_bytes = (
+        rehearsal.live_bytes + 20_000
+    )  # the new one has inputs of 16,000 bytes and outputs of 8,000
+    found = run(runner, doubled, 9, [1] * 2000)
     assert found.tolist() == [2.0] * 2000 and not runner.runs_eagerly
     assert (len(memory), memory.num_kept, memory.num_dropped) == (1, 4, 3)
 
@@ -185,14 +238,14 @@ def test_another_thread_does_not_end_a_capture(rehearsal: Rehearsal) -> None:
     """As a server's does, which reads from the device at any time."""
     others, read = torch.ones(3, device="cuda:0"), []
 
-    def beside(inputs: Any) -> tuple[torch.Tensor, ...]:
+    def beside(integers: torch.Tensor) -> tuple[torch.Tensor, ...]:
         thread = threading.Thread(target=lambda: read.append(others.cpu().tolist()))
         thread.start()
         thread.join()
-        return doubled(inputs)
+        return doubled(integers)
 
     runner = GraphRunner("cuda-graph", torch.device("cuda:0"), description="a doubling")
-    (found,) = runner.run(beside, "key", {"x": np.ones(3, np.float32)})
+    found = run(runner, beside, 0, [1] * 3)
     assert found.tolist() == [2.0] * 3 and read == [[1.0] * 3] * 3
 
 
@@ -205,16 +258,16 @@ def test_the_least_recently_used_capture_is_dropped(
     monkeypatch.setattr(memory, name, limit)
     runners = [GraphRunner("cuda-graph", memory.device, description="a doubling") for _ in range(2)]
 
-    def run(runner: int, key: int) -> None:
-        (found,) = runners[runner].run(doubled, key, {"x": np.full(100, key, np.float32)})
+    def run_key(runner: int, key: int) -> None:
+        found = run(runners[runner], doubled, key, [key] * 100)
         assert found.tolist() == [2.0 * key] * 100
 
     for runner, key in ((0, 1), (1, 1), (0, 2), (0, 1), (1, 2)):  # the last one drops key 1 of the second runner
-        run(runner, key)
+        run_key(runner, key)
     live = rehearsal.live_bytes
     assert (len(memory), [len(runner) for runner in runners]) == (3, [2, 1])
     for key in range(20):
-        run(key % 2, key)
+        run_key(key % 2, key)
     assert (len(memory), rehearsal.live_bytes) == (3, live)
     assert memory.memory_bytes == live
     del runners[:]

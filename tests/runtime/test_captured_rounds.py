@@ -15,7 +15,7 @@ import torch
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.retrieval import RetrievalDraft
-from autotune.execution import DEFAULT_CAPTURE_SIZES, KV_LENGTH_STEP, padded_length
+from autotune.execution import DEFAULT_CAPTURE_SIZES, KV_LENGTH_STEP
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -100,10 +100,10 @@ def test_a_round_that_evaluates_more_nodes_than_usual_has_a_wider_mask(
     )
     assert_same(eager, fixed, prompts["text"], max_new_tokens=8)
     keys: Any = fixed.draft._graph_runners["fixed"]._captured  # type: ignore[union-attr]
-    assert {key.num_columns for key in keys} >= {64, 128}
+    assert {key.layout.num_columns for key in keys} >= {64, 128}
 
 
-def test_an_answer_grows_past_padded_lengths_and_capacities(text_pair: Pair) -> None:
+def test_one_capture_serves_every_length_until_the_capacity_grows(text_pair: Pair) -> None:
     target, capacities = Target(text_pair.target), set()
     draft = agreeing_draft("star", target, injection_layer=2)
     eager, fixed = two_decoders(target, draft, TREES["eagle2"])
@@ -111,8 +111,8 @@ def test_an_answer_grows_past_padded_lengths_and_capacities(text_pair: Pair) -> 
         assert_same(eager, fixed, {"input_ids": torch.arange(length)[None] % 40 + 5}, max_new_tokens=num_tokens)
         capacities.add(target.cache.capacity)
         keys: Any = target._graph_runners["fixed"]._captured
-        assert max(key.kv_lengths[0] for key in keys) >= padded_length(length + num_tokens, target.cache.capacity)
-        assert {key.num_tokens for key in keys} <= set(DEFAULT_CAPTURE_SIZES)
+        sizes = [key.layout.num_tokens for key in keys]
+        assert len(sizes) == len(set(sizes)) and {*sizes} <= {*DEFAULT_CAPTURE_SIZES}
     assert len(capacities) > 1
 
 
@@ -207,14 +207,16 @@ def counted_parts(rehearsal: Rehearsal) -> Iterator[dict[str, list[Counts]]]:
     ("kind", "settings"),
     [
         *itertools.product(("independent", "star", "eagle3"), ({}, {"temperature": 1.0, "seed": 3})),
+        *((kind, {}) for kind in ("mtp", "dream", "specvlm")),
+        ("eagle3", {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "seed": 3}),
         *(("star", {**PENALTIES, **more}) for more in ({}, {"temperature": 1.0, "top_p": 0.9})),
     ],
 )
 def test_uploads_waits_and_replays_of_a_round(
     rehearsal: Rehearsal, pair: Pair, prompts: dict[str, Inputs], kind: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A level is one upload, one replay and one wait; the verification and all commits are one, or two uploads where
-    they sample.
+    """A level is one copy in, one out, one replay and one wait, and dispatches no operation; so are the verification
+    and all commits, or two copies in where they sample.
     """
     pair, inputs = on_device(pair, "cuda:0"), inputs_on(prompts["image"], "cuda:0")
     target = Target(pair.target)
@@ -227,7 +229,8 @@ def test_uploads_waits_and_replays_of_a_round(
         assert whole.captures == 0
         assert len(counts["level"]) == stats.draft_forwards and len(counts["verification"]) == stats.rounds > 0
         for level in counts["level"]:
-            assert (level.to_device, level.waits, level.replays) == (1, 1, 1), name
+            assert (level.to_device, level.to_host, level.waits, level.replays) == (1, 1, 1, 1), name
+            assert level.operations == 0, name
         for verification in counts["verification"]:
             assert (verification.waits, verification.replays) == (1, 1), name
             assert verification.to_device == (2 if "temperature" in settings else 1), name

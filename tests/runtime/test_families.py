@@ -221,7 +221,7 @@ class TestEveryFamily(DecodingContract):
             assert torch.equal(found.sequences, example.sequences)
             assert found.stats.accepted_lengths == expected.stats.accepted_lengths
         captured: Any = target._graph_runners["fixed"]._captured
-        assert len({key.num_rows for key in captured}) == 1, "prompts with images and without share captures"
+        assert len({key.layout.num_rows for key in captured}) == 1, "prompts with images and without share captures"
 
     @torch.inference_mode()
     def test_a_tree_in_one_forward_equals_each_branch_alone(self, member: Member, attention: str) -> None:

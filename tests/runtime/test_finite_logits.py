@@ -12,10 +12,10 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.hf_generate import hf_generate
 from autotune.evaluation.perplexity import answer_logits
+from autotune.modeling.step import NOT_FINITE
 from autotune.modeling.target import Target
 from autotune.runtime.answer_batch import drawn_tokens
 from autotune.runtime.decoder import Decoder
-from autotune.modeling.step import NOT_FINITE
 from autotune.runtime.token_sampler import TokenSampler
 from tests.runtime.conftest import TREES
 from tests.tiny_models import Inputs, Pair
