@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,23 +27,32 @@ class UncompiledNotice(UserWarning):
 class CompiledLayers:
     """Runs steps of a text model with one compiled layer and merged products, or as they are if it cannot be compiled.
 
+    It is made before the first step is prepared, because merging moves weights (``merged_products``).
+
     Args:
         backend: of ``torch.compile``.
     """
 
-    def __init__(self, text: TextModel, *, backend: str = "inductor") -> None:
+    def __init__(self, text: TextModel, *, backend: Any = "inductor") -> None:
         self._text, self._backend = text, backend
         self.why_uncompiled: str | None = None
         """The first reason for which steps run without compiled layers."""
         maybe_install_capturing_hooks(text.module)  # now, because its first step would install them while it is traced
         if (reason := _obstacle(text)) is not None:
             self._give_up(reason)
+        self._merged = merged_products(text.layers if reason is None else ())
 
     def run(self, step: Callable[[], Outputs]) -> Outputs:
         """Run a step. If it fails before the capture, it runs again as it is, as do all later ones."""
         if self.why_uncompiled is None:
             try:
-                with merged_products(self._text.layers), compiled_layers(self._text.layers, self._backend):
+                with (
+                    replaced_attributes(self._merged),
+                    replaced_attributes(_compiled_layers(self._text.layers, self._backend)),
+                    # The index of a layer, an integer of its attention module, is an input and not a part of the code.
+                    torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=64),
+                    torch._inductor.config.patch({"triton.cudagraphs": False}),
+                ):
                     return step()
             except torch.OutOfMemoryError:
                 raise  # ``GraphMemory.capture`` makes room and tries again
@@ -64,9 +72,8 @@ class CompiledLayers:
         )
 
 
-@contextmanager
-def compiled_layers(layers: Sequence[torch.nn.Module], backend: str = "inductor") -> Iterator[None]:
-    """Within the context, all layers run one compiled function.
+def _compiled_layers(layers: Sequence[torch.nn.Module], backend: Any) -> dict[torch.nn.Module, dict[str, Any]]:
+    """The attributes with which all layers run one compiled function.
 
     Hooks by which transformers records what happens inside a layer are left out, because they cannot be traced; those
     of the layers themselves run outside of the function.
@@ -78,18 +85,11 @@ def compiled_layers(layers: Sequence[torch.nn.Module], backend: str = "inductor"
         for module in layer.modules()
         if (hooks := module._forward_hooks)
     }
-    own |= {layer: {"forward": functools.partial(_compiled(backend), layer)} for layer in layers}
-    with (
-        replaced_attributes(own),
-        # The index of a layer, an integer of its attention module, is an input of the function and not a part of it.
-        torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=64),
-        torch._inductor.config.patch({"triton.cudagraphs": False}),
-    ):
-        yield
+    return own | {layer: {"forward": functools.partial(_compiled(backend), layer)} for layer in layers}
 
 
 @functools.cache
-def _compiled(backend: str) -> Callable[..., Any]:
+def _compiled(backend: Any) -> Callable[..., Any]:
     return torch.compile(_forward, backend=backend, fullgraph=True)
 
 
@@ -103,9 +103,7 @@ def _obstacle(text: TextModel) -> str | None:
         "its layers keep recurrent or convolution states": text.has_states,
         "it is spread over several devices": text.num_devices > 1,
         "its layers do not cache keys and values of one shape": len(set(text.kv_shapes)) > 1,
-        "its attention does not go through transformers' attention interface": (
-            not getattr(text.module, "_supports_attention_backend", False)
-        ),
+        "its layers do not call an attention function by its name": not text.takes_packed_masks,
         f"it is quantized with {text.quantization}": text.quantization is not None,
         "the forward pass of its layers was replaced": any("forward" in vars(layer) for layer in text.layers),
     }

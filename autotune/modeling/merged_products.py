@@ -16,14 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autotune.modeling.graph_memory import graph_memory
+
 _NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Submodules that transformers calls with one input, each once in a forward pass."""
 
 
-@contextmanager
-def merged_products(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Within the context, products of one input are merged in all layers. Linear layers that are quantized, have an
-    adapter or differ in type remain as they are.
+def merged_products(layers: Iterable[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
+    """The attributes with which linear layers of one input compute their products as one (``replaced_attributes``).
+    Layers that are quantized, have an adapter or differ in type are left out.
+
+    Weights that are not views of one tensor yet are moved. Captures read them where they were, so that all captures of
+    the device are dropped.
     """
     own: dict[nn.Module, dict[str, Any]] = {}
     for linears in itertools.chain.from_iterable(map(_mergeable, layers)):
@@ -35,8 +39,7 @@ def merged_products(layers: Iterable[nn.Module]) -> Iterator[None]:
         }
         for number, linear in enumerate(linears):
             own[linear] = {"forward": MethodType(_output, linear), "number": number, **shared}
-    with replaced_attributes(own):
-        yield
+    return own
 
 
 @contextmanager
@@ -65,21 +68,25 @@ def _output(linear: Any, inputs: Tensor) -> Tensor:
 def _mergeable(layer: nn.Module) -> Iterator[list[nn.Linear]]:
     """Groups of linear layers without quantization or adapters that read one input."""
     for module, names in itertools.product(layer.modules(), _NAMES):
-        linears: list[Any] = [getattr(module, name, None) for name in names]
-        if all(type(one) is nn.Linear and type(one.weight) is nn.Parameter for one in linears) and 1 == len(
-            {(one.in_features, one.weight.dtype, one.weight.device, one.bias is None) for one in linears}
-        ):
+        linears = [
+            one
+            for name in names
+            if type(one := getattr(module, name, None)) is nn.Linear and type(one.weight) is nn.Parameter
+        ]
+        kinds = {(one.in_features, one.weight.dtype, one.weight.device, one.bias is None) for one in linears}
+        if (len(linears), len(kinds)) == (len(names), 1):
             yield linears
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor:
     """A tensor of which the parameters are views, one after another. The first call makes them such views."""
     first, lengths = parameters[0].data, [len(parameter) for parameter in parameters]
-    storage = first.untyped_storage().data_ptr()
-    ends = itertools.accumulate([parameter.nbytes for parameter in parameters], initial=first.data_ptr())
-    if any((one.untyped_storage().data_ptr(), one.data_ptr()) != (storage, end) for one, end in zip(parameters, ends)):
+    begins = itertools.accumulate([0, *(parameter.nbytes for parameter in parameters[:-1])])
+    places = [(one.untyped_storage().data_ptr(), one.data_ptr()) for one in parameters]
+    if places != [(places[0][0], first.data_ptr() + begin) for begin in begins]:
         with torch.inference_mode(first.is_inference()):  # no other tensor of that mode can be trained later
             first = torch.cat([parameter.data for parameter in parameters])
         for parameter, rows in zip(parameters, first.split(lengths), strict=True):
             parameter.data = rows
+        graph_memory(first.device).drop_all()
     return first.as_strided((sum(lengths), *first.shape[1:]), first.stride())
