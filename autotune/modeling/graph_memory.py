@@ -155,7 +155,7 @@ class GraphMemory:
 
     def drop_all(self) -> None:
         """Free all forward passes of the device."""
-        self.drop(list(self._forwards))
+        self.drop([forward for forward in self._forwards if not forward.is_dropped])
 
     def capture(self, function: Run) -> tuple[torch.cuda.CUDAGraph, Outputs]:
         """Capture a function; returns its graph and outputs. An error is what the function raised, not what torch makes
