@@ -1,4 +1,4 @@
-"""One decoder layer, compiled for all layers of a text model (mode ``compiled``).
+"""One decoder layer, compiled for all layers of a text model, or a draft network as one layer (mode ``compiled``).
 
 All layers run the same code, so ``torch.compile`` makes one function of it whose inputs are the tensors of a layer and
 its index: the cache writes to, and attention reads from, the row of one slab. It is compiled in the runs before a
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
@@ -25,22 +25,38 @@ class UncompiledNotice(UserWarning):
 
 
 class CompiledLayers:
-    """Runs steps of a text model with one compiled layer and merged products, or as they are if it cannot be compiled.
+    """Runs steps with one compiled function for all layers and merged products, or as they are if the layers cannot be
+    compiled.
 
     It is made before the first step is prepared, because merging moves weights (``merged_products``).
 
     Args:
+        description: of the model, for messages.
+        obstacle: why the layers cannot be compiled.
         backend: of ``torch.compile``.
     """
 
-    def __init__(self, text: TextModel, *, backend: Any = "inductor") -> None:
-        self._text, self._backend = text, backend
+    def __init__(
+        self,
+        layers: Sequence[torch.nn.Module],
+        *,
+        description: str,
+        obstacle: str | None = None,
+        backend: Any = "inductor",
+    ) -> None:
+        self._layers, self._description, self._backend = layers, description, backend
         self.why_uncompiled: str | None = None
         """The first reason for which steps run without compiled layers."""
+        if obstacle is not None:
+            self._give_up(obstacle)
+        self._merged = merged_products(layers if obstacle is None else ())
+
+    @classmethod
+    def of(cls, text: TextModel, **options: Any) -> Self:
+        """Those of a text model; ``options`` as above."""
         maybe_install_capturing_hooks(text.module)  # now, because its first step would install them while it is traced
-        if (reason := _obstacle(text)) is not None:
-            self._give_up(reason)
-        self._merged = merged_products(text.layers if reason is None else ())
+        description = f"a model of type {text.config.model_type}"
+        return cls(text.layers, description=description, obstacle=_obstacle(text), **options)
 
     def run(self, step: Callable[[], Outputs]) -> Outputs:
         """Run a step. If it fails before the capture, it runs again as it is, as do all later ones."""
@@ -48,7 +64,7 @@ class CompiledLayers:
             try:
                 with (
                     replaced_attributes(self._merged),
-                    replaced_attributes(_compiled_layers(self._text.layers, self._backend)),
+                    replaced_attributes(_compiled_layers(self._layers, self._backend)),
                     # The index of a layer, an integer of its attention module, is an input and not a part of the code.
                     torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=64),
                     torch._inductor.config.patch({"triton.cudagraphs": False}),
@@ -65,8 +81,7 @@ class CompiledLayers:
     def _give_up(self, reason: str) -> None:
         self.why_uncompiled = reason
         warnings.warn(
-            f"the layers of a model of type {self._text.config.model_type} are not compiled ({reason}); they are captured as "
-            "in mode cuda-graph",
+            f"the layers of {self._description} are not compiled ({reason}); they are captured as in mode cuda-graph",
             UncompiledNotice,
             stacklevel=3,
         )

@@ -75,7 +75,7 @@ def all_outputs(model: TreeModel) -> list[Tensor]:
 
 def compile_steps(model: TreeModel, **options: Any) -> CompiledLayers:
     """Let the model's steps run with compiled layers, as a capture does."""
-    layers, forward = CompiledLayers(model.text, **options), model._forward_over_buffers
+    layers, forward = CompiledLayers.of(model.text, **options), model._forward_over_buffers
     vars(model)["_forward_over_buffers"] = lambda *given: layers.run(partial(forward, *given))
     return layers
 
@@ -197,7 +197,7 @@ def test_some_models_are_not_compiled(change: Callable[[TreeModel], None], reaso
     change(model)
     before = [weight.data_ptr() for weight in model.text.module.parameters()]
     with pytest.warns(UncompiledNotice, match=reason):
-        layers = CompiledLayers(model.text)
+        layers = CompiledLayers.of(model.text)
     assert layers.why_uncompiled == reason
     assert [weight.data_ptr() for weight in model.text.module.parameters()] == before
 
@@ -205,7 +205,7 @@ def test_some_models_are_not_compiled(change: Callable[[TreeModel], None], reaso
 def test_models_with_states_are_not_compiled() -> None:
     model = TreeModel(next(iter(HYBRIDS.values())).model(NUM_LAYERS))
     with pytest.warns(UncompiledNotice, match="its layers keep recurrent or convolution states"):
-        CompiledLayers(model.text)
+        CompiledLayers.of(model.text)
 
 
 @pytest.mark.parametrize("is_capturing", [False, True])
@@ -213,7 +213,7 @@ def test_only_errors_before_a_capture_lead_to_another_run(is_capturing: bool, mo
     """A capture that failed cannot be continued; ``GraphRunner`` says why and goes on eagerly."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-    layers = CompiledLayers(new_model("llama").text)
+    layers = CompiledLayers.of(new_model("llama").text)
     errors: list[Exception] = [torch.OutOfMemoryError("out of memory"), ValueError("no")]
 
     def step() -> tuple[Tensor, ...]:
