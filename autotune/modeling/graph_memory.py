@@ -153,6 +153,10 @@ class GraphMemory:
             self.num_dropped += not forward.is_dropped
             forward.drop()
 
+    def drop_all(self) -> None:
+        """Free all forward passes of the device."""
+        self.drop([forward for forward in self._forwards if not forward.is_dropped])
+
     def capture(self, function: Run) -> tuple[torch.cuda.CUDAGraph, Outputs]:
         """Capture a function; returns its graph and outputs. An error is what the function raised, not what torch makes
         of it at the end. Where the memory does not suffice, all other captures are dropped first.
@@ -162,7 +166,7 @@ class GraphMemory:
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
-        self.drop(list(self._forwards))  # only here: the error refers to the memory of the failed capture
+        self.drop_all()  # only here: the error refers to the memory of the failed capture
         torch.cuda.empty_cache()
         return self._capture(function)
 
