@@ -101,7 +101,7 @@ class BlockDraft(FeatureDraft):
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
         """See ``Draft``. Nothing is proposed deeper than the block reaches."""
         if frontier[0] == ROOT:
-            self.num_proposals, self._draw = num_proposals, None
+            self.num_proposals, self.draw = num_proposals, None
             evaluated = self._read_pending()
             self._logits, self._best = evaluated.logits, None
             if evaluated.forward is not None and coupling is None:

@@ -69,7 +69,7 @@ class CachedDraft(CachedModel):
         self._pending: list[int] = []
         self.num_proposals = MAX_CHILDREN
         """Proposals that a captured step gives each token, and how it draws them; None: it ranks by probability."""
-        self._draw: Draw | None = None
+        self.draw: Draw | None = None
         self._num_evaluated = 0
 
     @abstractmethod
@@ -192,12 +192,12 @@ class CachedDraft(CachedModel):
             # Copied: passes of one size have one result in memory.
             found = [list(map(np.copy, self.propose(tree, part, num_proposals, coupling))) for part in parts]
             return np.concatenate([tokens for tokens, _ in found]), np.concatenate([best for _, best in found])
-        self.num_proposals, self._draw = num_proposals, None if coupling is None else coupling.draw
-        if self._draw is not None and self._draw.noise.device != self.device:
-            self._draw = None
+        self.num_proposals, self.draw = num_proposals, None if coupling is None else coupling.draw
+        if self.draw is not None and self.draw.noise.device != self.device:
+            self.draw = None
         evaluated = self._read_pending() if frontier[0] == ROOT else self._read_level(tree, frontier)
         count = len(frontier)
-        if evaluated.forward is None or (coupling is not None and self._draw is None):
+        if evaluated.forward is None or (coupling is not None and self.draw is None):
             return self.best(evaluated.logits[:count], num_proposals, coupling)
         tokens, logprobs = evaluated.forward.wait()[:, :count, :num_proposals]
         return self._finite(tokens, logprobs.view(np.float32))
@@ -214,19 +214,19 @@ class CachedDraft(CachedModel):
 
     def _complete(self, key: GraphKey) -> tuple[GraphKey, list[Tensor]]:
         count = 1 if self.num_proposals == 1 else max(self.num_proposals, MAX_CHILDREN)  # few captures
-        reads = [] if self._draw is None else [self._draw.noise]
+        reads = [] if self.draw is None else [self.draw.noise]
         return key._replace(num_proposals=count, addresses=tuple(tensor.data_ptr() for tensor in reads)), reads
 
     def _write_draw(self, header: Any) -> None:
         """Write how proposals are drawn to the header of a packed step."""
-        if (draw := self._draw) is not None:
+        if (draw := self.draw) is not None:
             header[NOISE_ROW], header[TOP_K] = draw.row, draw.top_k
             header[TEMPERATURE : TOP_P + 1].view(np.float64)[:] = draw.temperature, draw.top_p
 
     def _result(self, key: GraphKey, step: PackedStep, logits: Tensor) -> Tensor:
         """The proposals after each token, [2, n, proposals]: tokens, and the bits of float32 log-probabilities."""
         scores = logits.float()
-        if (draw := self._draw) is not None:
+        if (draw := self.draw) is not None:
             temperature, top_p = step.header[TEMPERATURE : TOP_P + 1].view(torch.float64)
             noise = draw.noise.index_select(0, step.header[NOISE_ROW : NOISE_ROW + 1])
             ids = slice(logits.shape[1]) if self.token_ids is None else self.token_ids

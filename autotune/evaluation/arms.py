@@ -31,9 +31,9 @@ class Arm(Protocol):
         """Decode one prompt; returns its new tokens, and counts and times."""
         ...
 
-    def prepare(self, context_tokens: int) -> None:
+    def prepare(self, context_tokens: int, *, is_sampled: bool) -> None:
         """Capture what prompts and answers of so many tokens together need."""
-        del context_tokens
+        del context_tokens, is_sampled
 
     def warm_up(self, inputs: dict[str, Any], settings: Prompt) -> None:
         """Run what the first prompt of a shape runs, so that buffers grow and kernels are chosen."""
@@ -52,8 +52,8 @@ class DecoderArm(Arm):
         self.key = key or name
         self.decoder = decoder
 
-    def prepare(self, context_tokens: int) -> None:
-        self.decoder.prepare(context_tokens)
+    def prepare(self, context_tokens: int, *, is_sampled: bool) -> None:
+        self.decoder.prepare(context_tokens, sampled=[is_sampled])
 
     def decode(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
         output = self.decoder.generate(**inputs, **settings.generation, workload=settings.task)

@@ -46,9 +46,7 @@ SLOW_PREFILL = 3.0
 SLOW_FORWARD = 8.0
 MAX_REPEATS = 3
 LEAST_PROMPTS = 2  # of a comparison, for which its variance is known
-SHAPE_TOKENS = (
-    64  # prompts whose lengths round up to the same multiple have one shape; on a GPU it is the padded length
-)
+SHAPE_TOKENS = 64  # prompts whose lengths round up to the same multiple have one shape
 # Prompt lookup decoding (Saxena, 2023) is the baseline that needs no draft model. Its chain is as long as the published
 # one.
 PROMPT_LOOKUP_CHAIN = Configuration(tree={"policy": "chain", "depth": 5})
@@ -235,8 +233,9 @@ class ArmRunner:
             prompt, target = self.conversations.follow(prompt), self.decoder.target
             inputs = prompt.inputs(self.processor, target.device)
             length = inputs["input_ids"].shape[1]
-            arm.prepare(max([length + prompt.settings.max_new_tokens, *self._reserved.values()]))
-            rounded = -(-length // SHAPE_TOKENS) if target.device.type == "cpu" else target.padded_length(length)
+            longest = max([length + prompt.settings.max_new_tokens, *self._reserved.values()])
+            arm.prepare(longest, is_sampled=prompt.settings.temperature > 0)
+            rounded = -(-length // SHAPE_TOKENS)
             shape = (arm.key, arm.point_for(inputs, prompt.settings), bool(prompt.pixels), rounded)
             if shape not in self._warm:
                 arm.warm_up(inputs, prompt.settings)

@@ -183,6 +183,7 @@ class SlabCache(Cache):  # type: ignore[misc]
         self.clear()
         self.capacity = 0
         self._slabs.clear()
+        self._rows = torch.arange(0)
         for layer in self.layers:
             layer.keys = layer.values = None
 

@@ -42,6 +42,7 @@ _CAPTURED_PARENTS = (*_PARENTS, 0, 0, 0, 0, 0, 0)
 CAPTURED_TOKENS = 33  # after 32 steps
 _NOT_A_NUMBER = 1e9  # a difference from logits that are no numbers
 _PROMPT_TOKENS = 24
+_CAPTURED_PROMPT_TOKENS = 320  # more than one part of the keys, which the attention of captured steps splits
 _MARGIN = 8  # tokens of the prompt beyond what a window reaches
 _LONGEST_WINDOW = 500
 """Longer windows that masks alone make are shortened to ``_SHORT_WINDOW`` tokens for a self-test."""
@@ -256,7 +257,7 @@ def compare_captured_steps(target: Target) -> CapturedSteps:
 
 
 def _compare_captured_steps(target: Target) -> CapturedSteps:
-    text, tree = _random_text(target, len(_CAPTURED_PARENTS) + CAPTURED_TOKENS)
+    text, tree = _random_text(target, len(_CAPTURED_PARENTS) + CAPTURED_TOKENS, _CAPTURED_PROMPT_TOKENS)
     prompt, verification = (
         _encoded(target, text),
         _tree_step(_CAPTURED_PARENTS, tree[: len(_CAPTURED_PARENTS)], target.mask_value),

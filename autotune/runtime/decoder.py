@@ -108,33 +108,41 @@ class Decoder:
         self.observers: list[Observer] = [log_request]
         """Called with the statistics of every request, once it is finished, abandoned or has failed."""
         self.rounds = Round(self.target, self.mode, self.capture_sizes)
-        self._prepared = (0, 0)  # context tokens, and how many captures of the device had been dropped by then
+        self._prepared: dict[tuple[bool, ...], int] = {}  # context tokens, by ``sampled``
+        self._num_dropped = 0  # captures of the device that had been dropped by then
 
     def configure(self, tree: Any, **point: Any) -> None:
         """Decode all further requests with the same draft and another tree; ``point`` is as in the constructor."""
-        self._prepared = (0, 0)
+        self._prepared = {}
         self.point = LoadedPoint(self.draft, tree=tree, **point)
         check_paths([self.point], self.target)
         self.points = (self.point,)
 
     def prepare(
-        self, context_tokens: int = DEFAULT_CONTEXT_TOKENS, *, report: Report = lambda done, total: None
+        self,
+        context_tokens: int = DEFAULT_CONTEXT_TOKENS,
+        *,
+        sampled: Sequence[bool] = (False, True),
+        report: Report = lambda done, total: None,
     ) -> Preparation:
         """Capture everything that requests can need, in mode ``cuda-graph``; nothing in the other modes. What is
         captured already is kept. Longer requests are captured when they come.
 
         Args:
             context_tokens: longest prompt and answer together; at most the target's context.
+            sampled: whether requests sample: steps of drafts that are coupled to the target are captured apart.
             report: called as report(done, total).
         """
         if self.mode != CUDA_GRAPH:
             return Preparation(0, 0, 0.0)
         memory, num_tokens = graph_memory(self.target.device), min(context_tokens, self.target.max_context)
-        if num_tokens <= self._prepared[0] and self._prepared[1] == memory.num_dropped:
+        if num_tokens <= self._prepared.get(tuple(sampled), 0) and self._num_dropped == memory.num_dropped:
             return Preparation(0, memory.memory_bytes, 0.0)
         capacity = num_tokens + max(TREE_SLOTS, self._largest_tree)  # one for all decoders that share the models
-        done = prepare(self.target, self.points, self.rounds, capacity, report)
-        self._prepared = (num_tokens, memory.num_dropped)
+        done = prepare(self.target, self.points, self.rounds, capacity, sampled, report)
+        if self._num_dropped != memory.num_dropped:
+            self._prepared = {}
+        self._prepared[tuple(sampled)], self._num_dropped = num_tokens, memory.num_dropped
         return done
 
     @property

@@ -66,19 +66,19 @@ class LoadedPoint:
         self.visual_ranking = visual_ranking
         self.verification = parse_verification(verification)
         self.fallback = Fallback(fallback)
-        self._is_coupled = coupled and self.verification.is_lossless
+        self.is_coupled = coupled and self.verification.is_lossless
 
     def coupling_sampler(self, sampler: TokenSampler) -> TokenSampler | None:
         """The sampler of a request, if the draft's proposals are coupled to it: the request samples, the verification
         is lossless, and coupling is not switched off.
         """
-        return sampler if self._is_coupled and sampler.temperature >= COUPLED_TEMPERATURE else None
+        return sampler if self.is_coupled and sampler.temperature >= COUPLED_TEMPERATURE else None
 
     def uncoupled(self) -> LoadedPoint:
         """The same point without coupled sampling, with a fallback of its own."""
         point = copy.copy(self)
         point.grower, point.fallback = TreeGrower(self.policy), Fallback(self.fallback.price)
-        point._is_coupled = False
+        point.is_coupled = False
         return point
 
 

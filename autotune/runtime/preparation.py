@@ -4,6 +4,7 @@ anything.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from autotune.drafters.cached_draft import PENDING_PIECE, CachedDraft, as_cached
-from autotune.drafters.draft import Draft
+from autotune.drafters.draft import Draft, Draw
 from autotune.execution import AUTO, CUDA_GRAPH, EAGER, round_up
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import graph_memory
@@ -64,12 +65,15 @@ class Preparation(NamedTuple):
 
 
 @torch.inference_mode()
-def prepare(target: Target, points: Sequence[LoadedPoint], rounds: Round, capacity: int, report: Report) -> Preparation:
+def prepare(
+    target: Target, points: Sequence[LoadedPoint], rounds: Round, capacity: int, sampled: Sequence[bool], report: Report
+) -> Preparation:
     """Run every forward pass that requests of a decoder can need, on caches of arbitrary contents.
 
     Args:
         rounds: mode and capture sizes.
         capacity: KV cache length to reserve, at least what requests can reach with their trees.
+        sampled: as in ``Decoder.prepare``.
     """
     memory, started = graph_memory(target.device), time.perf_counter()
     before = memory.num_kept
@@ -88,14 +92,14 @@ def prepare(target: Target, points: Sequence[LoadedPoint], rounds: Round, capaci
                 token = torch.zeros(1, dtype=torch.long, device=model.device)
                 model.prefill_prompt(EncodedPrompt(token, token.bool()))
         cleanup.callback(setattr, target, "output_layers", target.output_layers)
-        jobs = [job for point in points for job in _jobs(target, point, rounds.capture_sizes)]
+        jobs = [job for point in points for job in _jobs(target, point, rounds.capture_sizes, sampled)]
         for number, job in enumerate(jobs):
             job()
             report(number + 1, len(jobs))
     return Preparation(memory.num_kept - before, memory.memory_bytes, time.perf_counter() - started)
 
 
-def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int]) -> Iterator[Job]:
+def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int], sampled: Sequence[bool]) -> Iterator[Job]:
     """The forward passes of requests that one point decodes."""
     draft, policy = point.draft, point.policy
     own_layers = () if draft is None else draft.aux_layers
@@ -109,11 +113,14 @@ def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int]) -> I
     if (cached := as_cached(draft)) is None:
         return
     levels = [] if cached.drafts_blocks else _sizes(min(policy.max_width, MAX_LEVEL_STEP), capture_sizes)
-    for num_pruned in cached.numbers_pruned(point.visual_keep):
-        for size in {cached.pending_size(count) for count in range(1, PENDING_PIECE + 1)}:
-            yield partial(_pending_step, cached, size, policy.num_proposals, num_pruned)
+    draws = [None] if False in sampled or not point.is_coupled else []
+    if True in sampled and point.is_coupled and not cached.drafts_blocks:
+        draws.append(Draw(target.noise, 0, temperature=1.0, top_k=target.vocab_size, top_p=1.0))
+    for num_pruned, draw in itertools.product(cached.numbers_pruned(point.visual_keep), draws):
+        for size in sorted({cached.pending_size(count) for count in range(1, PENDING_PIECE + 1)}):
+            yield partial(_pending_step, cached, size, policy.num_proposals, draw, num_pruned)
         for size in levels:
-            yield partial(_level_step, cached, size, policy.num_proposals, num_pruned)
+            yield partial(_level_step, cached, size, policy.num_proposals, draw, num_pruned)
 
 
 def _sizes(largest: int, capture_sizes: Sequence[int]) -> list[int]:
@@ -127,13 +134,13 @@ def _target_step(target: Target, layers: tuple[int, ...], num_tokens: int) -> No
     target.forward(Step.causal(np.zeros(num_tokens, np.int64), target.mask_value))
 
 
-def _pending_step(draft: CachedDraft, num_tokens: int, num_proposals: int, num_pruned: int) -> None:
+def _pending_step(draft: CachedDraft, num_tokens: int, num_proposals: int, draw: Draw | None, num_pruned: int) -> None:
     draft.prepare_step(1, num_pending=1, num_pruned=num_pruned)
-    draft.num_proposals = num_proposals
+    draft.num_proposals, draft.draw = num_proposals, draw
     draft.read_pending(num_tokens)
 
 
-def _level_step(draft: CachedDraft, num_tokens: int, num_proposals: int, num_pruned: int) -> None:
+def _level_step(draft: CachedDraft, num_tokens: int, num_proposals: int, draw: Draw | None, num_pruned: int) -> None:
     draft.prepare_step(1, num_pruned=num_pruned)
-    draft.num_proposals = num_proposals
+    draft.num_proposals, draft.draw = num_proposals, draw
     draft.forward(Step.causal(np.zeros(num_tokens, np.int64), draft.mask_value), np.full(num_tokens, -1))
