@@ -46,21 +46,3 @@ def capture_sizes_for(mode: str, capture_sizes: Sequence[int]) -> tuple[int, ...
 def rounded_capacity(num_tokens: int) -> int:
     """Cache capacity: ``num_tokens`` rounded up to a multiple of ``KV_LENGTH_STEP``."""
     return -(-num_tokens // KV_LENGTH_STEP) * KV_LENGTH_STEP
-
-
-def padded_length(num_tokens: int, capacity: int | None = None) -> int:
-    """KV length padded to ``KV_LENGTH_STEP`` tokens, doubled until they suffice, but no more than a cache of
-    ``capacity`` has.
-    """
-    length = KV_LENGTH_STEP
-    while length < num_tokens:
-        length *= 2
-    return length if capacity is None else min(length, capacity)
-
-
-def padded_lengths(capacity: int) -> list[int]:
-    """All padded KV lengths of a cache, ascending."""
-    lengths = [padded_length(1, capacity)]
-    while lengths[-1] < capacity:
-        lengths.append(padded_length(lengths[-1] + 1, capacity))
-    return lengths

@@ -24,7 +24,7 @@ from autotune.cost.table import TOKENS, CostTable, DraftCosts, ModelShape
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet
-from autotune.execution import EAGER, padded_lengths
+from autotune.execution import EAGER
 from autotune.files import Document, data_root
 from autotune.trees.limits import Floats
 
@@ -32,7 +32,6 @@ from autotune.trees.limits import Floats
 COMPUTE_SLICES = 7
 MEMORY_SLICES = 8
 KV_LENGTHS = (64, 512, 4096)
-PADDED_KV_LENGTHS = padded_lengths(8192)
 REACHED_BANDWIDTH = 0.88  # of the datasheet's
 # Whatever the GPU; fitted by benchmarks/published_speedups.py, eager steps to what papers and others published,
 # captured ones to an H100.
@@ -99,9 +98,7 @@ def find_limits(name: str) -> DatasheetLimits | None:
 
 
 def step_ms(shape: ModelShape, limits: DatasheetLimits, tokens: float, kv_length: float, mode: str = EAGER) -> float:
-    """Latency of a forward of ``tokens`` tokens with ``kv_length`` tokens in the KV cache, padded unless the mode is
-    ``eager``.
-    """
+    """Latency of a forward of ``tokens`` tokens with ``kv_length`` tokens in the KV cache."""
     return float(_latency_ms(np.array(_parts_ms(shape, limits, tokens, kv_length, mode)), mode))
 
 
@@ -195,7 +192,7 @@ def _surface(
 ) -> Surface:
     """Latencies of forwards, also of a block's tokens; 0 if another forward pass has drafted what they propose."""
     points = []
-    for n, m in itertools.product(tokens, KV_LENGTHS if mode == EAGER else PADDED_KV_LENGTHS):
+    for n, m in itertools.product(tokens, KV_LENGTHS):
         ms = 0.0 if is_drafted else step_ms(shape, limits, n + shape.block_tokens, m, mode)
         points.append(Point(tokens=n, kv_length=m, samples_ms=[ms]))
     return Surface(points=points)

@@ -43,9 +43,7 @@ class Observation(Document):
 
 
 class Point(Document):
-    """A forward that reads ``tokens`` tokens with ``kv_length`` tokens in the KV cache; of a captured one,
-    ``kv_length`` is the padded KV length that it attends to.
-    """
+    """A forward that reads ``tokens`` tokens with ``kv_length`` tokens in the KV cache."""
 
     tokens: int = Field(ge=1)
     kv_length: int = Field(ge=0)

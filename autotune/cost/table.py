@@ -17,7 +17,7 @@ from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet, Weights
 from autotune.errors import UserError
-from autotune.execution import EAGER, padded_length, padded_lengths, round_up
+from autotune.execution import round_up
 from autotune.files import Document, content_key, data_root
 from autotune.trees.limits import Floats
 
@@ -250,33 +250,22 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
     def prices(
         self, draft: ModelReference, *, max_tokens: int, max_kv_length: int, subnet: Subnet | None = None
     ) -> DensePrices:
-        """Prices for replay, for forwards of up to ``max_tokens`` tokens and KV lengths of up to ``max_kv_length``.
-
-        A captured step has the price of its padded KV length, which is the power of two that caches have where memory
-        allows.
-        """
+        """Prices for replay, for forwards of up to ``max_tokens`` tokens and KV lengths of up to ``max_kv_length``."""
         costs, neighbor, weight = self.costs_around(draft, subnet or Subnet())
 
         def between(value_of: Callable[[DraftCosts], Any]) -> Any:
             return value_of(costs) if weight == 0.0 else (1 - weight) * value_of(costs) + weight * value_of(neighbor)
 
         tokens = np.array([round_up(size, self.capture_sizes) for size in range(1, max_tokens + 1)], np.float64)
-        lengths = np.arange(0, max_kv_length + KV_STEP, KV_STEP, dtype=np.float64) + KV_STEP / 2
-
-        def priced(surface: Surface, tokens: Floats = tokens) -> Floats:
-            """[tokens, KV lengths]"""
-            if self.mode == EAGER:
-                return surface.latency_ms(tokens, lengths)
-            attended = lengths + tokens[:, None]
-            padded = np.array(padded_lengths(padded_length(int(attended.max()))), np.float64)
-            return np.take_along_axis(surface.latency_ms(tokens, padded), np.searchsorted(padded, attended), 1)
+        middles = np.arange(0, max_kv_length + KV_STEP, KV_STEP, dtype=np.float64) + KV_STEP / 2
+        lengths = np.minimum(middles, max(1, max_kv_length))
 
         no_tokens = ((1, 0), (0, 0))  # cost nothing
         return DensePrices(
-            decode_ms=priced(self.decode, np.ones(1))[0],
-            draft_first_ms=np.pad(between(lambda c: priced(c.draft_first)), no_tokens),
-            draft_level_ms=np.pad(between(lambda c: priced(c.draft_level)), no_tokens),
-            verify_ms=np.pad(between(attrgetter("verify_ratio")) * priced(self.verify), no_tokens),
+            decode_ms=self.decode.latency_ms(np.ones(1), lengths)[0],
+            draft_first_ms=np.pad(between(lambda c: c.draft_first.latency_ms(tokens, lengths)), no_tokens),
+            draft_level_ms=np.pad(between(lambda c: c.draft_level.latency_ms(tokens, lengths)), no_tokens),
+            verify_ms=np.pad(between(attrgetter("verify_ratio")) * self.verify.latency_ms(tokens, lengths), no_tokens),
             kv_step=KV_STEP,
             overhead=costs.overhead,
             draft_prefill=costs.prefill.model_copy(

@@ -13,12 +13,11 @@ import torch
 
 from autotune.contention_monitor import ContentionMonitor
 from autotune.cost.request_costs import Overhead, PrefillCost, fit_costs
-from autotune.cost.table import KV_STEP, CostTable, DraftCosts
+from autotune.cost.table import CostTable, DraftCosts
 from autotune.device import fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.errors import UserError
-from autotune.execution import EAGER, padded_length, padded_lengths
 from autotune.measuring.block_log import BlockLog, LogHeader
 from autotune.measuring.request_timing import (
     LEAST_PREFILLS,
@@ -34,7 +33,6 @@ from autotune.modeling.attention import choose_attention
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
-from autotune.trees.limits import MAX_STEP
 from autotune.workloads.workload import Workload
 
 Report = Callable[[int, int], None]
@@ -80,12 +78,6 @@ def measure_costs(
     started, limit_s = clock(), settings.time_limit_s
     every_row = target.text.quantization is not None or target.device.type == "cpu"
     settings = replace(settings, every_row=every_row)
-    if settings.mode != EAGER:
-        # Steps after the longest prefix attend to their own tokens too, and prices to the middle of a step of KV
-        # lengths.
-        longest = padded_length(settings.kv_lengths[-1] + MAX_STEP + 2 * KV_STEP)
-        padded = (length for length in padded_lengths(longest) if length >= settings.kv_lengths[0])
-        settings = replace(settings, kv_lengths=tuple(padded))
     monitor = ContentionMonitor(str(target.device))
     loaded = [draft for draft, _ in drafts]
     first = workload.prompts[0]

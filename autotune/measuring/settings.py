@@ -16,7 +16,6 @@ COARSE_TOKENS = (1, 2, 4, 9, 33, 129)
 @dataclass(frozen=True)
 class CostSettings:
     kv_lengths: tuple[int, ...] = (160, 256, 400)
-    """Captured steps are measured at the padded KV lengths between the first and the last."""
     capture_sizes: tuple[int, ...] = ()
     """Numbers of tokens that inputs are padded to; if there are any, they are the sizes measured."""
     mode: str = EAGER

@@ -27,7 +27,6 @@ from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import Floats
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Ints, Tree, add_child, new_tree, set_root
 
-STEP_ROOM = MAX_STEP + 32  # the largest step, and the tokens that a draft in blocks adds
 WARM_UPS = 3
 WARM_UP_MS = 500.0  # no warm-up begins after it, except the first
 THREAD_REPEATS = 15
@@ -59,12 +58,6 @@ class StepBench:
                 if now_ms(target.device) - started > WARM_UP_MS:
                     break
 
-    def _prefix(self, kv_length: int) -> int:
-        """Committed tokens for a step at a KV length: where steps are captured, so few that all of them attend to its
-        padded length.
-        """
-        return kv_length
-
     def _request(self) -> Request:
         tokens = torch.zeros(1, dtype=torch.long)
         sampler = copy.copy(self.sampler)  # whose prefix grows
@@ -78,7 +71,7 @@ class StepBench:
 
     def decode_ms(self, kv_length: int) -> float:
         self.decoder.target.output_layers = ()  # plain decoding needs no features
-        self.decoder.target.cache.length = self._prefix(kv_length)
+        self.decoder.target.cache.length = kv_length
         request = self._request()
         self.decoder.rounds.plain_step(request)
         return request.stats.verify_ms
@@ -89,7 +82,7 @@ class StepBench:
         faster than its price.
         """
         self.decoder.target.output_layers = self.draft.aux_layers
-        self.decoder.target.cache.length = self._prefix(kv_length)
+        self.decoder.target.cache.length = kv_length
         _plant_star(self.tree, tokens - 1)
         request = self._request()
         self.decoder.rounds.verify(request, self.decoder.point)
@@ -101,12 +94,12 @@ class StepBench:
         """The draft's first forward after a round that committed ``tokens`` tokens; it proposes after the last
         of them.
         """
-        self.draft.prepare_step(self._prefix(kv_length), num_pending=tokens)
+        self.draft.prepare_step(kv_length, num_pending=tokens)
         _plant_star(self.tree, 0)
         return self._propose_ms(np.array([ROOT]))
 
     def draft_level_ms(self, tokens: int, kv_length: int) -> float:
-        self.draft.prepare_step(self._prefix(kv_length))
+        self.draft.prepare_step(kv_length)
         _plant_star(self.tree, tokens)
         return self._propose_ms(np.arange(1, tokens + 1))
 

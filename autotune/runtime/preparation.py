@@ -113,7 +113,7 @@ def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int], samp
     if (cached := as_cached(draft)) is None:
         return
     levels = [] if cached.drafts_blocks else _sizes(min(policy.max_width, MAX_LEVEL_STEP), capture_sizes)
-    draws = [None] if False in sampled or not point.is_coupled else []
+    draws: list[Draw | None] = [None] if False in sampled or not point.is_coupled else []
     if True in sampled and point.is_coupled and not cached.drafts_blocks:
         draws.append(Draw(target.noise, 0, temperature=1.0, top_k=target.vocab_size, top_p=1.0))
     for num_pruned, draw in itertools.product(cached.numbers_pruned(point.visual_keep), draws):

@@ -290,23 +290,22 @@ def test_kv_lengths_span_a_workload() -> None:
         assert lengths[0] < lengths[1] < lengths[2]
 
 
-def test_captured_steps_have_capture_sizes_and_padded_kv_lengths_only(
+def test_captured_steps_have_capture_sizes_and_one_capture_for_all_kv_lengths(
     pair: Pair, workload: Workload, processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padded lengths from the shortest prefix to the longest one with the largest step; every size is measured at its
-    own.
-    """
-    keys, run = set(), GraphRunner.run
-    monkeypatch.setattr(GraphRunner, "run", lambda *args: (keys.add(args[2]), run(*args))[1])
+    keys, prepared = set(), GraphRunner.prepared
+    monkeypatch.setattr(GraphRunner, "prepared", lambda *args: (keys.add(args[1]), prepared(*args))[1])
     monkeypatch.setattr("autotune.measuring.measurement.overhead_runs", lambda *_, **__: [])
     target, draft = Target(pair.target), IndependentDraft(pair.draft)
     settings = replace(SETTINGS, capture_sizes=(4, 128), kv_lengths=(257, 400, 600), mode="fixed")
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
     table = measure_costs(target, ids[0], [(draft, ids[1])], processor, workload, settings=settings)
-    assert table.capture_sizes == (4, 128) and {key.num_tokens for key in keys} == {1, 4, 128}, "1 is a plain step"
-    assert {key.kv_lengths for key in keys} == {(512,), (1024,)}
+    assert table.capture_sizes == (4, 128)
+    assert {key.layout.num_tokens for key in keys} == {1, 4, 128}, "1 is a plain step"
+    print(keys)
+    assert len(keys) == 3 + 4, "the target's, and pending tokens and levels of the draft, of which it proposes 16"
     for surface in (table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
-        assert sizes(surface) == {(n, m) for n in (4, 128) for m in (512, 1024)}
+        assert sizes(surface) == {(n, m) for n in (4, 128) for m in (257, 400, 600)}
 
 
 def test_a_draft_without_a_model_is_timed_like_others(pair: Pair, workload: Workload, processor: Any) -> None:

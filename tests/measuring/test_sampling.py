@@ -214,27 +214,18 @@ def test_only_capture_sizes_are_measured() -> None:
     assert {entry[1] for entry in log if entry[0] != "decode"} == {4, 9, 24}
 
 
-def test_captured_steps_are_priced_at_the_kv_length_that_they_are_padded_to() -> None:
-    """A plain step after 1,023 tokens attends to 1,024, the next one to 2,048, and with its tokens a verification does
-    so earlier.
-    """
-    stairs = {512: 5.0, 1024: 6.0, 2048: 11.0}
-
+def test_captured_steps_are_priced_at_capture_sizes_and_real_kv_lengths() -> None:
     def step(n: int, m: int) -> float:
-        return stairs[m] + 0.1 * n  # no other KV length is measured
+        return 5.0 + 0.001 * m + 0.1 * n
 
-    sampler = measured(Bench(step, step), mode="cuda-graph", capture_sizes=(1, 8, 32), kv_lengths=tuple(stairs))
+    sampler = measured(Bench(step, step), mode="cuda-graph", capture_sizes=(1, 8, 32), kv_lengths=(512, 1024, 2048))
     decode, verify, draft_first, draft_level = sampler.surfaces().values()
     costs = cost_table().drafts[0].model_copy(update={"draft_first": draft_first, "draft_level": draft_level})
     table = cost_table(mode="cuda-graph", capture_sizes=(1, 8, 32), decode=decode, verify=verify, drafts=[costs])
     prices = table.prices(DRAFT, max_tokens=20, max_kv_length=1500)
-    assert [prices.decode_ms[kv // 16] for kv in (300, 1023, 1024, 1500)] == pytest.approx(
-        [5.1, 6.1, 11.1, 11.1], rel=0.01
-    )
-    assert [prices.verify_ms[20, kv // 16] for kv in (960, 1000)] == pytest.approx([9.2, 14.2], rel=0.01), (
-        "padded to 32 tokens"
-    )
-    assert [prices.draft_level_ms[5, kv // 16] for kv in (1000, 1024)] == pytest.approx([6.8, 11.8], rel=0.02)
+    assert [prices.decode_ms[kv // 16] for kv in (600, 1016, 1496)] == pytest.approx([5.7, 6.116, 6.596], rel=0.01)
+    assert prices.verify_ms[20, 1000 // 16] == pytest.approx(9.2, rel=0.01), "padded to 32 tokens"
+    assert prices.draft_level_ms[5, 1000 // 16] == pytest.approx(6.8, rel=0.02)
 
 
 # -------- rounds
