@@ -18,13 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 import click
 
 ROOT = Path(__file__).parents[1]
-START = "import sys; import autotune; sys.path.insert(0, {root!r}); from benchmarks.gpu.stage import main; main()"  # the package of PYTHONPATH, and this project's battery and tests
+START = "import sys, autotune; sys.path.insert(0, {root!r}); from benchmarks.gpu.stage import main; main()"
+"""A stage's process: the package is that of ``PYTHONPATH``, everything else is this project's."""
 ERROR = '"error": "'  # of a part of a stage
 LEAST_S = 5.0  # for a stage to be started
 
@@ -52,32 +54,28 @@ STAGES = {
     "search-smollm2": Stage("commands.search_smollm2", 170),
     "search-8b": Stage("commands.search_8b", 130),
 }
-SWITCHES = ("base", "captured", "masks", "compiled", "fp8", "eager")
+SWITCHES = "base,captured,masks,compiled,fp8,eager"
 
 
-def names(choices: tuple[str, ...]) -> click.ParamType:
-    """A list of names with commas between them."""
-
-    class Names(click.ParamType):
-        name = ",".join(choices)
-
-        def convert(self, value: object, param: object, ctx: object) -> list[str]:
-            found = value if isinstance(value, list) else str(value).split(",")
-            for one in found:
-                if one not in choices:
-                    self.fail(f"{one!r} is none of {', '.join(choices)}")
-            return found
-
-    return Names()
+def chosen(given: str, known: Collection[str]) -> list[str]:
+    """Names with commas between them."""
+    names = given.split(",")
+    if unknown := set(names) - set(known):
+        raise click.UsageError(f"choose of {', '.join(known)}; got {', '.join(sorted(unknown))}")
+    return names
 
 
 def run(
-    stage: Stage, file: Path, switches: list[str], seconds: float, work: Path, *, base: Path | None, dry: bool
+    stage: Stage, file: Path, switches: list[str], seconds: float, work: Path, *, package: Path | None, dry: bool
 ) -> str:
-    """Run a stage in a process of its own, and end it when its time is over; returns how it ended."""
+    """Run a stage in a process of its own, which ends when its time is over; returns how it ended.
+
+    Args:
+        package: folder of another version of the package to measure.
+    """
     job = {"function": stage.function, "file": str(file), "switches": switches, "dry": dry}
-    command = [sys.executable, "-c", START.format(root=str(ROOT)), json.dumps(job)]
-    environment = {**os.environ, "PYTHONPATH": str(base or ROOT)}
+    command = [sys.executable, "-c", START.format(root=f"{ROOT}"), json.dumps(job)]
+    environment = {**os.environ, "PYTHONPATH": str(package or ROOT)}
     with file.with_suffix(".log").open("w") as log:
         process = subprocess.Popen(command, cwd=work, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -95,33 +93,32 @@ def run(
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder for what is measured.")
 @click.option("--limit", default=1800.0, show_default=True, help="Seconds for everything.")
-@click.option("--stages", type=names(tuple(STAGES)), default=",".join(STAGES), show_default=True)
-@click.option("--switch", "switches", type=names(SWITCHES), default="captured,masks,compiled,fp8", show_default=True)
+@click.option("--stages", default=",".join(STAGES), show_default=True)
+@click.option("--switch", default="captured,masks,compiled,fp8", show_default=True, help=f"Some of {SWITCHES}.")
 @click.option("--base", type=click.Path(path_type=Path, exists=True), help="Folder whose package is the switch base.")
 @click.option("--dry", is_flag=True, help="Tiny models on a device that the CPU rehearses: times mean nothing.")
-def main(output: Path, limit: float, stages: list[str], switches: list[str], base: Path | None, dry: bool) -> None:
-    """Measure this runtime on a GPU; prints a line for each stage."""
-    if "base" in switches and base is None:
-        raise click.UsageError("the switch base needs the folder of the package to compare with; give --base FOLDER")
-    end, has_failed = time.monotonic() + limit, False
+def main(output: Path, limit: float, stages: str, switch: str, base: Path | None, dry: bool) -> None:
+    """Measure this runtime on a GPU; prints a line for each stage, and exits with 1 if one fails."""
+    switches = chosen(switch, SWITCHES.split(","))
+    if ("base" in switches) != (base is not None):
+        raise click.UsageError("the switch base compares with the package of another folder; give it and --base FOLDER")
+    end, ends = time.monotonic() + limit, set()
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
-        for name in stages:
-            others = [switch for switch in switches if switch != "base"]
-            runs = [(name, others, None)] if others or not STAGES[name].is_switched else []
-            if STAGES[name].is_switched and "base" in switches:
-                runs.insert(0, (f"{name}-base", ["base"], base))
+        for name in chosen(stages, STAGES):
+            stage, others = STAGES[name], [one for one in switches if one != "base"]
+            runs = [(name, others, None)] if others or not stage.is_switched else []
+            if stage.is_switched and base is not None:
+                runs.insert(0, (f"{name}-base", ["base"], base.absolute()))
             for label, arms, package in runs:
                 started = time.monotonic()
-                seconds = min(STAGES[name].seconds, end - started)
-                file = output.absolute() / f"{label}.json"
-                how = "skipped, no time is left"
+                seconds, how = min(stage.seconds, end - started), "skipped, no time is left"
                 if seconds > LEAST_S:
-                    how = run(STAGES[name], file, arms, seconds, Path(work), base=package, dry=dry)
-                has_failed |= not how.startswith("done")
+                    file = output.absolute() / f"{label}.json"
+                    how = run(stage, file, arms, seconds, Path(work), package=package, dry=dry)
+                ends.add(how.partition(",")[0])
                 click.echo(f"{label}: {how}, {time.monotonic() - started:.0f} s")
-    if has_failed:
-        raise SystemExit(1)
+    sys.exit(ends != {"done"})
 
 
 if __name__ == "__main__":
