@@ -59,7 +59,7 @@ def host_us(call: Callable[[], Any], before: Callable[[], Any] = lambda: None) -
 def device_us(calls: Calls) -> float:
     """Median time of one of these functions on the device, captured together."""
     run = captured(calls)
-    return round(host_us(lambda: ([run() for _ in range(10)], torch.cuda.synchronize())) / 10 / len(calls), 3)
+    return round(host_us(lambda: ([run() for _ in range(REPEATS)], torch.cuda.synchronize())) / REPEATS / len(calls), 3)
 
 
 def env(job: Job) -> None:
@@ -78,6 +78,8 @@ def env(job: Job) -> None:
 
 def operations(job: Job) -> None:
     """Every table in turn. A row that fails holds its error."""
+    global REPEATS
+    REPEATS = 1 if job.dry else REPEATS
     found: dict[str, list[dict[str, Any]]] = {}
     for table, (function, cases) in TABLES.items():
         for case in cases:
