@@ -93,7 +93,7 @@ def operations(job: Job) -> None:
 
 
 def product(m: int, inputs: int, **outputs: int) -> dict[str, Any]:
-    """Products of m rows: one by one, merged, and merged with weights in fp8 and inputs that are rounded first."""
+    """Products of m rows: one by one, merged, and merged with weights in float8 and inputs that are rounded first."""
     sizes = list(outputs.values())
     copies = math.ceil(CACHE_BYTES / (2 * inputs * sum(sizes))) if inputs > 1000 else 1
     x = torch.randn(m, inputs, device=DEVICE, dtype=torch.bfloat16)
@@ -109,7 +109,7 @@ def product(m: int, inputs: int, **outputs: int) -> dict[str, Any]:
     return {
         "separate_us": round(len(sizes) * device_us([lambda w=w: functional.linear(x, w) for w in parts]), 3),
         "merged_us": device_us([lambda w=w: functional.linear(x, w) for w in weights]),
-        "fp8_us": device_us([lambda w=w: scaled(w) for w in small]),
+        "float8_us": device_us([lambda w=w: scaled(w) for w in small]),
     }
 
 

@@ -84,7 +84,7 @@ SWITCHES = {
     "captured": Switch(),
     "masks": Switch(preparing=reference_attention),
     "compiled": Switch("compiled"),
-    "fp8": Switch("compiled", {"weights": "fp8"}),
+    "float8": Switch("compiled", {"weights": "float8"}),
     "eager": Switch(EAGER),
 }
 

@@ -45,17 +45,18 @@ def long(job: Job) -> None:
 
 def measure(job: Job, lengths: dict[str, int]) -> None:
     """Prepare the arms of every switch, and time requests of all of them."""
-    found: dict[str, list[dict[str, Any]]] = {"preparations": [], "rounds": []}
+    found: dict[str, list[dict[str, Any]]] = {"preparations": [], "rounds": [], "late captures": []}
     for target, length in lengths.items():
         arms: dict[tuple[str, ...], Decoder] = {}
         model, head, inputs = load_random(job, target), write_models(job, target), prompt(job, length)
         common = {"target": target, "prompt_tokens": length}
-        for switch in job.switches:
+        # Compiled steps first: merging products moves weights, which drops all captures.
+        for switch in sorted(job.switches, key=lambda switch: SWITCHES[switch].mode != "compiled"):
             prepared, row = prepare(model, head, switch, inputs, SOME if job.dry else TREES)
             arms |= {(switch, tree): decoder for tree, decoder in prepared.items()}
             found["preparations"].append({**common, "switch": switch, **row})
             job.save(found)
-        before = found["rounds"]
+        before, captures = found["rounds"], graph_memory(torch.device(DEVICE)).num_kept
         timed: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
         for setting, arguments in SETTINGS.items():
             for repeat in range(2 if job.dry else 1 + REQUESTS):
@@ -66,6 +67,9 @@ def measure(job: Job, lengths: dict[str, int]) -> None:
                 rows = [{**common, **named(key), **summary(values)} for key, values in timed.items()]
                 found["rounds"] = before + rows
                 job.save(found)
+        late = graph_memory(torch.device(DEVICE)).num_kept - captures  # such requests took longer
+        found["late captures"].append({**common, "captures": late})
+        job.save(found)
         del model, arms, prepared
         torch.cuda.empty_cache()
 
