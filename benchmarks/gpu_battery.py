@@ -50,7 +50,7 @@ STAGES = {
     "flags": Stage("rounds.flags", 110),
     "kernels": Stage("rounds.kernels", 60, is_switched=True),
     "long": Stage("rounds.long", 150, is_switched=True),
-    "cost": Stage("commands.measure", 150),
+    "cost": Stage("commands.measure", 200),
     "search-smollm2": Stage("commands.search_smollm2", 170),
     "search-8b": Stage("commands.search_8b", 130),
 }

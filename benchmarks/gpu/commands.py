@@ -49,14 +49,14 @@ def autotune(job: Job, found: list[dict[str, Any]], *arguments: str) -> None:
 
 
 def models(job: Job, name: str) -> list[str]:
-    """Options for a target, its head and prompts of about 600 tokens."""
+    """Options for a target, its head and retrieval, and prompts of about 600 tokens."""
     rng, lines = random.Random(0), []
     for number in range(2 * PROMPTS):
         rows = " ".join(f"Row {row} reads {rng.randrange(10)}." for row in range(3 if job.dry else 60))
         tokens = 12 if job.dry else 64
         lines.append({"prompt": rows, "split": ("tune", "evaluate")[number % 2], "max_new_tokens": tokens})
     Path("prompts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return ["--target", name, "--draft", write_models(job, name), "--workload", "prompts.jsonl"]
+    return ["--target", name, "--draft", write_models(job, name), "--draft", "retrieval", "--workload", "prompts.jsonl"]
 
 
 def documents(job: Job) -> Path:
@@ -67,19 +67,20 @@ def documents(job: Job) -> Path:
 
 
 def measure(job: Job) -> None:
-    """Cost tables of the bundled pair and of the large targets with their heads, for ``profiles``."""
+    """Cost tables for ``profiles``: of the large targets by ``autotune measure``, and of the bundled pair by a search,
+    which also prices the subnets that searches for another device want.
+    """
     found: list[dict[str, Any]] = []
-    bundled = ["--draft", "digits/star"] if job.dry else []
-    tables = {name: models(job, name) for name in ("Llama-3.1-8B", "Qwen2.5-VL-7B")} | {"digits": bundled}
-    for name, options in tables.items():
-        budget = ["--budget", "2s" if job.dry else "30s", "-o", str(documents(job) / f"{name}.cost.json")]
-        autotune(job, found, "measure", "--device", DEVICE, *options, *budget)
+    for name in ("Llama-3.1-8B", "Qwen2.5-VL-7B"):
+        output = ["--budget", "2s" if job.dry else "30s", "-o", str(documents(job) / f"{name}.cost.json")]
+        autotune(job, found, "measure", "--device", DEVICE, *models(job, name), *output)
+    search(job, found, "digits", "60s", *(models(job, "Llama-3.1-8B") if job.dry else []))
 
 
-def search(job: Job, name: str, budget: str, *options: str) -> None:
+def search(job: Job, found: list[dict[str, Any]], name: str, budget: str, *options: str) -> None:
     """A search; its profile and cost table are kept."""
     output = ["-o", str(documents(job) / f"{name}.json"), "--study", name]
-    autotune(job, [], "search", "--gpu", DEVICE, "--budget", "30s" if job.dry else budget, *options, *output)
+    autotune(job, found, "search", "--gpu", DEVICE, "--budget", "30s" if job.dry else budget, *options, *output)
     for table in Path(".autotune").glob(f"{name}*/*.cost.json"):
         shutil.copy(table, documents(job) / f"{name}.cost.json")
 
@@ -87,9 +88,9 @@ def search(job: Job, name: str, budget: str, *options: str) -> None:
 def search_smollm2(job: Job) -> None:
     """The default search of SmolLM2, which ``drafts/smollm2`` packages; of a tiny target in a dry run."""
     real = ["--target", "smollm2", "--dtype", "bfloat16"]
-    search(job, "smollm2", "2m", *(models(job, "Llama-3.1-8B") if job.dry else real))
+    search(job, [], "smollm2", "2m", *(models(job, "Llama-3.1-8B") if job.dry else real))
 
 
 def search_8b(job: Job) -> None:
     """A short search of Llama-3.1-8B with random weights: captures and prices, not acceptance."""
-    search(job, "Llama-3.1-8B", "80s", *models(job, "Llama-3.1-8B"), "--draft", "retrieval")
+    search(job, [], "Llama-3.1-8B", "80s", *models(job, "Llama-3.1-8B"))
