@@ -72,7 +72,7 @@ def measure(job: Job) -> None:
     """
     found: list[dict[str, Any]] = []
     for name in ("Llama-3.1-8B", "Qwen2.5-VL-7B"):
-        output = ["--budget", "2s" if job.dry else "30s", "-o", str(documents(job) / f"{name}.cost.json")]
+        output = ["--budget", "1s" if job.dry else "30s", "-o", str(documents(job) / f"{name}.cost.json")]
         autotune(job, found, "measure", "--device", DEVICE, *models(job, name), *output)
     search(job, found, "digits", "60s", *(models(job, "Llama-3.1-8B") if job.dry else []))
 
@@ -80,7 +80,7 @@ def measure(job: Job) -> None:
 def search(job: Job, found: list[dict[str, Any]], name: str, budget: str, *options: str) -> None:
     """A search; its profile and cost table are kept."""
     output = ["-o", str(documents(job) / f"{name}.json"), "--study", name]
-    autotune(job, found, "search", "--gpu", DEVICE, "--budget", "30s" if job.dry else budget, *options, *output)
+    autotune(job, found, "search", "--gpu", DEVICE, "--budget", "2s" if job.dry else budget, *options, *output)
     for table in Path(".autotune").glob(f"{name}*/*.cost.json"):
         shutil.copy(table, documents(job) / f"{name}.cost.json")
 
