@@ -58,7 +58,7 @@ def test_every_benchmark_has_help_and_says_what_it_measures_and_how_long_it_take
 
 
 def battery(output: Path, *options: str) -> tuple[str, dict[str, Any]]:
-    """What a dry run prints, and the documents of its stages."""
+    """The output of a dry run, and the JSON of its stages."""
     done = CliRunner().invoke(gpu_battery.main, ["--output", str(output), "--dry", *options])
     logs = "".join(path.read_text()[-2000:] for path in output.glob("*.log"))
     assert done.exit_code == 0, done.output + logs
