@@ -10,8 +10,13 @@ from autotune.trees.limits import MAX_STEP
 EAGER = "eager"
 CUDA_GRAPH = "cuda-graph"
 AUTO = "auto"  # the best mode of the device, which is known once the models are loaded
-MODES = (EAGER, CUDA_GRAPH)
-"""Forward passes as transformers runs them, or over static buffers and captured as CUDA graphs."""
+COMPILED = "compiled"
+CAPTURED = (CUDA_GRAPH, COMPILED)
+"""Forward passes over static buffers, captured as CUDA graphs; ``compiled`` also compiles one function for all layers
+and merges products of one input. No device has measured it yet, so that it is never chosen by ``auto``.
+"""
+MODES = (EAGER, *CAPTURED)
+"""Forward passes as transformers runs them, or captured."""
 FIXED = "fixed"
 """Over static buffers, but run eagerly: what the tests compare captures with. Users are not offered it."""
 DEFAULT_CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, MAX_STEP)

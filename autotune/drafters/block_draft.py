@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -92,8 +91,7 @@ class BlockDraft(FeatureDraft):
             packed.header[LAST], packed.tokens[0] = count - 1, self._pending[-1]
             packed.rows[0], packed.rows[1], packed.rows[2] = 0, self.cache.length, self._num_condensed
             packed.rows[0, :count] = self._pending_rows
-            self.graph_runner.launch(forward, partial(self._forward_over_buffers, key))
-            evaluated = Evaluated(forward.outputs[0], forward)
+            evaluated = self._launch(self.graph_runner, key, forward)
         self._commit_pending(count)
         self._pending = []
         return evaluated

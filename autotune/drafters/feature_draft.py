@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from autotune.drafters.cached_draft import CachedDraft, pad_rows, table_rows
 from autotune.drafters.draft import LEAST_SHARED, Dimensions, FeatureSource, kept_tokens, notify
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
+from autotune.modeling.compiled_layers import CompiledLayers
 from autotune.modeling.float8 import Float8Linear, round_weights, why_no_float8
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner
@@ -345,8 +346,11 @@ class FeatureDraft(CachedDraft):
         else:
             packed.rows[-2, : len(source)] = source
             packed.rows[-1, step.only] = 0
-        runner.launch(forward, partial(self._forward_over_buffers, key))
-        return Evaluated(forward.outputs[0], forward)
+        return self._launch(runner, key, forward)
+
+    @cached_property
+    def _compiled_layers(self) -> CompiledLayers:
+        return CompiledLayers([self.network], description=self.description)
 
     def _complete(self, key: GraphKey) -> tuple[GraphKey, list[Tensor]]:
         key, reads = super()._complete(key)

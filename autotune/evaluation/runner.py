@@ -29,7 +29,7 @@ from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import errors_about
 from autotune.evaluation.arms import UNCOUPLED, Arm, DecoderArm
 from autotune.evaluation.perplexity import quality
-from autotune.execution import CUDA_GRAPH
+from autotune.execution import CAPTURED
 from autotune.files import append_line, content_key, read_lines
 from autotune.modeling.graph_memory import graph_memory
 from autotune.runtime.answer_keys import AnswerKeys
@@ -138,7 +138,7 @@ class ArmRunner:
         """Prepare arms for the longest of these prompts and answers from the first one on: caches that grow later drop
         the captures of all arms.
         """
-        if self.decoder.mode != CUDA_GRAPH:
+        if self.decoder.mode not in CAPTURED:
             return
         for prompt in (prompt for prompt in workload.prompts if prompt.sha256 not in self._reserved):
             self._reserved[prompt.sha256] = prompt.most_tokens(self.processor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from autotune.device import check_room, free_memory
-from autotune.execution import EAGER, KV_LENGTH_STEP, rounded_capacity
-from autotune.modeling.graph_memory import Outputs
+from autotune.execution import COMPILED, EAGER, KV_LENGTH_STEP, rounded_capacity
+from autotune.modeling.compiled_layers import CompiledLayers
+from autotune.modeling.graph_memory import CapturedForward, Function, Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner, check_mode
 from autotune.modeling.masks import MaskBuffer
+from autotune.modeling.step import Evaluated
 from autotune.trees.limits import Ints
 
 MAX_DOUBLED_SHARE = 0.25  # of the free memory: a larger cache grows to what a request needs
@@ -83,6 +85,20 @@ class CachedModel(ABC):
         """The attention window for each packed mask; 0 sees everything."""
         return np.array([window or 0 for window in self._masks.windows.values()])
 
+    def _launch(self, runner: GraphRunner, key: GraphKey, forward: CapturedForward) -> Evaluated:
+        """Run a captured step whose input is written."""
+        function: Function = partial(self._forward_over_buffers, key)
+        runner.launch(forward, function if runner.mode != COMPILED else partial(self._run_compiled, function))
+        return Evaluated(forward.outputs[0], forward)
+
+    def _run_compiled(self, function: Function, integers: Tensor) -> Outputs:
+        return self._compiled_layers.run(partial(function, integers))
+
+    @cached_property
+    @abstractmethod
+    def _compiled_layers(self) -> CompiledLayers:
+        """What mode ``compiled`` compiles."""
+
     @property
     def mode(self) -> str:
         """How forward passes after the prefill run: ``eager``, ``cuda-graph`` or ``fixed``."""
@@ -96,6 +112,8 @@ class CachedModel(ABC):
         if name not in self._graph_runners:
             check_mode(name, self.device, self.num_devices, has_states=self.has_states)
             self._graph_runners[name] = GraphRunner(name, self.device, description=self.description)
+            if name == COMPILED:
+                self._compiled_layers  # noqa: B018  (before the first step: merging moves weights)
         self.graph_runner = self._graph_runners[name]
 
     def __del__(self) -> None:

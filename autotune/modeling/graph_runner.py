@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from autotune.errors import UserError
-from autotune.execution import AUTO, CUDA_GRAPH, EAGER, FIXED, MODES
+from autotune.execution import AUTO, CAPTURED, CUDA_GRAPH, EAGER, FIXED, MODES
 from autotune.modeling.graph_memory import CapturedForward, Function, graph_memory
 from autotune.modeling.packed_step import Layout
 
@@ -109,7 +109,7 @@ def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_sta
     if name == AUTO:
         return CUDA_GRAPH if device.type == "cuda" and num_devices == 1 and not has_states else EAGER
     if name not in (*MODES, FIXED):
-        raise UserError(f"mode must be {' or '.join(MODES)}; got {name!r}; choose one of these")
+        raise UserError(f"mode must be {', '.join(MODES[:-1])} or {MODES[-1]}; got {name!r}; choose one of these")
     if name != EAGER and has_states:
         raise UserError(
             f"mode {name} cannot take back the recurrent or convolution states of a hybrid model; choose eager"
@@ -118,6 +118,6 @@ def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_sta
         raise UserError(
             f"mode {name} needs a model on one device; it is spread over {num_devices}; choose eager, or load it on one device"
         )
-    if name == CUDA_GRAPH and device.type != "cuda":
+    if name in CAPTURED and device.type != "cuda":
         raise UserError(f"mode {name} needs a CUDA device; the model is on {device}; choose eager")
     return name

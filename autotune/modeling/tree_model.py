@@ -5,7 +5,7 @@ prefix. The target and independent drafts are such models.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from autotune.cost.table import ModelShape
 from autotune.modeling.attention import choose_attention
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.captured_attention import captured_attention
+from autotune.modeling.compiled_layers import CompiledLayers
 from autotune.modeling.feature_rows import FeatureRows
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner
@@ -209,9 +210,12 @@ class TreeModel(CachedModel):
         self._write_draw(forward.step.header)
         if self.output_layers:
             forward.step.rows[num_axes] = self.features.next_pass(self.output_layers, num_tokens)
-        runner.launch(forward, partial(self._forward_over_buffers, key))
         self._latest = forward
-        return Evaluated(forward.outputs[0], forward)
+        return self._launch(runner, key, forward)
+
+    @cached_property
+    def _compiled_layers(self) -> CompiledLayers:
+        return CompiledLayers.of(self.text)
 
     def paths(self, step: Step) -> Tensor:
         """The tokens on the path to each token of the latest step, which has no uncommitted tokens, [n, n]. Columns

@@ -13,7 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
-from autotune.execution import AUTO, CUDA_GRAPH, capture_sizes_for
+from autotune.execution import AUTO, CAPTURED, capture_sizes_for
 from autotune.modeling.clock import now_ms
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.target import Target
@@ -125,7 +125,7 @@ class Decoder:
         sampled: Sequence[bool] = (False, True),
         report: Report = lambda done, total: None,
     ) -> Preparation:
-        """Capture everything that requests can need, in mode ``cuda-graph``; nothing in the other modes. What is
+        """Capture everything that requests can need, in captured modes; nothing in the other modes. What is
         captured already is kept. Longer requests are captured when they come.
 
         Args:
@@ -133,7 +133,7 @@ class Decoder:
             sampled: whether requests sample: steps of drafts that are coupled to the target are captured apart.
             report: called as report(done, total).
         """
-        if self.mode != CUDA_GRAPH:
+        if self.mode not in CAPTURED:
             return Preparation(0, 0, 0.0)
         memory, num_tokens = graph_memory(self.target.device), min(context_tokens, self.target.max_context)
         if num_tokens <= self._prepared.get(tuple(sampled), 0) and self._num_dropped == memory.num_dropped:

@@ -14,7 +14,7 @@ from autotune.documents.decoding_profile import DecodingProfile, DraftChoice
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import NotComparable, UserError
-from autotune.execution import AUTO, CUDA_GRAPH
+from autotune.execution import AUTO, CAPTURED
 from autotune.modeling.loading import Dtype, load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import DEFAULT_CONTEXT_TOKENS, Decoder
@@ -85,7 +85,7 @@ def load(
     decoder = decoder_for(
         document, loaded, lambda choice: drafts[choice.network], processor=processor, is_tuned_here=is_tuned_here
     )
-    if context_tokens > 0 and decoder.mode == CUDA_GRAPH:
+    if context_tokens > 0 and decoder.mode in CAPTURED:
         prepare_with_progress(decoder, context_tokens, console)
     return decoder
 
@@ -124,7 +124,7 @@ def decoder_for(
         for point in profile.points
     ]
     mode = profile.mode
-    if mode == CUDA_GRAPH and not is_tuned_here:
+    if mode in CAPTURED and not is_tuned_here:
         mode = decoding_mode(AUTO, target, [point.draft for point in points])
     return Decoder(
         target,
