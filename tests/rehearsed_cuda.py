@@ -66,6 +66,7 @@ class RehearsedCuda:
         self.num_transfers = Counter[str]()
         self.in_flight: list[tuple[Tensor, Tensor]] = []
         """Pinned memory that replays have not filled yet, and what will be there once the host has waited."""
+        self.launched_on = 0  # the device of the latest replay
         self.being_read: list[tuple[Tensor, Tensor]] = []
         """Pinned memory that replays read until then, and what was there when they were launched."""
         self.live_bytes = 0
@@ -210,8 +211,9 @@ class Event:
 
     current: RehearsedCuda
 
-    def record(self) -> None:
-        pass
+    def record(self, stream: Stream) -> None:
+        if self.current.in_flight and stream.device.index != self.current.launched_on:
+            raise CudaError(f"an event of {stream.device} does not wait for cuda:{self.current.launched_on}")
 
     def query(self) -> bool:
         return not self.current.in_flight
@@ -246,6 +248,7 @@ class CUDAGraph:
             raise CudaError("the pool of a capture must be that of a live graph, or a new one")
         self._pool = pool or (0, next(_numbers))
         device.underway, device.capture_index = self, device.index
+        self._device_index = device.index
 
     def capture_end(self) -> None:
         device = self.current
@@ -262,6 +265,7 @@ class CUDAGraph:
     def replay(self) -> None:
         device = self.current
         device.num_replays += 1
+        device.launched_on = self._device_index
         for allocation, what in self.reads.values():
             if allocation() is None:
                 raise CudaError(f"a replay reads memory that was freed: {what}")

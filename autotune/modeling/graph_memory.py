@@ -92,7 +92,7 @@ class CapturedForward:
         else:
             self._graph.replay()
         if self._done is not None:
-            self._done.record()
+            self._done.record(torch.cuda.current_stream(self.on_device.device))
 
     def wait(self) -> NDArray[Any]:
         """The result, once it is on the host."""
