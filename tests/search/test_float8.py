@@ -17,7 +17,6 @@ from autotune.documents.decoding_profile import DecodingProfile, DraftChoice
 from autotune.documents.subnet import Subnet
 from autotune.drafters import feature_draft
 from autotune.drafters.checkpoint import load_draft
-from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor
@@ -35,11 +34,11 @@ from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import KINDS
 from tests.rehearsal import Rehearsal
 from tests.sample_documents import cost_table, decoding_profile
-from tests.search.test_vocabularies import folders
+from tests.search.test_vocabularies import folders, loaded
 from tests.test_bundled_pair import bundled
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
-__all__ = ["folders"]
+__all__ = ["folders", "loaded"]
 DIGITS = ("star", "dream", "specvlm", "mtp", "dflash")
 FLOAT8 = Subnet(weights="float8")
 SPACE = {
@@ -49,12 +48,6 @@ SPACE = {
     "trees": {"chain": {"depth": {"low": 1, "high": 2}}},
 }
 TREE = {"policy": "eagle2", "depth": 3, "k": 3, "budget": 8}
-
-
-def loaded(folder: Path | str, target: Target, **choices: Any) -> FeatureDraft:
-    draft = load_draft(str(folder), target, Subnet(**choices))
-    assert isinstance(draft, FeatureDraft)
-    return draft
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "mtp", "eagle3"])
@@ -89,7 +82,7 @@ def test_acceptance_of_bundled_drafts_hardly_changes(kind: str) -> None:
     target, processor = Target(load_model(BUNDLED_TARGET)), load_processor(BUNDLED_TARGET)
     tokens, accepted, drafts = {}, {}, {}
     for weights in (None, "float8"):
-        draft = drafts[weights] = loaded(f"digits/{kind}", target, weights=weights)
+        draft = drafts[weights] = loaded(Path(f"digits/{kind}"), target, weights=weights)
         decoder = Decoder(target, draft, tree={"policy": "chain", "depth": 4})
         found = [decoder.generate(**prompt.inputs(processor), max_new_tokens=48) for prompt in workload.prompts]
         tokens[weights] = [output.sequences.tolist() for output in found]
