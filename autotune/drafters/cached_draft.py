@@ -68,8 +68,9 @@ class CachedDraft(CachedModel):
     def __init__(self) -> None:
         self._pending: list[int] = []
         self.num_proposals = MAX_CHILDREN
-        """Proposals that a captured step gives each token, and how it draws them; None: it ranks by probability."""
+        """Proposals that a captured step gives each token."""
         self.draw: Draw | None = None
+        """How it draws them; None: it takes the most probable ones."""
         self._num_evaluated = 0
 
     @abstractmethod
