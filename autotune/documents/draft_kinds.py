@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,8 +50,7 @@ def refuse_dflash(name: str, config: Mapping[str, Any]) -> None:
     is_dflash = "dflash_config" in config or "DFlash" in str(config.get("architectures"))
     is_dflash |= config.get("speculators_model_type") == "dflash"
     if is_dflash or config.keys() >= {"block_size", "mask_token_id", "target_layer_ids"}:
-        vllm = json.dumps({"method": "dflash", "model": name, "num_speculative_tokens": 7})
         raise UserError(
-            f"{name}: drafts of kind dflash propose whole blocks, and are neither run nor exported; give a draft of another kind, or serve "
-            f"this one with vLLM's own --speculative-config '{vllm}'"
+            f"{name}: drafts of kind dflash propose whole blocks, and are neither run nor exported; give a draft of another kind, or use vLLM's "
+            f"""own --speculative-config '{{"method": "dflash", "model": "{name}", "num_speculative_tokens": N}}'"""
         )
