@@ -182,10 +182,10 @@ def decoding_figures(sources: Sources, number: int) -> dict[str, pd.DataFrame]:
 
 def round_operations(shape: ModelShape, *, depth: int, tokens_per_round: float, kv_length: float) -> float:
     """Operations of the draft in a round of a chain: a forward pass of the M tokens that the round before emitted, then
-    one of a single token for every further level that is not drafted by the first.
+    one of a single token for every further level.
     """
-    levels = 0.0 if shape.block_tokens else sum(operations(shape, 1, kv_length + level) for level in range(1, depth))
-    return operations(shape, tokens_per_round + shape.block_tokens, kv_length) + levels
+    levels = sum(operations(shape, 1, kv_length + level) for level in range(1, depth))
+    return operations(shape, tokens_per_round, kv_length) + levels
 
 
 def estimated_speedup(
@@ -199,8 +199,8 @@ def estimated_speedup(
     ``estimate_table``; ``kv_lengths`` are those of the draft and of the target.
     """
     draft_kv, kv = kv_lengths
-    round_ms = step_ms(draft, limits, subnet.tokens_per_round + draft.block_tokens, draft_kv)
-    round_ms += 0.0 if draft.block_tokens else (subnet.depth - 1) * step_ms(draft, limits, 1, draft_kv)
+    round_ms = step_ms(draft, limits, subnet.tokens_per_round, draft_kv)
+    round_ms += (subnet.depth - 1) * step_ms(draft, limits, 1, draft_kv)
     round_ms += step_ms(target, limits, subnet.depth + 1, kv) + limits.round_ms * (1 + subnet.depth / 8)
     return step_ms(target, limits, 1, kv) * subnet.tokens_per_round / round_ms
 

@@ -160,7 +160,7 @@ def draft_tests(source: str) -> list[str]:
 
 
 def test_only_the_drafters_ask_which_kind_a_draft_is() -> None:
-    assert draft_tests("if isinstance(draft, FeatureDraft | BlockDraft) or draft.kind != 'star': pass") != []
+    assert draft_tests("if isinstance(draft, FeatureDraft | TokenDraft) or draft.kind != 'star': pass") != []
     assert draft_tests("kind in ('eagle3', 'mtp')") != []
     for module, path in PACKAGE.items():
         if not is_within(module, "drafters"):

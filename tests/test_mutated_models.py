@@ -23,7 +23,7 @@ from autotune.errors import UserError
 from autotune.modeling.loading import _check_runs, load_model
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from tests.drafters import test_dflash, test_eagle3, test_mtp
+from tests.drafters import test_eagle3, test_mtp
 from tests.drafters.test_feature_draft import agreeing_draft, new_draft
 from tests.families import FAMILIES
 from tests.hybrids import HYBRIDS
@@ -91,10 +91,6 @@ DRAFTS: dict[str, Callable[[Any, Path], Any]] = {
         folder, next(n for n, c in test_eagle3.PUBLISHED.items() if "transformer_layer_config" in c)
     ),
     "mtp": _mtp,
-    **{
-        f"dflash {form}": lambda target, folder, form=form: test_dflash.write_draft(folder, form)
-        for form in test_dflash.FORMS
-    },
 }
 
 
@@ -153,8 +149,6 @@ def _is_used(kind: str, name: str) -> bool:
         return name.startswith(f"model.layers.{test_mtp.LAYERS}.") and not re.search(
             r"embed_tokens|shared_head.head", name
         )
-    if kind == "dflash speculators":
-        return not re.search(r"embed_tokens|verifier_norm", name)
     return not name.endswith("t2d")
 
 
@@ -226,7 +220,7 @@ def test_checkpoints(kind: str, is_nightly: bool, made: Any, tmp_path: Path, mon
 SIZES = (-1, 0, 3, 7, 2**31, 2**63, 10**30, 0.5, True, "4", None, [4], {"a": 1}, float("nan"))
 
 
-@pytest.mark.parametrize("kind", ["llama", "llava", "lfm2", "star", "eagle3", "dflash authors"])
+@pytest.mark.parametrize("kind", ["llama", "llava", "lfm2", "star", "eagle3"])
 def test_damaged_sizes_are_refused(kind: str, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each number of the config in turn: negative, zero, odd, huge, or of another type."""
     one = checkpoint(made, kind, tmp_path)

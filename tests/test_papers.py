@@ -32,7 +32,7 @@ STATED = {
 }
 WORKS = (
     "tong2026sage wetap huang2025specvlm star2025 hu2025dream li2024eagle2 li2025eagle3 chen2024sequoia deepseekai2024deepseekv3 "
-    "chen2026dflash saxena2023prompt zhao2025frspec daliri2024coupling xu2024magpie jordan2024muon yuan2023scaling rubin1981bayesian "
+    "saxena2023prompt zhao2025frspec daliri2024coupling xu2024magpie jordan2024muon yuan2023scaling rubin1981bayesian "
     "lange1989robust akiba2019optuna xia2024unlocking shen2026mmspec abramovich2026speedbench chen2021evaluating cobbe2021training"
 )
 

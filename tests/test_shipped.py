@@ -29,7 +29,7 @@ def test_repository_is_small() -> None:
 
 
 def test_drafts_of_the_bundled_targets_are_bundled() -> None:
-    digits = {f"digits/{kind}" for kind in ("dflash", "dream", "independent", "mtp", "specvlm", "star")}
+    digits = {f"digits/{kind}" for kind in ("dream", "independent", "mtp", "specvlm", "star")}
     assert digits <= set(DRAFTS) <= digits | {"smollm2/eagle3", "smollm2/mtp"}
 
 

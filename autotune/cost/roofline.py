@@ -154,16 +154,13 @@ def anchored(limits: DatasheetLimits, measured: Sequence[CostTable], mode: str =
 
     parts = [(table.target_shape, surface) for table in measured for surface in (table.decode, table.verify)]
     for draft in (draft for table in measured for draft in table.drafts):
-        is_forward = draft.shape is None or not draft.shape.block_tokens
-        parts += [(draft.shape, surface) for surface in (draft.draft_first, *([draft.draft_level] * is_forward))]
+        parts += [(draft.shape, surface) for surface in (draft.draft_first, draft.draft_level)]
     models = [(shape, surface) for shape, surface in parts if shape is not None and shape.has_forward_pass]
     points = [(shape, point) for shape, surface in models for point in surface.points]
     if not points:
         return limits
     latency_ms = np.array([point.latency_ms for _, point in points])
-    parts_ms = np.array(
-        [_parts_ms(shape, limits, point.tokens + shape.block_tokens, point.kv_length, mode) for shape, point in points]
-    )
+    parts_ms = np.array([_parts_ms(shape, limits, point.tokens, point.kv_length, mode) for shape, point in points])
 
     def error(logs: Floats) -> float:
         """Mean squared error with the parts scaled by ``exp(logs)``."""
@@ -187,14 +184,12 @@ def anchored(limits: DatasheetLimits, measured: Sequence[CostTable], mode: str =
     )
 
 
-def _surface(
-    shape: ModelShape, limits: DatasheetLimits, tokens: tuple[int, ...], mode: str, *, is_drafted: bool = False
-) -> Surface:
-    """Latencies of forwards, also of a block's tokens; 0 if another forward pass has drafted what they propose."""
-    points = []
-    for n, m in itertools.product(tokens, KV_LENGTHS):
-        ms = 0.0 if is_drafted else step_ms(shape, limits, n + shape.block_tokens, m, mode)
-        points.append(Point(tokens=n, kv_length=m, samples_ms=[ms]))
+def _surface(shape: ModelShape, limits: DatasheetLimits, tokens: tuple[int, ...], mode: str) -> Surface:
+    """Latencies of forwards."""
+    points = [
+        Point(tokens=n, kv_length=m, samples_ms=[step_ms(shape, limits, n, m, mode)])
+        for n, m in itertools.product(tokens, KV_LENGTHS)
+    ]
     return Surface(points=points)
 
 
@@ -254,7 +249,7 @@ def estimate_table(
                 weights=subnet.weights,
                 shape=shape,
                 draft_first=_surface(shape, limits, tokens, mode),
-                draft_level=_surface(shape, limits, tokens, mode, is_drafted=shape.block_tokens > 0),
+                draft_level=_surface(shape, limits, tokens, mode),
                 prefill=_prefill(shape, limits),
                 overhead=overhead,
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -51,10 +51,8 @@ class ModelShape(Document):
     """Share of the KV bytes per token in cross-attention blocks, whose KV length includes pruned tokens
     (``Trace.draft_kv_length``).
     """
-    block_tokens: int = Field(default=0, ge=0)
-    """Tokens that a draft's first forward pass of a round evaluates besides the committed ones, so that all levels are
-    drafted by it; 0: every level is a forward pass.
-    """
+    block_tokens: Literal[0] = 0
+    """Always 0: written by earlier versions, which had drafts of which one forward pass proposed all levels."""
 
     @property
     def has_forward_pass(self) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from autotune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,27 @@ KINDS: dict[str, DraftKind] = {
     "dream": DraftKind(),
     "specvlm": DraftKind(),
     "mtp": DraftKind(is_target_layer=True),
-    "dflash": DraftKind(),
+    "dflash": DraftKind(),  # refused: see ``refuse_dflash``
     "retrieval": DraftKind(token_draft="autotune.drafters.retrieval:RetrievalDraft"),
 }
 TOKEN_DRAFTS = tuple(name for name, kind in KINDS.items() if kind.token_draft is not None)
 """Names of the drafts without files; a folder of such a name is given as ``./retrieval``."""
+
+
+def refuse_dflash(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse a block-diffusion draft (DFlash), which serving engines alone run.
+
+    Args:
+        name: the model, as the user gave it.
+        config: content of its ``config.json``.
+
+    Raises:
+        UserError: it is one in the form of its authors, of ``speculators``, or of transformers' assistants.
+    """
+    is_dflash = "dflash_config" in config or "DFlash" in str(config.get("architectures"))
+    is_dflash |= config.get("speculators_model_type") == "dflash"
+    if is_dflash or config.keys() >= {"block_size", "mask_token_id", "target_layer_ids"}:
+        raise UserError(
+            f"{name}: drafts of kind dflash propose whole blocks, and are neither run nor exported; give a draft of another kind, or use vLLM's "
+            f"""own --speculative-config '{{"method": "dflash", "model": "{name}", "num_speculative_tokens": N}}'"""
+        )

@@ -80,15 +80,6 @@ class Crossing(NamedTuple):
     factors: Tensor | None = None  # their rotary factors, [batch or 1, m, 3, 1, head size / 2]
 
 
-def attend_to(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
-    """Attention output [batch, n, heads, head size] from inputs [batch, heads, tokens, head size]; for ``mask`` see
-    ``AttentionContext``.
-    """
-    if mask is not None and mask.dtype == torch.int64:
-        return attend(query[0], key[0], value[0], mask[0, 0], query.shape[-1] ** -0.5)[None]  # type: ignore[no-any-return]
-    return grouped_attention(query, key, value, mask, is_causal=is_causal).transpose(1, 2)
-
-
 class AttentionContext(NamedTuple):
     """The keys that a forward pass of n tokens attends to; by default causal attention among the n tokens."""
 
@@ -102,8 +93,11 @@ class AttentionContext(NamedTuple):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output [batch, n, heads, head size] from inputs [batch, heads, tokens, head size]."""
-        is_causal = self.mask is None and isinstance(self.begin, int) and self.begin == 0 and query.shape[2] > 1
-        return attend_to(query, key, value, self.mask, is_causal=is_causal)
+        mask = self.mask
+        if mask is not None and mask.dtype == torch.int64:
+            return attend(query[0], key[0], value[0], mask[0, 0], query.shape[-1] ** -0.5)[None]  # type: ignore[no-any-return]
+        is_causal = mask is None and isinstance(self.begin, int) and self.begin == 0 and query.shape[2] > 1
+        return grouped_attention(query, key, value, mask, is_causal=is_causal).transpose(1, 2)
 
 
 WITHIN_BATCH = AttentionContext()

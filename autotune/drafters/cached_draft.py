@@ -62,8 +62,6 @@ class CachedDraft(CachedModel):
     usual_pending = 8
     """Pending tokens after nearly all rounds, of captured forward passes."""
     target_vocab_size: int  # known after ``attach``
-    drafts_blocks: bool = False
-    """Whether the root's forward pass proposes all levels of a tree."""
 
     def __init__(self) -> None:
         self._pending: list[int] = []

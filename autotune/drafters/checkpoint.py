@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 
-from autotune.documents.draft_kinds import KINDS, TOKEN_DRAFTS
+from autotune.documents.draft_kinds import KINDS, TOKEN_DRAFTS, refuse_dflash
 from autotune.documents.subnet import Subnet
-from autotune.drafters.block_draft import BlockDraft
-from autotune.drafters.dflash import DFlashNetwork
-from autotune.drafters.dflash_checkpoint import is_dflash, load_dflash
 from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.eagle3 import Eagle3Network, is_eagle3, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
@@ -44,11 +41,6 @@ ModelDraft = IndependentDraft | FeatureDraft
 LoadedDraft = ModelDraft | TokenDraft
 """Result of ``load_draft``."""
 GEMMA4_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
-
-PUBLISHED = ((is_dflash, load_dflash), (is_eagle3, load_eagle3))
-"""Forms of drafts that read features and are published by other projects: whether a ``config.json`` is of one, and its
-loader.
-"""
 
 
 def read_config(name: str, *, random_weights: bool = False) -> tuple[Path, dict[str, Any]] | None:
@@ -87,9 +79,9 @@ def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork
 
 
 def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, random_weights: bool = False) -> LoadedDraft:
-    """Load a draft by name: a folder from ``TrainableNetwork.save``, an EAGLE-3 head, a DFlash draft, any other Hugging
-    Face model, which drafts independently, a model followed by ``:mtp`` for the multi-token prediction head of its
-    checkpoint, or ``retrieval``.
+    """Load a draft by name: a folder from ``TrainableNetwork.save``, an EAGLE-3 head, any other Hugging Face model,
+    which drafts independently, a model followed by ``:mtp`` for the multi-token prediction head of its checkpoint, or
+    ``retrieval``.
 
     Args:
         subnet: heads, injection layer, vocabulary, weights and operator of the compressor to use. Its share of visual
@@ -97,8 +89,8 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
         random_weights: as in ``load_model``.
 
     Raises:
-        UserError: an unknown draft, a draft for another target, a subnet that it does not have, an EAGLE-3 head with
-            random weights, or a GPU that does not multiply the data type of the weights.
+        UserError: an unknown or a dflash draft, a draft for another target, a subnet that it does not have, an EAGLE-3
+            head with random weights, or a GPU that does not multiply the data type of the weights.
     """
     subnet = subnet or Subnet()
     if name.endswith(MTP_SUFFIX):
@@ -110,10 +102,8 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
                 Path(),
                 {},
             )
-            is_own = str(config.get("schema", "")).startswith("autotune.draft/") or any(
-                is_published(config) for is_published, _ in PUBLISHED
-            )
-        if not is_own:
+            refuse_dflash(name, config)
+        if not (str(config.get("schema", "")).startswith("autotune.draft/") or is_eagle3(config)):
             return _load_whole(name, target, subnet, config.get("model_type"), random_weights=random_weights)
         with load_errors(name):
             network = load_feature_network(folder, target, random_weights=random_weights)
@@ -127,7 +117,7 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
         if not isinstance(network, StarNetwork):
             raise UserError(f"{name}: only a star draft has heads to choose; leave heads out")
         network = network.sliced(subnet.head_shares)
-    draft = (BlockDraft if isinstance(network, DFlashNetwork) else FeatureDraft)(network, subnet)
+    draft = FeatureDraft(network, subnet)
     with load_errors(name):
         draft.attach(target)
         network.factors(torch.zeros(1, dtype=torch.long, device=target.device))  # a damaged rotary embedding fails here
@@ -141,7 +131,7 @@ def _load_whole(
     if model_type in GEMMA4_ASSISTANTS:
         raise UserError(
             f"{name}: drafts of type {model_type} attend to the target's keys and values, which is not supported; "
-            "give a smaller model with the target's vocabulary, an EAGLE-3 head or a DFlash draft"
+            "give a smaller model with the target's vocabulary, or an EAGLE-3 head"
         )
     if subnet.network != Subnet().network:
         kind = name if name in TOKEN_DRAFTS else IndependentDraft.kind
@@ -162,9 +152,8 @@ def _load_whole(
 def load_feature_network(folder: Path, target: Target, *, random_weights: bool = False) -> DraftNetwork:
     """The network in a draft's folder, of whatever kind its config names."""
     content = read_json(folder / CONFIG)
-    for is_own, load in PUBLISHED:
-        if is_own(content):
-            return load(folder, content, target, random_weights=random_weights)
+    if is_eagle3(content):
+        return load_eagle3(folder, content, target, random_weights=random_weights)
     if content.get("kind") == MtpNetwork.kind:
         return load_mtp(folder, target, random_weights=random_weights)
     return load_network(folder, random_weights=random_weights)

@@ -21,11 +21,16 @@ from pydantic import Field, ValidationError
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache
 from autotune.drafters.draft import LEAST_SHARED
-from autotune.drafters.network import JoinedLayersConfig, JoinedLayersNetwork, set_weights
+from autotune.drafters.network import NetworkConfig, set_weights
 from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.trainable import CONFIG, WEIGHTS, read_tensors
 from autotune.drafters.unrolled import UnrolledNetwork
@@ -43,10 +48,12 @@ ROPE_TYPES = ("default", "mrope", *ROPE_INIT_FUNCTIONS)
 LAYER_PREFIXES = r"^(midlayer|layers\.0)\."  # of the layer, in EAGLE's and in speculators' format
 
 
-class Eagle3Config(JoinedLayersConfig):
+class Eagle3Config(NetworkConfig):
     """Sizes of an EAGLE-3 head, besides those of its layer."""
 
     kind: str = "eagle3"
+    layers: tuple[int, ...]
+    """Layers of the target that are read together; layer i is the input of the target's layer i, counted from 0."""
     state_size: int = Field(ge=1)
     draft_vocabulary_size: int = Field(ge=1)
     norm_before_residual: bool = False
@@ -81,8 +88,11 @@ class Eagle3LayerConfig(LlamaConfig):  # type: ignore[misc]
         return torch.tensor(2 * axes)
 
 
-class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
-    """The head, with the parameter names of its checkpoint except ``layer``."""
+class Eagle3Network(UnrolledNetwork):
+    """The head, with the parameter names of its checkpoint except ``layer``.
+
+    The buffer ``d2t`` holds the offsets of its vocabulary.
+    """
 
     kind = "eagle3"
     config_type = None
@@ -98,13 +108,17 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
         self.lm_head = nn.Linear(hidden, config.draft_vocabulary_size, bias=False)
         self.layer_config = layer
         self.embed_tokens = nn.Embedding(layer.vocab_size, hidden) if has_embedding else None
-        self.d2t = nn.Buffer(torch.zeros(config.draft_vocabulary_size, dtype=torch.long))
+        self.d2t: Tensor = nn.Buffer(torch.zeros(config.draft_vocabulary_size, dtype=torch.long))
         self.first_feature = None  # trained on sequences without their first token
 
     @property
     def embedding(self) -> nn.Embedding | None:  # type: ignore[override]
         """The checkpoint's embedding, if it has one."""
         return self.embed_tokens
+
+    @property
+    def token_ids(self) -> Tensor:  # type: ignore[override]
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     @classmethod
     def new(cls, sizes: Mapping[str, Any], target: Target, *, source: str) -> Self:
@@ -185,6 +199,28 @@ class Eagle3Network(JoinedLayersNetwork, UnrolledNetwork):
     @property
     def layers_in_training(self) -> tuple[int, ...]:
         return self.config.layers
+
+    def layers_read(self, injection_layer: int | None) -> tuple[int, ...]:
+        layers = self.config.layers
+        if injection_layer is not None and (injection_layer,) != layers:
+            raise UserError(
+                f"this {self.config.kind} draft reads the layers {', '.join(map(str, layers))} together; "
+                f"got injection_layer {injection_layer}; leave it out"
+            )
+        return layers
+
+    def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
+        """The concatenated layers, projected to the head's width."""
+        return self.fc(torch.cat([hidden[layer] for layer in self.config.layers], -1))  # type: ignore[no-any-return]
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """Cosines and sines, [..., n, 2, head size]. No buffer holds the angles, because they are float32 in every
+        precision. Types that depend on the length (``dynamic``, ``longrope``) are as for short sequences.
+        """
+        rotary = LlamaRotaryEmbedding(self.layer_config).to(positions.device)
+        angles = positions[..., None].float() * rotary.inv_freq
+        factors = torch.stack([angles.cos(), angles.sin()], -2) * rotary.attention_scaling
+        return torch.cat([factors, factors], -1).to(self.norm.weight.dtype)
 
     def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
         num_heads, head_size = self.layer_config.num_key_value_heads, self.layer.self_attn.head_dim

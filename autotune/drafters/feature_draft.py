@@ -135,7 +135,6 @@ class FeatureDraft(CachedDraft):
             layer_kernels=40
             + 4 * sum(isinstance(module, Float8Linear) for module in read.modules()) // len(self.cache.blocks),
             crossing_share=self.network.crossing_share,
-            block_tokens=self.num_block_tokens,
         )
 
     @property
@@ -160,22 +159,14 @@ class FeatureDraft(CachedDraft):
         num_tokens = self.vocab_size if self.token_ids is None else len(self.token_ids)
         return self.network.config.hidden_size * num_tokens
 
-    def _follows(self, target: Target) -> bool:
-        """Whether the draft is attached to this target's model, perhaps through another decoder's ``Target``; then it
-        reads the features of this one from here on.
-        """
-        if self._target is None or self._target.model is not target.model:
-            return False
-        self._target = target
-        return True
-
     def attach(self, target: Target) -> None:
         """See ``Draft``. The draft uses the target's embedding and head.
 
         Raises:
             UserError: a target with another size or vocabulary, or on a GPU that does not multiply float8 weights.
         """
-        if self._follows(target):
+        if self._target is not None and self._target.model is target.model:
+            self._target = target  # perhaps another decoder's, whose features are read from here on
             return
         config, text = self.network.config, target.text
         for name, ours, theirs in (

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from autotune.documents.subnet import Operator
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, DraftBlock, rotation
@@ -294,56 +293,6 @@ class BlocksNetwork(DraftNetwork):
             if number == 0 and early is not None:
                 early.append(stream)
         return self.norm(stream)  # type: ignore[no-any-return]
-
-
-class JoinedLayersConfig(NetworkConfig):
-    """Sizes of a network that reads several layers of the target together."""
-
-    layers: tuple[int, ...]
-    """Layers of the target that are read; layer i is the input of the target's layer i, counted from 0."""
-
-
-class JoinedLayersNetwork(DraftNetwork):
-    """A network that reads several layers of the target together, over a vocabulary that may be smaller than the
-    target's.
-    """
-
-    config: JoinedLayersConfig
-    fc: nn.Linear
-    """Projects the concatenated layers."""
-    norm: Any
-    """Normalizes the states."""
-    layer_config: Any
-    """The transformers config of the layers."""
-    d2t: Tensor | None
-    """Offsets of a smaller vocabulary: its token i is the target's token ``i + d2t[i]``. None: the target's vocabulary.
-    """
-
-    @property
-    def token_ids(self) -> Tensor | None:  # type: ignore[override]
-        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    def layers_read(self, injection_layer: int | None) -> tuple[int, ...]:
-        layers = self.config.layers
-        if injection_layer is not None and (injection_layer,) != layers:
-            raise UserError(
-                f"this {self.config.kind} draft reads the layers {', '.join(map(str, layers))} together; "
-                f"got injection_layer {injection_layer}; leave it out"
-            )
-        return layers
-
-    def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """The concatenated layers, projected to the network's width."""
-        return self.fc(torch.cat([hidden[layer] for layer in self.config.layers], -1))  # type: ignore[no-any-return]
-
-    def factors(self, positions: Tensor) -> Tensor:
-        """Cosines and sines, [..., n, 2, head size]. No buffer holds the angles, because they are float32 in every
-        precision. Types that depend on the length (``dynamic``, ``longrope``) are as for short sequences.
-        """
-        rotary = LlamaRotaryEmbedding(self.layer_config).to(positions.device)
-        angles = positions[..., None].float() * rotary.inv_freq
-        factors = torch.stack([angles.cos(), angles.sin()], -2) * rotary.attention_scaling
-        return torch.cat([factors, factors], -1).to(self.norm.weight.dtype)
 
 
 def set_weights(network: nn.Module, tensors: Mapping[str, Tensor], *, source: object, what: str, advice: str) -> None:

@@ -40,13 +40,6 @@ class CachedModel(ABC):
         return {}
 
     @property
-    def num_block_tokens(self) -> int:
-        """KV slots that a round's first forward pass takes after the pending tokens, of a draft that proposes whole
-        blocks.
-        """
-        return 0
-
-    @property
     def num_devices(self) -> int:
         """Number of devices that the model is spread over."""
         return 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autotune.device import check_room, multiplies_bfloat16
-from autotune.documents.draft_kinds import TOKEN_DRAFTS
+from autotune.documents.draft_kinds import TOKEN_DRAFTS, refuse_dflash
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
 from autotune.files import data_root, known_sha256_of, read_json
@@ -39,8 +39,8 @@ LARGEST_SIZES = {
     **{"hidden_size": 1 << 17, "intermediate_size": 1 << 20, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 30},
     **{"image_size": 1 << 14, "patch_size": 1 << 10},
 }
-DRAFT_KEYS = {"draft_vocab_size", "speculators_model_type", "dflash_config"}
-"""Keys that only configs of published EAGLE-3 heads and DFlash drafts have."""
+DRAFT_KEYS = {"draft_vocab_size", "speculators_model_type"}
+"""Keys that only configs of published EAGLE-3 heads have."""
 MTP_SUFFIX = ":mtp"
 """Ends the name of a draft that is the multi-token prediction head of a target's own checkpoint: ``FOLDER:mtp``."""
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -244,8 +244,8 @@ def _check_type(folder: Path, name: str) -> None:
     from transformers import CONFIG_MAPPING
 
     config = read_json(folder / "config.json")
-    architectures = "".join(config.get("architectures") or ())
-    is_published = DRAFT_KEYS & config.keys() or "Eagle" in architectures or "DFlash" in architectures
+    refuse_dflash(name, config)
+    is_published = DRAFT_KEYS & config.keys() or "Eagle" in "".join(config.get("architectures") or ())
     if is_published or str(config.get("schema", "")).startswith("autotune.draft/"):
         raise UserError(
             f"{name}: a draft, which proposes tokens for another model and answers nothing alone; give it as --draft, with its "

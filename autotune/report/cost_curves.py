@@ -37,7 +37,7 @@ class CostCurve:
         """The least latency that the datasheet allows."""
         if self.limits is None or self.shape is None or not self.shape.has_forward_pass:
             return None
-        return device_bound_ms(self.shape, self.limits, tokens + self.shape.block_tokens, self.kv_length)
+        return device_bound_ms(self.shape, self.limits, tokens, self.kv_length)
 
     def share_of_limit(self, tokens: int) -> float | None:
         ms, limit = self.ms(tokens), self.limit_ms(tokens)
@@ -63,6 +63,5 @@ def cost_curves(table: CostTable, study: StudyDocument | None) -> list[CostCurve
     for costs in table.drafts:
         shape = shapes.get(costs.draft.sha256) if costs.heads is None else None  # the shape is of the full draft
         parts.append((f"{costs.name}, first level", True, costs.draft_first, shape))
-        of_levels = None if shape is not None and shape.block_tokens else shape  # which are no forward passes
-        parts.append((f"{costs.name}, other levels", True, costs.draft_level, of_levels))
+        parts.append((f"{costs.name}, other levels", True, costs.draft_level, shape))
     return [CostCurve(part, is_draft, kv_length, surface, limits, shape) for part, is_draft, surface, shape in parts]

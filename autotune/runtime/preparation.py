@@ -112,9 +112,9 @@ def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int], samp
         yield partial(_target_step, target, own_layers, size)
     if (cached := as_cached(draft)) is None:
         return
-    levels = [] if cached.drafts_blocks else _sizes(min(policy.max_width, MAX_LEVEL_STEP), capture_sizes)
+    levels = _sizes(min(policy.max_width, MAX_LEVEL_STEP), capture_sizes)
     draws: list[Draw | None] = [None] if False in sampled or not point.is_coupled else []
-    if True in sampled and point.is_coupled and not cached.drafts_blocks:
+    if True in sampled and point.is_coupled:
         draws.append(Draw(target.noise, 0, temperature=1.0, top_k=target.vocab_size, top_p=1.0))
     for num_pruned, draw in itertools.product(cached.numbers_pruned(point.visual_keep), draws):
         for size in sorted({cached.pending_size(count) for count in range(1, PENDING_PIECE + 1)}):

@@ -31,9 +31,7 @@ class DecodingStats:
     target_forwards: int = 0
     """Target forwards after the prefill."""
     draft_forwards: int = 0
-    """Draft levels. Each is a forward pass, except that ``retrieval`` has none and that of a ``dflash`` draft's root
-    serves all.
-    """
+    """Draft levels. Each is a forward pass, except those of ``retrieval``, which has none."""
     plain_steps: int = 0
     target_prefill_ms: float = 0.0
     """Time to the first new token, vision included."""

@@ -191,20 +191,6 @@ def measured_table(limits: DatasheetLimits, mode: str = EAGER, **fields: object)
     return table.model_copy(update={**own, "estimated": False, **fields})
 
 
-def test_a_draft_in_blocks_is_estimated_as_one_forward_pass_a_round() -> None:
-    """The first level reads the block besides the committed tokens; the other levels cost no forward pass."""
-    shape = SHAPE.model_copy(update={"block_tokens": 8, "text_parameters": 10**8})
-    table = estimated(shape, SHAPE)
-    limits, (costs,) = find_limits("h100"), table.drafts
-    assert {point.latency_ms for point in costs.draft_level.points} == {0.0}
-    for point in costs.draft_first.points:
-        assert point.latency_ms == pytest.approx(step_ms(shape, limits, point.tokens + 8, point.kv_length))
-    # Limits that are scaled to a table of such a draft are those of the table: its levels say nothing about them.
-    measured = table.model_copy(update={"estimated": False})
-    same = anchored(limits, [measured])
-    assert same.memory_gb_per_second == pytest.approx(limits.memory_gb_per_second, rel=1e-3)
-
-
 @pytest.mark.parametrize(("mode", "kernel_time"), [(EAGER, "eager_layer_ms"), (CUDA_GRAPH, "kernel_ms")])
 def test_limits_are_scaled_to_measurements(mode: str, kernel_time: str) -> None:
     """Three quarters of the bandwidth, a thirtieth of the peak, twice the time of kernels: each is found from steps

@@ -283,13 +283,23 @@ def test_table_is_saved_and_loaded(tmp_path: Path) -> None:
 def test_a_table_without_shares_of_crossing_blocks_loads(tmp_path: Path) -> None:
     """Its drafts are priced at their own KV length, as they were measured."""
     path, table = tmp_path / "here.cost.json", cost_table()
-    shape = ModelShape(**dict.fromkeys(ModelShape.model_fields, 1))
+    shape = ModelShape(**dict.fromkeys(ModelShape.model_fields.keys() - {"block_tokens"}, 1))
     costs = [costs.model_copy(update={"shape": shape}) for costs in table.drafts]
     table.model_copy(update={"drafts": costs}).save(path)
     content = json.loads(path.read_text())
     assert content["drafts"][0]["shape"].pop("crossing_share") == 1
     path.write_text(json.dumps(content))
     assert CostTable.load(path).prices(DRAFT, max_tokens=8, max_kv_length=100).crossing_share == 0
+
+
+def test_a_table_with_a_draft_of_whole_blocks_is_refused() -> None:
+    """No level of such a draft was a forward pass, so its measurements fit no estimate."""
+    shape = ModelShape(**dict.fromkeys(ModelShape.model_fields.keys() - {"block_tokens"}, 1))
+    content = json.loads(cost_table().model_copy(update={"target_shape": shape}).dump())
+    assert CostTable.parse(content, source="here") and content["target_shape"]["block_tokens"] == 0
+    content["target_shape"]["block_tokens"] = 8
+    with pytest.raises(UserError, match=r"here: target_shape.block_tokens: input should be 0; got 8"):
+        CostTable.parse(content, source="here")
 
 
 def test_table_of_another_version_names_the_command(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, RETRIEVAL, bundled_models
 from autotune.trees.policy import parse_policy
+from tests.documents.test_draft_kinds import DFLASH, write_dflash
 from tests.sample_documents import decoding_profile
 from tests.tiny_models import llama_pair
 
@@ -94,11 +95,13 @@ def test_what_vllm_leaves_out_is_noted(tmp_path: Path) -> None:
             "give the chain's length with --draft-tokens",
         ),
         ("gone/folder/of/draft", {}, "no model of safetensors|no such"),
+        *((form, {"kind": "dflash"}, 'vLLM\'s own --speculative-config \'{"method": "dflash"') for form in DFLASH),
     ],
 )
 def test_what_vllm_does_not_serve_is_refused_in_a_line(
     tmp_path: Path, draft: str | None, fields: dict[str, Any], message: str
 ) -> None:
+    draft = str(write_dflash(tmp_path / "draft", draft)) if draft in DFLASH else draft
     result = export(write_profile(tmp_path, draft, **fields))
     assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
     assert any(words in result.stderr for words in message.split("|")), result.stderr

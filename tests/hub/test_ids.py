@@ -26,7 +26,7 @@ REFUSED = {
     "odd/remote-code": "code",
     "odd/without-config": "config.json",
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": "--draft",
-    "z-lab/Qwen3-8B-DFlash-b16": "--draft",
+    "z-lab/Qwen3-8B-DFlash-b16": "--speculative-config",
     "moonshotai/Kimi-K2-Instruct": "code",
     repositories.GATED: "gated.*accept.*hf auth login.*HF_TOKEN",
     "meta-llama/Llama-3.1-8B-Instruct@v9": "no revision v9",

@@ -24,7 +24,6 @@ from autotune.runtime.points import as_draft
 from autotune.runtime.rounds import Round
 from autotune.runtime.stats import DecodingStats
 from autotune.trees.fallback import RoundPrice
-from tests.drafters.test_dflash import write_draft as write_dflash
 from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import KINDS, agreeing_draft
 from tests.drafters.test_mtp import random_draft as random_mtp
@@ -51,8 +50,6 @@ def make_draft(kind: str, pair: Pair, target: Target, folder: Path) -> Any:
         return load_draft(str(write_head(folder / "head", "speculators/qwen3-8b")), target)
     if kind == "mtp":
         return random_mtp(target)
-    if kind == "dflash":
-        return load_draft(str(write_dflash(folder, "authors")), target)
     if kind == "retrieval":
         return RetrievalDraft()
     return agreeing_draft(kind, target, injection_layer=2 if kind == "star" else 4)

@@ -37,7 +37,7 @@ CHAIN = {"policy": "chain", "depth": 5}
 WARPERS = [TypicalLogitsWarper(0.9), EtaLogitsWarper(0.01), EpsilonLogitsWarper(0.001), MinPLogitsWarper(0.02)]
 
 
-@pytest.mark.parametrize("kind", ["independent", "retrieval", "eagle3", "mtp", "dflash", "specvlm", *STAR_FOR_BOTH])
+@pytest.mark.parametrize("kind", ["independent", "retrieval", "eagle3", "mtp", "specvlm", *STAR_FOR_BOTH])
 def test_no_token_changes_for_any_draft_and_tree(
     pair: Pair, prompts: dict[str, Inputs], kind: str, tmp_path: Path
 ) -> None:

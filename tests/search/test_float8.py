@@ -39,7 +39,7 @@ from tests.test_bundled_pair import bundled
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
 __all__ = ["folders", "loaded"]
-DIGITS = ("star", "dream", "specvlm", "mtp", "dflash")
+DIGITS = ("star", "dream", "specvlm", "mtp")
 FLOAT8 = Subnet(weights="float8")
 SPACE = {
     "name": "weights",
