@@ -39,12 +39,13 @@ from autotune.modeling.loading import BUNDLED_TARGET, default_workload, load_mod
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
-from autotune.training.curve import distilled_layers, draw_curve, logged
 from autotune.training.examples import JsonlExamples, read_examples
+from autotune.training.log import logged
 from autotune.training.teacher import Teacher
 from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt
 from autotune.workloads.workload import bundled_file, load_workload
+from benchmarks.training_curve import distilled_layers, draw_curve
 
 TREE = {"policy": "eagle2", "k": 4, "depth": 6, "budget": 32}
 ROWS, OPERATOR_ROWS = "acceptance.jsonl", "operators.jsonl"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,19 +18,13 @@ from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 
 
-class _Use(NamedTuple):
-    backend: str
-    query: tuple[int, ...]
-    key: tuple[int, ...]
-    has_mask: bool
-
-
 class _Observer(TorchFunctionMode):
-    """Counts calls of scaled dot-product attention by shape and kernel, and lets them run."""
+    """Counts calls of scaled dot-product attention in one kind of forward pass, and lets them run."""
 
-    def __init__(self) -> None:
+    def __init__(self, forward: str) -> None:
         super().__init__()
-        self.uses: Counter[_Use] = Counter()
+        self.forward = forward
+        self.uses: Counter[AttentionUse] = Counter()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -39,7 +33,15 @@ class _Observer(TorchFunctionMode):
         if func is scaled_dot_product_attention:
             backend = SDPBackend(torch._fused_sdp_choice(*args, **kwargs)).name.lower()
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-            self.uses[_Use(backend, tuple(args[0].shape), tuple(args[1].shape), mask is not None)] += 1
+            use = AttentionUse(
+                forward=self.forward,
+                backend=backend,
+                query=tuple(args[0].shape),
+                key=tuple(args[1].shape),
+                has_mask=mask is not None,
+                num_layers=1,
+            )
+            self.uses[use] += 1
         return func(*args, **kwargs)
 
 
@@ -55,9 +57,9 @@ def attention_uses(target: Target, prompt: EncodedPrompt, num_tokens: int) -> tu
         "plain step": lambda: target.step(int(tokens[0])),
         "verification": lambda: target.forward(Step.causal(tokens, target.mask_value)),
     }
-    uses = []
+    uses: list[AttentionUse] = []
     for name, run in forwards.items():
-        with _Observer() as observer:
+        with _Observer(name) as observer:
             run()
-        uses += [AttentionUse(forward=name, **use._asdict(), num_layers=count) for use, count in observer.uses.items()]
+        uses += [use.model_copy(update={"num_layers": count}) for use, count in observer.uses.items()]
     return tuple(uses)

@@ -55,8 +55,6 @@ class NearTies(Document):
     """Largest difference between the logits of both ways."""
     allowed_noise: float = Field(ge=0)
     """``TreeCheck.allowed`` in units of these logits."""
-    median_margin: float = Field(ge=0)
-    """Median difference between the best two logits, in single steps."""
     examples: tuple[str, ...] = ()
     """The first flips, in words."""
 
@@ -142,6 +140,10 @@ class TargetFound(Document):
     """The one that ``auto`` chooses for a search with these drafts."""
     captured_steps: CapturedSteps | None = None
     """None where nothing can be captured."""
+    why_masks: str | None = None
+    """Reason for which attention of captured steps has masks; None where Triton kernels run it, or nothing can be
+    captured.
+    """
     trials: tuple[DecodingTrial, ...] = ()
     """Plain decoding in each mode, then each draft in each mode; empty without drafts."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from autotune.contention_monitor import ContentionMonitor
 from autotune.cost.roofline import find_limits
 from autotune.device import choose_device, fingerprint, free_memory, gpu_fault, local_devices
 from autotune.doctor.diagnosis import DeviceFound, Diagnosis
-from autotune.doctor.findings import defects, notes
+from autotune.doctor.findings import findings
 from autotune.doctor.target import examine_target
 from autotune.documents.provenance import stamp
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
@@ -56,9 +55,8 @@ def examine(
     Raises:
         UserError: a model cannot be loaded, or a draft does not fit the target.
     """
-    draft_ids = [
-        reference(name, weights=not random_weights).id for name in drafts
-    ]  # first, so that a wrong name is told at once
+    # First, so that a wrong name is told at once.
+    draft_ids = [reference(name, weights=not random_weights).id for name in drafts]
     fault = gpu_fault() if device == "auto" else None
     chosen = "cpu" if fault else choose_device(device)
     chosen = "cuda:0" if chosen == "cuda" else chosen
@@ -68,8 +66,9 @@ def examine(
     found_target = None
     if target is not None:
         with console.stage("target"):
-            options: dict[str, Any] = {"dtype": dtype, "random_weights": random_weights, "console": console}
-            loaded = Target(load_model(target, device=chosen, **options))
+            loaded = Target(
+                load_model(target, device=chosen, dtype=dtype, random_weights=random_weights, console=console)
+            )
             processor = load_processor(target, or_bundled=random_weights)
             loaded_drafts: dict[str, LoadedDraft] = {}
             for id, name in zip(draft_ids, drafts, strict=True):
@@ -95,8 +94,10 @@ def examine(
         contention=contention,
         target=found_target,
     )
-    sentences = {"defects": (*filter(None, [fault]), *defects(diagnosis)), "notes": tuple(notes(diagnosis))}
-    return diagnosis.model_copy(update=sentences)
+    found = findings(diagnosis)
+    defects = (*filter(None, [fault]), *(finding.text for finding in found if finding.is_defect))
+    notes = tuple(finding.text for finding in found if not finding.is_defect)
+    return diagnosis.model_copy(update={"defects": defects, "notes": notes})
 
 
 def find_devices() -> tuple[DeviceFound, ...]:
@@ -104,9 +105,15 @@ def find_devices() -> tuple[DeviceFound, ...]:
     found = []
     for device in local_devices():
         here = fingerprint(device)
-        rate = None if (limits := find_limits(here.name)) is None else limits.memory_gb_per_second
-        free_bytes = free_memory(device)
-        found.append(DeviceFound(device=device, fingerprint=here, free_bytes=free_bytes, datasheet_gb_per_second=rate))
+        limits = find_limits(here.name)
+        found.append(
+            DeviceFound(
+                device=device,
+                fingerprint=here,
+                free_bytes=free_memory(device),
+                datasheet_gb_per_second=None if limits is None else limits.memory_gb_per_second,
+            )
+        )
     return tuple(found)
 
 

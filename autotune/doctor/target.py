@@ -27,6 +27,7 @@ from autotune.modeling.loading import RETRIEVAL
 from autotune.modeling.near_ties import flips, largest_difference
 from autotune.modeling.self_check import allowed_difference, compare_tree_decoding
 from autotune.modeling.target import Target
+from autotune.modeling.tree_attention import why_no_triton
 from autotune.runtime.preparation import decoding_mode
 from autotune.workloads.workload import Workload
 
@@ -74,9 +75,17 @@ def examine_target(
         near_ties=audit_near_ties(target, inputs, num_tokens, allowed=allowed),
         mode=mode,
         captured_steps=target.captured_steps,
+        why_masks=None if target.captured_steps is None else why_masks(target),
         steps=tuple(time_steps(target, mode, len(prompt) + num_tokens) for mode in modes),
         trials=try_drafts(target, drafts, processor, workload, modes) if drafts else (),
     )
+
+
+def why_masks(target: Target) -> str | None:
+    """The reason for which attention of captured steps has masks; None: Triton kernels run it."""
+    if not target.text.takes_packed_masks:
+        return "the model's layers do not call an attention function by its name"
+    return "there is no kernel for float32" if target.dtype == torch.float32 else why_no_triton(target.device)
 
 
 @torch.inference_mode()
@@ -94,7 +103,6 @@ def audit_near_ties(target: Target, inputs: Sequence[dict[str, Any]], num_tokens
         audits.append((alone[1:].float(), answer_logits(target, prompt, tokens)[1:].float()))
     alone, together = (torch.cat(logits) for logits in zip(*audits, strict=True))
     allowed_noise = allowed * float(alone.std())
-    best = alone.topk(2).values
     num_flips = flips(alone, together, allowed_noise)
     return NearTies(
         num_tokens=len(alone),
@@ -102,7 +110,6 @@ def audit_near_ties(target: Target, inputs: Sequence[dict[str, Any]], num_tokens
         num_unexplained=sum(not flip.is_near_tie for flip in num_flips),
         noise=largest_difference(alone, together),
         allowed_noise=allowed_noise,
-        median_margin=float((best[:, 0] - best[:, 1]).median()),
         examples=tuple(map(str, sorted(num_flips, key=lambda flip: flip.is_near_tie)[:MAX_EXAMPLES])),
     )
 
@@ -112,8 +119,7 @@ def time_steps(target: Target, mode: str, kv_length: int) -> StepTimes:
     """Time plain steps and verifications in turns. Every mode but eager prepares all sizes first, which is
     timed too.
     """
-    sizes = capture_sizes_for(mode, ())
-    settings = CostSettings(kv_lengths=(kv_length,), capture_sizes=sizes, mode=mode)
+    settings = CostSettings(kv_lengths=(kv_length,), capture_sizes=capture_sizes_for(mode, ()), mode=mode)
     memory = graph_memory(target.device)
     before, started = memory.memory_bytes, now_ms(target.device)
     bench = StepBench(target, load_draft(RETRIEVAL, target), settings)
@@ -130,15 +136,16 @@ def time_steps(target: Target, mode: str, kv_length: int) -> StepTimes:
         for tokens, times in verify.items():
             plain.append(float(np.median(plain_steps_ms(bench, kv_length))))
             times.append(bench.verify_ms(tokens, kv_length))
-    result = StepTimes(
+    graphs = target.graph_runner
+    target.use_mode(EAGER)
+    target.output_layers = ()
+    return StepTimes(
         mode=mode,
         kv_length=kv_length,
         plain_ms=float(np.median(plain)),
         verify_ms={tokens: float(np.median(times)) for tokens, times in verify.items()},
+        prepare_s=None if graphs is None else prepared_s,
+        prepared_bytes=max(0, memory.memory_bytes - before),
+        num_prepared=0 if graphs is None else len(graphs),
+        why_eager=None if graphs is None else graphs.why_eager,
     )
-    if (graphs := target.graph_runner) is not None:
-        prepared = {"prepare_s": prepared_s, "prepared_bytes": max(0, memory.memory_bytes - before)}
-        result = result.model_copy(update={**prepared, "num_prepared": len(graphs), "why_eager": graphs.why_eager})
-    target.use_mode(EAGER)
-    target.output_layers = ()
-    return result

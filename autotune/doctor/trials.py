@@ -35,12 +35,13 @@ def try_drafts(
     """
     has_states = target.has_states or any(draft.has_states for draft in drafts.values())
     tree = CHAIN if has_states else TREE
-    arms: dict[tuple[str | None, str], DecoderArm] = {}
-    decoded: list[tuple[str | None, LoadedDraft | None]] = [(None, None), *drafts.items()]
-    for name, draft in decoded:
-        for mode in modes:
-            decoder = Decoder(target, draft, tree=tree.tree, mode=mode, processor=processor)
-            arms[name, mode] = DecoderArm(f"{name or AR} {mode}", decoder)
+    decoded: dict[str | None, LoadedDraft | None] = {None: None, **drafts}
+    options: dict[str, Any] = {"tree": tree.tree, "processor": processor}
+    arms = {
+        (name, mode): DecoderArm(f"{name or AR} {mode}", Decoder(target, draft, mode=mode, **options))
+        for name, draft in decoded.items()
+        for mode in modes
+    }
     lengths = [prompt.inputs(processor)["input_ids"].shape[1] for prompt in workload.prompts]
     context = max(lengths) + max(prompt.settings.max_new_tokens for prompt in workload.prompts)
     captures = {key: _capture(arms[key].decoder, context) for key in reversed(arms)}  # the largest trees first
@@ -55,20 +56,21 @@ def try_drafts(
         rounds, eager_rounds = np.sum(same, axis=0) if same else (0, 0)
         differing = divergences_from_plain(arm, plain, workload, runner, runs)
         unexplained = tuple(f"{prompt}, {found}" for prompt, found in differing.items() if not found.is_near_tie)
-        trial = DecodingTrial(
-            draft=name,
-            tree=None if name is None else tree.tree_label,
-            mode=mode,
-            tokens_per_round=summary.tokens_per_round,
-            ms_per_token=1e3 / summary.tokens_per_second,
-            speedup=summary.speedup,
-            rounds_over_eager=float(rounds / eager_rounds) if eager_rounds else None,
-            num_answers=len(own),
-            num_near_ties=len(differing) - len(unexplained),
-            unexplained=unexplained,
-            **captures[name, mode],
+        trials.append(
+            DecodingTrial(
+                draft=name,
+                tree=None if name is None else tree.tree_label,
+                mode=mode,
+                tokens_per_round=summary.tokens_per_round,
+                ms_per_token=1e3 / summary.tokens_per_second,
+                speedup=summary.speedup,
+                rounds_over_eager=float(rounds / eager_rounds) if eager_rounds else None,
+                num_answers=len(own),
+                num_near_ties=len(differing) - len(unexplained),
+                unexplained=unexplained,
+                **captures[name, mode],
+            )
         )
-        trials.append(trial)
     return tuple(trials)
 
 
@@ -82,6 +84,9 @@ def _capture(decoder: Decoder, context_tokens: int) -> dict[str, Any]:
         model.use_mode(decoder.mode)
         why_eager = why_eager or (model.graph_runner and model.graph_runner.why_eager)
         model.use_mode(EAGER)
-    num_bytes = max(0, done.memory_bytes - before)
-    captured = {"num_captures": done.num_captures, "capture_s": done.seconds, "capture_bytes": num_bytes}
-    return {**captured, "why_eager": why_eager}
+    return {
+        "num_captures": done.num_captures,
+        "capture_s": done.seconds,
+        "capture_bytes": max(0, done.memory_bytes - before),
+        "why_eager": why_eager,
+    }

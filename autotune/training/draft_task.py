@@ -8,16 +8,17 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import Tensor
 
 from autotune.console import Console
-from autotune.device import multiplies_bfloat16
+from autotune.device import free_memory, gib, multiplies_bfloat16
 from autotune.drafters.checkpoint import NETWORKS
 from autotune.drafters.network import NOT_TRAINED
 from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
@@ -31,7 +32,6 @@ from autotune.recording.answers import AnswerRecorder
 from autotune.recording.recorder import Recorder, Report
 from autotune.training.examples import JsonlExamples, Line, at_temperatures, judged_questions, read_examples, split_file
 from autotune.training.magpie import user_turn, write_questions
-from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.teacher import Teacher, TeacherBatches
 
@@ -46,6 +46,31 @@ def autocast_dtype(device: torch.device, target: torch.dtype) -> torch.dtype | N
     (float32).
     """
     return torch.bfloat16 if multiplies_bfloat16(device) or target != torch.float32 else None
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes that this process has allocated: on a GPU the most so far, on the CPU at this time."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; on the CPU torch raises a plain ``RuntimeError``."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+class TriedStep(NamedTuple):
+    """A step on one batch of a stage, by which the draft was not changed."""
+
+    batch: str
+    """The size of the batch, in words."""
+    read_s: float
+    """Time in which the target read the batch."""
+    step_s: float
+    """Time of the rest of the step."""
+    num_bytes: int
+    """Memory in use, models included."""
 
 
 class DraftTask:
@@ -102,6 +127,8 @@ class DraftTask:
         torch.manual_seed(recipe.seed)
         module = NETWORKS[recipe.model].new(recipe.draft, self.target, source=str(recipe_path))
         self.module = module.to(accelerator.device)
+        # The compiled one keeps no tensor as large as the logits but their gradient.
+        self._compare = torch.compile(divergence, dynamic=True) if recipe.compile else divergence
         self._check_vocabulary()
         if data.magpie is not None and accelerator.is_main_process:
             answers = AnswerRecorder(self.target, self.processor)
@@ -148,10 +175,10 @@ class DraftTask:
         training_s = 0.0
         num_read: dict[int, int] = {}  # batches by their size; stages share those of the target
         for stage in self.recipe.stages:
-            read_s, step_s = self._seconds(stage, lines)
+            _, tried = (self._try_step(stage, lines) for _ in range(2))  # the first step prepares kernels
             unread = min(stage.steps, math.ceil(num_training / stage.batch_size)) - num_read.get(stage.batch_size, 0)
             num_read[stage.batch_size] = num_read.get(stage.batch_size, 0) + max(0, unread)
-            training_s += stage.steps * step_s + max(0, unread) * read_s
+            training_s += stage.steps * tried.step_s + max(0, unread) * tried.read_s
         parts = [f"training about {timedelta(seconds=round(training_s))}"]
         if num_missing > 0:
             answers_s = seconds * num_missing / len(lines)
@@ -163,46 +190,61 @@ class DraftTask:
             )
         notify(f"time (h:mm:ss), as the first {len(lines)} examples take it: {', '.join(parts)}")
 
-    def _seconds(self, stage: Stage, lines: Sequence[Line]) -> tuple[float, float]:
-        """Seconds in which the target reads a batch of a stage, and of the rest of a step on it. The draft stays as it
-        is.
+    def try_largest_batches(self) -> str:
+        """Try a step on the largest batch of every stage; returns the memory that it takes, as one line.
+
+        Raises:
+            UserError: a batch needs more memory than there is.
+        """
+        tried = []
+        for number, stage in enumerate(self.recipe.stages):
+            batches = self._batches_of(number).examples.batches
+            largest = max(batches, key=lambda batch: len(batch) * max(line.length for line in batch))
+            tried.append(self._try_step(stage, largest))
+        most, device = max(tried, key=lambda step: step.num_bytes), self.accelerator.device
+        return (
+            f"memory on {device}: a step on {most.batch} takes {gib(most.num_bytes)}, models included; "
+            f"{gib(free_memory(device))} are free between steps"
+        )
+
+    def _try_step(self, stage: Stage, lines: Sequence[Line]) -> TriedStep:
+        """Try a step on a batch of these lines, which are repeated if they are fewer. The draft stays as it is.
 
         Raises:
             UserError: the batch needs more memory than there is.
         """
-        size = math.ceil(stage.batch_size / self.share[1])
+        size, device = math.ceil(stage.batch_size / self.share[1]), self.accelerator.device
         chosen = (list(lines) * math.ceil(size / len(lines)))[:size]
+        examples = JsonlExamples(chosen, self.target, self.processor, batch_size=size)
         layers, rule = self._layers_and_rule(stage)
         optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.0, fused=True)
-        device = self.accelerator.device
         dtype = autocast_dtype(device, self.target.dtype)
-        examples = JsonlExamples(chosen, self.target, self.processor, batch_size=size)
-        kept = min(len(layers) + (rule != "none"), self.teacher.num_layers)
-        half = dtype is not None
-        needs = estimate_memory(
-            self.target,
-            self.module,
-            examples.shapes,
-            num_layers_kept=kept,
-            vocabulary=self._num_tokens,
-            half_precision=half,
-        )
-        check_memory(needs, device, TEACHER_BATCHES, num_processes=self.share[1], source=self.recipe_path)
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        batch_words = f"{size} examples of up to {max(line.length for line in chosen):,} tokens"
         self.module.train()
-        for _ in range(2):  # the first step prepares kernels
-            started = now_ms(device)
+        started = now_ms(device)
+        try:
             batch = self._compared(self.teacher.read(examples[0], layers=layers, rule=rule))
             is_read = now_ms(device)
-            with torch.autocast(device.type, dtype or torch.bfloat16, enabled=half):
-                loss, _ = self.module.loss(batch, stage, torch.Generator().manual_seed(0), divergence)
+            with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+                loss, _ = self.module.loss(batch, stage, torch.Generator().manual_seed(0), self._compare)
+            num_bytes = memory_in_use(device)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            optimizer.zero_grad()
-            ended = now_ms(device)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UserError(
+                f"{self.recipe_path}: the memory of {device} must hold a step on {batch_words}; it is full "
+                f"({' '.join(str(error).split())[:200]}); lower batch_size (a process reads {size} at a time), or shorten the "
+                "longest examples"
+            ) from None
+        num_bytes = max(num_bytes, memory_in_use(device))
+        optimizer.zero_grad()
+        ended = now_ms(device)
         for name, buffer in self.module.named_buffers():
             buffer.copy_(buffers[name])
-        return (is_read - started) / 1000, (ended - is_read) / 1000
+        return TriedStep(batch_words, (is_read - started) / 1000, (ended - is_read) / 1000, num_bytes)
 
     def prepare(self) -> None:
         """Compute what weights begin with."""
@@ -215,8 +257,6 @@ class DraftTask:
 
     def begin(self, number: int) -> None:
         self._number, self._stage = number, self.recipe.stages[number]
-        # The compiled one keeps no tensor as large as the logits but their gradient.
-        self._compare = torch.compile(divergence, dynamic=True) if self.recipe.compile else divergence
         self._teacher_batches = self._batches_of(number)
         self._held_out = []
         if self.accelerator.is_main_process:  # only it evaluates, in batches of the size that one process trains on
@@ -248,35 +288,6 @@ class DraftTask:
         }
         cache, seed = TEACHER_BATCHES / content_key(content), 10 * self.recipe.seed + number
         return TeacherBatches(examples, self.teacher, layers=layers, rule=rule, cache=cache, seed=seed)
-
-    def check_memory(self, *, half_precision: bool) -> str:
-        """Estimated memory and disk use of all stages as one line.
-
-        Raises:
-            UserError: more than is available.
-        """
-        hidden_size, max_layers = self.target.text.config.hidden_size, 0
-        shapes: list[BatchShape] = []
-        cached: dict[Path, int] = {}  # bytes of the teacher batches in each folder
-        for batches in map(self._batches_of, range(len(self.recipe.stages))):
-            num_layers = min(len(batches.layers) + (batches.rule != "none"), self.teacher.num_layers)
-            max_layers = max(max_layers, num_layers)
-            shapes += batches.examples.shapes
-            size = sum(teacher_batch_bytes(shape, hidden_size, num_layers) for shape in batches.examples.shapes)
-            cached[batches.cache] = max(size, cached.get(batches.cache, 0))
-        written = {cache: sum(file.stat().st_size for file in cache.glob("*.safetensors")) for cache in cached}
-        needs = estimate_memory(
-            self.target,
-            self.module,
-            shapes,
-            num_layers_kept=max_layers,
-            vocabulary=self._num_tokens,
-            num_held_out=NUM_HELD_OUT,
-            disk_bytes=sum(max(0, cached[cache] - written[cache]) for cache in cached),
-            half_precision=half_precision,
-        )
-        device, num_processes = self.accelerator.device, self.share[1]
-        return check_memory(needs, device, TEACHER_BATCHES, num_processes=num_processes, source=self.recipe_path)
 
     def loss(self, step: int) -> tuple[Tensor, Metrics]:
         """The loss of one step of the stage that has begun, and metrics to display."""

@@ -22,7 +22,6 @@ from autotune.modeling.target import Target
 from autotune.recording.answers import MAX_BATCH_BYTES
 from autotune.recording.recorder import Recorder, Report
 from autotune.runtime.answer_keys import SOFTWARE
-from autotune.training.memory import BatchShape
 from autotune.workloads.chat import Variables
 from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, hash_inputs, load_prompt
@@ -273,14 +272,6 @@ class JsonlExamples:
         self.batches = [[ranked[i] for i in parts[number]][share[0] :: share[1]] for number in order]
         self.num_batches = num_batches
         self.key = content_key([[line.key for line in batch] for batch in self.batches])
-
-    @property
-    def shapes(self) -> list[BatchShape]:
-        """Sizes of all batches."""
-        return [
-            BatchShape(len(batch), max(line.length for line in batch), sum(len(line.answer) + 1 for line in batch))
-            for batch in self.batches
-        ]
 
     @torch.no_grad()
     def __getitem__(self, number: int) -> list[Example]:

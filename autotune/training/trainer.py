@@ -24,8 +24,8 @@ from autotune.errors import UserError
 from autotune.files import append_line, content_key, sha256_of
 from autotune.modeling.loading import Dtype
 from autotune.modeling.weight_files import check_finite, save_tensors
-from autotune.training.curve import draw_curve, expected_agreement
 from autotune.training.draft_task import DraftTask, autocast_dtype
+from autotune.training.log import expected_agreement
 from autotune.training.recipe import Recipe, Stage, load_recipe
 
 CHECKPOINT_EVERY = 100  # steps
@@ -222,7 +222,7 @@ def train(
     """Train the draft of a recipe, continuing from the last checkpoint; ``dtype`` of the target, instead of the
     recipe's.
 
-    Returns the folder with the weights, the training log and its plot. Only the main process calls ``progress`` and
+    Returns the folder with the weights and the training log. Only the main process calls ``progress`` and
     ``notify``.
 
     Raises:
@@ -245,9 +245,9 @@ def train(
     checkpoint = Checkpoint(output / ".checkpoint" / "state.safetensors", key)
     log = output / "training.jsonl"
     trainer = Trainer(recipe, task, accelerator, checkpoint, log, progress, autocast)
-    estimate = task.check_memory(half_precision=autocast is not None)
+    memory = task.try_largest_batches()
     if notify is not None:
-        notify(estimate)
+        notify(memory)
         expected = expected_agreement(log, [stage.steps for stage in recipe.stages])
         if expected is not None and checkpoint.position() != (0, 0):
             notify(
@@ -257,9 +257,8 @@ def train(
     trainer.run()
     if accelerator.is_main_process:
         task.save(output)
-        draw_curve(log, output / "training.png")
         if notify is not None:
-            notify(f"weights, training log and plot written to {output}")
+            notify(f"weights and training log written to {output}")
     return output
 
 

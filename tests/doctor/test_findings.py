@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from autotune.doctor.diagnosis import (
     AttentionUse,
     DecodingTrial,
@@ -15,7 +17,7 @@ from autotune.doctor.diagnosis import (
     TargetFound,
     TreeCheck,
 )
-from autotune.doctor.findings import defects, notes
+from autotune.doctor.findings import findings
 from autotune.documents.captured_steps import CapturedSteps
 from autotune.documents.contention import Contention
 from autotune.documents.fingerprint import Fingerprint
@@ -28,7 +30,7 @@ GPU = DeviceFound(
 )
 TIMES = StepTimes(mode="eager", kv_length=1000, plain_ms=10.0, verify_ms={2: 10.0, 32: 15.0})
 SOUND = TreeCheck(difference=1e-3, noise=1e-3, allowed=4e-3)
-TIES = NearTies(num_tokens=90, num_flips=0, num_unexplained=0, noise=0.1, allowed_noise=0.2, median_margin=3.0)
+TIES = NearTies(num_tokens=90, num_flips=0, num_unexplained=0, noise=0.1, allowed_noise=0.2)
 
 
 FIGURES: dict[str, Any] = {"tokens_per_round": 3.0, "ms_per_token": 4.0, "speedup": 2.0, "rounds_over_eager": 1.0}
@@ -64,6 +66,14 @@ def diagnosis(found: TargetFound | None, *, contention: Contention | None = None
         contention=contention or Contention(seconds=9.0, num_cores=8, own_cores=1.0, other_cores=0.0),
         target=found,
     )
+
+
+def defects(found: Diagnosis) -> list[str]:
+    return [finding.text for finding in findings(found) if finding.is_defect]
+
+
+def notes(found: Diagnosis) -> list[str]:
+    return [finding.text for finding in findings(found) if not finding.is_defect]
 
 
 def test_a_diagnosis_survives_its_file(tmp_path: Path) -> None:
@@ -139,5 +149,13 @@ def test_the_self_test_and_the_drafts_are_judged() -> None:
         "mode auto is eager: captured steps differ",
         "a/draft in mode cuda-graph runs eagerly: RuntimeError: no",
     } <= {*notes(broken)}
+    assert not any("because rounding changes trees" in text for text in notes(broken)), "it is a defect"
     fails = CapturedSteps(why_eager="RuntimeError: no")
     assert defects(diagnosis(target(captured_steps=fails))) == [], "slow, and not wrong"
+
+
+@pytest.mark.parametrize(("why", "text"), [(None, "in Triton kernels"), ("no Triton", "with masks: no Triton")])
+def test_the_attention_of_captured_steps_is_told(why: str | None, text: str) -> None:
+    captured = diagnosis(target(captured_steps=CapturedSteps(num_tokens=49, allowed=0.05), why_masks=why))
+    assert notes(captured)[1] == f"captured steps run attention {text}"
+    assert not any("captured steps run" in note for note in notes(diagnosis(target())))

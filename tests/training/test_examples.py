@@ -191,8 +191,6 @@ def test_batches_hold_every_line_once_with_similar_lengths(recorder: Recorder, p
     ]
     for number, batch in enumerate(batches):
         assert sorted([*shares[0].batches[number], *shares[1].batches[number]], key=lambda line: line.number) == batch
-    for shape, batch in zip(shares[0].shapes, shares[0].batches, strict=True):
-        assert (shape.num_rows, shape.length) == (len(batch), max(line.length for line in batch))
 
 
 def split_numbers(folder: Path, lines: list[dict[str, Any]], **options: Any) -> tuple[list[int], list[int]]:
@@ -323,9 +321,7 @@ def test_documented_example_trains(pair: Pair, tmp_path: Path, monkeypatch: pyte
     recipe = re.sub(r"steps: \d+", "steps: 1", recipe).replace("Qwen/Qwen2.5-VL-7B-Instruct", str(pair.target_folder))
     (tmp_path / "recipe.yaml").write_text(recipe.replace("mlp_size: 4096", "mlp_size: 64"))
     train(tmp_path / "recipe.yaml")
-    assert {"model.safetensors", "config.json", "training.jsonl", "training.png"} <= {
-        p.name for p in tmp_path.iterdir()
-    }
+    assert {"model.safetensors", "config.json", "training.jsonl"} <= {p.name for p in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("model", ["eagle3", "mtp"])

@@ -33,9 +33,9 @@ from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.training import trainer
-from autotune.training.curve import logged
 from autotune.training.draft_task import DraftTask
 from autotune.training.examples import Example
+from autotune.training.log import logged
 from autotune.training.recipe import Stage, load_recipe
 from autotune.training.teacher import Teacher, TeacherBatches
 from autotune.training.trainer import Checkpoint, make_optimizers, train
@@ -277,9 +277,8 @@ def test_run_killed_at_any_step_ends_with_the_same_weights(
     messages: list[str] = []
     folder = train(path, output=begin_in("uninterrupted"), notify=messages.append)
     assert "time (h:mm:ss), as the first 4 examples take it: training about 0:00:0" in messages[0]
-    assert "memory on cpu: about" in messages[1] and "teacher batches on disk" in messages[1]
+    assert "memory on cpu: a step on 2 examples" in messages[1]
     assert str(folder) in messages[2]
-    assert (folder / "training.png").read_bytes()[1:4] == b"PNG"
     for killed_after in range(1, 7):
         killed = begin_in(f"killed{killed_after}")
         train_killed(path, killed, killed_after)
@@ -383,6 +382,7 @@ def test_log_counts_the_distilled_layer_of_every_step(
 
     monkeypatch.setattr(StarNetwork, "loss", observed)
     lines = read_lines(train(recipe()) / "training.jsonl")
+    del distilled[0]  # of the step that is tried before
     assert len(distilled) == 3
     found = [(line["step"], line.get("distilled_layers")) for line in lines]
     assert found == [(2, Counter(distilled[:2])), (3, Counter(distilled[2:])), (2, None), (4, None)]

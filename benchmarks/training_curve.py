@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from autotune.files import write_bytes
+from autotune.training.log import AGREEMENT_METRIC, logged
 
-from autotune.files import read_lines, write_bytes
-
-AGREEMENT, AGREEMENT_METRIC = "agreement with the target", "held_out_agreement"
+AGREEMENT = "agreement with the target"
 # Panels, with the label and style of each logged metric; the few held-out points have markers.
 PANELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "loss": {
@@ -24,36 +23,6 @@ PANELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "held_out_own_agreement": ("held out, own features", {"color": "tab:orange", "marker": "s", "markersize": 4}),
     },
 }
-
-
-def logged(log: Path) -> list[dict[str, Any]]:
-    """The steps of a log in order. After a restart from a checkpoint, repeated steps replace the earlier ones."""
-    steps: list[dict[str, Any]] = []
-    for record in (line for line in read_lines(log) if {"stage", "step"} <= line.keys()):
-        while steps and (steps[-1]["stage"], steps[-1]["step"]) >= (record["stage"], record["step"]):
-            steps.pop()
-        steps.append(record)
-    return steps
-
-
-EXPECTATION_ERRORS = ((0.5, 0.04), (0.25, 0.08))
-"""Largest error of ``expected_agreement`` on the logs of the bundled drafts, by the least share of the steps that were
-done.
-"""
-
-
-def expected_agreement(log: Path, stage_steps: Sequence[int]) -> tuple[float, float] | None:
-    """The held-out agreement to expect after the last step of a run, by a line through its own so far over the
-    logarithm of the steps, and the error of such lines; None before a quarter of the steps.
-    """
-    total = sum(stage_steps)
-    held_out = [record for record in logged(log) if AGREEMENT_METRIC in record]
-    steps = [sum(stage_steps[: record["stage"]]) + record["step"] for record in held_out]
-    errors = [error for share, error in EXPECTATION_ERRORS if len(steps) > 1 and steps[-1] >= share * total]
-    if not errors:
-        return None
-    slope, start = np.polyfit(np.log(steps), [record[AGREEMENT_METRIC] for record in held_out], 1)
-    return float(start + slope * np.log(total)), errors[0]
 
 
 def distilled_layers(steps: Iterable[dict[str, Any]]) -> dict[int, int]:

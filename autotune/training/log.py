@@ -1,0 +1,41 @@
+"""The training log, and the held-out agreement that it lets expect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autotune.files import read_lines
+
+AGREEMENT_METRIC = "held_out_agreement"
+EXPECTATION_ERRORS = ((0.5, 0.04), (0.25, 0.08))
+"""Largest error of ``expected_agreement`` on the logs of the bundled drafts, by the least share of the steps that were
+done.
+"""
+
+
+def logged(log: Path) -> list[dict[str, Any]]:
+    """The steps of a log in order. After a restart from a checkpoint, repeated steps replace the earlier ones."""
+    steps: list[dict[str, Any]] = []
+    for record in (line for line in read_lines(log) if {"stage", "step"} <= line.keys()):
+        while steps and (steps[-1]["stage"], steps[-1]["step"]) >= (record["stage"], record["step"]):
+            steps.pop()
+        steps.append(record)
+    return steps
+
+
+def expected_agreement(log: Path, stage_steps: Sequence[int]) -> tuple[float, float] | None:
+    """The held-out agreement to expect after the last step of a run, by a line through its own so far over the
+    logarithm of the steps, and the error of such lines; None before a quarter of the steps.
+    """
+    total = sum(stage_steps)
+    held_out = [record for record in logged(log) if AGREEMENT_METRIC in record]
+    steps = [sum(stage_steps[: record["stage"]]) + record["step"] for record in held_out]
+    errors = [error for share, error in EXPECTATION_ERRORS if len(steps) > 1 and steps[-1] >= share * total]
+    if not errors:
+        return None
+    slope, start = np.polyfit(np.log(steps), [record[AGREEMENT_METRIC] for record in held_out], 1)
+    return float(start + slope * np.log(total)), errors[0]
