@@ -35,7 +35,7 @@ def try_drafts(
     """
     has_states = target.has_states or any(draft.has_states for draft in drafts.values())
     tree = CHAIN if has_states else TREE
-    decoded: dict[str | None, LoadedDraft | None] = {None: None, **drafts}
+    decoded: dict[Any, Any] = {None: None, **drafts}
     options: dict[str, Any] = {"tree": tree.tree, "processor": processor}
     arms = {
         (name, mode): DecoderArm(f"{name or AR} {mode}", Decoder(target, draft, mode=mode, **options))
