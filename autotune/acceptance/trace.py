@@ -8,6 +8,7 @@ answer whatever the tree, and a draft is asked for nothing else.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,8 @@ class TraceHeader(Document, kind="trace", made_by="autotune record"):
     bounds: ForestBounds
     prompts: list[str]
     tasks: list[str]
+    arrays_sha256: str = ""
+    """Hash of the file of the arrays; empty in memory."""
 
     @property
     def name(self) -> str:
@@ -255,7 +258,6 @@ def join(header: TraceHeader, parts: list[RecordedPrompt]) -> Trace:
     )
 
 
-LARGEST_LOGPROB = 1e-3  # by rounding
 _ARRAYS = ("answer_start", "first_node", "prompt_length", "draft_prompt_length", "num_visual_tokens", "prompt_tokens")
 _FOREST = ("answer", "child_token", "child_logprob", "child_node", "retrieved", "match_length")
 
@@ -270,71 +272,31 @@ def save_trace(path: Path, trace: Trace) -> None:
     small = {
         name: np.ascontiguousarray(a if a.dtype == np.float32 else a.astype(np.int32)) for name, a in arrays.items()
     }
-    write_bytes(path.with_suffix(".safetensors"), save(small))
-    trace.header.save(path)
+    content = save(small)
+    write_bytes(path.with_suffix(".safetensors"), content)
+    trace.header.model_copy(update={"arrays_sha256": hashlib.sha256(content).hexdigest()}).save(path)
 
 
 def load_trace(path: Path) -> Trace:
     """Read the trace whose header is ``path``.
 
     Raises:
-        UserError: there is no such trace, or its arrays are missing or damaged.
+        UserError: there is no such trace, or its arrays are missing, or not those that were written with the header.
     """
-    from safetensors import SafetensorError
     from safetensors.numpy import load
 
     header = TraceHeader.load(path)
     arrays_path = path.with_suffix(".safetensors")
     advice = "record it again with autotune record"
     try:
-        arrays = load(arrays_path.read_bytes())
-        arrays = {name: arrays[name] for name in (*_FOREST, *_ARRAYS)}
-    except (OSError, SafetensorError, KeyError, TypeError) as error:  # TypeError: numpy has no such type
+        content = arrays_path.read_bytes()
+    except OSError as error:
         raise UserError(f"{arrays_path}: the trace's arrays cannot be read ({error}); {advice}") from None
-    if reason := _why_damaged(arrays, header):
-        raise UserError(f"{arrays_path}: the trace's arrays are damaged ({reason}); {advice}")
+    if hashlib.sha256(content).hexdigest() != header.arrays_sha256:
+        raise UserError(f"{arrays_path}: the trace's arrays are not those of {path.name}: damaged, or older; {advice}")
+    arrays = load(content)
+    if not len(header.prompts) == len(header.tasks) == len(arrays["prompt_length"]):
+        raise UserError(f"{path}: a trace has as many prompts and tasks as arrays; {advice}")
+    header = header.model_copy(update={"arrays_sha256": ""})
     wide = {name: array if array.dtype == np.float32 else array.astype(np.int64) for name, array in arrays.items()}
     return Trace(header, Forest(*(wide[name] for name in _FOREST)), *(wide[name] for name in _ARRAYS))
-
-
-def _why_damaged(arrays: dict[str, NDArray[Any]], header: TraceHeader) -> str | None:
-    """The first rule that the arrays of a file break, of those that ``Trace`` and ``Forest`` state; None if they are
-    sound.
-    """
-    num_prompts, num_tokens = len(header.prompts), arrays["answer"].size
-    num_nodes, k = arrays["child_token"].shape if arrays["child_token"].ndim == 2 else (0, 0)
-    shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(("prompt_length", "draft_prompt_length", "num_visual_tokens", "first_node"), (num_prompts,)),
-        **dict.fromkeys(("child_token", "child_logprob", "child_node"), (num_nodes, k)),
-        **{"answer_start": (num_prompts + 1,), "answer": (num_tokens,), "match_length": (num_tokens,)},
-        "retrieved": (num_tokens, MAX_RETRIEVED),
-    }
-    for name, shape in shapes.items():
-        if arrays[name].shape != shape:
-            return f"{name} has shape {arrays[name].shape} in place of {shape}"
-        if arrays[name].dtype not in ((np.float32,) if name == "child_logprob" else (np.int32, np.int64)):
-            return f"{name} has the type {arrays[name].dtype}"
-    if num_prompts == 0 or len(header.tasks) != num_prompts:
-        return f"its header has {num_prompts} prompts and {len(header.tasks)} tasks"
-    starts, first, length = arrays["answer_start"], arrays["first_node"], arrays["prompt_length"]
-    if starts[0] != 0 or starts[-1] != num_tokens or (np.diff(starts) < 1).any():
-        return "answer_start does not rise from 0 to the number of tokens"
-    counts = np.diff([*first, num_nodes])
-    if first[0] != 0 or (counts < np.diff(starts) - 1).any():
-        return "first_node leaves an answer fewer nodes than tokens"
-    if (length < 1).any() or arrays["prompt_tokens"].size not in (0, length.sum()):
-        return "prompt_length does not count the prompts' tokens"
-    for name in ("draft_prompt_length", "num_visual_tokens"):
-        if (arrays[name] < 0).any() or (arrays[name] > length).any():
-            return f"{name} is not between 0 and prompt_length"
-    lowest = {"answer": 0, "prompt_tokens": 0, "match_length": 0, "child_token": -1, "retrieved": -1}
-    for name, least in lowest.items():
-        if (arrays[name] < least).any():
-            return f"{name} is below {least}"
-    logprob, child, node = arrays["child_logprob"], arrays["child_node"], np.arange(num_nodes)
-    if not (logprob <= LARGEST_LOGPROB).all() or (np.diff(logprob, axis=1) > LARGEST_LOGPROB).any():
-        return "child_logprob is not the logarithms of probabilities, most probable first"
-    last = np.repeat(np.append(first[1:], num_nodes), counts)
-    if ((child != -1) & ((child <= node[:, None]) | (child >= last[:, None]))).any():
-        return "child_node names no later node of its prompt"
-    return None

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, join, load_trace, save_trace
@@ -96,64 +93,28 @@ def test_tokens_of_prompts_are_kept(tmp_path: Path) -> None:
 
 
 def test_damaged_arrays_are_refused(tmp_path: Path) -> None:
-    """Truncated, empty, not safetensors, without an array, and missing: each message says how to record them again."""
+    """Each message says how to record them again."""
     path = tmp_path / "a.trace.json"
     save_trace(path, two_prompts())
     arrays = path.with_suffix(".safetensors")
     whole = arrays.read_bytes()
-    for content in (whole[: len(whole) // 2], b"", b"not safetensors", whole.replace(b"child_node", b"child_nope")):
+    last = whole[:-1] + bytes([whole[-1] ^ 1])
+    for content in (whole[: len(whole) // 2], b"", b"no arrays", whole.replace(b"child_node", b"child_nope"), last):
         arrays.write_bytes(content)
         with pytest.raises(
-            UserError, match=r"a\.trace\.safetensors: the trace's arrays cannot be read .*autotune record"
+            UserError, match=r"a\.trace\.safetensors: .* are not those of a\.trace\.json.*autotune record"
         ):
             load_trace(path)
+    save_trace(path, random_trace(0))
+    arrays.write_bytes(whole)
+    with pytest.raises(UserError, match="are not those of"):
+        load_trace(path)
     arrays.unlink()
     with pytest.raises(UserError, match="cannot be read"):
         load_trace(path)
-
-
-DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "answer_start": (lambda a: a[::-1], "answer_start does not rise"),
-    "answer_start, 2": (lambda a: a[:-1], r"answer_start has shape \(2,\) in place of \(3,\)"),
-    "answer_start, 3": (lambda a: a * [0, 1, 99], "answer_start does not rise"),
-    "answer": (lambda a: -a, "answer is below 0"),
-    "answer, 2": (lambda a: a.astype(np.float64), "answer has the type float64"),
-    "answer, 3": (lambda a: a[:0], "in place of"),
-    "first_node": (lambda a: a + 1, "first_node leaves an answer fewer nodes"),
-    "first_node, 2": (lambda a: a * 2, "first_node leaves an answer fewer nodes"),
-    "prompt_length": (lambda a: a * 0, "prompt_length does not count"),
-    "draft_prompt_length": (lambda a: a + 1, "draft_prompt_length is not between 0 and prompt_length"),
-    "num_visual_tokens": (lambda a: a - 1, "num_visual_tokens is not between"),
-    "prompt_tokens": (lambda a: np.ones(7, np.int32), "prompt_length does not count the prompts' tokens"),
-    "child_token": (lambda a: a - 99, "child_token is below -1"),
-    "child_token, 2": (lambda a: a.ravel(), "child_token has shape"),
-    "child_token, 3": (lambda a: a[:, :0], "in place of"),
-    "child_logprob": (lambda a: a * np.nan, "child_logprob is not the logarithms"),
-    "child_logprob, 2": (lambda a: a[:, ::-1], "child_logprob is not the logarithms"),
-    "child_logprob, 3": (lambda a: a + 40, "child_logprob is not the logarithms"),
-    "child_node": (lambda a: a * 0, "child_node names no later node"),
-    "child_node, 2": (lambda a: np.where(a >= 0, 2, a), "child_node names no later node"),
-    "child_node, 3": (lambda a: np.where(a >= 0, 5, a), "child_node names no later node"),
-    "child_node, 4": (lambda a: a - 1, "child_node names no later node"),
-    "match_length": (lambda a: a - 1, "match_length is below 0"),
-    "match_length, 2": (lambda a: a[:2], "match_length has shape"),
-    "retrieved": (lambda a: a - 1, "retrieved is below -1"),
-    "retrieved, 2": (lambda a: a[:, 1:], "retrieved has shape"),
-}
-
-
-def test_arrays_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    """They would be replayed without a word, or fail or hang far from here."""
-    path = tmp_path / "a.trace.json"
-    for damage, (change, message) in DAMAGES.items():
-        save_trace(path, two_prompts())
-        arrays, name = load_file(path.with_suffix(".safetensors")), damage.partition(",")[0]
-        save_file(arrays | {name: np.ascontiguousarray(change(arrays[name]))}, path.with_suffix(".safetensors"))
-        with pytest.raises(UserError, match=rf"the trace's arrays are damaged \(.*{message}.*\); record it again"):
-            load_trace(path)
     save_trace(path, two_prompts())
     path.write_text(path.read_text().replace('"count"', '"count", "sum"'))
-    with pytest.raises(UserError, match="its header has 2 prompts and 3 tasks"):
+    with pytest.raises(UserError, match="a trace has as many prompts and tasks as arrays"):
         load_trace(path)
 
 
