@@ -35,6 +35,11 @@ class NotComparable(UserError):
     exit_code = 4
 
 
+def first_line(error: Exception) -> str:
+    """Kind and first line of an error of a library."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
 @contextmanager
 def errors_about(source: str) -> Iterator[None]:
     """Put the file and line, or the prompt, that an error is about in front of its message."""

@@ -39,7 +39,7 @@ EAGER_LAYER_MS = 0.9  # the host launches the kernels of a layer; published plai
 KERNEL_MS = 0.0027  # a kernel of a captured step, besides its memory traffic
 LAYERS_OUTSIDE = 2.4  # eager launches outside the layers, as the number of layers that would take as long
 KERNELS_OUTSIDE = 29  # captured kernels outside the layers
-HOST_MS = 0.37  # the host's part of a captured step, which copies its input, replays the graph and awaits the result
+HOST_MS = 0.41  # the host's part of a captured step, which copies its input, replays the graph and awaits the result
 ROUND_MS = 0.18  # a round outside the models, measured on the host of an H100; a level takes an eighth of it
 REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
 

@@ -16,16 +16,7 @@ from torch.nn.functional import pad
 
 from autotune.acceptance.trace import Forest
 from autotune.documents.subnet import Subnet
-from autotune.drafters.draft import (
-    Coupling,
-    Dimensions,
-    Draft,
-    Draw,
-    FeatureSource,
-    Proposals,
-    cut_scores,
-    top_proposals,
-)
+from autotune.drafters.draft import Coupling, Dimensions, Draft, FeatureSource, Proposals, cut_scores, top_proposals
 from autotune.drafters.forests import AnswerToRecord, ModelForestGrower
 from autotune.execution import round_up
 from autotune.modeling.cached_model import CachedModel
@@ -67,8 +58,6 @@ class CachedDraft(CachedModel):
         self._pending: list[int] = []
         self.num_proposals = MAX_CHILDREN
         """Proposals that a captured step gives each token."""
-        self.draw: Draw | None = None
-        """How it draws them; None: it takes the most probable ones."""
         self._num_evaluated = 0
 
     @abstractmethod
@@ -168,13 +157,10 @@ class CachedDraft(CachedModel):
     def _append(self, token: int) -> None:
         """Make a committed token pending."""
 
-    def read_pending(self, size: int = 0) -> Tensor:
-        """Evaluate and commit the pending tokens, padded to ``size`` (0: the usual); returns the logits after the last
-        of them, [1, vocabulary], which are valid until the next step.
+    def read_pending(self, size: int = 0) -> Evaluated:
+        """Evaluate and commit the pending tokens, padded to ``size`` (0: the usual); the logits are those after the
+        last of them, [1, vocabulary].
         """
-        return self._read_pending(size).logits
-
-    def _read_pending(self, size: int = 0) -> Evaluated:
         count = len(self._pending)
         size = size or self.pending_size(count)
         step = Step.causal(np.array(self._pending + [0] * (size - count), np.int64), self.mask_value)
@@ -191,10 +177,9 @@ class CachedDraft(CachedModel):
             # Copied: passes of one size have one result in memory.
             found = [list(map(np.copy, self.propose(tree, part, num_proposals, coupling))) for part in parts]
             return np.concatenate([tokens for tokens, _ in found]), np.concatenate([best for _, best in found])
-        self.num_proposals, self.draw = num_proposals, None if coupling is None else coupling.draw
-        if self.draw is not None and self.draw.noise.device != self.device:
-            self.draw = None
-        evaluated = self._read_pending() if frontier[0] == ROOT else self._read_level(tree, frontier)
+        draw = None if coupling is None else coupling.draw
+        self.num_proposals, self.draw = num_proposals, draw if draw and draw.noise.device == self.device else None
+        evaluated = self.read_pending() if frontier[0] == ROOT else self._read_level(tree, frontier)
         count = len(frontier)
         if evaluated.forward is None or (coupling is not None and self.draw is None):
             return self.best(evaluated.logits[:count], num_proposals, coupling)
@@ -215,12 +200,6 @@ class CachedDraft(CachedModel):
         count = 1 if self.num_proposals == 1 else max(self.num_proposals, MAX_CHILDREN)  # few captures
         reads = [] if self.draw is None else [self.draw.noise]
         return key._replace(num_proposals=count, addresses=tuple(tensor.data_ptr() for tensor in reads)), reads
-
-    def _write_draw(self, header: Any) -> None:
-        """Write how proposals are drawn to the header of a packed step."""
-        if (draw := self.draw) is not None:
-            header[NOISE_ROW], header[TOP_K] = draw.row, draw.top_k
-            header[TEMPERATURE : TOP_P + 1].view(np.float64)[:] = draw.temperature, draw.top_p
 
     def _result(self, key: GraphKey, step: PackedStep, logits: Tensor) -> Tensor:
         """The proposals after each token, [2, n, proposals]: tokens, and the bits of float32 log-probabilities."""

@@ -15,6 +15,7 @@ from autotune.acceptance.trace import Forest
 from autotune.cost.table import ModelShape
 from autotune.documents.subnet import Operator, Subnet
 from autotune.errors import UserError
+from autotune.modeling.packed_step import Draw
 from autotune.trees.tree import Ints, Tree
 
 if TYPE_CHECKING:
@@ -24,16 +25,6 @@ if TYPE_CHECKING:
 
 Proposals = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Tokens and log-probabilities, each [nodes, proposals], most probable first."""
-
-
-class Draw(NamedTuple):
-    """How a captured step draws proposals: it computes ``TokenSampler.proposal_scores`` from these."""
-
-    noise: Tensor  # of the target's tokens at some positions, [rows, target's vocabulary]
-    row: int  # the children's
-    temperature: float
-    top_k: int  # the size of the vocabulary: no limit
-    top_p: float
 
 
 class Coupling(NamedTuple):

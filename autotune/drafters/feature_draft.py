@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.cached_draft import CachedDraft, pad_rows, table_rows
 from autotune.drafters.draft import LEAST_SHARED, Dimensions, FeatureSource, kept_tokens, notify
+from autotune.drafters.feature_cache import FeatureCache
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
 from autotune.modeling.compiled_layers import CompiledLayers
@@ -33,33 +33,6 @@ from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 
 if TYPE_CHECKING:
     from autotune.modeling.target import Target
-
-
-class FeatureCache:
-    """Keys and values of all blocks. ``length`` counts committed tokens only: nodes are evaluated with the draft's own
-    features, and evaluated again with the target's once they are accepted.
-
-    A cross-attention block also holds the tokens of the prompt that were pruned: its slot of a token is that of the
-    other blocks plus their number. All blocks have the capacity of a prompt without pruning.
-    """
-
-    def __init__(self, network: DraftNetwork, capacity: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.capacity = capacity
-        self.length = 0
-        self.blocks = network.new_caches(capacity, dtype=dtype, device=device)
-
-    @property
-    def memory_bytes(self) -> int:
-        return sum(block.slab.numel() * block.slab.element_size() for block in self.blocks)
-
-    def clear(self) -> None:
-        """Drop all tokens; the memory is kept for the next request."""
-        self.length = 0
-
-    def release(self) -> None:
-        """Free the memory. The cache holds no tokens from here on."""
-        self.length = self.capacity = 0
-        self.blocks.clear()
 
 
 class FeatureDraft(CachedDraft):
@@ -321,13 +294,13 @@ class FeatureDraft(CachedDraft):
         """
         count, num_columns = step.tree_mask.shape
         prefixes = np.array([self.cache.length, self.cache.length + self._num_condensed][: 1 + self._is_crossing])
-        columns = padded_columns(num_columns, self.least_columns)
-        layout = Layout(count, columns, len(prefixes), len(positions) + 2)
+        layout = Layout(
+            count, padded_columns(num_columns, self.least_columns), len(prefixes), num_rows=len(positions) + 2
+        )
         key, reads = self._complete(GraphKey(layout, step.only is not None))
         forward = runner.prepared(key, reads)
         packed = forward.step
-        packed.write(step, prefixes, np.zeros_like(prefixes), step.offsets)
-        self._write_draw(packed.header)
+        packed.write(step, prefixes, np.zeros_like(prefixes), step.offsets, self.draw)
         packed.rows[:-2] = positions
         packed.rows[-2], packed.rows[-1] = 0, np.arange(1, count + 1)
         assert not isinstance(source, Mapping), "captured steps read features by rows"
@@ -339,7 +312,6 @@ class FeatureDraft(CachedDraft):
             packed.rows[-1, step.only] = 0
         return self._launch(runner, key, forward)
 
-    @cached_property
     def _compiled_layers(self) -> CompiledLayers:
         return CompiledLayers([self.network], description=self.description)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from functools import cached_property, partial
 from typing import Any
@@ -13,9 +14,10 @@ from torch import Tensor
 from autotune.device import check_room, free_memory
 from autotune.execution import COMPILED, EAGER, KV_LENGTH_STEP, rounded_capacity
 from autotune.modeling.compiled_layers import CompiledLayers
-from autotune.modeling.graph_memory import CapturedForward, Function, Outputs
+from autotune.modeling.graph_memory import CapturedForward, Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner, check_mode
 from autotune.modeling.masks import MaskBuffer
+from autotune.modeling.packed_step import Draw
 from autotune.modeling.step import Evaluated
 from autotune.trees.limits import Ints
 
@@ -33,6 +35,8 @@ class CachedModel(ABC):
     """Columns that tree masks of captured steps have at least, so that steps after more or fewer uncommitted tokens
     share a capture.
     """
+    draw: Draw | None = None
+    """How captured steps of a draft draw proposals; None: they take the most probable ones."""
     _masks: MaskBuffer
 
     @cached_property
@@ -80,17 +84,12 @@ class CachedModel(ABC):
 
     def _launch(self, runner: GraphRunner, key: GraphKey, forward: CapturedForward) -> Evaluated:
         """Run a captured step whose input is written."""
-        function: Function = partial(self._forward_over_buffers, key)
-        runner.launch(forward, function if runner.mode != COMPILED else partial(self._run_compiled, function))
+        runner.launch(forward, partial(self._forward_over_buffers, key))
         return Evaluated(forward.outputs[0], forward)
 
-    def _run_compiled(self, function: Function, integers: Tensor) -> Outputs:
-        return self._compiled_layers.run(partial(function, integers))
-
-    @cached_property
     @abstractmethod
     def _compiled_layers(self) -> CompiledLayers:
-        """What mode ``compiled`` compiles."""
+        """The layers that mode ``compiled`` compiles, before the first step, because merging moves weights."""
 
     @property
     def mode(self) -> str:
@@ -104,9 +103,8 @@ class CachedModel(ABC):
             return
         if name not in self._graph_runners:
             check_mode(name, self.device, self.num_devices, has_states=self.has_states)
-            self._graph_runners[name] = GraphRunner(name, self.device, description=self.description)
-            if name == COMPILED:
-                self._compiled_layers  # noqa: B018  (before the first step: merging moves weights)
+            within = self._compiled_layers().run if name == COMPILED else operator.call
+            self._graph_runners[name] = GraphRunner(name, self.device, description=self.description, within=within)
         self.graph_runner = self._graph_runners[name]
 
     def __del__(self) -> None:

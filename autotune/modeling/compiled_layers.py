@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
+from autotune.errors import first_line
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.merged_products import merged_products, replaced_attributes
 from autotune.modeling.text_model import TextModel
@@ -53,7 +54,7 @@ class CompiledLayers:
 
     @classmethod
     def of(cls, text: TextModel, **options: Any) -> Self:
-        """Those of a text model; ``options`` as above."""
+        """The layers of a text model; ``options`` as above."""
         maybe_install_capturing_hooks(text.module)  # now, because its first step would install them while it is traced
         description = f"a model of type {text.config.model_type}"
         return cls(text.layers, description=description, obstacle=_obstacle(text), **options)
@@ -75,7 +76,7 @@ class CompiledLayers:
             except Exception as error:
                 if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                     raise
-                self._give_up(f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}")
+                self._give_up(first_line(error))
         return step()
 
     def _give_up(self, reason: str) -> None:

@@ -32,8 +32,7 @@ class FeatureRows:
         """The rows of a forward pass of n tokens, [n]. Layers that are new are allocated."""
         for layer in layers:
             if layer not in self.layers:
-                rows = torch.zeros(NUM_ROWS, self._hidden_size, dtype=self._dtype, device=self._device)
-                self.layers[layer] = rows
+                self.layers[layer] = torch.zeros(NUM_ROWS, self._hidden_size, dtype=self._dtype, device=self._device)
         self.begin, self._end = self._held, self._held + num_tokens
         return np.arange(self.begin, self._end)
 

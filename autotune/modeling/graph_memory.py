@@ -59,15 +59,15 @@ class CapturedForward:
         self.layout = layout
         self._result: Tensor | None = None
         self._reads = reads
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
         self.outputs: Outputs = ()
-        """What the function left on the device."""
+        """Tensors that the function left on the device."""
         self._done = torch.cuda.Event() if self._is_pinned else None
         self.is_dropped = False
         self.last_used = next(_clock)
 
     def run(self, function: Function) -> Outputs:
-        """What a graph repeats."""
+        """Copy, run, copy: the work that a graph repeats."""
         self.on_device.copy_(self._input, non_blocking=True)
         result, *outputs = function(self.on_device)
         if self._result is None:
@@ -77,20 +77,13 @@ class CapturedForward:
         self._result.copy_(result, non_blocking=True)
         return tuple(outputs)
 
-    def set_graph(self, graph: torch.cuda.CUDAGraph, outputs: Outputs) -> None:
-        self._graph, self.outputs = graph, outputs
-
-    @property
-    def has_graph(self) -> bool:
-        return self._graph is not None
-
     def launch(self, function: Function) -> None:
         """Run on what the input holds; ``wait`` for the result."""
         self.last_used = next(_clock)
-        if self._graph is None:
+        if self.graph is None:
             self.outputs = self.run(function)
         else:
-            self._graph.replay()
+            self.graph.replay()
         if self._done is not None:
             self._done.record(torch.cuda.current_stream(self.on_device.device))
 
@@ -113,7 +106,7 @@ class CapturedForward:
     def drop(self) -> None:
         """Free buffers and graph."""
         self.release_input()
-        self._graph, self.outputs, self._reads, self.is_dropped = None, (), (), True
+        self.graph, self.outputs, self._reads, self.is_dropped = None, (), (), True
         del self.on_device, self._input
 
 
@@ -134,7 +127,7 @@ class GraphMemory:
     def __len__(self) -> int:
         return sum(not forward.is_dropped for forward in self._forwards)
 
-    def keep(self, forward: CapturedForward) -> CapturedForward:
+    def keep(self, forward: CapturedForward) -> None:
         """Count a forward pass, and drop the least recently used ones beyond the limits."""
         live = sorted((one for one in self._forwards if not one.is_dropped), key=lambda one: one.last_used)
         num_bytes = sum(one.memory_bytes for one in (*live, forward))
@@ -145,7 +138,6 @@ class GraphMemory:
             self.drop([oldest])
         self._forwards.add(forward)
         self.num_kept += 1
-        return forward
 
     def drop(self, forwards: Iterable[CapturedForward]) -> None:
         """Free forward passes; each is prepared anew when it is needed again."""

@@ -13,16 +13,17 @@ All forward passes with the same n then share one ``CapturedForward``, whatever 
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from autotune.errors import UserError
+from autotune.errors import UserError, first_line
 from autotune.execution import AUTO, CAPTURED, CUDA_GRAPH, EAGER, FIXED, MODES
-from autotune.modeling.graph_memory import CapturedForward, Function, graph_memory
+from autotune.modeling.graph_memory import CapturedForward, Function, Outputs, Run, graph_memory
 from autotune.modeling.packed_step import Layout
 
 
@@ -45,13 +46,21 @@ class EagerNotice(UserWarning):
 
 class GraphRunner:
     """The prepared forward passes of one function, each prepared on first use. It holds no reference to the function,
-    so that models and their memory are freed as soon as they are dropped. ``mode`` is any but ``eager``.
+    so that models and their memory are freed as soon as they are dropped.
+
+    Args:
+        mode: any but ``eager``.
+        description: of the model, for messages.
+        within: runs what is captured (``CompiledLayers.run``).
     """
 
-    def __init__(self, mode: str, device: torch.device, *, description: str) -> None:
+    def __init__(
+        self, mode: str, device: torch.device, *, description: str, within: Callable[[Run], Outputs] = operator.call
+    ) -> None:
         self.mode = check_mode(mode, device)
         self.device = device
         self.description = description
+        self._within = within
         self.why_eager: str | None = None
         """The error of the first failed capture. After it, all forward passes run eagerly over the same buffers."""
         self._captured: dict[Hashable, CapturedForward] = {}
@@ -68,8 +77,7 @@ class GraphRunner:
         """The forward pass with this key, whose input may be written. ``reads``: the memory at ``key.addresses``."""
         forward = self._captured.get(key)
         if forward is None or forward.is_dropped:
-            forward = CapturedForward(key.layout, self.device, reads)
-            self._captured[key] = graph_memory(self.device).keep(forward)
+            forward = self._captured[key] = CapturedForward(key.layout, self.device, reads)
         forward.release_input()
         return forward
 
@@ -77,18 +85,21 @@ class GraphRunner:
         """Run a prepared forward pass, which is captured if needed. Its outputs are overwritten when another forward
         pass of the device runs (``CapturedForward``).
         """
-        if not (forward.has_graph or self.runs_eagerly):
+        is_new, memory = not forward.outputs, graph_memory(self.device)
+        if is_new and not self.runs_eagerly:
             try:
-                forward.set_graph(*graph_memory(self.device).capture(functools.partial(forward.run, function)))
+                run = functools.partial(self._within, functools.partial(forward.run, function))
+                forward.graph, forward.outputs = memory.capture(run)
             except Exception as error:
-                lines = str(error).strip().splitlines()
-                self.why_eager = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+                self.why_eager = first_line(error)
                 warnings.warn(
                     f"{self.description} cannot run in mode {self.mode} ({self.why_eager}); it runs eagerly",
                     EagerNotice,
                     stacklevel=2,
                 )
         forward.launch(function)
+        if is_new:
+            memory.keep(forward)
 
     @property
     def runs_eagerly(self) -> bool:

@@ -64,10 +64,6 @@ class MaskBuffer:
             if window is not None
         }
 
-    @property
-    def has_windows(self) -> bool:
-        return bool(self._sliding)
-
     def write(self, tree_mask: TreeMask, prefix: int, row_offsets: Ints, column_offsets: Ints) -> LayerMasks:
         """Masks [1, 1, rows, visible prefix + columns] for ``tree_mask`` [rows, columns] after ``prefix`` tokens. Valid
         until the next call.

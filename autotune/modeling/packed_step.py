@@ -49,6 +49,16 @@ class Layout(NamedTuple):
         return HEADER, self.num_masks * (1 + n) * self.mask_width, n, self.num_rows * n
 
 
+class Draw(NamedTuple):
+    """How a captured step draws proposals: it computes ``TokenSampler.proposal_scores`` from these."""
+
+    noise: Tensor  # of the target's tokens at some positions, [rows, target's vocabulary]
+    row: int  # the children's
+    temperature: float
+    top_k: int  # the size of the vocabulary: no limit
+    top_p: float
+
+
 def padded_columns(num_columns: int, least: int) -> int:
     """A number of columns of the tree mask, padded to words, doubled until they suffice."""
     padded = max(least, WORD_BITS)
@@ -73,16 +83,20 @@ class PackedStep(NamedTuple):
         masks, rows = masks.reshape(layout.num_masks, 1 + n, layout.mask_width), rows.reshape(layout.num_rows, n)
         return cls(header, masks, tokens, rows)
 
-    def write(self, step: Step, prefixes: Ints, windows: Ints, column_offsets: Ints) -> None:
-        """Write tokens, masks and the token whose logits are needed, on the host.
+    def write(self, step: Step, prefixes: Ints, windows: Ints, column_offsets: Ints, draw: Draw | None = None) -> None:
+        """Write tokens, masks and header, on the host.
 
         Args:
             prefixes: length of the prefix for each mask.
             windows: attention window for each mask; 0 sees everything.
             column_offsets: offsets of the uncommitted tokens and the n tokens, which masks with a window read.
+            draw: how a draft draws its proposals; None: it takes the most probable ones.
         """
         self.tokens[:] = step.tokens
         self.header[LAST] = 0 if step.only is None else step.only
+        if draw is not None:
+            self.header[NOISE_ROW], self.header[TOP_K] = draw.row, draw.top_k
+            self.header[TEMPERATURE : TOP_P + 1].view(np.float64)[:] = draw.temperature, draw.top_p
         _write_masks(self.masks, step.tree_mask, step.offsets, prefixes, windows, column_offsets)
 
     def slots(self, number: int = 0) -> Tensor:

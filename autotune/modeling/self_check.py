@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from autotune.documents.captured_steps import CapturedSteps
-from autotune.errors import UserError
+from autotune.errors import UserError, first_line
 from autotune.execution import CUDA_GRAPH, EAGER
 from autotune.modeling.graph_runner import EagerNotice
 from autotune.modeling.near_ties import flips
@@ -92,7 +92,7 @@ def check_tree_decoding(model: TreeModel) -> None:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if isinstance(error, (TypeError, NameError)) and frame.f_globals["__name__"].startswith("autotune."):
             raise  # a defect of this package, not of the model
-        raise _refusal(model_type, f"a tree does not run ({_first_line(error)})") from error
+        raise _refusal(model_type, f"a tree does not run ({first_line(error)})") from error
     allowed = allowed_difference(model, noise)
     if model.has_states and not noise <= max(_MOST_NOISE, _MOST_NOISE_EPS * torch.finfo(model.dtype).eps):
         reason = f"single steps of transformers differ from its passes over several tokens by {noise:.2g} standard deviations"
@@ -106,11 +106,6 @@ def check_tree_decoding(model: TreeModel) -> None:
         SelfCheckNotice,
         stacklevel=4,
     )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
 def _refusal(model_type: str, reason: str) -> UserError:
@@ -271,7 +266,7 @@ def _compare_captured_steps(target: Target) -> CapturedSteps:
         _, captured = target.single_steps(prompt, CAPTURED_TOKENS, mode=CUDA_GRAPH, tokens=tokens, then=verification)
         found = _compared(target, eager.float(), at_once.float(), captured.float())
     except Exception as error:
-        found = CapturedSteps(why_eager=f"captured steps do not run ({_first_line(error)})")
+        found = CapturedSteps(why_eager=f"captured steps do not run ({first_line(error)})")
     target.use_mode(EAGER)
     target.cache.clear()
     if runner.why_eager is not None:  # of which the runner has warned

@@ -11,6 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
+from autotune.errors import first_line
 from autotune.modeling.grouped_attention import grouped_attention
 from autotune.modeling.packed_step import WORD_BITS
 
@@ -102,8 +103,9 @@ def additive_mask(mask: Tensor, length: int, *, mask_value: float, dtype: torch.
     is_set = (words[:, column // WORD_BITS] >> (column % WORD_BITS)) & 1 > 0
     is_after = (slot >= prefix) & (slot - prefix < num_uncommitted + len(words))
     is_visible = torch.where(slot < prefix, slot >= first_slots, is_set & is_after)
-    hidden = torch.zeros(is_visible.shape, dtype=dtype, device=mask.device)
-    return hidden.masked_fill_(~is_visible, mask_value)[None, None]
+    return torch.zeros(is_visible.shape, dtype=dtype, device=mask.device).masked_fill_(~is_visible, mask_value)[
+        None, None
+    ]
 
 
 @functools.cache
@@ -117,8 +119,7 @@ def why_no_triton(device: torch.device) -> str | None:
         from autotune.modeling.tree_attention_kernels import attend_in_splits
 
         states = torch.zeros(1, 1, 64, dtype=torch.float16, device=device)
-        mask = torch.zeros(2, 2, dtype=torch.int64, device=device)
-        attend_in_splits(states, states, states, mask, 1.0, 0.0, None)
+        attend_in_splits(states, states, states, torch.zeros(2, 2, dtype=torch.int64, device=device), 1.0, 0.0, None)
     except Exception as error:
-        return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        return first_line(error)
     return None

@@ -11,15 +11,13 @@ of them, whatever their number.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 TILE_BYTES = 1 << 14
-"""Of the keys or values that a block reads at once: two buffers of both fit the shared memory of any device."""
+"""Keys, or values, that a block reads at once: two buffers of both fit the shared memory of any device."""
 
 
 @triton.jit
@@ -27,8 +25,10 @@ def _add_keys(
     query,
     keys,
     values,
-    key_at,
-    value_at,
+    key_slot_stride,
+    value_slot_stride,
+    slot,
+    dim,
     is_key,
     is_dim,
     is_visible,
@@ -41,7 +41,7 @@ def _add_keys(
 ):
     """Add a tile of keys to a running softmax: the largest score of each row, the sum, and the weighted values."""
     mask = is_key[:, None] & is_dim[None, :]
-    key = tl.load(keys + key_at, mask=mask, other=0.0)
+    key = tl.load(keys + slot[:, None] * key_slot_stride + dim[None, :], mask=mask, other=0.0)
     score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     if HAS_SOFTCAP:
         score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)  # the hyperbolic tangent
@@ -50,7 +50,7 @@ def _add_keys(
     safe = tl.where(new_best == float("-inf"), 0.0, new_best)
     weight = tl.exp(score - safe[:, None])
     old = tl.exp(best - safe)
-    value = tl.load(values + value_at, mask=mask, other=0.0)
+    value = tl.load(values + slot[:, None] * value_slot_stride + dim[None, :], mask=mask, other=0.0)
     out = out * old[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
     return new_best, total * old + tl.sum(weight, 1), out
 
@@ -108,14 +108,14 @@ def _attend_part(
             slot = start + tl.arange(0, TILE)
             is_key = slot < tl.minimum(begin + SPLIT, prefix)
             is_visible = is_key[None, :] & (slot[None, :] >= first[:, None])
-            key_at = slot[:, None] * key_slot_stride + dim[None, :]
-            value_at = slot[:, None] * value_slot_stride + dim[None, :]
             best, total, out = _add_keys(
                 rows,
                 keys,
                 values,
-                key_at,
-                value_at,
+                key_slot_stride,
+                value_slot_stride,
+                slot,
+                dim,
                 is_key,
                 is_dim,
                 is_visible,
@@ -133,15 +133,14 @@ def _attend_part(
             word = tl.load(words + start // 32, mask=is_row, other=0)
             is_key = column < num_columns
             is_visible = is_key[None, :] & (((word[:, None] >> tl.arange(0, 32)[None, :]) & 1) > 0)
-            slot = prefix + column
-            key_at = slot[:, None] * key_slot_stride + dim[None, :]
-            value_at = slot[:, None] * value_slot_stride + dim[None, :]
             best, total, out = _add_keys(
                 rows,
                 keys,
                 values,
-                key_at,
-                value_at,
+                key_slot_stride,
+                value_slot_stride,
+                prefix + column,
+                dim,
                 is_key,
                 is_dim,
                 is_visible,
@@ -231,7 +230,6 @@ def attend_in_splits(
     part_out = query.new_empty(num_parts, kv_heads, num_rows, size, dtype=torch.float32)
     part_lse = query.new_empty(num_parts, kv_heads, num_rows, dtype=torch.float32)
     result = query.new_empty(n, heads, size)
-    common: dict[str, Any] = {"GROUPS": groups, "SIZE": size}
     _attend_part[kv_heads, triton.cdiv(num_rows, chosen["ROWS"]), num_parts](
         query,
         keys,
@@ -249,7 +247,8 @@ def attend_in_splits(
         values.stride(1),
         mask.stride(0),
         num_rows,
-        **common,
+        GROUPS=groups,
+        SIZE=size,
         **chosen,
         HAS_SOFTCAP=softcap > 0.0,
         **launch_options(chosen),
@@ -262,7 +261,8 @@ def attend_in_splits(
         result,
         num_rows,
         kv_heads,
-        **common,
+        GROUPS=groups,
+        SIZE=size,
         DIMS=chosen["DIMS"],
         PARTS=16,
         SPLIT=chosen["SPLIT"],

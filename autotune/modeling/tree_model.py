@@ -5,7 +5,6 @@ prefix. The target and independent drafts are such models.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -205,15 +204,13 @@ class TreeModel(CachedModel):
         )
         key, reads = self._complete(GraphKey(layout, step.only is not None, self.output_layers))
         forward = runner.prepared(key, reads)
-        forward.step.write(step, np.full(len(windows), self.cache.length), windows, column_offsets)
+        forward.step.write(step, np.full(len(windows), self.cache.length), windows, column_offsets, self.draw)
         forward.step.rows[:num_axes] = positions
-        self._write_draw(forward.step.header)
         if self.output_layers:
             forward.step.rows[num_axes] = self.features.next_pass(self.output_layers, num_tokens)
         self._latest = forward
         return self._launch(runner, key, forward)
 
-    @cached_property
     def _compiled_layers(self) -> CompiledLayers:
         return CompiledLayers.of(self.text)
 
@@ -245,15 +242,12 @@ class TreeModel(CachedModel):
         logits = self._logits(final.index_select(0, step.header[LAST : LAST + 1]) if key.is_pending else final)
         return self._result(key, step, logits), logits
 
-    def _write_draw(self, header: Any) -> None:
-        """Write to the header of a packed step how a draft draws its proposals."""
-
     def _logits(self, final: Tensor) -> Tensor:
         """Logits [n, vocabulary] of final hidden states [n, hidden]."""
         return self.text.logits(final)
 
     def _result(self, key: GraphKey, step: PackedStep, logits: Tensor) -> Tensor:
-        """What a captured step copies to the host: of the target, the greedy token after each token, [n]."""
+        """The result that a captured step copies to the host: of the target, the greedy token after each token, [n]."""
         return best_tokens(logits, logits)
 
     def _run_step(self, tokens: Tensor, positions: Tensor, mask: LayerMasks | None) -> Tensor:

@@ -108,8 +108,8 @@ class Decoder:
         self.observers: list[Observer] = [log_request]
         """Called with the statistics of every request, once it is finished, abandoned or has failed."""
         self.rounds = Round(self.target, self.mode, self.capture_sizes)
-        self._prepared: dict[tuple[bool, ...], int] = {}  # context tokens, by ``sampled``
-        self._num_dropped = 0  # captures of the device that had been dropped by then
+        self._prepared: dict[tuple[bool, ...], tuple[int, int]] = {}
+        """By ``sampled``, context tokens, and how many captures of the device had been dropped by then."""
 
     def configure(self, tree: Any, **point: Any) -> None:
         """Decode all further requests with the same draft and another tree; ``point`` is as in the constructor."""
@@ -136,13 +136,12 @@ class Decoder:
         if self.mode not in CAPTURED:
             return Preparation(0, 0, 0.0)
         memory, num_tokens = graph_memory(self.target.device), min(context_tokens, self.target.max_context)
-        if num_tokens <= self._prepared.get(tuple(sampled), 0) and self._num_dropped == memory.num_dropped:
+        most, num_dropped = self._prepared.get(tuple(sampled), (0, 0))
+        if num_tokens <= most and num_dropped == memory.num_dropped:
             return Preparation(0, memory.memory_bytes, 0.0)
         capacity = num_tokens + max(TREE_SLOTS, self._largest_tree)  # one for all decoders that share the models
         done = prepare(self.target, self.points, self.rounds, capacity, sampled, report)
-        if self._num_dropped != memory.num_dropped:
-            self._prepared = {}
-        self._prepared[tuple(sampled)], self._num_dropped = num_tokens, memory.num_dropped
+        self._prepared[tuple(sampled)] = num_tokens, memory.num_dropped
         return done
 
     @property

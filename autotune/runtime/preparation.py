@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from autotune.drafters.cached_draft import PENDING_PIECE, CachedDraft, as_cached
-from autotune.drafters.draft import Draft, Draw
+from autotune.drafters.draft import Draft
 from autotune.execution import AUTO, CUDA_GRAPH, EAGER, round_up
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import check_mode
+from autotune.modeling.packed_step import Draw
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.self_check import compare_captured_steps
 from autotune.modeling.step import Step
@@ -117,10 +118,9 @@ def _jobs(target: Target, point: LoadedPoint, capture_sizes: Sequence[int], samp
     if True in sampled and point.is_coupled:
         draws.append(Draw(target.noise, 0, temperature=1.0, top_k=target.vocab_size, top_p=1.0))
     for num_pruned, draw in itertools.product(cached.numbers_pruned(point.visual_keep), draws):
-        for size in sorted({cached.pending_size(count) for count in range(1, PENDING_PIECE + 1)}):
-            yield partial(_pending_step, cached, size, policy.num_proposals, draw, num_pruned)
-        for size in levels:
-            yield partial(_level_step, cached, size, policy.num_proposals, draw, num_pruned)
+        pending = sorted({cached.pending_size(count) for count in range(1, PENDING_PIECE + 1)})
+        for size, is_pending in (*((size, True) for size in pending), *((size, False) for size in levels)):
+            yield partial(_draft_step, cached, size, policy.num_proposals, draw, num_pruned, is_pending)
 
 
 def _sizes(largest: int, capture_sizes: Sequence[int]) -> list[int]:
@@ -134,13 +134,12 @@ def _target_step(target: Target, layers: tuple[int, ...], num_tokens: int) -> No
     target.forward(Step.causal(np.zeros(num_tokens, np.int64), target.mask_value))
 
 
-def _pending_step(draft: CachedDraft, num_tokens: int, num_proposals: int, draw: Draw | None, num_pruned: int) -> None:
+def _draft_step(
+    draft: CachedDraft, num_tokens: int, num_proposals: int, draw: Draw | None, num_pruned: int, is_pending: bool
+) -> None:
     draft.prepare_step(1, num_pending=1, num_pruned=num_pruned)
     draft.num_proposals, draft.draw = num_proposals, draw
-    draft.read_pending(num_tokens)
-
-
-def _level_step(draft: CachedDraft, num_tokens: int, num_proposals: int, draw: Draw | None, num_pruned: int) -> None:
-    draft.prepare_step(1, num_pruned=num_pruned)
-    draft.num_proposals, draft.draw = num_proposals, draw
-    draft.forward(Step.causal(np.zeros(num_tokens, np.int64), draft.mask_value), np.full(num_tokens, -1))
+    if is_pending:
+        draft.read_pending(num_tokens)
+    else:
+        draft.forward(Step.causal(np.zeros(num_tokens, np.int64), draft.mask_value), np.full(num_tokens, -1))

@@ -122,8 +122,9 @@ class Round:
                 sampler.append(select(paths[last], path, 0))
             token = sampler.token(logits[last], int(positions[last]))
         elif self.decides_at_once and not sampler.one_by_one:
-            is_greedy = sampler.is_greedy
-            tokens = evaluated.greedy_tokens()[:count] if is_greedy else sampler.tokens(logits, positions, paths)
+            tokens = (
+                evaluated.greedy_tokens()[:count] if sampler.is_greedy else sampler.tokens(logits, positions, paths)
+            )
             path = self._path[: accept_path(tree, tokens, self._path)].copy()
             last = int(path[-1]) if len(path) else ROOT
             token = int(tokens[last])

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from autotune.drafters.draft import Coupling, Draw, cut_scores
+from autotune.drafters.draft import Coupling, cut_scores
 from autotune.errors import UserError
 from autotune.modeling import transfer
+from autotune.modeling.packed_step import Draw
 from autotune.modeling.step import NOT_FINITE, Evaluated, best_tokens
 from autotune.modeling.target import NOISE_ROWS
 from autotune.trees.limits import Floats, Ints
@@ -151,8 +152,7 @@ class TokenSampler:
         self.processors = [*processors, *own]
         self._proposal_processors = [each for each in self.processors if type(each).__name__ in PREFIX_FREE]
         by_name = {type(processor).__name__: processor for processor in self._proposal_processors}
-        usual = [by_name[name] for name in WARPERS if name in by_name]
-        self._has_usual_warpers = self._proposal_processors == usual
+        self._has_usual_warpers = self._proposal_processors == [by_name[name] for name in WARPERS if name in by_name]
         """Whether a captured step of a draft can process its logits as the request asks."""
         self._top_k = getattr(by_name.get("TopKLogitsWarper"), "top_k", 0)
         self._top_p = getattr(by_name.get("TopPLogitsWarper"), "top_p", 1.0)

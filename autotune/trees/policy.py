@@ -23,18 +23,7 @@ from autotune.trees.limits import MAX_RETRIEVED, Floats, Ints
 from autotune.trees.priced import PricedPolicy
 from autotune.trees.sage import SagePolicy
 from autotune.trees.static import StaticPolicy
-from autotune.trees.tree import (
-    CHILD,
-    ROOT,
-    Proposals,
-    Retrieved,
-    Tree,
-    Workspace,
-    new_tree,
-    new_workspace,
-    set_root,
-    write_proposals,
-)
+from autotune.trees.tree import CHILD, ROOT, Proposals, Retrieved, Tree, Workspace, new_tree, new_workspace, set_root
 from autotune.trees.wetap import WetapPolicy
 
 KINDS: tuple[type[TreePolicy], ...] = (
@@ -124,11 +113,18 @@ def _grow_level(
     proposals: Proposals,
     tokens: NDArray[np.int32],
     logprobs: NDArray[np.float32],
+    probabilities: NDArray[np.float32],
 ) -> int:
     """``grow`` from the proposals [count, proposals] of the frontier's nodes."""
     for row in range(count):
         tree.row[work.frontier[row]] = row
-    write_proposals(proposals, tokens, logprobs)
+        for rank in range(tokens.shape[1]):
+            child = proposals[row, rank]
+            child.token, child.logprob, child.probability = (
+                tokens[row, rank],
+                logprobs[row, rank],
+                probabilities[row, rank],
+            )
     return int(grow(kind, params, state, tree, work, count, proposals[:count]))
 
 
@@ -176,6 +172,7 @@ class TreeGrower:
             self._proposals,
             tokens,
             logprobs,
+            np.exp(logprobs),  # by numpy, as in replay: numba rounds otherwise
         )
         self.frontier = self._work.frontier[:count]
 

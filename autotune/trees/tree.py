@@ -259,12 +259,3 @@ def write_level(
         tree.kv_slot[node] = first_slot + row
         tokens[row], sources[row] = max(0, tree.token[node]), tree.kv_slot[tree.parent[node]]
     write_frontier_mask(tree, frontier, mask, mask.shape[1], mask_value)
-
-
-@compiled
-def write_proposals(proposals: Proposals, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
-    """Write proposals [rows, proposals] from tokens and log-probabilities."""
-    for row in range(tokens.shape[0]):
-        for rank in range(tokens.shape[1]):
-            proposals[row, rank].token, proposals[row, rank].logprob = tokens[row, rank], logprobs[row, rank]
-            proposals[row, rank].probability = np.exp(logprobs[row, rank])

@@ -81,7 +81,7 @@ def compile_steps(model: TreeModel, **options: Any) -> CompiledLayers:
 
 
 def attributes(model: TreeModel) -> dict[torch.nn.Module, tuple[dict[str, Any], list[int]]]:
-    """What belongs to each module of the text model, and its hooks."""
+    """Attributes of each module of the text model, and its hooks."""
     return {module: (dict(vars(module)), [*module._forward_hooks]) for module in model.text.module.modules()}
 
 
@@ -136,7 +136,7 @@ def test_a_layer_is_four_products_and_writes_keys_and_values_in_place() -> None:
 
 
 def test_hooks_within_a_layer_stay() -> None:
-    """Those of the user, in contrast to transformers' own, which cannot be traced."""
+    """Hooks of the user, in contrast to transformers' own, which cannot be traced."""
     model = new_model("llama")
     for layer in model.text.layers:
         layer.mlp.register_forward_hook(lambda module, given, output: 2.0 * output)

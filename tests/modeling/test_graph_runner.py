@@ -249,7 +249,7 @@ def test_another_thread_does_not_end_a_capture(rehearsal: Rehearsal) -> None:
     assert found.tolist() == [2.0] * 3 and read == [[1.0] * 3] * 3
 
 
-@pytest.mark.parametrize(("name", "limit"), [("limit", 3), ("limit_bytes", 3 * 800)])
+@pytest.mark.parametrize(("name", "limit"), [("limit", 3), ("limit_bytes", 3 * 1248)])
 def test_the_least_recently_used_capture_is_dropped(
     rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:

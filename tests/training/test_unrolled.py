@@ -131,7 +131,7 @@ def test_a_head_is_trained_saved_and_loaded_on_the_axes_of_its_target(qwens: Any
     target.prefill_prompt(before)
     draft.prefill(before, None, capacity=len(prompt))
     draft.append(int(prompt.tokens[-1]))
-    torch.testing.assert_close(found[0], draft.read_pending()[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found[0], draft.read_pending().logits[0], atol=1e-4, rtol=1e-4)
     head.save(tmp_path)
     names = load_file(tmp_path / "model.safetensors")
     assert {"fc.weight", "lm_head.weight", "norm.weight", "d2t", "midlayer.self_attn.q_proj.weight"} <= names.keys()
