@@ -45,7 +45,7 @@ from autotune.training.teacher import Teacher
 from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt
 from autotune.workloads.workload import bundled_file, load_workload
-from benchmarks.training_curve import distilled_layers, draw_curve
+from benchmarks.evidence.training_curve import distilled_layers, draw_curve
 
 TREE = {"policy": "eagle2", "k": 4, "depth": 6, "budget": 32}
 ROWS, OPERATOR_ROWS = "acceptance.jsonl", "operators.jsonl"

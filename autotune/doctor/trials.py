@@ -35,11 +35,11 @@ def try_drafts(
     """
     has_states = target.has_states or any(draft.has_states for draft in drafts.values())
     tree = CHAIN if has_states else TREE
-    decoded: dict[str | None, LoadedDraft | None] = {None: None, **drafts}
+    decoded: list[tuple[str | None, LoadedDraft | None]] = [(None, None), *drafts.items()]
     options: dict[str, Any] = {"tree": tree.tree, "processor": processor}
     arms = {
         (name, mode): DecoderArm(f"{name or AR} {mode}", Decoder(target, draft, mode=mode, **options))
-        for name, draft in decoded.items()
+        for name, draft in decoded
         for mode in modes
     }
     lengths = [prompt.inputs(processor)["input_ids"].shape[1] for prompt in workload.prompts]
