@@ -19,6 +19,8 @@ MODES = (EAGER, *CAPTURED)
 """Forward passes as transformers runs them, or captured."""
 FIXED = "fixed"
 """Over static buffers, but run eagerly: what the tests compare captures with. Users are not offered it."""
+STEPS_VERSION = 2
+"""Number of the work of captured steps, raised when it changes: their prices are not those of another number."""
 DEFAULT_CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, MAX_STEP)
 """Numbers of tokens, for every mode but eager."""
 KV_LENGTH_STEP = 256

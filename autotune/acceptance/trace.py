@@ -297,6 +297,9 @@ def load_trace(path: Path) -> Trace:
     arrays = load(content)
     if not len(header.prompts) == len(header.tasks) == len(arrays["prompt_length"]):
         raise UserError(f"{path}: a trace has as many prompts and tasks as arrays; {advice}")
-    header = header.model_copy(update={"arrays_sha256": ""})
     wide = {name: array if array.dtype == np.float32 else array.astype(np.int64) for name, array in arrays.items()}
-    return Trace(header, Forest(*(wide[name] for name in _FOREST)), *(wide[name] for name in _ARRAYS))
+    return Trace(
+        header.model_copy(update={"arrays_sha256": ""}),
+        Forest(*(wide[name] for name in _FOREST)),
+        *(wide[name] for name in _ARRAYS),
+    )

@@ -24,7 +24,7 @@ from autotune.cost.table import TOKENS, CostTable, DraftCosts, ModelShape
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet
-from autotune.execution import EAGER
+from autotune.execution import EAGER, STEPS_VERSION
 from autotune.files import Document, data_root
 from autotune.trees.limits import Floats
 
@@ -222,7 +222,12 @@ def estimate_table(
     """
     datasheet = find_limits(name)
     assert datasheet is not None, f"no datasheet of {name}"
-    same = [table for table in measured if (table.device.name, table.precision, table.mode) == (name, precision, mode)]
+    same = [
+        table
+        for table in measured
+        if (table.device.name, table.precision, table.mode) == (name, precision, mode)
+        and (mode == EAGER or table.steps_version == STEPS_VERSION)
+    ]
     anchors = [table for table in same if not table.estimated and table.target_shape is not None]
     limits = anchored(datasheet, anchors, mode)
     tokens = capture_sizes or TOKENS
@@ -233,6 +238,7 @@ def estimate_table(
         device=Fingerprint(name=name, kind="cuda", model=limits.model, num_cores=0, memory_bytes=memory_bytes),
         precision=precision,
         mode=mode,
+        steps_version=STEPS_VERSION,
         capture_sizes=capture_sizes,
         estimated=True,
         num_anchors=len(anchors),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -17,7 +17,7 @@ from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet, Weights
 from autotune.errors import UserError
-from autotune.execution import round_up
+from autotune.execution import AUTO, EAGER, STEPS_VERSION, round_up
 from autotune.files import Document, content_key, data_root
 from autotune.trees.limits import Floats
 
@@ -111,6 +111,10 @@ class DraftCosts(Document):
         return self.draft.is_same(draft) and self.subnet.priced == subnet.priced
 
 
+SizedDraft = tuple[ModelReference, Subnet, ModelShape]
+"""A draft, the part of it that drafts, and the sizes of this part."""
+
+
 class CostTable(Document, kind="cost-table", made_by="autotune measure"):
     """Latencies of a target and its drafts on one device, in the mode that decodes, over (tokens, KV length, subnet).
     The batch size is 1, because the rows of a batch are decoded one after another.
@@ -136,6 +140,8 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
     """Number of samples during which the device's speed changed, so that scaling by plain steps corrects them in part
     only.
     """
+    steps_version: int = 1
+    """Number of the work of captured steps (``execution.STEPS_VERSION``)."""
     target: ModelReference
     target_shape: ModelShape | None = None
     decode: Surface
@@ -198,6 +204,36 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
                     f"{source}: a cost table is valid for the {what} that it was measured with; this one is of {recorded}, not of "
                     f"{given}; delete it, or run autotune measure for this {what}"
                 )
+
+    def why_not_of(
+        self, target: ModelReference, shape: ModelShape, drafts: Sequence[SizedDraft], *, precision: str, mode: str
+    ) -> str | None:
+        """The first property by which the table prices other models than these; None: it prices them. Models of one
+        architecture and of the same sizes have the same prices, whatever their weights.
+
+        Args:
+            mode: ``auto`` takes any.
+        """
+        differs = {
+            f"it is of {self.precision}, not of {precision}": self.precision != precision,
+            f"it is of mode {self.mode}, not of {mode}": mode not in (AUTO, self.mode),
+            f"its captured steps have version {self.steps_version}, these {STEPS_VERSION}": self.mode != EAGER
+            and self.steps_version != STEPS_VERSION,
+            f"{self.target.id} has other sizes than {target.id}": not self.target.is_same(target)
+            and self.target_shape != shape,
+            **{f"it has no draft of the sizes of {draft[0].id}": not self._of_sizes(*draft) for draft in drafts},
+        }
+        return next((reason for reason, holds in differs.items() if holds), None)
+
+    def _of_sizes(self, draft: ModelReference, subnet: Subnet, shape: ModelShape) -> list[DraftCosts]:
+        """The costs of a draft, or of others of the same sizes."""
+        of_subnet = [costs for costs in self.drafts if costs.subnet.priced == subnet.priced]
+        return [costs for costs in of_subnet if costs.draft.is_same(draft) or costs.shape == shape]
+
+    def for_models(self, target: ModelReference, drafts: Sequence[SizedDraft]) -> CostTable:
+        """The same prices for other models, where ``why_not_of`` finds no difference."""
+        costs = [self._of_sizes(*draft)[0].model_copy(update={"draft": draft[0]}) for draft in drafts]
+        return self.model_copy(update={"target": target, "drafts": costs})
 
     @property
     def content_hash(self) -> str:

@@ -47,9 +47,8 @@ def refuse_dflash(name: str, config: Mapping[str, Any]) -> None:
     Raises:
         UserError: it is one in the form of its authors, of ``speculators``, or of transformers' assistants.
     """
-    is_dflash = "dflash_config" in config or "DFlash" in str(config.get("architectures"))
-    is_dflash |= config.get("speculators_model_type") == "dflash"
-    if is_dflash or config.keys() >= {"block_size", "mask_token_id", "target_layer_ids"}:
+    is_named = "DFlash" in str(config.get("architectures")) or config.get("speculators_model_type") == "dflash"
+    if is_named or "dflash_config" in config or config.keys() >= {"block_size", "mask_token_id", "target_layer_ids"}:
         raise UserError(
             f"{name}: drafts of kind dflash propose whole blocks, and are neither run nor exported; give a draft of another kind, or use vLLM's "
             f"""own --speculative-config '{{"method": "dflash", "model": "{name}", "num_speculative_tokens": N}}'"""

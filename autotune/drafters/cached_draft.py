@@ -28,7 +28,6 @@ from autotune.modeling.transfer import rows_to_host, to_device
 from autotune.trees.limits import MAX_CHILDREN, MAX_LEVEL_STEP, MAX_STEP
 from autotune.trees.tree import ROOT, Ints, Tree, write_level
 
-NO_FEATURES: FeatureSource = {}
 PENDING_PIECE = 32  # pending tokens that captured steps read at once
 
 
@@ -59,15 +58,6 @@ class CachedDraft(CachedModel):
         self.num_proposals = MAX_CHILDREN
         """Proposals that a captured step gives each token."""
         self._num_evaluated = 0
-
-    @abstractmethod
-    def evaluate_step(self, step: Step, source: FeatureSource) -> Evaluated:
-        """Logits of n tokens after the prefix and the uncommitted tokens, as ``TreeModel.evaluate``."""
-
-    def forward(self, step: Step, source: FeatureSource = NO_FEATURES) -> Tensor:
-        """``evaluate_step``, whose logits stay valid."""
-        evaluated = self.evaluate_step(step, source)
-        return evaluated.logits if evaluated.forward is None else evaluated.logits.clone()
 
     @abstractmethod
     def _pending_source(self) -> FeatureSource:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autotune.acceptance.trace import Forest
-from autotune.drafters.cached_draft import NO_FEATURES, CachedDraft
+from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import FeatureSource, check_vocabulary, kept_tokens, notify
 from autotune.drafters.forests import AnswerToRecord
 from autotune.drafters.path_forest import PathForestGrower
@@ -154,17 +154,19 @@ class IndependentDraft(CachedDraft, TreeModel):
     def _append(self, token: int) -> None:
         self._pending.append(token)
 
-    def evaluate_step(self, step: Step, source: FeatureSource) -> Evaluated:
+    def evaluate_step(self, step: Step, source: FeatureSource | None = None) -> Evaluated:  # type: ignore[override]
         """Logits [n, shared vocabulary]. Features are not read."""
         # Ids in the padding of the target's vocabulary are unknown.
-        return self.evaluate(step._replace(tokens=np.where(step.tokens < self.vocab_size, step.tokens, 0)))
+        return TreeModel.evaluate_step(
+            self, step._replace(tokens=np.where(step.tokens < self.vocab_size, step.tokens, 0))
+        )
 
     def _logits(self, final: Tensor) -> Tensor:
         logits = super()._logits(final)[:, : self._num_common]
         return logits if self._renamed is None else logits.index_fill(1, self._renamed, -torch.inf)
 
     def _pending_source(self) -> FeatureSource:
-        return NO_FEATURES
+        return {}
 
     def _commit_pending(self, count: int) -> None:
         self.cache.advance(count)

@@ -18,6 +18,7 @@ from autotune.device import fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.errors import UserError
+from autotune.execution import STEPS_VERSION
 from autotune.measuring.block_log import BlockLog, LogHeader
 from autotune.measuring.request_timing import (
     LEAST_PREFILLS,
@@ -135,6 +136,7 @@ def measure_costs(
         device=fingerprint(str(target.device)),
         precision=target.text.precision,
         mode=settings.mode,
+        steps_version=STEPS_VERSION,
         capture_sizes=settings.capture_sizes,
         attention_backends=choose_attention(target.device),
         threads=threads,

@@ -18,7 +18,7 @@ from autotune.modeling.graph_memory import CapturedForward, Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner, check_mode
 from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.packed_step import Draw
-from autotune.modeling.step import Evaluated
+from autotune.modeling.step import Evaluated, Step
 from autotune.trees.limits import Ints
 
 MAX_DOUBLED_SHARE = 0.25  # of the free memory: a larger cache grows to what a request needs
@@ -81,6 +81,17 @@ class CachedModel(ABC):
     def _windows(self) -> Ints:
         """The attention window for each packed mask; 0 sees everything."""
         return np.array([window or 0 for window in self._masks.windows.values()])
+
+    def forward(self, step: Step, *source: Any) -> Tensor:
+        """Logits [n, vocabulary] of n tokens after the prefix and the uncommitted tokens, or [1, vocabulary] of the
+        only one that is asked for, which stay valid. Nothing is committed. ``source`` is that of a draft's features.
+        """
+        evaluated = self.evaluate_step(step, *source)
+        return evaluated.logits if evaluated.forward is None else evaluated.logits.clone()
+
+    @abstractmethod
+    def evaluate_step(self, *step_and_source: Any) -> Evaluated:
+        """``forward``, whose outputs are valid until the next step."""
 
     def _launch(self, runner: GraphRunner, key: GraphKey, forward: CapturedForward) -> Evaluated:
         """Run a captured step whose input is written."""

@@ -161,15 +161,8 @@ class TreeModel(CachedModel):
         self.cache.advance(len(prompt))
         return hidden[-1:]
 
-    def forward(self, step: Step) -> Tensor:
-        """Logits [n, vocabulary] of n tokens after the prefix and the uncommitted tokens, or [1, vocabulary] of the
-        only one that is asked for. Nothing is committed.
-        """
-        evaluated = self.evaluate(step)
-        return evaluated.logits if evaluated.forward is None else evaluated.logits.clone()
-
-    def evaluate(self, step: Step) -> Evaluated:
-        """``forward``, whose outputs are valid until the next step."""
+    def evaluate_step(self, step: Step) -> Evaluated:
+        """Logits of n tokens after the prefix and the uncommitted tokens. Nothing is committed."""
         # Nodes past the maximum context are never emitted. Their positions are clamped, because they must not stretch
         # rotary embeddings that depend on the largest position, nor index learned ones that do not exist.
         prefix = self.cache.length + self._num_pruned

@@ -125,14 +125,11 @@ class SampledBatch(GreedyBatch):
     """
 
     def _emit(self, requests: Sequence[Request], logits: Tensor) -> list[bool]:
-        tokens = drawn_tokens([request.sampler for request in requests], logits, list(map(_position, requests)))
+        positions = [len(request.prompt) + len(request.tokens) for request in requests]
+        tokens = drawn_tokens([request.sampler for request in requests], logits, positions)
         for request, token in zip(requests, tokens, strict=True):
             request.emit([max(0, token)])
         return [token != NOT_FINITE for token in tokens]
-
-
-def _position(request: Request) -> int:
-    return len(request.prompt) + len(request.tokens)
 
 
 def drawn_tokens(samplers: Sequence[TokenSampler], logits: Tensor, positions: Sequence[int]) -> list[int]:

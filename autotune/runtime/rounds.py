@@ -62,9 +62,9 @@ class Round:
     def plain_step(self, request: Request) -> int:
         """One autoregressive step through the same model, cache and sampler as rounds."""
         started = host_ms()
-        evaluated = self.target.evaluate(Step.single(request.tokens[-1]))
+        evaluated = self.target.evaluate_step(Step.single(request.tokens[-1]))
         self.target.cache.advance(1)
-        token = request.sampler.token_after(evaluated, self.target.length)
+        token = request.sampler.token(evaluated.logits[0], self.target.length, evaluated)
         request.stats.verify_ms += host_ms() - started
         return token
 
@@ -107,7 +107,7 @@ class Round:
         nodes[:count] = np.maximum(tree.token[:count], 0)
         offsets[:count] = tree.depth[:count]
         step = Step(nodes, offsets, tree_mask)
-        evaluated = self.target.evaluate(step)
+        evaluated = self.target.evaluate_step(step)
         self._draw_ahead(request, point, int(offsets[count - 1]) + 1)  # while the device runs the step
         logits = evaluated.logits[:count]
         positions = self.target.length + offsets[:count] + 1

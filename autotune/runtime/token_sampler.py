@@ -179,26 +179,25 @@ class TokenSampler:
         """Whether the token is the argmax of the unprocessed logits."""
         return self.temperature == 0.0 and not self.processors
 
-    def token(self, logits: Tensor, position: int) -> int:
+    def token(self, logits: Tensor, position: int, evaluated: Evaluated | None = None) -> int:
         """The token at ``position`` after the prefix, to which it is appended, from logits [vocabulary].
+
+        Args:
+            evaluated: the step of one token whose logits they are; a captured one knows the greedy token.
 
         Raises:
             UserError: the logits are not finite.
         """
-        (token,) = self.tokens(logits[None], np.array([position])).tolist()
+        (token,) = (
+            self.tokens(logits[None], np.array([position]))
+            if evaluated is None or not self.is_greedy
+            else evaluated.greedy_tokens()
+        )
         if token == NOT_FINITE:
             raise not_finite(position, logits.dtype)
         if self.reads_prefix:
             self.append(self.decided)
         return int(token)
-
-    def token_after(self, evaluated: Evaluated, position: int) -> int:
-        """``token``, of a step over one token."""
-        if not self.is_greedy:
-            return self.token(evaluated.logits[0], position)
-        if (token := int(evaluated.greedy_tokens()[0])) == NOT_FINITE:
-            raise not_finite(position, evaluated.logits.dtype)
-        return token
 
     def tokens(self, logits: Tensor, positions: Ints, paths: Tensor | None = None) -> Ints:
         """The tokens at ``positions`` [n], from logits [n, vocabulary]; ``NOT_FINITE`` where logits are not finite.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,23 +31,35 @@ from autotune.workloads.workload import Workload
 PRINTED_SIZES = (1, 4, 8, 16, 32, 64)  # tokens
 
 
-def table_for_gpu(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVariant], mode: str = AUTO) -> CostTable:
-    """The table of another device: its shipped measurement of these models, or an estimate from its datasheet and its
-    measurements of other models.
+def table_for_gpu(
+    gpu: str,
+    model_pool: ModelPool,
+    variants: Sequence[DraftVariant],
+    mode: str = AUTO,
+    *,
+    say: Callable[[str], object] = lambda line: None,
+) -> CostTable:
+    """The table of another device: its shipped measurement of models of these sizes, or an estimate from its datasheet
+    and its measurements of other models.
 
     Args:
-        mode: of the estimate; ``auto``: captured, as on every GPU, but for models with states.
+        mode: of the table; ``auto``: any measured one, and an estimate of captured steps, as on every GPU, but for
+            models with states.
+        say: is told why a shipped table is not used.
 
     Raises:
         UserError: the device has no datasheet, and its shipped tables describe other models; or any mode but ``eager``
             for models with states.
     """
     target = model_pool.target_reference
-    shipped = [CostTable.load(path) for path in shipped_tables().get(gpu, [])]
-    for table in shipped:
-        has_drafts = all(table.holds(model_pool.references[draft], subnet) for draft, subnet in variants)
-        if table.target.sha256 == target.sha256 and has_drafts:
-            return table
+    shipped = {path: CostTable.load(path) for path in shipped_tables().get(gpu, [])}
+    shape = model_pool.target.shape
+    drafts = [(model_pool.references[d], subnet, model_pool.draft(d, subnet).shape) for d, subnet in variants]
+    for path, table in shipped.items():
+        reason = table.why_not_of(target, shape, drafts, precision=model_pool.precision, mode=mode)
+        if reason is None:
+            return table.for_models(target, drafts)
+        say(f"{path.name} does not price this search: {reason}")
     if find_limits(gpu) is None:
         raise UserError(
             f"--gpu {gpu}: its shipped tables are of other models than {target.id}; run autotune measure on that device"
@@ -58,12 +70,12 @@ def table_for_gpu(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
     return estimate_table(
         gpu,
         target=target,
-        target_shape=model_pool.target.shape,
-        drafts=[(model_pool.references[d], subnet, model_pool.draft(d, subnet).shape) for d, subnet in variants],
+        target_shape=shape,
+        drafts=drafts,
         precision=model_pool.precision,
         mode=mode,
         capture_sizes=capture_sizes_for(mode, model_pool.capture_sizes),
-        measured=shipped,
+        measured=[*shipped.values()],
     )
 
 

@@ -179,7 +179,7 @@ class _SearchRun:
         """The device's cost table, and the study document."""
         settings, priced = self.settings, priced_variants(self.variants)
         if self.device is None:
-            table = table_for_gpu(settings.gpu, self.model_pool, priced, settings.mode)
+            table = table_for_gpu(settings.gpu, self.model_pool, priced, settings.mode, say=self.console.say)
             table.save(self.folder / f"{table.device.name}.cost.json")
         else:
             # Not the deadline of the stage: the limit is part of the table's key.

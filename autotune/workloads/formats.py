@@ -290,11 +290,7 @@ class _Vllm(_Row):
         return Prompt(messages=[message], images=images, max_new_tokens=self.output_tokens)
 
 
-def _as_list(paths: Any) -> Any:
-    return [paths] if isinstance(paths, str) else paths or []
-
-
-_Paths = Annotated[Sequence[str], BeforeValidator(_as_list)]
+_Paths = Annotated[Sequence[str], BeforeValidator(lambda paths: [paths] if isinstance(paths, str) else paths or [])]
 
 
 class _ShareGptMessage(_Part):

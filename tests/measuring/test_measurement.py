@@ -197,7 +197,7 @@ def test_slow_models_keep_the_time_limit(
         monkeypatch.setattr(model, name, call)
 
     for model in (target, draft):
-        for name in ("evaluate", "prefill"):
+        for name in ("evaluate_step", "prefill"):
             slow(model, name)
     started = time.monotonic()
 

@@ -62,7 +62,7 @@ def test_steps_and_prefills_have_their_own_threads(
 
     for model in (target, draft):
         record(model, "prefill", "prefill")
-        record(model, "evaluate", "step")
+        record(model, "evaluate_step", "step")
     record(target, "encode", "prefill")
     record(draft, "prompts", "prefill")
     decoder = Decoder(target, draft if drafts else None, threads=threads, prefill_threads=prefill_threads)

@@ -91,9 +91,9 @@ def test_capture_sizes_change_no_token(pair: Pair, prompts: dict[str, Inputs]) -
 def test_forwards_have_capture_sizes(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(pair.target, pair.draft, tree={"policy": "sage"}, capture_sizes=(4, 12, 70))
     sizes: set[int] = set()
-    evaluate = TreeModel.evaluate
+    evaluate = TreeModel.evaluate_step
     monkeypatch.setattr(
-        TreeModel, "evaluate", lambda self, step: (sizes.add(len(step.tokens)), evaluate(self, step))[1]
+        TreeModel, "evaluate_step", lambda self, step: (sizes.add(len(step.tokens)), evaluate(self, step))[1]
     )
     decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS)
     assert sizes == {4, 12, 70} or sizes == {4, 12}

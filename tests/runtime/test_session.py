@@ -100,7 +100,7 @@ def test_a_session_is_closed_however_its_request_ends(
 
     def fail(stream: Any) -> None:
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-            patch.setattr(target, "evaluate", raise_out_of_memory)
+            patch.setattr(target, "evaluate_step", raise_out_of_memory)
             list(stream)
 
     def drop(stream: Any) -> None:
