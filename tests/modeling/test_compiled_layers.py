@@ -15,11 +15,17 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
+from autotune.documents.subnet import Subnet
+from autotune.drafters.checkpoint import NETWORKS
+from autotune.drafters.feature_draft import FeatureDraft
 from autotune.execution import EAGER, FIXED
 from autotune.modeling.compiled_layers import CompiledLayers, UncompiledNotice
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Step
+from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
+from autotune.runtime.decoder import Decoder
+from tests.drafters.test_feature_draft import SIZES as DRAFT_SIZES
 from tests.families import FAMILIES
 from tests.hybrids import HYBRIDS
 
@@ -29,6 +35,8 @@ NUM_LAYERS, NUM_PROMPT = 4, 20
 MOST_GRAPHS = 6
 SIZES = [(8, 64), (16, 64), (1, 64), (5, 64), (1, 128), (64, 128), (40, 256)]  # tokens of steps, columns of their masks
 QUICK = ("gemma3_text", "qwen2_5_vl")
+INJECTION = {"star": 2, "dream": 4, "specvlm": NUM_LAYERS}
+OTHER_NETWORKS = [("mtp", 5), *((kind, 0) for kind in INJECTION)]
 SEVERAL_SHAPES = ("gemma4_text", "gemma4_text_large", "gemma4", "gemma4_large", "gemma4_unified")
 FAMILY = [pytest.param(name, marks=[pytest.mark.nightly] * (name not in QUICK)) for name in FAMILIES]
 
@@ -133,6 +141,28 @@ def test_a_layer_is_four_products_and_writes_keys_and_values_in_place() -> None:
         assert body.count("extern_kernels.mm(") + body.count("extern_kernels.addmm(") == 4
         assert f"{model.cache.capacity}, 8)" in body, "the cache is an input"
         assert not [line for line in body.splitlines() if "= empty" in line and f" {model.cache.capacity}," in line]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_merged"), [("eagle3", 5), *(pytest.param(*one, marks=pytest.mark.nightly) for one in OTHER_NETWORKS)]
+)
+def test_a_draft_network_is_one_layer(kind: str, num_merged: int) -> None:
+    """It proposes what it proposes as it is."""
+    with torch.inference_mode(False), torch.no_grad():
+        target = Target(FAMILIES["llama"].model(NUM_LAYERS).eval())
+        sizes = {"layers": [1, 2, 3]} if kind == "eagle3" else {}
+        network = NETWORKS[kind].new({} if kind == "mtp" else {**DRAFT_SIZES, **sizes}, target, source="test").eval()
+    draft = FeatureDraft(network, Subnet(injection_layer=INJECTION.get(kind)))
+    draft.attach(target)
+    decoder = Decoder(target.model, draft, mode=FIXED, tree={"policy": "eagle2", "depth": 3, "k": 2, "budget": 6})
+    settings = {"input_ids": torch.arange(40, 52)[None], "max_new_tokens": 12}
+    expected = decoder.generate(**settings)
+    layers, forward = CompiledLayers([network], description="a draft", backend="aot_eager"), draft._forward_over_buffers
+    vars(draft)["_forward_over_buffers"] = lambda *given: layers.run(partial(forward, *given))
+    found = decoder.generate(**settings)
+    assert torch.equal(found.sequences, expected.sequences) and found.stats.rounds == expected.stats.rounds
+    assert 0 < counters["stats"]["unique_graphs"] <= MOST_GRAPHS
+    assert layers.why_uncompiled is None and len(layers._merged) == num_merged
 
 
 def test_hooks_within_a_layer_stay() -> None:
