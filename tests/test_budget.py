@@ -19,7 +19,7 @@ MOST_STATEMENTS = {
         "api": 613,
         "check": 1097,
         "cli": 624,
-        "cost": 528,
+        "cost": 529,
         "doctor": 394,
         "documents": 602,
         "drafters": 2531,

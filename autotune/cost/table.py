@@ -37,6 +37,8 @@ and those of CPUs, on some of which an odd number takes longer than the even one
 class ModelShape(Document):
     """The properties of a model that determine its latency."""
 
+    architecture: str = ""
+    """Model type, or the kind of a draft that is no model by itself; empty where it was not recorded."""
     num_layers: int
     hidden_size: int
     text_parameters: int

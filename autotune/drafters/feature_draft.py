@@ -98,6 +98,7 @@ class FeatureDraft(CachedDraft):
         text_parameters = self.num_parameters + (self.head_parameters if self.vocabulary is None else 0)
         read = nn.ModuleList([self.network, self._text.head] if self.head_parameters else [self.network])
         return ModelShape(
+            architecture=self.kind,
             num_layers=len(self.cache.blocks),
             hidden_size=self.network.config.hidden_size,
             text_parameters=text_parameters,

@@ -89,6 +89,7 @@ class TreeModel(CachedModel):
         if text.quantization is not None:
             num_bytes = sum(map(weight_bytes, (*text.layers, text.head))) / text_parameters
         return ModelShape(
+            architecture=config.model_type,
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             text_parameters=text_parameters,

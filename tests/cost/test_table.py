@@ -283,7 +283,7 @@ def test_table_is_saved_and_loaded(tmp_path: Path) -> None:
 def test_a_table_without_shares_of_crossing_blocks_loads(tmp_path: Path) -> None:
     """Its drafts are priced at their own KV length, as they were measured."""
     path, table = tmp_path / "here.cost.json", cost_table()
-    shape = ModelShape(**dict.fromkeys(ModelShape.model_fields.keys() - {"block_tokens"}, 1))
+    shape = ModelShape(**dict.fromkeys(ModelShape.model_fields.keys() - {"block_tokens", "architecture"}, 1))
     costs = [costs.model_copy(update={"shape": shape}) for costs in table.drafts]
     table.model_copy(update={"drafts": costs}).save(path)
     content = json.loads(path.read_text())
@@ -294,7 +294,7 @@ def test_a_table_without_shares_of_crossing_blocks_loads(tmp_path: Path) -> None
 
 def test_a_table_with_a_draft_of_whole_blocks_is_refused() -> None:
     """No level of such a draft was a forward pass, so its measurements fit no estimate."""
-    shape = ModelShape(**dict.fromkeys(ModelShape.model_fields.keys() - {"block_tokens"}, 1))
+    shape = ModelShape(**dict.fromkeys(ModelShape.model_fields.keys() - {"block_tokens", "architecture"}, 1))
     content = json.loads(cost_table().model_copy(update={"target_shape": shape}).dump())
     assert CostTable.parse(content, source="here") and content["target_shape"]["block_tokens"] == 0
     content["target_shape"]["block_tokens"] = 8
