@@ -161,5 +161,6 @@ def _logit(logprob: Floats) -> Any:
 
 
 def _log_loss(probability: Floats, is_accepted: NDArray[np.bool_]) -> float:
+    """Mean over children; 0 where the draft proposed none."""
     p = np.clip(probability, LEAST, 1 - LEAST)
-    return float(-np.log(np.where(is_accepted, p, 1 - p)).mean())
+    return float(-np.log(np.where(is_accepted, p, 1 - p)).sum() / max(1, len(p)))
