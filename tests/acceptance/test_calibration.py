@@ -81,3 +81,17 @@ def test_every_fold_has_prompts_of_each_task() -> None:
     folds = _folds(tasks)
     for task in "ab":
         assert sorted(folds[tasks == task].tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_draft_that_proposes_nothing_is_calibrated() -> None:
+    """As retrieval does for a text without repetitions."""
+    trace = random_trace(0)
+    shape = trace.forest.child_token.shape
+    empty = replace(
+        trace.forest,
+        child_token=np.full(shape, -1),
+        child_logprob=np.full(shape, -np.inf, np.float32),
+        child_node=np.full(shape, -1),
+    )
+    found = calibrate(replace(trace, forest=empty))
+    assert np.isfinite(found.log_loss)
