@@ -57,7 +57,7 @@ MOST_STATEMENTS = {
         "recording": 506,
         "report": 829,
         "runtime": 2374,
-        "search": 1962,
+        "search": 1967,
         "serving": 1125,
         "study": 314,
         "training": 1131,

@@ -17,7 +17,7 @@ from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet, Weights
 from autotune.errors import UserError
-from autotune.execution import AUTO, EAGER, STEPS_VERSION, round_up
+from autotune.execution import EAGER, STEPS_VERSION, round_up
 from autotune.files import Document, content_key, data_root
 from autotune.trees.limits import Floats
 
@@ -208,17 +208,27 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
                 )
 
     def why_not_of(
-        self, target: ModelReference, shape: ModelShape, drafts: Sequence[SizedDraft], *, precision: str, mode: str
+        self,
+        device: str,
+        target: ModelReference,
+        shape: ModelShape,
+        drafts: Sequence[SizedDraft],
+        *,
+        precision: str,
+        mode: str,
+        capture_sizes: tuple[int, ...],
     ) -> str | None:
         """The first property by which the table prices other models than these; None: it prices them. Models of one
         architecture and of the same sizes have the same prices, whatever their weights.
 
         Args:
-            mode: ``auto`` takes any.
+            device: its name, as in ``Fingerprint``.
         """
         differs = {
+            f"it is of {self.device.name}, not of {device}": self.device.name != device,
             f"it is of {self.precision}, not of {precision}": self.precision != precision,
-            f"it is of mode {self.mode}, not of {mode}": mode not in (AUTO, self.mode),
+            f"it is of mode {self.mode}, not of {mode}": self.mode != mode,
+            f"it has capture sizes {self.capture_sizes}, not {capture_sizes}": self.capture_sizes != capture_sizes,
             f"its captured steps have version {self.steps_version}, these {STEPS_VERSION}": self.mode != EAGER
             and self.steps_version != STEPS_VERSION,
             f"{self.target.id} has other sizes than {target.id}": not self.target.is_same(target)

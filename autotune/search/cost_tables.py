@@ -43,8 +43,7 @@ def table_for_gpu(
     and its measurements of other models.
 
     Args:
-        mode: of the table; ``auto``: any measured one, and an estimate of captured steps, as on every GPU, but for
-            models with states.
+        mode: of the table; ``auto``: captured steps, as on every GPU, but for models with states.
         say: is told why a shipped table is not used.
 
     Raises:
@@ -55,8 +54,11 @@ def table_for_gpu(
     shipped = {path: CostTable.load(path) for path in shipped_tables().get(gpu, [])}
     shape = model_pool.target.shape
     drafts = [(model_pool.references[d], subnet, model_pool.draft(d, subnet).shape) for d, subnet in variants]
+    mode = check_mode(mode, model_pool.target.device, has_states=True) if model_pool.has_states else mode
+    mode = CUDA_GRAPH if mode == AUTO else mode
+    sizes, precision = capture_sizes_for(mode, model_pool.capture_sizes), model_pool.precision
     for path, table in shipped.items():
-        reason = table.why_not_of(target, shape, drafts, precision=model_pool.precision, mode=mode)
+        reason = table.why_not_of(gpu, target, shape, drafts, precision=precision, mode=mode, capture_sizes=sizes)
         if reason is None:
             return table.for_models(target, drafts)
         say(f"{path.name} does not price this search: {reason}")
@@ -64,17 +66,14 @@ def table_for_gpu(
         raise UserError(
             f"--gpu {gpu}: its shipped tables are of other models than {target.id}; run autotune measure on that device"
         )
-    if model_pool.has_states:
-        mode = check_mode(mode, model_pool.target.device, has_states=True)
-    mode = CUDA_GRAPH if mode == AUTO else mode
     return estimate_table(
         gpu,
         target=target,
         target_shape=shape,
         drafts=drafts,
-        precision=model_pool.precision,
+        precision=precision,
         mode=mode,
-        capture_sizes=capture_sizes_for(mode, model_pool.capture_sizes),
+        capture_sizes=sizes,
         measured=[*shipped.values()],
     )
 

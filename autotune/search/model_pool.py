@@ -19,7 +19,7 @@ from autotune.documents.subnet import Subnet, VisualInput
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
-from autotune.execution import EAGER, capture_sizes_for
+from autotune.execution import EAGER, STEPS_VERSION, capture_sizes_for
 from autotune.files import content_key
 from autotune.modeling.loading import Dtype, load_model, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
@@ -232,11 +232,12 @@ class ModelPool:
     @property
     def key(self) -> str:
         """Content key of the models' weights, the device, the versions of this program and its libraries, and the
-        mode: part of the key of every document. Prompts have ``answer_keys``.
+        mode, captured ones with the version of their steps: part of the key of every document. Prompts have
+        ``answer_keys``.
         """
         models = [model.sha256 or model.id for model in (self.target_reference, *self.references.values())]
         documents: list[object] = [*models, self.precision, self.device.key, SOFTWARE]
         documents += [list(self.capture_sizes)] if self.capture_sizes else []
-        documents += [self.mode] if self.mode != EAGER else []
+        documents += [self.mode, STEPS_VERSION] if self.mode != EAGER else []
         documents += quantization_versions(self.target.text.quantization)
         return content_key(documents)

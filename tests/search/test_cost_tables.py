@@ -140,6 +140,9 @@ def test_a_shipped_table_prices_other_weights_of_the_same_sizes(
     for mode, changes, reason in (
         ("auto", {"precision": "bfloat16"}, "it is of bfloat16, not of float32"),
         ("eager", {}, "it is of mode cuda-graph, not of eager"),
+        ("auto", {"mode": "eager", "capture_sizes": ()}, "it is of mode eager, not of cuda-graph"),
+        ("auto", {"capture_sizes": (1, 64)}, "it has capture sizes (1, 64), not (1, 2,"),
+        ("auto", {"device": cost_table().device}, "it is of abacus, not of h100"),
         ("auto", {"steps_version": 1}, "its captured steps have version 1, these 2"),
         ("auto", {"target_shape": larger}, "random/weights has other sizes than"),
         ("auto", {"drafts": no_draft}, "it has no draft of the sizes of"),
@@ -147,5 +150,15 @@ def test_a_shipped_table_prices_other_weights_of_the_same_sizes(
         table, said = found(mode, **changes)
         assert table.estimated and len(said) == 1
         assert said[0].startswith(f"random.cost.json does not price this search: {reason}"), said
-    table, said = found("eager", mode="eager", steps_version=1)
+    table, said = found("eager", mode="eager", capture_sizes=(), steps_version=1)
     assert said == [] and not table.estimated, "eager steps have not changed"
+
+
+@pytest.mark.parametrize("mode", ["eager", "cuda-graph"])
+def test_captured_steps_of_another_version_are_measured_again(
+    model_pool: ModelPool, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_pool, "mode", mode)
+    key = model_pool.key
+    monkeypatch.setattr("autotune.search.model_pool.STEPS_VERSION", 99)
+    assert (model_pool.key != key) == (mode != "eager")
