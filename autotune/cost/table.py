@@ -231,9 +231,14 @@ class CostTable(Document, kind="cost-table", made_by="autotune measure"):
             f"it has capture sizes {self.capture_sizes}, not {capture_sizes}": self.capture_sizes != capture_sizes,
             f"its captured steps have version {self.steps_version}, these {STEPS_VERSION}": self.mode != EAGER
             and self.steps_version != STEPS_VERSION,
-            f"{self.target.id} has other sizes than {target.id}": not self.target.is_same(target)
+            f"{self.target.id} has another architecture or other sizes than {target.id}": not self.target.is_same(
+                target
+            )
             and self.target_shape != shape,
-            **{f"it has no draft of the sizes of {draft[0].id}": not self._of_sizes(*draft) for draft in drafts},
+            **{
+                f"it has no draft of the kind and sizes of {draft[0].id}": not self._of_sizes(*draft)
+                for draft in drafts
+            },
         }
         return next((reason for reason, holds in differs.items() if holds), None)
 

@@ -116,6 +116,13 @@ def test_prices_of_padded_inputs() -> None:
     assert (rounded.verify_ms[1] > exact.verify_ms[1]).all()
 
 
+def test_prices_of_short_contexts_reach_no_further_than_the_longest() -> None:
+    """The middle of the last KV step, 56, is beyond what a table of 36 tokens can be extrapolated to."""
+    short = surface(lambda n, m: 1.0 + 0.001 * m, tokens=(1,), kv_lengths=(20, 36))
+    prices = cost_table(decode=short).prices(DRAFT, max_tokens=8, max_kv_length=36)
+    assert prices.decode_ms[-1] == pytest.approx(1.0 + 0.001 * 36)
+
+
 def test_prices_beyond_the_measured_sizes_are_refused() -> None:
     with pytest.raises(UserError, match="measure a larger grid"):
         cost_table().prices(DRAFT, max_tokens=66, max_kv_length=100)

@@ -136,6 +136,7 @@ def test_a_shipped_table_prices_other_weights_of_the_same_sizes(
     assert table.target == model_pool.target_reference
     assert {costs.draft for costs in table.drafts} == {model_pool.references[draft] for draft, _ in priced}
     larger = shape.model_copy(update={"num_layers": shape.num_layers + 1})
+    foreign = shape.model_copy(update={"architecture": "another"})
     no_draft = [costs.model_copy(update={"shape": larger}) for costs in drafts]
     for mode, changes, reason in (
         ("auto", {"precision": "bfloat16"}, "it is of bfloat16, not of float32"),
@@ -144,8 +145,9 @@ def test_a_shipped_table_prices_other_weights_of_the_same_sizes(
         ("auto", {"capture_sizes": (1, 64)}, "it has capture sizes (1, 64), not (1, 2,"),
         ("auto", {"device": cost_table().device}, "it is of abacus, not of h100"),
         ("auto", {"steps_version": 1}, "its captured steps have version 1, these 2"),
-        ("auto", {"target_shape": larger}, "random/weights has other sizes than"),
-        ("auto", {"drafts": no_draft}, "it has no draft of the sizes of"),
+        ("auto", {"target_shape": larger}, "random/weights has another architecture or other sizes than"),
+        ("auto", {"target_shape": foreign}, "random/weights has another architecture or other sizes than"),
+        ("auto", {"drafts": no_draft}, "it has no draft of the kind and sizes of"),
     ):
         table, said = found(mode, **changes)
         assert table.estimated and len(said) == 1
