@@ -48,13 +48,13 @@ def kernel_errors(cases: str) -> list[float]:
 
 def test_kernels_equal_float64_in_the_interpreter() -> None:
     errors = kernel_errors("40")
-    assert len(errors) == 40 and max(errors) < 1e-3, errors
+    assert len(errors) == 40 and all(error < 1e-3 for error in errors), errors  # no error of NaN is small
 
 
 @pytest.mark.nightly
 def test_kernels_equal_float64_over_a_grid_of_sizes() -> None:
     errors = kernel_errors("grid")
-    assert len(errors) == 4 * 4 * 4 * 4 and max(errors) < 1e-3, errors
+    assert len(errors) == 4 * 4 * 4 * 4 and all(error < 1e-3 for error in errors), errors
 
 
 def check_builds(*builds: str) -> None:
