@@ -1,28 +1,36 @@
-"""Progress and tables for people, on standard error: standard output is for results and JSON."""
+"""Progress and tables for people, on standard error: standard output is for the answer of a command, and for JSON."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from rich.cells import cell_len
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import JustifyMethod
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from autotune.errors import masked
 
 QUIET_S = 600  # longest time without a line where standard error is not a terminal
+COLUMNS = 80  # tables and answers are made for this width; a wider terminal shows more columns side by side
+GAP = 2  # between columns
 
 
 class Update(Protocol):
     """Shows the progress of a stage of work."""
 
     def __call__(self, done: int, total: int, note: str = "") -> None: ...
+
+
+_Show = Callable[[int, int, str, float | None], None]
+"""Shows the units that are done, all units, a note, and the seconds that are left if they are known."""
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -36,70 +44,129 @@ class _StandardError(RichConsole):
 
 
 class Console:
-    """Prints to standard error: progress bars on a terminal, plain lines elsewhere."""
+    """Prints to standard error: progress bars on a terminal, plain lines elsewhere.
 
-    def __init__(self) -> None:
-        self._rich = _StandardError(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 150)
+    Args:
+        verbose: print details as well.
+    """
+
+    def __init__(self, verbose: bool = False) -> None:
+        self.verbose = verbose
+        self._rich = _StandardError(stderr=True, highlight=False)
+        narrow, self._rich.width = self._rich.width, max(COLUMNS, self._rich.width)
+        self._has_bars = sys.stderr.isatty() and narrow >= COLUMNS
+        if sys.stderr.isatty() and narrow < COLUMNS:
+            self.say(f"the terminal has {narrow} columns, and tables are {COLUMNS} wide; make it wider to read them")
 
     def say(self, text: str) -> None:
-        self._rich.print(masked(text), markup=False)
+        """Print a paragraph, which is one line where standard error is not a terminal."""
+        self._rich.print(masked(text), markup=False, soft_wrap=not sys.stderr.isatty())
+
+    def detail(self, text: str) -> None:
+        """Print a paragraph that only a verbose command prints."""
+        if self.verbose:
+            self.say(text)
+
+    def answer(self, lines: Sequence[str]) -> None:
+        """Print the last lines of a command, on standard output."""
+        sys.stderr.flush()
+        print("", *map(masked, lines), sep="\n", flush=True)
 
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, emphasised: int | None = None
     ) -> None:
-        """Print a table. The first column is text, the others are figures; ``emphasised`` is the index of a
-        bold row.
+        """Print a table. The first column is text, the others are figures, which are never broken: headers are, and
+        columns that do not fit beside the first one follow below it. ``emphasised`` is the index of a bold row.
         """
         self._rich.print()
         self._rich.print(title, style="bold", markup=False)
-        table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for number, column in enumerate(columns):
-            if number == 0:
-                table.add_column(Text(column), overflow="fold")
-            else:
-                table.add_column(Text(column), justify="right", no_wrap=True)
-        for number, row in enumerate(rows):
-            table.add_row(*(Text(masked(cell)) for cell in row), style="bold" if number == emphasised else None)
-        self._rich.print(table)
+        cells = [[masked(cell) for cell in row] for row in rows]
+        for widths in bands(columns, cells, self._rich.width):
+            table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+            for number, width in widths.items():
+                justify: JustifyMethod = "right" if number else "left"
+                table.add_column(
+                    Text(columns[number]), justify=justify, width=width, overflow="fold", vertical="bottom"
+                )
+            for number, row in enumerate(cells):
+                table.add_row(*(Text(row[n]) for n in widths), style="bold" if number == emphasised else None)
+            self._rich.print(table)
         self._rich.print()
 
     def labels(self, labels: Mapping[str, str]) -> None:
-        """Print what names in a table stand for, in lines of at most 120 characters."""
+        """Print what names in a table stand for."""
         for name, label in labels.items():
-            self.say(textwrap.fill(f"{name}: {label}", 120, subsequent_indent="   ", break_on_hyphens=False))
+            text = f"{name}: {label}"
+            self.say(textwrap.fill(text, self._rich.width, subsequent_indent="   ", break_on_hyphens=False))
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[Update]:
-        """Show the progress of a stage of work, and how long it took. Yields the function that reports progress."""
+    def stage(self, name: str, total: int | None = None) -> Iterator[Update]:
+        """Show the progress of a stage of work, and how long it took. Yields the function that reports progress.
+
+        Args:
+            total: units of work, if they are known before the first one is done.
+        """
         started = time.monotonic()
-        if sys.stderr.isatty():
-            columns = (
-                TextColumn("{task.description:24}", markup=False),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}", markup=False),
-            )
-            with Progress(*columns, console=self._rich, transient=True, speed_estimate_period=300) as progress:
-                bar = progress.add_task(name, total=None, note="")
-
-                def update(done: int, total: int, note: str = "") -> None:
-                    progress.update(bar, completed=done, total=total, note=note)
-
-                yield update
-        else:
-            quarters, printed_at = 0, started
-            first: tuple[int, float] | None = None  # excludes cached work from the estimate of the time left
+        with self._bar(name, total) if self._has_bars else self._lines(name) as show:
+            first: tuple[int, float] | None = None if total is None else (0, started)
 
             def update(done: int, total: int, note: str = "") -> None:
-                nonlocal quarters, printed_at, first
+                nonlocal first
                 now = time.monotonic()
-                first = first or (done, now)
-                if done < total and (4 * done // total > quarters or now - printed_at > QUIET_S):
-                    quarters, printed_at = 4 * done // total, now
-                    seconds = (now - first[1]) / max(1, done - first[0]) * (total - done)
-                    left = f" ({seconds / 60:.0f} min left)" if seconds >= 60 else ""
-                    self.say(f"  {name}: {done}/{total}{left} {note}".rstrip())
+                first = first or (done, now)  # work that was done before this run took no time
+                seconds = (now - first[1]) / max(1, done - first[0]) * (total - done)
+                show(done, total, note, seconds if done > first[0] else None)
 
             yield update
         self.say(f"{name}: done in {time.monotonic() - started:.1f} s")
+
+    @contextmanager
+    def _bar(self, name: str, total: int | None) -> Iterator[_Show]:
+        """A bar, which disappears at the end."""
+        columns = (
+            TextColumn("{task.description:24}", markup=False),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]} {task.fields[note]}", markup=False),
+        )
+        with Progress(*columns, console=self._rich, transient=True) as progress:
+            bar = progress.add_task(name, total=total, note="", left="")
+
+            def show(done: int, total: int, note: str, seconds: float | None) -> None:
+                left = "" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02} left"
+                progress.update(bar, completed=done, total=total, note=note, left=left)
+
+            yield show
+
+    @contextmanager
+    def _lines(self, name: str) -> Iterator[_Show]:
+        """A line for each quarter of the work."""
+        quarters, printed_at = 0, time.monotonic()
+
+        def show(done: int, total: int, note: str, seconds: float | None) -> None:
+            nonlocal quarters, printed_at
+            now = time.monotonic()
+            if done < total and (4 * done // total > quarters or now - printed_at > QUIET_S):
+                quarters, printed_at = 4 * done // total, now
+                left = f" ({seconds / 60:.0f} min left)" if seconds is not None and seconds >= 60 else ""
+                self.say(f"  {name}: {done}/{total}{left} {note}".rstrip())
+
+        yield show
+
+
+def bands(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[dict[int, int]]:
+    """The widths of columns by their numbers, for each part of a table that fits into ``width``; the first column is in
+    all of them. Headers are broken between words where the whole table does not fit otherwise.
+    """
+    cells = [max((cell_len(row[n]) for row in rows), default=0) for n in range(len(columns))]
+    widths = [max(cell_len(column), cell) for column, cell in zip(columns, cells, strict=True)]
+    if sum(widths) + GAP * len(widths) > width:
+        words = [max(map(cell_len, column.split()), default=0) for column in columns]
+        widths = [max(word, cell) for word, cell in zip(words, cells, strict=True)]
+    first = min(widths[0], width - GAP - max(widths[1:], default=0) - GAP)
+    parts = [{0: first}]
+    for number, own in enumerate(widths[1:], start=1):
+        if sum(parts[-1].values()) + GAP * (len(parts[-1]) + 1) + own > width:
+            parts.append({0: first})
+        parts[-1][number] = own
+    return parts

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from autotune.cli.main import CHATTY
+from autotune.console import Console
 from tests.imports import MODULES, ROOT, heavy_import
+from tests.tables import checked_table
 
 if TYPE_CHECKING:
     from tests.rehearsal import Rehearsal
@@ -66,6 +68,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "gpu" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _tables_fit() -> Iterator[None]:
+    """Every table that a test prints is printed at the widths of terminals too, and read back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Console, "table", checked_table)
+        yield
 
 
 @pytest.fixture(scope="session")

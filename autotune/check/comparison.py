@@ -178,7 +178,7 @@ class Comparison:
         )
         if runner.pairs:
             self.console.say(f"continuing after the {len(runner.pairs)} pairs of an earlier run in {ledger}")
-        with self.console.stage(f"pairs of {workload}") as update, runner:
+        with self.console.stage(f"pairs of {workload}", self.design.max_pairs) as update, runner:
             try:
                 outcome = run_pairs(
                     runner,

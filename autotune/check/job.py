@@ -94,7 +94,7 @@ def _decode_all(
     evidence = [evidence_for(profile, workload, settings, keys) for workload in workloads]
     runs = []
     for workload in workloads:
-        with console.stage(f"check of {workload.name}") as update:
+        with console.stage(f"check of {workload.name}", len(workload.prompts)) as update:
             report = lambda done, total, update=update: update(done, total, "")  # noqa: E731
             runs.append(decode_locally(decoder, workload, seed=settings.seed, report=report))
     processor = decoder.processor

@@ -29,11 +29,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         name: ", ".join(path.name.removesuffix(".cost.json") for path in paths)
         for name, paths in shipped_tables().items()
     }
-    rows = [
-        [name, *_limits(name), measured.get(name, "none: estimated from the datasheet")]
-        for name in sorted({*datasheets(), *measured})
-    ]
-    console.table("Other devices (--gpu NAME)", ["name", "model", "bandwidth", "measured pairs"], rows)
+    rows = [[name, *_limits(name), measured.get(name, "datasheet")] for name in sorted({*datasheets(), *measured})]
+    console.table("Other devices (--gpu NAME)", ["name", "model", "bandwidth", "prices from"], rows)
     if diagnosis.target is not None:
         _print_target(diagnosis.target, console)
 

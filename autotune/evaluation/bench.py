@@ -136,7 +136,7 @@ def _measure(
     if settings.wait_until_idle_s is not None:
         wait_until_idle(settings.wait_until_idle_s, device, console)
     monitor = ContentionMonitor(device)
-    with console.stage("bench") as update:
+    with console.stage("bench", len(prompts.prompts)) as update:
         runs = runner.compare(arms, prompts, seed=settings.seed, report=lambda done, of: update(done, of, ""))
     contention = monitor.contention()
     console.say(contention.describe("while runs were timed"))
@@ -166,8 +166,9 @@ class BenchResults:
         if lossy_sweep:
             print_lossy_sweep(self.summaries, console)
         print_lengths(self.by_length, console)
-        print_time_shares(self.time_shares, console)
-        if TUNED in self.counts:
+        if console.verbose:
+            print_time_shares(self.time_shares, console)
+        if console.verbose and TUNED in self.counts:
             print_acceptance(TUNED, self.counts[TUNED], console)
 
     def to_json(self) -> dict[str, Any]:

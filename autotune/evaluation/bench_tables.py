@@ -48,19 +48,20 @@ def geomeans(by_task: DataFrame) -> Series[float]:
 
 
 ARM_COLUMNS: dict[str, Callable[[Summary], str]] = {
-    "speedup": lambda s: f"{s.speedup:.2f}x",
-    "interval": lambda s: f"{s.ci95[0]:.2f}-{s.ci95[1]:.2f}",
-    "per prompt": lambda s: f"{s.median_speedup:.2f}x",
+    "speedup": lambda s: f"{s.speedup:.2f}x ({s.ci95[0]:.2f}-{s.ci95[1]:.2f})",
     "M": lambda s: f"{s.tokens_per_round:.2f}" if s.tokens_per_round else "-",
     "tokens/s": lambda s: f"{s.tokens_per_second:.0f}",
+    "same output": lambda s: f"{s.identical_outputs}/{s.num_prompts}",
+    "perplexity": lambda s: "-" if s.perplexity is None else f"{s.perplexity:.3f}",
+    "agreement": lambda s: "-" if s.agreement is None else f"{100 * s.agreement:.1f} %",
+}
+DETAILS: dict[str, Callable[[Summary], str]] = {
+    "per prompt": lambda s: f"{s.median_speedup:.2f}x",
     "prefill ms": lambda s: f"{s.prefill_ms:.1f}",
     "vision ms": lambda s: f"{s.vision_ms:.1f}",
     "draft prefill ms": lambda s: f"{s.draft_prefill_ms:.1f}",
     "outside models": lambda s: "-" if s.outside_share is None else f"{100 * s.outside_share:.1f} %",
     "us a round": lambda s: "-" if s.outside_us_per_round is None else f"{s.outside_us_per_round:.0f}",
-    "same output": lambda s: f"{s.identical_outputs}/{s.num_prompts}",
-    "perplexity": lambda s: "-" if s.perplexity is None else f"{s.perplexity:.3f}",
-    "agreement": lambda s: "-" if s.agreement is None else f"{100 * s.agreement:.1f} %",
 }
 QUALITY = ("perplexity", "agreement")  # columns of comparisons with lossy arms
 
@@ -68,8 +69,9 @@ QUALITY = ("perplexity", "agreement")  # columns of comparisons with lossy arms
 def print_arms(summaries: Sequence[Summary], console: Console) -> None:
     """Print a row for each arm."""
     first = summaries[0]
-    columns = [name for name in ARM_COLUMNS if name not in QUALITY or first.perplexity is not None]
-    rows = [[s.name, *(ARM_COLUMNS[name](s) for name in columns)] for s in summaries]
+    columns = {name: cell for name, cell in ARM_COLUMNS.items() if name not in QUALITY or first.perplexity is not None}
+    columns |= DETAILS if console.verbose else {}
+    rows = [[s.name, *(cell(s) for cell in columns.values())] for s in summaries]
     title = f"Decoding {first.num_prompts} prompts, {first.num_tokens} tokens; speedup over ar with its 95 % interval"
     _print_arm_table(title, columns, rows, console)
 

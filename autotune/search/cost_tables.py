@@ -151,7 +151,7 @@ def measure_table(
     """Measure target and drafts at the KV lengths that the workload's prompts and answers reach. An interrupted
     measurement continues from the samples in its ``log``.
     """
-    with console.stage("cost table") as update:
+    with console.stage("cost table", round(10 * time_limit_s)) as update:
         table = measure_costs(
             model_pool.target,
             model_pool.target_reference,
@@ -182,7 +182,7 @@ def _kv_lengths(model_pool: ModelPool, workload: Workload) -> tuple[int, ...]:
 
 
 def print_table(table: CostTable, console: Console) -> None:
-    """Print the latency of every surface by number of tokens, the other parts, and the errors of all of them."""
+    """Print the latency of every surface by number of tokens; the other parts and all errors are details."""
     threads = "" if table.threads is None else f", {table.threads} thread{'s' * (table.threads > 1)}"
     console.say(f"{table.device.model}{threads}, {table.precision}, {table.mode}")
     middle, rows = middle_kv_length(table), []
@@ -190,30 +190,32 @@ def print_table(table: CostTable, console: Console) -> None:
         sizes = PRINTED_SIZES[:1] if surface is table.decode else PRINTED_SIZES
         latencies = surface.latency_ms(np.array(sizes, np.float64), np.array([middle], np.float64))[:, 0]
         cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(PRINTED_SIZES) - len(sizes))
-        rows.append([name, *cells, percent(surface.held_out_error), percent(surface.uncertainty)])
+        errors = percent(surface.held_out_error), percent(surface.uncertainty)
+        rows.append([name, *cells, *(errors if console.verbose else ())])
     anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
     mark = f" (estimated{anchors})" if table.estimated else ""
-    columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES), "leave-one-out error", "uncertainty"]
+    columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES)]
+    columns += ["leave-one-out error", "uncertainty"] if console.verbose else []
     console.table(f"Cost table, ms, at KV length {middle}{mark}", columns, rows)
     for name, part in table.parts.items():
         if not isinstance(part, Surface):
-            errors = f"leave-one-out error {percent(part.held_out_error)}, uncertainty {percent(part.uncertainty)}"
-            console.say(f"{name}: {part.describe()} ({errors})")
+            found = f"leave-one-out error {percent(part.held_out_error)}, uncertainty {percent(part.uncertainty)}"
+            console.detail(f"{name}: {part.describe()} ({found})")
     for costs in table.drafts:
         if costs.num_parameters and costs.kv_bytes_per_token is not None:
             size = f"{costs.num_parameters / 1e6:.3g}M own parameters"
-            console.say(f"{costs.name}: {size}, {costs.kv_bytes_per_token} bytes of KV cache per token")
+            console.detail(f"{costs.name}: {size}, {costs.kv_bytes_per_token} bytes of KV cache per token")
     ratios = [f"{c.verify_ratio:.2f} after {c.name}" for c in table.drafts if round(c.verify_ratio, 2) != 1.0]
     if ratios:
-        console.say(f"verification as a multiple of the table's, which is the mean over drafts: {', '.join(ratios)}")
+        console.detail(f"verification as a multiple of the table's, which is the mean over drafts: {', '.join(ratios)}")
     for kind, field in (("leave-one-out error", "held_out_error"), ("uncertainty", "uncertainty")):
         by_part = {name: value for name, part in table.parts.items() if (value := getattr(part, field)) is not None}
         if by_part:
             median, (worst, largest) = np.median([*by_part.values()]), max(by_part.items(), key=lambda item: item[1])
             parts = f"over {len(by_part)} parts, largest {percent(largest)} ({worst})"
-            console.say(f"{kind}: median {percent(float(median))} {parts}")
+            console.detail(f"{kind}: median {percent(float(median))} {parts}")
     if not table.estimated:
         disturbed = f"the device's speed changed during {table.disturbed_samples} of them"
-        console.say(f"{table.num_samples} steps timed; {disturbed}")
+        console.detail(f"{table.num_samples} steps timed; {disturbed}")
     if (contention := table.provenance.contention) is not None:
         console.say(contention.describe("while steps were timed"))

@@ -136,7 +136,9 @@ def measure_finalists(
     ) -> tuple[Race, dict[str, MeasuredConfiguration], MeasuredConfiguration, TuningPrompts]:
         """A race, with the documents of its arms, the one that wins, and the prices that follow from its rounds."""
         arms = {**finalists, **defaults}
-        with console.stage("finalists, measured") as update:
+        with console.stage(
+            "finalists, measured", thresholds.MAX_PASSES * len(at.confirming_workload.prompts)
+        ) as update:
             measured = race(
                 runner,
                 [runner.arm(name, configuration) for name, configuration in finalists.items()],
@@ -302,14 +304,15 @@ def print_finalists(documents: Mapping[str, MeasuredConfiguration], console: Con
     """Print predicted and measured speedups of finalists and defaults, and the configurations below the table."""
     rows = []
     for name, measured in documents.items():
-        prediction = ["-", "-", "-"]
+        prediction = ["-", "-"]
         if measured.predicted_speedup is not None and measured.interval90 is not None:
             predicted, (low, high) = measured.predicted_speedup, measured.interval90
             error = f"{100 * (predicted / measured.speedup - 1):+.1f} %"
-            prediction = [f"{predicted:.2f}x", f"{low:.2f}-{high:.2f}", error]
-        measurement = [f"{measured.speedup:.2f}x", f"{measured.ci95[0]:.2f}-{measured.ci95[1]:.2f}"]
+            prediction = [f"{predicted:.2f}x ({low:.2f}-{high:.2f})", error]
+        measurement = f"{measured.speedup:.2f}x ({measured.ci95[0]:.2f}-{measured.ci95[1]:.2f})"
         num_runs = f"{measured.num_runs}" + (", eliminated" if measured.is_eliminated else "")
-        rows.append([name, *prediction[:2], *measurement, prediction[2], num_runs])
-    columns = ["finalist or default", "predicted", "90 % interval", "measured", "95 % CI", "prediction error", "runs"]
+        rows.append([name, prediction[0], measurement, num_runs, *(prediction[1:] if console.verbose else [])])
+    columns = ["finalist or default", "predicted (90 %)", "measured (95 %)", "runs"]
+    columns += ["prediction error"] if console.verbose else []
     console.table("Finalists and published defaults on tuning prompts", columns, rows)
     console.labels({name: measured.configuration.label for name, measured in documents.items()})

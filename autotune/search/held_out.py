@@ -87,13 +87,13 @@ def differences_of(
 
 def print_evaluation(evaluation: Evaluation, num_points: int, console: Console) -> None:
     """Print every arm's figures, the configurations below the table, and what tuning gained, by task."""
-    columns, rows = ("speedup", "interval", "M", "tokens/s", "same output"), []
+    columns, rows = ("speedup", "M", "tokens/s", "same output"), []
     for name, summary in evaluation.summaries.items():
         predicted = evaluation.predicted.get(name)
         prediction = "-" if predicted is None else f"{predicted:.2f}x"
         rows.append([name, prediction, *(ARM_COLUMNS[column](summary) for column in columns)])
-    plain, header = evaluation.summaries[AR], ["arm", "predicted", "measured", "95 % CI", *columns[2:]]
-    title = f"Evaluation on {plain.num_prompts} held-out prompts, {plain.num_tokens} tokens"
+    plain, header = evaluation.summaries[AR], ["arm", "predicted", "measured", *columns[1:]]
+    title = f"Evaluation on {plain.num_prompts} held-out prompts, {plain.num_tokens} tokens, with 95 % intervals"
     console.table(title, header, rows, emphasised=len(rows) - 1)
     found = evaluation.differences
     if num := found.rounding + len(found.other) + found.unexamined:
@@ -193,7 +193,7 @@ def print_shrinkage(shrinkage: Shrinkage, prompts: TuningPrompts, console: Conso
     """Print the winner's predicted and measured speedups, where its speedup was predicted."""
     choosing, confirming = shrinkage.predicted_on_choosing, shrinkage.predicted_on_confirming
     if choosing is not None and confirming is not None:
-        console.say(
+        console.detail(
             f"the tuned configuration: predicted {choosing:.2f}x on the {len(prompts.choosing.tasks)} prompts that chose it and "
             f"{confirming:.2f}x on {len(prompts.confirming.tasks)} others, measured {shrinkage.measured_on_confirming:.2f}x on "
             f"these and {shrinkage.measured_on_held_out:.2f}x on held-out prompts"

@@ -233,7 +233,7 @@ class ProfileSelection:
         is_long = 3 * whole_s > deadline - time.monotonic()
         may_differ = not pool.target.text.is_exact
         examination_s = may_differ * thresholds.EXAMINATION_SHARE * max(0.0, deadline - time.monotonic())
-        with self.console.stage("evaluation, measured") as update:
+        with self.console.stage("evaluation, measured", len(self.evaluate.prompts)) as update:
             measured = race(
                 runner,
                 [],

@@ -246,7 +246,7 @@ def _print_equal_shares(screened: Sequence[ScreenedSubnet], console: Console) ->
     equal = [subnet for subnet in screened if len(set(subnet.subnet.head_shares)) == 1]
     if 0 < len(equal) < len(screened):
         best, best_equal = screened[0].speedup, equal[0].speedup
-        console.say(
+        console.detail(
             f"{screened[0].draft}: best of {len(screened)} subnets {best:.3f}x ({screened[0].subnet.label or 'whole'}, "
             f"M {screened[0].tokens_per_round:.2f}); best of the {len(equal)} with one share of heads in all blocks "
             f"{best_equal:.3f}x ({equal[0].subnet.label or 'whole'}, M {equal[0].tokens_per_round:.2f})"

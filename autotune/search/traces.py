@@ -57,10 +57,10 @@ def record_traces(
     work = {"variants": variants, "workload": workload, "folder": folder, **shared, **options}
     recording = Recording(model_pool, **work)
     with model_pool.worker_pool(jobs, record_in_worker, work, deadline=deadline) as workers:
-        with console.stage("target's answers") as update:
+        with console.stage("target's answers", len(workload.prompts)) as update:
             num_forests = len(variants) * len(workload.prompts)
             answered = recording.answer_all(workers.reporting(update, after=num_forests))
-        with console.stage("traces") as update:
+        with console.stage("traces", answered) as update:
             num_prompts = recording.trace_all(answered, workers.reporting(update, before=answered))
     if num_prompts < len(workload.prompts):
         console.say(f"{num_prompts} of {len(workload.prompts)} prompts were recorded in their share of the budget")

@@ -137,7 +137,7 @@ def serve_in_turns(
         }
 
     rest = [] if len(rows) in LOOKS and is_enough(runs()) else prompts[len(rows) :]
-    with ExitStack() as stack, console.stage(stage) as update:
+    with ExitStack() as stack, console.stage(stage, len(prompts)) as update:
         if isinstance(servers, ServingEngine):
             asked, start = arms if rest else {}, servers.started
             servers = {name: stack.enter_context(start(one)) for name, one in asked.items()}
@@ -301,7 +301,7 @@ def measure_loads(
     """
     longest = max(len(one.prompt_tokens) + one.limit for one in answers) + PRICED_TOKENS[-1]  # with a draft
     loads = list[ServedLoad]()
-    with console.stage("requests at once") as update:
+    with console.stage("requests at once", len(arms)) as update:
         for number, name in enumerate(arms, start=1):
             with engine.started(arms[name], size, longest) as server:
                 server.stream(answers[0].model_copy(update={"limit": 2}))

@@ -294,7 +294,7 @@ def _replayed(
     """
     known = [[KnownRequest(answer) for answer in runs.answers] for runs in (plain, long or plain)]
     replayed = []
-    with console.stage(f"replay of {len(settings)} settings") as update:
+    with console.stage(f"replay of {len(settings)} settings", len(settings)) as update:
         for number, one in enumerate(settings, start=1):
             replayed.append((one, replay_speculation([one], known[1 if one.model else 0], plain.context)))
             update(number, len(settings), "")

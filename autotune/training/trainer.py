@@ -277,7 +277,7 @@ def train_with_progress(recipe_path: Path, output: Path | None, console: Console
         def progress(stage: str, step: int, steps: int, metrics: dict[str, float]) -> None:
             if shown.get("stage") != stage:
                 stack.close()
-                shown.update(stage=stage, update=stack.enter_context(console.stage(stage)))
+                shown.update(stage=stage, update=stack.enter_context(console.stage(stage, steps)))
             note = (f"{name.replace('_', ' ')} {metrics[name]:.3f}" for name in SHOWN_METRICS if name in metrics)
             shown["update"](step, steps, ", ".join(note))
 
