@@ -18,6 +18,7 @@ from autotune.report.sources import Sources, find_sources
 from tests.report.conftest import EVIL, QUESTION, MadeStudy
 from tests.sample_documents import decoding_profile
 
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 SECTIONS = {"profile", "evaluation", "predictions", "fronts", "ablation", "acceptance", "trees"}
 SECTIONS |= {"costs", "subnets", "configurations", "provenance"}
 VOID = {"meta", "img", "link", "br", "input", "hr"}
@@ -176,7 +177,7 @@ def test_numbers_are_those_of_the_documents(text: str, page: Page, made: MadeStu
 
 
 def test_points_are_described_in_words(page: Page) -> None:
-    draft = "(independent) drafts with 50 % of the visual tokens."
+    draft = "(independent) drafts, with 50 % of the visual tokens."
     tree = "The tree policy is chain: at most 3 drafted tokens"
     assert f"{draft} {tree} per round in up to 3 levels. The output is lossless" in page.text
 
@@ -202,6 +203,14 @@ def test_page_of_a_predicted_profile_says_so(tmp_path: Path) -> None:
     decoding_profile().save(tmp_path / "p.json")
     page = Page(render(Content(find_sources(tmp_path / "p.json"))))
     assert "Nothing was measured" in page.text and "Predicted speedup" in page.text and "2.00x" in page.text
+
+
+def test_pages_without_images_have_no_word_about_them(text: str, tmp_path: Path) -> None:
+    decoding_profile().save(tmp_path / "p.json")
+    assert "visual" not in render(Content(find_sources(tmp_path / "p.json"))).partition("<header>")[2]
+    assert "visual tokens" in text
+    decoding_profile(visual_keep=0.5).save(tmp_path / "p.json")
+    assert "50 % of the visual tokens" in render(Content(find_sources(tmp_path / "p.json")))
 
 
 def test_page_of_a_profile_of_plain_decoding(tmp_path: Path) -> None:
