@@ -6,6 +6,7 @@ A search prints the sentences as its last block, and the report of its profile b
 
 from __future__ import annotations
 
+import math
 import shlex
 import textwrap
 from pathlib import Path
@@ -18,8 +19,8 @@ COLUMNS = 80
 """Most characters of a line. Only the path of a file can make a line longer, because commands are copied."""
 JUDGING, DECIDING = 16, 8
 """Held-out prompts and prompts of finalists, with fewer of which an answer is called a guess."""
-PLAIN = {AR: "plain decoding", HF: "Hugging Face's generate"}
-"""Plain decoding by this program and by another one."""
+STUDENT_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
+"""97.5 % quantiles of Student's t, from one degree of freedom to ``JUDGING - 2``."""
 
 
 def answer_of(profile: DecodingProfile, path: Path) -> list[str]:
@@ -29,76 +30,70 @@ def answer_of(profile: DecodingProfile, path: Path) -> list[str]:
         profile: measured, or predicted for another device.
         path: the file of the profile, for the next command.
     """
+    evidence, command = profile.evidence, shlex.quote(str(path))
+    is_measured = any(point.measured for point in profile.points)
     chosen = next((point for point in reversed(profile.points) if point.draft is not None), None)
-    if not any(point.measured for point in profile.points):
-        return _predicted(profile, chosen)
-    gain, num_prompts, shrinkage = _over_plain(profile), len(profile.evidence.prompts), profile.evidence.shrinkage
-    is_guess = num_prompts < JUDGING
+    gain = _over_plain(profile, chosen)
+    plain = "Hugging Face's generate" if gain.over == HF else "plain decoding"
     if chosen is None or gain.speedup < 1.0:
-        plain = "this profile has no draft" if gain.over == AR else "Hugging Face's generate, without this profile"
-        lines = [f"Plain decoding is the fastest: {plain}."]
-        if gain.num_prompts:
-            lines.append(f"The fastest draft is {_times(gain)} as fast{', a guess' * is_guess}.")
+        lines = [f"Plain decoding is the fastest{'' if gain.over == AR else f': use {plain}'}."]
+        lines += [f"The fastest draft is {_times(gain)} as fast."] if gain.num_prompts else []
     else:
         doubt = ", which may be chance" if _interval(gain)[0] <= 1.0 else ""
-        than = f"as fast as {PLAIN[gain.over]}{', a guess' if is_guess else doubt}"
-        lines = [*_choice(profile, chosen), f"{_times(gain)} {than}.", *_over_default(profile.evidence)]
-    num_deciding = DECIDING if shrinkage is None or shrinkage.num_runs is None else shrinkage.num_runs
-    guessed = f", chosen by {num_deciding}" if num_deciding < DECIDING else ""
-    basis = f"Measured on {{}}: {num_prompts} held-out prompts of {{}}{guessed}."
-    command = shlex.quote(str(path))
-    further = "the same search with a larger --budget" if is_guess or guessed else f"autotune bench {command}"
-    names = profile.hardware.model, profile.workload.name
-    return [*lines, _line(basis, *names), f"Next: autotune run {command}, or {further}."]
+        lines = [*_choice(profile, chosen), f"{_times(gain)} as fast as {plain}{doubt}.", *_over_default(evidence)]
+    if is_measured:
+        num_deciding = DECIDING if evidence.shrinkage is None else evidence.shrinkage.num_runs or DECIDING
+        guess = ", a guess" if len(evidence.prompts) < JUDGING else ""
+        guess += f", chosen by {num_deciding}" if num_deciding < DECIDING else ""
+        text = f"Measured on {{}}: {_prompts(len(evidence.prompts), 'held-out ')} of {{}}{guess}."
+        basis = _line(text, profile.hardware.model, profile.workload.name)
+        further = "the same search with a larger --budget" if guess else f"autotune bench {command}"
+        following = f"autotune run {command}, or {further}"
+    else:
+        is_estimated = any(point.predicted and point.predicted.estimated for point in profile.points)
+        source = "its datasheet" if is_estimated else "a measured table"
+        text = f"Not measured: estimated for {{}} from {source} and {_prompts(profile.workload.num_tune_prompts)}."
+        basis = _line(text, profile.hardware.model)
+        following = "the same search on that device, without --gpu, measures the profile"
+    return [*lines, basis, f"Next: {following}."]
 
 
 def answer_of_engine(profile: EngineProfile, path: Path) -> list[str]:
     """The answer of a search in an engine. The profile holds the command that starts its server."""
-    best = max(profile.arms[1:], key=lambda arm: arm.measured, default=None)
-    command, again = shlex.quote(str(path)), "autotune bench with the same prompts"
-    if best is None:
-        first, again = profile.fastest[0], "the same search without --url"
-        label, gain = first.speculation.label, _gain(first.speedup, first.ci95)
-        basis = "Predicted on {} for prompts of {}: not measured."
-    else:
+    chosen, command = profile.speculation, shlex.quote(str(path))
+    if profile.arms:
+        best = max(profile.arms[1:], key=lambda arm: arm.measured)
         label, gain = best.label, _gain(best.measured, best.ci95, best.timed)
-        guess = ", which is a guess" if best.timed < JUDGING else ""
-        basis = f"Measured on {{}}: {best.timed} held-out prompts of {{}}{guess}."
-    chosen, than = profile.speculation, f"{_times(gain)} as fast as no speculation"
-    if chosen is None:
-        lines = [f"Leave speculation off in {profile.engine}.", f"The fastest settings, {label}, are {than}."]
+        guess = ", a guess" if best.timed < JUDGING else ""
+        basis = f"Measured on {{}}: {_prompts(best.timed, 'held-out ')} of {{}}{guess}."
+        following = f"autotune run {command} --prompt TEXT starts its server and answers"
     else:
-        draft = " with the draft {}" if chosen.model else ""
-        default = ", by the defaults of its type" if chosen.is_default else ""
-        text = f"Chosen for {profile.engine}: {chosen.label}{draft}."
-        lines = [_line(text, *filter(None, [chosen.model])), f"{than}{default}."]
-    basis = _line(basis, profile.hardware.model, profile.workload)
-    return [*lines, basis, f"Next: autotune run {command} --prompt TEXT, or {again}."]
+        label = profile.fastest[0].speculation.label
+        gain = _gain(profile.fastest[0].speedup, profile.fastest[0].ci95)
+        basis, following = "Not measured: estimated on {} for {}.", "the same search without --url measures it"
+    if chosen is None:
+        lines = [f"Leave speculation off in {profile.engine}.", f"At best, {label} is {_times(gain)} as fast."]
+    else:
+        draft = _line(" drafted by {}", chosen.model, columns=40) if chosen.model else ""
+        default = ", by its defaults" if chosen.is_default else ""
+        lines = [f"Chosen for {profile.engine}: {chosen.label}{draft}{default}."]
+        lines.append(f"{_times(gain)} as fast as no speculation.")
+    return [*lines, _line(basis, profile.hardware.model, profile.workload), f"Next: {following}."]
 
 
-def _predicted(profile: DecodingProfile, chosen: OperatingPoint | None) -> list[str]:
-    """The answer of a search for another device."""
-    lines = ["Plain decoding is predicted to be the fastest: no draft gains."]
-    if chosen is not None and chosen.predicted is not None:
-        gain = _gain(chosen.predicted.speedup, chosen.predicted.interval90)
-        lines = [*_choice(profile, chosen), f"{_times(gain)} as fast as plain decoding, predicted."]
-        lines += _over_default(profile.evidence)
-    is_estimated = any(point.predicted and point.predicted.estimated for point in profile.points)
-    source = "Estimated for {} from its datasheet" if is_estimated else "Predicted for {} from a measured table"
-    basis = f"{source} and {profile.workload.num_tune_prompts} prompts of {{}}: not measured."
-    lines.append(_line(basis, profile.hardware.model, profile.workload.name))
-    return [*lines, "Next: the same search on that device, without --gpu, measures the profile."]
-
-
-def _over_plain(profile: DecodingProfile) -> Gain:
-    """The gain over the fastest plain decoding that was measured; of no prompts where it is not known."""
+def _over_plain(profile: DecodingProfile, chosen: OperatingPoint | None) -> Gain:
+    """The gain over the fastest plain decoding that was measured, or the predicted one; of no prompts where the profile
+    does not know it.
+    """
     gains = {gain.over: gain for gain in profile.evidence.gains if gain.task == ALL}
-    is_hf_faster = any(arm.name == HF and arm.speedup > 1.0 for arm in profile.evidence.compared)
-    if (gain := gains.get(HF if is_hf_faster else AR)) is not None:
-        return gain
-    measured = profile.point.measured
-    is_known = measured is not None and profile.point.draft is not None
-    return _gain(measured.speedup, measured.ci95, measured.num_prompts) if measured and is_known else _gain(1.0, None)
+    over = HF if any(arm.name == HF and arm.speedup > 1.0 for arm in profile.evidence.compared) else AR
+    if over in gains or chosen is None:
+        return gains.get(over, _gain(1.0, None))
+    if chosen.measured is not None:
+        return _gain(chosen.measured.speedup, chosen.measured.ci95, chosen.measured.num_prompts)
+    return (
+        _gain(1.0, None) if chosen.predicted is None else _gain(chosen.predicted.speedup, chosen.predicted.interval90)
+    )
 
 
 def _gain(speedup: float, interval: tuple[float, float] | None, num_prompts: int = 0) -> Gain:
@@ -106,72 +101,70 @@ def _gain(speedup: float, interval: tuple[float, float] | None, num_prompts: int
 
 
 def _interval(gain: Gain) -> tuple[float, float]:
-    """The gain's interval; of few prompts, whose bootstrap interval is too short, widened to that of Student's t
-    (Hesterberg, 2015).
+    """The gain's interval. Bootstrap intervals of few prompts are too short, and are widened as Student's t is wider
+    than a normal distribution (Hesterberg, 2015).
     """
-    if not 1 < gain.num_prompts < JUDGING:
+    if gain.num_prompts == 1:
+        return 0.0, math.inf
+    if not 0 < gain.num_prompts < JUDGING:
         return gain.ci95
-    from scipy.special import stdtrit  # takes a moment to import
-
-    degrees = gain.num_prompts - 1
-    factor = float(stdtrit(degrees, 0.975)) / 1.96 * (1 + 1 / degrees) ** 0.5
+    factor = STUDENT_T[gain.num_prompts - 2] / 1.96 * (gain.num_prompts / (gain.num_prompts - 1)) ** 0.5
     low, high = (gain.speedup * (end / gain.speedup) ** factor for end in gain.ci95)
     return low, high
 
 
 def _times(gain: Gain) -> str:
     """A gain with its interval, and the number of prompts where it is small."""
-    few = f" on {gain.num_prompts} prompts" if 0 < gain.num_prompts < JUDGING else ""
     low, high = _interval(gain)
-    return f"{gain.speedup:.2f}x ({low:.2f} to {high:.2f}{few})" if low < high else f"{gain.speedup:.2f}x{few}"
+    words = [f"{low:.2f} to {high:.2f}"] if low < high else []
+    words += [f"on {_prompts(gain.num_prompts)}"] if 0 < gain.num_prompts < JUDGING else []
+    return f"{gain.speedup:.2f}x" + (f" ({' '.join(words)})" if words else "")
+
+
+def _prompts(number: int, kind: str = "") -> str:
+    return f"{number} {kind}prompt{'' if number == 1 else 's'}"
 
 
 def _choice(profile: DecodingProfile, point: OperatingPoint) -> list[str]:
     """The draft, the tree policy and the draft's subnet in words, in one or two lines."""
-    draft, tree = point.draft, point.tree
-    assert draft is not None and tree is not None
+    assert point.draft is not None and point.tree is not None
     chosen = "Chosen" if len(profile.points) == 1 else "Chosen for most requests"
-    kind = "" if draft.kind == draft.id else f" ({draft.kind})"
-    shape = "chains" if tree.is_chain else f"{tree.policy} trees"
-    words = [f"{'' if point.lossless else 'lossy '}{shape} of up to {tree.max_nodes} tokens", *_subnet(draft.subnet)]
-    text = f"{chosen}: {{}}{kind}, {', '.join(words)}."
-    return textwrap.wrap(_line(text, draft.id, columns=2 * COLUMNS - 10), COLUMNS, break_on_hyphens=False)
+    kind = "" if point.draft.kind == point.draft.id else f" ({point.draft.kind})"
+    shape = f"{'' if point.lossless else 'lossy '}{'chains' if point.tree.is_chain else f'{point.tree.policy} trees'}"
+    words = [f"{shape} of up to {point.tree.max_nodes} tokens", *_subnet(point.draft.subnet)]
+    text = _line(f"{chosen}: {{}}{kind}, {', '.join(words)}.", point.draft.id, columns=2 * COLUMNS - 10)
+    return textwrap.wrap(text, COLUMNS, break_on_hyphens=False)
 
 
 def _subnet(subnet: Subnet) -> list[str]:
     """The choices of a subnet that differ from the whole draft, in words."""
-    shares = [f"{100 * share:g}" for share in subnet.head_shares]
-    shares = shares[:1] if len(set(shares)) == 1 else shares
-    ratio = f" by {subnet.operator_ratio}" if subnet.operator_ratio else ""
+    shares = "/".join(f"{100 * share:g}" for share in subnet.head_shares[: 1 if isinstance(subnet.heads, float) else 3])
+    operator = " by ".join(f"{part}" for part in (subnet.operator, subnet.operator_ratio) if part is not None)
     words = {
         f"{100 * subnet.visual_keep:g} % of visual tokens": subnet.visual_keep < 1.0,
-        f"layer {subnet.injection_layer} of the target": subnet.injection_layer is not None,
-        f"{'/'.join(shares)} % of heads": shares != ["100"],
-        f"operator {subnet.operator}{ratio}": subnet.operator is not None,
-        f"{100 * (subnet.vocabulary or 1.0):g} % of the vocabulary": subnet.vocabulary is not None,
-        f"{subnet.weights} weights": subnet.weights is not None,
+        f"target layer {subnet.injection_layer}": subnet.injection_layer is not None,
+        f"{shares} % of heads": subnet.heads not in (None, 1.0),
+        f"operator {operator}": subnet.operator is not None,
+        f"{100 * (subnet.vocabulary or 1.0):g} % of vocabulary": subnet.vocabulary is not None,
+        f"{subnet.weights}": subnet.weights is not None,
     }
     return [text for text, is_chosen in words.items() if is_chosen]
 
 
 def _over_default(evidence: Evidence) -> list[str]:
     """The gain over the best published default, where one is known."""
-    name = evidence.best_default
-    gain = next((gain for gain in evidence.gains if gain.task == ALL and gain.over == name), None)
-    if gain is None:
-        return []
-    if _interval(gain)[0] > 1.0:
-        return [f"{_times(gain)} as fast as {name}, the best default."]
-    same = "it is the same" if gain.ci95 == (1.0, 1.0) else _times(gain)
-    return [f"Not better than the best default, {name}: {same}."]
+    gains = [gain for gain in evidence.gains if gain.task == ALL and gain.over == evidence.best_default]
+    if gains and _interval(gains[0])[0] > 1.0:
+        return [f"{_times(gain)} as fast as {gain.over}, the best default." for gain in gains]
+    texts = ["it is the same" if gain.ci95 == (1.0, 1.0) else _times(gain) for gain in gains]
+    return [f"Not better than the best default, {evidence.best_default}: {text}." for text in texts]
 
 
 def _line(text: str, *names: str, columns: int = COLUMNS) -> str:
     """A line with names in the places of its braces; names that do not fit lose their middles."""
     room = columns - len(text.format(*[""] * len(names)))
-    longest = next((n for n in range(columns, 5, -1) if sum(min(len(name), n) for name in names) <= room), 5)
-    return text.format(*(name if len(name) <= longest else _without_middle(name, longest) for name in names))
-
-
-def _without_middle(name: str, length: int) -> str:
-    return f"{name[: (length - 2) // 2]}...{name[-((length - 3) // 2) :]}"
+    longest = next((n for n in range(columns, 6, -1) if sum(min(len(name), n) for name in names) <= room), 6)
+    short = (
+        name if len(name) <= longest else f"{name[: longest // 2 - 1]}...{name[2 - longest // 2 :]}" for name in names
+    )
+    return text.format(*short)
