@@ -50,6 +50,7 @@ def command(context: click.Context, /, as_json: bool, engine: EngineName | None,
     own = {name: values.pop(name) for name in ONLY_ENGINES}
     if engine is not None:
         from autotune.console import Console
+        from autotune.documents.answer import answer_of_engine
         from autotune.serving.engine_search import EngineSearchSettings, search_engine
 
         given = [p for p in context.params if context.get_parameter_source(p) is ParameterSource.COMMANDLINE]
@@ -68,8 +69,8 @@ def command(context: click.Context, /, as_json: bool, engine: EngineName | None,
         profile = search_engine(
             EngineSearchSettings(engine, **chosen, **own, draft=next(iter(drafts), None)), Console()
         )
-        if as_json:
-            click.echo(profile.dump())
+        path = values["output"]
+        click.echo(profile.dump() if as_json else "\n".join(answer_of_engine(profile, path)))
         return
     if name := next((name for name, value in own.items() if value), None):
         raise UserError(f"--{name.replace('_', '-')} is of a search in an engine; add --engine {' or '.join(ENGINES)}")
@@ -82,8 +83,8 @@ def command(context: click.Context, /, as_json: bool, engine: EngineName | None,
     require_workload(settings.workload, settings.workload_format)
 
     from autotune.console import Console
+    from autotune.documents.answer import answer_of
     from autotune.search.pipeline import search
 
     document = search(settings, Console())
-    if as_json:
-        click.echo(document.dump())
+    click.echo(document.dump() if as_json else "\n".join(answer_of(document, settings.output)))

@@ -140,11 +140,14 @@ class ComparedArm(Document):
     """The arm decoded this many of the first evaluation prompts."""
 
 
+ALL = "all"
+"""Stands for the prompts of all tasks in gains."""
+
+
 class Gain(Document):
     """The speedup of the profile over another arm on held-out prompts of the same run."""
 
     task: str
-    """``all``: over the prompts of all tasks."""
     over: str
     """Name of the other arm."""
     speedup: float
@@ -165,6 +168,8 @@ class Shrinkage(Document):
     """On the tuning prompts by which finalists were chosen and measured; these prompts did not choose trees."""
     measured_on_confirming: float
     measured_on_held_out: float
+    num_runs: int | None = None
+    """Runs on confirming prompts by which the configuration was chosen; null in older profiles."""
 
 
 class Differences(Document):
@@ -184,10 +189,12 @@ class Evidence(Document):
     compared: list[ComparedArm] = Field(default_factory=list)
     configurations_replayed: int = 0
     best_default: str | None = None
-    """The published default that was fastest on held-out prompts; null where none was measured, as the shrinkage below.
+    """The published default that was fastest on held-out prompts, or that is predicted to be; null where none is known.
     """
     gains: list[Gain] = Field(default_factory=list)
+    """Of a profile that was not measured: over the best published default alone, predicted on the tuning prompts."""
     shrinkage: Shrinkage | None = None
+    """Null where nothing was measured."""
     differences: Differences | None = None
     """Null where the profile decodes plainly, or was not measured."""
     degenerate: str | None = None

@@ -7,6 +7,7 @@ import string
 from collections.abc import Iterable
 
 from autotune.cost.roofline import find_limits
+from autotune.documents.answer import answer_of
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.report.ablation import ablations, cumulative_ablation
@@ -35,6 +36,7 @@ class Content:
         self.is_estimated = table.estimated if table else any(prediction.estimated for prediction in predicted)
         self.points = [PointSummary(sources, number) for number in range(len(sources.points))]
         self.arms = EvaluationArms(profile) if profile and profile.evidence.compared else None
+        self.answer = answer_of(profile, sources.profile_path) if profile and sources.profile_path else []
         self.front = pareto_front(sources.candidates)
         self.by_size = fastest_by_size(sources.candidates)
         self.ablations = ablations(sources)

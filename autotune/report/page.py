@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.console import Console, percent
+from autotune.documents.answer import answer_of_engine
 from autotune.documents.engine_profile import EngineProfile
 from autotune.documents.provenance import stamp
 from autotune.files import require_writable, write_bytes
@@ -66,7 +67,8 @@ def write_report(
 def write_engine_report(given: Path, output: Path, console: Console) -> None:
     """Write the page of an engine profile."""
     require_writable(output)
-    content = {"profile": EngineProfile.load(given), "given": given, "provenance": stamp()}
+    profile = EngineProfile.load(given)
+    content = {"profile": profile, "answer": answer_of_engine(profile, given), "given": given, "provenance": stamp()}
     _write(output, _filled("engine.html", content), console)
 
 

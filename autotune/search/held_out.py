@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from autotune.console import Console
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import (
+    ALL,
     AR,
     HF,
     TUNED,
@@ -32,9 +33,6 @@ from autotune.study.document import MeasuredConfiguration
 from autotune.workloads.workload import Workload
 
 D = TypeVar("D", ComparedArm, Gain, Measured)
-
-ALL = "all"
-"""Stands for the prompts of all tasks in tables of gains."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +162,7 @@ def shrinkage_of(
         predicted_on_choosing=prompts.choosing.speedup(winner.configuration),
         predicted_on_confirming=prompts.confirming.speedup(winner.configuration),
         measured_on_confirming=winner.speedup,
+        num_runs=winner.num_runs,
         measured_on_held_out=summarize(TUNED, *map(list, zip(*(winner_pairs or pairs), strict=True))).speedup,
     )
 

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
 from autotune.device import usable_threads
@@ -22,6 +23,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.search import thresholds
 from autotune.search.thresholds import ANSWERS_SHARE, KEPT_PROMPTS, KEPT_TOKENS, LEAST_TOKENS, STAGES
+from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
 UNTIMED_STAGES = ("screening", "traces", "tree search")
@@ -64,9 +66,20 @@ class Rates(Document):
 
 
 def measure_rates(plain: Decoder, workload: Workload) -> Rates:
-    """Time plain decoding of the first prompt: the shortest of a few runs, each with one CPU thread and with all."""
-    prompt = workload.prompts[0]
+    """Time plain decoding of the first prompt with images and of the first without: the mean by their shares of the
+    workload.
+    """
+    first = {bool(prompt.pixels): prompt for prompt in reversed(workload.prompts)}
+    rates = {kind: _rates_of(plain, prompt) for kind, prompt in first.items()}
+    of_prompts = [rates[bool(prompt.pixels)] for prompt in workload.prompts]
+    return Rates(prefill_s=fmean(one.prefill_s for one in of_prompts), step_s=fmean(one.step_s for one in of_prompts))
+
+
+def _rates_of(plain: Decoder, prompt: WorkloadPrompt) -> Rates:
+    """The shortest of a few runs, each with one CPU thread and with all. The processor's time counts as prefill."""
+    began = time.monotonic()
     inputs = prompt.inputs(plain.processor, plain.target.device)
+    processing_s = time.monotonic() - began
     plain.prepare(inputs["input_ids"].shape[1] + RATE_TOKENS)  # what is captured now is not in the times
     generation = {**prompt.settings.generation, "max_new_tokens": RATE_TOKENS, "min_new_tokens": RATE_TOKENS}
     runs: list[DecodingStats] = []
@@ -75,7 +88,8 @@ def measure_rates(plain: Decoder, workload: Workload) -> Rates:
             with limited_threads(threads):
                 runs.append(plain.generate(**inputs, **generation).stats)
     steps_ms = (stats.decode_ms / max(1, stats.new_tokens - 1) for stats in runs)
-    return Rates(prefill_s=min(stats.target_prefill_ms for stats in runs) / 1e3, step_s=min(steps_ms) / 1e3)
+    prefill_s = processing_s + min(stats.target_prefill_ms for stats in runs) / 1e3
+    return Rates(prefill_s=prefill_s, step_s=min(steps_ms) / 1e3)
 
 
 @dataclass(frozen=True)
@@ -163,12 +177,34 @@ class Plan(Document):
             cuts.append(f"at most {self.num_tune_prompts} of {num_prompts} tuning prompts")
         if self.max_new_tokens is not None:
             cuts.append(f"answers of at most {self.max_new_tokens} tokens instead of {longest}")
-        num_judged, num_raced, *_ = self.kept_prompts
-        kept = f"; time is kept for {num_raced} prompts of finalists and {num_judged} held-out ones"
         fits = ", ".join(cuts) or f"all {num_prompts} tuning prompts and their full answers"
         if self.full_s > self.seconds:
             fits += f"; a search that cuts nothing would take about {self.full_s / 60:.0f} min"
-        return f"plan for {self.seconds:.0f} s ({self.rates.describe()}): {fits}{kept if size.is_measured else ''}"
+        verdict = f"\n{self._verdict(size)}" if size.is_measured else ""
+        return f"plan for {self.seconds:.0f} s: {fits}{verdict}"
+
+    @property
+    def decides(self) -> bool:
+        """Whether time is kept for as many prompts as an answer needs that is no guess."""
+        return self.kept_prompts[:2] == KEPT_PROMPTS[0][:2]
+
+    def _verdict(self, size: SearchSize) -> str:
+        """How many prompts decide and, of too few, which budget or length of answers has time for enough."""
+        num_judging = min(self.kept_prompts[0], size.num_evaluate_prompts)
+        text = f"{self.kept_prompts[1]} prompts decide between finalists, and {num_judging} held-out ones judge"
+        if self.decides:
+            few = ": the result will be a guess; give more prompts in --workload"
+            return text + (few if num_judging < KEPT_PROMPTS[0][0] else "")
+        plan = partial(make_plan, rates=self.rates, spent_s=self.full_s - size.full_s(self.rates))
+        minutes = next(n for n in itertools.count(int(self.seconds) // 60 + 1) if plan(size, seconds=60 * n).decides)
+        options = [f"--budget {minutes}m"]
+        for limit in range(max(size.answer_tokens) // 8 * 8, LEAST_TOKENS - 1, -8):
+            shorter = replace(size, answer_tokens=[min(limit, longest) for longest in size.answer_tokens])
+            if plan(shorter, seconds=self.seconds).decides:
+                options.append(f"--max-new-tokens {limit}")
+                break
+        enough = "{1} decide and {0} judge".format(*KEPT_PROMPTS[0])
+        return f"{text}: the result will be a guess; {enough} with {' or '.join(options)}"
 
 
 def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float = 0.0) -> Plan:

@@ -199,11 +199,7 @@ class ProfileSelection:
         print_evaluation(evaluation, len(profile.points), self.console)
         shrinkage = shrinkage_of(finalists.winner, evaluation, len(profile.points), self.prompts)
         print_shrinkage(shrinkage, self.prompts, self.console)
-        measured_profile = with_evidence(profile, evaluation, shrinkage, self._plain_point())
-        if measured_profile.point.draft is None:
-            why = "plain decoding is faster than the tuned configuration"
-            self.console.say(f"{why}: the profile decodes without a draft")
-        return measured_profile
+        return with_evidence(profile, evaluation, shrinkage, self._plain_point())
 
     def evaluation(self, profile: DecodingProfile, defaults: Mapping[str, Configuration]) -> Evaluation:
         """Run the profile, plain decoding, Hugging Face and the defaults on held-out prompts until the end of the

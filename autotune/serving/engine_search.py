@@ -204,7 +204,6 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
     for path in (settings.output, folder / PROFILE):
         profile.save(path)
     unfinished.unlink(missing_ok=True)  # the next search measures anew
-    console.say(f"=> {verdict}")
     console.say(f"start it with: {shlex.join(profile.command)}")
     console.say(f"written to {settings.output}")
     return profile

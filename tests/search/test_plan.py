@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -85,6 +86,63 @@ def test_the_last_stages_keep_their_least() -> None:
         plan = make_plan(many, Rates(prefill_s=0.045, step_s=step_s), seconds=120, spent_s=2)
         assert plan.kept_prompts[2:] == (2, 2), "where subnets are screened, many configurations compete"
     assert make_plan(TEXTS, SLOW, seconds=240, spent_s=15).kept_prompts == KEPT_PROMPTS[-1]
+
+
+SMOLLM2 = Rates(prefill_s=0.3, step_s=0.116)
+"""SmolLM2 in float32 on two cores."""
+
+
+@pytest.mark.parametrize("longest", [128, 1024])
+def test_a_plan_that_cannot_decide_says_with_what_it_would(longest: int) -> None:
+    """The budget and the length of answers that it names keep eight prompts of finalists and sixteen held-out ones."""
+    size = replace(TEXTS, num_priced=3, num_variants=3, num_survivors=3, answer_tokens=[longest] * 48)
+    plan = make_plan(size, SMOLLM2, seconds=600, spent_s=4)
+    found = re.search(
+        r"^4 prompts decide between finalists, and 8 held-out ones judge: the result will be a guess; 8 decide and 16 judge "
+        r"with --budget (\d+)m or --max-new-tokens (\d+)$",
+        plan.describe(size),
+        re.M,
+    )
+    assert found
+    minutes, limit = map(int, found.groups())
+    shorter = replace(size, answer_tokens=[limit] * 48)
+    for enough in (
+        make_plan(size, SMOLLM2, seconds=60 * minutes, spent_s=4),
+        make_plan(shorter, SMOLLM2, seconds=600, spent_s=4),
+    ):
+        assert enough.kept_prompts[:2] == (16, 8)
+        assert enough.describe(size).endswith("8 prompts decide between finalists, and 16 held-out ones judge")
+    assert make_plan(size, SMOLLM2, seconds=60 * (minutes - 1), spent_s=4).kept_prompts[:2] == (8, 4)
+    few = replace(DIGITS, num_evaluate_prompts=5)
+    assert "and 5 held-out ones judge: the result will be a guess; give more prompts" in make_plan(
+        few, FAST, seconds=300
+    ).describe(few)
+
+
+def test_prompts_with_images_are_timed_beside_those_without() -> None:
+    """Three of four prompts have an image, and take a second longer to read."""
+    lengths = [0, 1, 1, 1]
+
+    class Plain:
+        processor = target = SimpleNamespace(device="cpu")
+
+        def prepare(self, num_tokens: int) -> None: ...
+
+        def generate(self, *, input_ids: torch.Tensor, num_images: int, **_: Any) -> Any:
+            stats = {"target_prefill_ms": 100.0 + 1000.0 * num_images, "decode_ms": 50.0 + 10 * num_images}
+            return SimpleNamespace(stats=SimpleNamespace(**stats, new_tokens=RATE_TOKENS))
+
+    prompts = [
+        SimpleNamespace(
+            pixels=(None,) * number,
+            settings=SimpleNamespace(generation={}),
+            inputs=lambda *_, number=number: {"input_ids": torch.zeros(1, 4), "num_images": number},
+        )
+        for number in lengths
+    ]
+    rates = measure_rates(cast(Any, Plain()), cast(Any, SimpleNamespace(prompts=prompts)))
+    assert rates.prefill_s == pytest.approx(0.1 + 0.75, abs=0.02)
+    assert rates.step_s == pytest.approx((0.25 * 50 + 0.75 * 60) / (RATE_TOKENS - 1) / 1e3)
 
 
 def test_more_time_cuts_less() -> None:

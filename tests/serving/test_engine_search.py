@@ -21,15 +21,8 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 from autotune.cli.main import main
-from autotune.documents.engine_profile import (
-    OPTIONS,
-    TYPES,
-    ConfirmedArm,
-    EngineProfile,
-    ServedAnswer,
-    Speculation,
-    SpeculationCounts,
-)
+from autotune.documents.answer import answer_of_engine
+from autotune.documents.engine_profile import OPTIONS, TYPES, EngineProfile, ServedAnswer, Speculation
 from autotune.files import user_cache
 from autotune.modeling.gguf import find_gguf
 from autotune.serving import llama_server
@@ -39,6 +32,7 @@ from autotune.serving.ngram_drafters import POOL_FACTOR, POOL_SLOTS, KnownReques
 from autotune.serving.ngram_replay import FirstDrafter, replay_speculation, total
 from autotune.serving.server import running
 from tests.report.test_page import Page
+from tests.sample_documents import confirmed_arm
 from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS, TRANSCRIPT
 
 ONE_SLOT = ("--parallel", "1")
@@ -46,6 +40,7 @@ TRANSCRIBED = json.loads(TRANSCRIPT.read_text())
 SCRIPT = """#!{python}
 import sys
 sys.path.insert(0, {root!r})
+from tests.sample_documents import confirmed_arm
 from tests.serving.recorded_llama import serve
 serve(sys.argv[1:])
 """
@@ -145,26 +140,15 @@ def test_the_space_holds_each_setting_once_and_the_defaults() -> None:
 
 @pytest.mark.parametrize(("low", "is_chosen"), [(1.02, True), (0.98, False)])
 def test_speculation_is_recommended_only_where_its_interval_lies_above_1(low: float, is_chosen: bool) -> None:
-    def arm(one: Speculation | None, measured: float, low: float) -> ConfirmedArm:
-        return ConfirmedArm(
-            label=one.label if one else "off",
-            speculation=one,
-            predicted=1.1,
-            measured=measured,
-            ci95=(low, measured + 0.1),
-            clock="wall",
-            tokens_per_step=1.0,
-            replayed=SpeculationCounts(verifications=0, drafted=0, accepted=0),
-            counts=SpeculationCounts(verifications=0, drafted=0, accepted=0),
-            exact=1,
-            identical=1,
-            prompts=1,
-            timed=1,
-        )
-
     slow = Speculation(type="ngram-mod", options=OPTIONS["ngram-mod"])
     fast = Speculation(type="ngram-cache")
-    chosen, verdict = recommend([arm(None, 1.0, 1.0), arm(slow, 0.7, 0.6), arm(fast, 1.05, low)])
+    chosen, verdict = recommend(
+        [
+            confirmed_arm(None, 1.0, (1.0, 1.0)),
+            confirmed_arm(slow, 0.7, (0.6, 0.8)),
+            confirmed_arm(fast, 1.05, (low, 1.15)),
+        ]
+    )
     assert chosen == (fast if is_chosen else None)
     assert verdict.startswith("ngram-cache 1.05x" if is_chosen else "leave speculation off: ")
 
@@ -209,6 +193,7 @@ def test_a_search_recommends_what_it_confirms_and_check_run_and_bench_take_its_p
     profile = EngineProfile.load("profile.json")
     assert profile.speculation is not None and profile.arms[-2].measured > 1.0
     assert all(arm.exact == arm.prompts == 4 and abs(arm.predicted / arm.measured - 1) < 0.01 for arm in profile.arms)
+    assert done.stdout.splitlines() == answer_of_engine(profile, Path("profile.json")), "and nothing else"
     assert profile.command[-1].isdigit() and "--spec-type" in profile.command
     assert autotune("check", "profile.json").exit_code == 0
     other = autotune("check", "profile.json", "--engine-command", f"{folder / 'llama-server'} --other-rule")
@@ -224,7 +209,8 @@ def test_a_search_recommends_what_it_confirms_and_check_run_and_bench_take_its_p
         }
         assert {row[0]: row[5:7] for row in page.table("counts predicted")[1:]} == counted
         replayed = sum(int(row[1]) for row in page.table("shown")[1:] if row[1])
-        assert replayed == len(speculation_space(LlamaEngine, TYPES["llama.cpp"])) and profile.verdict in page.text
+        assert replayed == len(speculation_space(LlamaEngine, TYPES["llama.cpp"]))
+        assert " ".join(done.stdout.splitlines()[:-1]) in page.text
         assert [row[0] for row in page.table("wall, ms")[1:3]] == ["1", "2"] and "Not measured" in page.text
     answered = autotune("run", "profile.json", "--prompt", PROMPTS[0], "--max-new-tokens", str(LIMIT))
     assert answered.exit_code == 0 and "draft tokens accepted" in said(answered)

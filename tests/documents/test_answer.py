@@ -1,0 +1,284 @@
+"""The answer of a search: sentences that fit a terminal of 80 columns, made of a profile alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.documents.answer import DECIDING, JUDGING, answer_of, answer_of_engine
+from autotune.documents.decoding_profile import ComparedArm, DecodingProfile, Gain, Measured, Predicted, Shrinkage
+from autotune.documents.engine_profile import OPTIONS, EngineProfile, PredictedSettings, PricedStep, Speculation
+from autotune.documents.provenance import ModelReference
+from autotune.documents.subnet import Subnet
+from autotune.search.thresholds import KEPT_PROMPTS
+from tests.check.sample_documents import prompt_evidence
+from tests.sample_documents import DEVICE, PROVENANCE, TARGET, confirmed_arm, decoding_profile
+
+EAGLE3 = ModelReference(id="yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", sha256="b" * 64)
+SAGE = {"policy": "sage"}
+MEASURED = "Measured on An abacus: 16 held-out prompts of by hand."
+NEXT = "Next: autotune run profile.json, or autotune bench profile.json."
+AGAIN = "Next: autotune run profile.json, or the same search with a larger --budget."
+ON_DEVICE = "Next: the same search on that device, without --gpu, measures the profile."
+
+
+def measured(
+    *gains: tuple[str, float, float, float, int],
+    hf: float | None = None,
+    num_prompts: int = JUDGING,
+    num_runs: int | None = None,
+    subnet: dict[str, Any] | None = None,
+    draft: ModelReference | None = EAGLE3,
+    **choices: Any,
+) -> DecodingProfile:
+    """A measured profile with gains over other arms: name, speedup, its interval, prompts."""
+    profile = decoding_profile(draft=draft, **choices)
+    figures = {"tokens_per_round": 2.0, "tokens_per_second": 9.0, "num_prompts": num_prompts}
+    point = profile.point.model_copy(
+        update={
+            "measured": Measured(
+                speedup=1.5, ci95=(1.4, 1.6), ar_tokens_per_second=5.0, num_tokens=9, identical_outputs=1, **figures
+            )
+        }
+    )
+    if draft is not None and point.draft is not None:
+        chosen = point.draft.model_copy(update={"kind": "eagle3", "subnet": Subnet(**(subnet or {}))})
+        point = point.model_copy(update={"draft": chosen})
+    arm = ComparedArm(
+        name="hf", tree=None, visual_keep=None, predicted_speedup=None, speedup=hf or 1.0, ci95=(1.0, 1.2), **figures
+    )
+    shrinkage = Shrinkage(
+        predicted_on_choosing=None,
+        predicted_on_confirming=None,
+        measured_on_confirming=1.5,
+        measured_on_held_out=1.5,
+        num_runs=num_runs,
+    )
+    evidence = profile.evidence.model_copy(
+        update={
+            "prompts": [prompt_evidence(str(number)) for number in range(num_prompts)],
+            "compared": [] if hf is None else [arm],
+            "best_default": next((name for name, *_ in gains if name not in ("ar", "hf")), None),
+            "gains": [
+                Gain(task="all", over=over, speedup=speedup, ci95=(low, high), num_prompts=number)
+                for over, speedup, low, high, number in gains
+            ],
+            "shrinkage": shrinkage,
+        }
+    )
+    return profile.model_copy(update={"points": [point], "evidence": evidence})
+
+
+def predicted(*, estimated: bool, draft: ModelReference | None = EAGLE3) -> DecodingProfile:
+    profile = decoding_profile(draft=draft)
+    speed = Predicted(speedup=1.8, ms_per_token=1.0, tokens_per_round=2.0, interval90=(1.6, 2.0), estimated=estimated)
+    point = profile.point.model_copy(update={"predicted": speed})
+    return profile.model_copy(update={"points": [point]})
+
+
+CHAIN = "Chosen: yuhuili/EAGLE3-LLaMA3.1-Instruct-8B (eagle3), chains of up to 3 tokens."
+PROFILES = {
+    "better than plain decoding and the best default": (
+        measured(("ar", 1.52, 1.44, 1.61, 16), ("eagle2", 1.08, 1.02, 1.14, 16), hf=0.9),
+        [
+            CHAIN,
+            "1.52x (1.44 to 1.61) as fast as plain decoding.",
+            "1.08x (1.02 to 1.14) as fast as eagle2, the best default.",
+            MEASURED,
+            NEXT,
+        ],
+    ),
+    "Hugging Face is the fastest without a draft": (
+        measured(("ar", 1.52, 1.44, 1.61, 16), ("hf", 1.30, 1.21, 1.40, 16), ("star", 1.0, 0.97, 1.03, 16), hf=1.17),
+        [
+            CHAIN,
+            "1.30x (1.21 to 1.40) as fast as Hugging Face's generate.",
+            "Not better than the best default, star: 1.00x (0.97 to 1.03).",
+            MEASURED,
+            NEXT,
+        ],
+    ),
+    "Hugging Face is the fastest": (
+        measured(("ar", 1.05, 1.01, 1.09, 16), ("hf", 0.90, 0.86, 0.94, 16), ("star", 1.2, 1.1, 1.3, 16), hf=1.17),
+        [
+            "Plain decoding is the fastest: use Hugging Face's generate.",
+            "The fastest draft is 0.90x (0.86 to 0.94) as fast.",
+            MEASURED,
+            NEXT,
+        ],
+    ),
+    "plain decoding is the fastest": (
+        measured(("ar", 0.91, 0.85, 0.97, 16), ("star", 1.2, 1.1, 1.3, 16), draft=None),
+        ["Plain decoding is the fastest.", "The fastest draft is 0.91x (0.85 to 0.97) as fast.", MEASURED, NEXT],
+    ),
+    "nothing but a subnet's values": (
+        measured(
+            ("ar", 1.03, 0.98, 1.08, 16),
+            ("sage", 1.0, 1.0, 1.0, 16),
+            tree=SAGE,
+            subnet={
+                "heads": (1.0, 0.5, 0.5),
+                "visual_keep": 0.2,
+                "injection_layer": 12,
+                "vocabulary": 0.25,
+                "weights": "float8",
+            },
+        ),
+        [
+            "Chosen: yuhu...-8B (eagle3), sage trees of up to 64 tokens, 20 % of visual",
+            "tokens, target layer 12, 100/50/50 % of heads, 25 % of vocabulary, float8.",
+            "1.03x (0.98 to 1.08) as fast as plain decoding, which may be chance.",
+            "Not better than the best default, sage: it is the same.",
+            MEASURED,
+            NEXT,
+        ],
+    ),
+    "a guess of few prompts": (
+        measured(("ar", 1.52, 1.40, 1.65, 4), ("eagle2", 1.08, 1.05, 1.11, 4), num_prompts=4, num_runs=2),
+        [
+            CHAIN,
+            "1.52x (1.30 to 1.77 on 4 prompts) as fast as plain decoding.",
+            "1.08x (1.02 to 1.14 on 4 prompts) as fast as eagle2, the best default.",
+            "Measured on An abacus: 4 held-out prompts of by hand, a guess, chosen by 2.",
+            AGAIN,
+        ],
+    ),
+    "one prompt says nothing": (
+        measured(("ar", 1.52, 1.52, 1.52, 1), ("eagle2", 1.2, 1.2, 1.2, 1), num_prompts=1),
+        [
+            CHAIN,
+            "1.52x (0.00 to inf on 1 prompt) as fast as plain decoding, which may be chance.",
+            "Not better than the best default, eagle2: 1.20x (0.00 to inf on 1 prompt).",
+            "Measured on An abacus: 1 held-out prompt of by hand, a guess.",
+            AGAIN,
+        ],
+    ),
+    "an estimate from a measured table": (
+        predicted(estimated=False, draft=None),
+        [
+            "Plain decoding is the fastest.",
+            "Not measured: estimated for An abacus from a measured table and 1 prompt.",
+            ON_DEVICE,
+        ],
+    ),
+    "an estimate": (
+        predicted(estimated=True),
+        [
+            "Chosen: yuhuili/EAGLE3-LLaMA3.1-Instruct-8B (independent), chains of up to 3",
+            "tokens.",
+            "1.80x (1.60 to 2.00) as fast as plain decoding.",
+            "Not measured: estimated for An abacus from its datasheet and 1 prompt.",
+            ON_DEVICE,
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_answer_says_what_was_chosen_and_by_what_evidence(name: str) -> None:
+    profile, expected = PROFILES[name]
+    lines = answer_of(profile, Path("profile.json"))
+    assert lines == expected
+    assert 3 <= len(lines) <= 6 and max(map(len, lines)) <= 80
+
+
+def test_a_long_name_loses_its_middle_and_a_command_does_not() -> None:
+    profile = measured(("ar", 1.5, 1.4, 1.6, 16), draft=ModelReference(id="folder/" * 30, sha256="b" * 64))
+    workload = profile.workload.model_copy(update={"name": "/home/someone/" + "prompts" * 20})
+    lines = answer_of(profile.model_copy(update={"workload": workload}), Path("my profiles/" + "p" * 40))
+    assert max(map(len, lines[:-1])) <= 80 and len(lines) <= 6
+    assert lines[0].startswith("Chosen: folder/") and "..." in lines[0] and "..." in lines[-2]
+    assert f"autotune run 'my profiles/{'p' * 40}'" in lines[-1]
+
+
+def test_an_answer_is_a_guess_below_what_a_plan_keeps() -> None:
+    assert KEPT_PROMPTS[0][:2] == (JUDGING, DECIDING)
+
+
+SUFFIX = Speculation(type="suffix", options={**OPTIONS["suffix"], "num_speculative_tokens": 8})
+DRAFT = Speculation(type="draft_model", options=OPTIONS["draft_model"], model="Qwen/Qwen3-0.6B")
+ENGINES: dict[str, tuple[Speculation | None, Speculation, tuple[float, float, float], int, list[str]]] = {
+    "off": (
+        None,
+        SUFFIX,
+        (0.98, 0.96, 1.08),
+        60,
+        [
+            "Leave speculation off in vllm.",
+            "At best, suffix(24,1,0.1,8) is 0.98x (0.96 to 1.08) as fast.",
+            "Measured on An abacus: 60 held-out prompts of chat,code.",
+        ],
+    ),
+    "settings of a type": (
+        SUFFIX,
+        SUFFIX,
+        (1.48, 1.27, 1.80),
+        9,
+        [
+            "Chosen for vllm: suffix(24,1,0.1,8).",
+            "1.48x (1.22 to 1.89 on 9 prompts) as fast as no speculation.",
+            "Measured on An abacus: 9 held-out prompts of chat,code, a guess.",
+        ],
+    ),
+    "a draft model": (
+        DRAFT,
+        DRAFT,
+        (1.48, 1.27, 1.80),
+        60,
+        [
+            "Chosen for vllm: draft_model(3) drafted by Qwen/Qwen3-0.6B, by its defaults.",
+            "1.48x (1.27 to 1.80) as fast as no speculation.",
+            "Measured on An abacus: 60 held-out prompts of chat,code.",
+        ],
+    ),
+    "a server that was not started": (
+        SUFFIX,
+        SUFFIX,
+        (1.48, 1.27, 1.80),
+        0,
+        [
+            "Chosen for vllm: suffix(24,1,0.1,8).",
+            "1.48x (1.27 to 1.80) as fast as no speculation.",
+            "Not measured: estimated on An abacus for chat,code.",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_answer_of_a_search_in_an_engine(name: str) -> None:
+    chosen, best, (speedup, *ci95), timed, expected = ENGINES[name]
+    off = confirmed_arm(None, 1.0, (1.0, 1.0), timed=timed)
+    profile = EngineProfile(
+        provenance=PROVENANCE,
+        engine="vllm",
+        build="",
+        target=TARGET,
+        arguments=[],
+        command=["vllm", "serve"],
+        speculation=chosen,
+        verdict="",
+        workload="chat,code",
+        workload_sha256="d" * 64,
+        hardware=DEVICE,
+        context=512,
+        left_out={},
+        num_replayed={},
+        fastest=[PredictedSettings(speculation=best, speedup=speedup, ci95=tuple(ci95))],
+        prices=[PricedStep(tokens=1, context=1, wall_ms=[1.0], cpu_ms=[1.0])],
+        price_factor=1.0,
+        step_factor=1.0,
+        plain_factor=1.0,
+        draft_ms=(0.0, 0.0),
+        arms=[off, confirmed_arm(best, speedup, tuple(ci95), timed=timed)] if timed else [],
+        loads=[],
+        checked=best,
+        answers=[],
+        counts=off.counts,
+    )
+    *lines, following = answer_of_engine(profile, Path("p.json"))
+    assert lines == expected and max(map(len, [*lines, following])) <= 80
+    commands = "autotune run p.json --prompt TEXT starts its server and answers"
+    assert following == f"Next: {commands if timed else 'the same search without --url measures it'}."
