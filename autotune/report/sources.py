@@ -22,6 +22,11 @@ from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, screened_in
 from autotune.study.storage import study_folder
 
+WITHOUT_DOCUMENT = (
+    "The study has no document of this search, which lists its records, so no records are shown. Running the same autotune "
+    "search again writes it without repeating any work."
+)
+
 
 @dataclass(frozen=True)
 class Sources:
@@ -121,7 +126,8 @@ def find_sources(given: Path, *, study: str | None = None, storage: str | None =
 
 
 def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path, storage: str | None) -> Sources:
-    study, notes = _study_document(profile, folder)
+    study = load_study(folder, profile)
+    notes = [] if study is not None else [WITHOUT_DOCUMENT]
     has_ledger = storage is not None or (folder / LEDGER).exists()
     ledger = Ledger(folder / LEDGER if storage is None else storage, must_exist=True) if has_ledger else None
     with ledger.reading() if ledger is not None else nullcontext():
@@ -147,18 +153,6 @@ def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path
         runs=read_lines(folder / RUNS),
         notes=notes,
     )
-
-
-def _study_document(profile: DecodingProfile | None, folder: Path) -> tuple[StudyDocument | None, list[str]]:
-    """The study document of a profile's search, and remarks where there is none."""
-    if (study := load_study(folder, profile)) is not None:
-        return study, []
-    if load_study(folder) is None:
-        return None, [
-            f"The study has no {STUDY}, which lists the records of a search, so no records are shown. Running the same "
-            "autotune search again writes it without repeating any work."
-        ]
-    return None, [f"The study's {STUDY} belongs to another search with another workload; its records are not shown."]
 
 
 def _traces(folder: Path, study: StudyDocument | None, profile: DecodingProfile | None) -> list[Trace]:

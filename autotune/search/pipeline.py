@@ -70,7 +70,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
         profile = run.select_profile(prompts, trees)
         warning = degenerate_in(traces[0], run.tune)
         evidence = profile.evidence.model_copy(update={"degenerate": warning})
-        provenance = profile.provenance.model_copy(update={"settings_key": settings.key})
+        provenance = profile.provenance.model_copy(update={"settings_key": run.settings_key})
         profile = profile.model_copy(update={"evidence": evidence, "provenance": provenance})
         run.study["profile"] = profile.content_hash
     for path in (run.folder / f"profile-{run.key}.json", settings.output):
@@ -114,7 +114,8 @@ class _SearchRun:
         self.variants = self.model_pool.subnets(self.space)
         named = f"{settings.target.replace('/', '-')}-{self.model_pool.key}"
         self.folder = study_folder(settings.study or named, settings.folder)
-        self.key = content_key([settings.key, self.model_pool.key])  # of the files of this search alone
+        self.settings_key = settings.key
+        self.key = content_key([self.settings_key, self.model_pool.key])  # of the files of this search alone
         self.ledger = shared_ledger or Ledger(self.folder / LEDGER)
         self.study: dict[str, Any] = {}  # of the study document, once the cost table is there
         console.say(f"target {settings.target}, draft {', '.join(settings.drafts)}, workload {settings.workload}")
@@ -134,8 +135,8 @@ class _SearchRun:
         yield
         self.stage_seconds[name] = time.monotonic() - started
         path = self.folder / f"study-{self.key}.json"
-        is_kept = "profile" not in self.study and path.exists() and StudyDocument.load(path).profile != ""
-        if self.study and not is_kept:  # the document of an earlier run that has ended is kept until this one ends
+        is_of_ended = path.exists() and '"profile": ""' not in path.read_text()
+        if "profile" in self.study or (self.study and not is_of_ended):  # which is kept until this run ends, too
             document = StudyDocument(**self.study, records=self.ledger.used_keys, stage_seconds=self.stage_seconds)
             document.save(path)
 
@@ -196,7 +197,7 @@ class _SearchRun:
                 self.model_pool, priced, self.tune, self.folder, self.ledger, self.console, time_limit_s=limit_s
             )
         self.study = dict(
-            provenance=stamp(settings_key=settings.key),
+            provenance=stamp(settings_key=self.settings_key),
             command=settings.command,
             target=self.model_pool.target_reference,
             target_shape=self.model_pool.target.shape,

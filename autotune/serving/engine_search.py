@@ -110,7 +110,8 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
     Raises:
         UserError: the engine, the model or the workload cannot be used; what was recorded is kept.
     """
-    output = choose_output(settings.output, PROFILE, settings.key)
+    key = settings.key
+    output = choose_output(settings.output, PROFILE, key)
     kind = ENGINES[settings.engine]
     if (found := kind.find_model(settings.target)) is None:
         raise UserError(f"--target {settings.target}: {kind.name} loads {kind.models}; give one")
@@ -182,7 +183,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
             f"{best.label} is predicted at {gain}, which --url does not confirm: a running server keeps its settings"
         )
     profile = EngineProfile(
-        provenance=stamp(settings_key=settings.key),
+        provenance=stamp(settings_key=key),
         engine=kind.name,
         build=build,
         target=target,
@@ -208,7 +209,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         answers=answers,
         counts=total(replayed.counts for _, replayed in with_replays(answers, [best], plain.context)),
     )
-    for path in (output, folder / f"profile-{settings.key}.json"):
+    for path in (output, folder / f"profile-{key}.json"):
         profile.save(path)
     unfinished.unlink(missing_ok=True)  # the next search measures anew
     console.say(f"=> {verdict}")
