@@ -1,20 +1,24 @@
-"""The recorded command of a search repeats it."""
+"""The recorded command of a search repeats it, and its output replaces no other result."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from autotune.cli.main import main
 from autotune.cli.preflight import workload_for
-from autotune.documents.provenance import ModelReference
+from autotune.documents.provenance import ModelReference, stamp
 from autotune.errors import UserError
+from autotune.files import WORKSPACE
 from autotune.modeling.loading import DEFAULT_DRAFTS, RETRIEVAL, resolve
 from autotune.search import pipeline
 from autotune.search.settings import SearchSettings, check_settings
+from autotune.study import outputs
+from autotune.study.storage import study_folder
 from tests.sample_documents import decoding_profile
 
 PLAIN = SearchSettings(
