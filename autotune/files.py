@@ -306,7 +306,7 @@ def write_errors(path: Path, advice: str = "choose another output with -o") -> I
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         reason = getattr(error, "strerror", None) or error
         if getattr(error, "errno", None) in DISK_FULL:
-            advice = "free some space, and run the same command to continue"
+            advice = "free some space, and run the same command again"
         raise UserError(f"{path}: cannot be written ({reason}); {advice}") from None
 
 

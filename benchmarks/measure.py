@@ -106,7 +106,7 @@ def study_of(pair: str) -> Path:
 
 
 def study_folder(folder: Path) -> Path:
-    return next(path for path in (folder / ".autotune").iterdir() if (path / "study.json").exists())
+    return next(path for path in (folder / ".autotune").iterdir() if any(path.glob("study*.json")))
 
 
 pair_option = click.option("--pair", type=click.Choice(list(PAIRS)), help="One pair. Left out: all that are bundled.")

@@ -32,7 +32,7 @@ from autotune.search.model_pool import ModelPool
 from autotune.search.settings import SearchSettings
 from autotune.search.space import SearchSpace, bounds_of, load_space
 from autotune.search.traces import record_traces
-from autotune.study.document import PROFILE, load_study
+from autotune.study.document import load_study, newest_profile
 from autotune.trees.policy import POLICIES
 from autotune.workloads.workload import Workload, load_workload
 
@@ -145,8 +145,8 @@ def main(
         (CostTable.load(path) for path in study.glob("*.cost.json")), key=lambda costs: costs.provenance.created
     )
     tune = load_workload(document.workload, "tune", num_prompts=SearchSettings.model_fields["num_tune_prompts"].default)
-    if (study / PROFILE).exists():  # a search that its budget cut recorded fewer prompts, or shorter answers
-        recorded = DecodingProfile.load(study / PROFILE).workload
+    if path := newest_profile(study):  # a search that its budget cut recorded fewer prompts, or shorter answers
+        recorded = DecodingProfile.load(path).workload
         tune = tune.cut(recorded.num_tune_prompts, recorded.max_new_tokens)
     assert tune.sha256 == document.tune_sha256, "the study recorded other prompts"
     chosen = Workload(tune.name, tune.split, tune.prompts[:prompts])

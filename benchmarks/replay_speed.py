@@ -20,7 +20,7 @@ import click
 import numpy as np
 
 from autotune.acceptance.replay import replay
-from autotune.acceptance.trace import Trace, bounds_for, load_trace
+from autotune.acceptance.trace import Trace, bounds_for
 from autotune.console import Console
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.table import DensePrices
@@ -85,14 +85,8 @@ def main(prompts: int, configurations: int, decoded: int, names: tuple[str, ...]
     defaults = {name: DEFAULTS[name] for name in names or DEFAULTS}
     model_pool, console = ModelPool(BUNDLED_TARGET, [BUNDLED_DRAFT], "cpu"), Console()
     workload = load_workload("digits", "tune", num_prompts=prompts)
-    path = folder / "traces" / BUNDLED_DRAFT.replace("/", "-") / "keep-1.trace.json"
-    if not path.exists():
-        bounds = bounds_for(parse_policy(tree) for tree in defaults.values())
-        record_traces(model_pool, [(BUNDLED_DRAFT, Subnet())], workload, folder, console, bounds=bounds)
-    trace = load_trace(path)
-    assert trace.header.workload_sha256 == workload.sha256, (
-        f"{folder} has traces of other prompts; give another --folder"
-    )
+    bounds = bounds_for(parse_policy(tree) for tree in defaults.values())
+    (trace,) = record_traces(model_pool, [(BUNDLED_DRAFT, Subnet())], workload, folder, console, bounds=bounds)
     console.say(f"{trace.num_prompts} prompts, {trace.num_tokens} tokens, {len(trace.forest.child_token)} forest nodes")
 
     few = Workload(workload.name, workload.split, workload.prompts[:decoded])

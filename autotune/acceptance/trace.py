@@ -21,7 +21,7 @@ from pydantic import Field
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet, VisualInput
 from autotune.errors import UserError
-from autotune.files import Document, write_bytes
+from autotune.files import Document, content_key, write_bytes
 from autotune.trees.base import ForestBounds as ForestBounds
 from autotune.trees.base import bounds_for as bounds_for
 from autotune.trees.limits import MAX_RETRIEVED, Ints
@@ -52,9 +52,13 @@ class TraceHeader(Document, kind="trace", made_by="autotune record"):
     """Hash of the file of the arrays; empty in memory."""
 
     @property
-    def name(self) -> str:
-        """Name in file names: the subnet's, and the visual input where it is not the runtime's."""
-        return self.subnet.name if self.visual_input == "features" else f"{self.subnet.name}-{self.visual_input}"
+    def file(self) -> str:
+        """Path in a study folder, with the subnet, the visual input where it is not the runtime's, and a hash of what
+        was recorded: traces of other prompts, models or bounds have other files.
+        """
+        name = self.subnet.name if self.visual_input == "features" else f"{self.subnet.name}-{self.visual_input}"
+        recorded = self.model_dump(mode="json", exclude={"provenance", "arrays_sha256"})
+        return f"traces/{self.draft.id.replace('/', '-')}/{name}-{content_key(recorded)}.trace.json"
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from autotune.errors import UserError
-from autotune.files import require_writable
 from autotune.modeling.loading import Dtype
 from autotune.option_fields import setting
+from autotune.study.outputs import require_replaceable
 from autotune.workloads.formats import Format
 
 
@@ -64,4 +64,4 @@ class CheckSettings(BaseModel):
             raise UserError(f"--workload {self.workloads[0]} is given twice; give each workload once")
         for option, path in (("--junit", self.junit), ("--markdown", self.markdown)):
             if path is not None:
-                require_writable(path, option)
+                require_replaceable(path, option)

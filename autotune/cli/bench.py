@@ -48,7 +48,10 @@ from autotune.search.settings import SearchSettings
 def command(profile: Path, against: str | None, table: Path | None, as_json: bool, **choices: Any) -> None:
     """Measure a profile side by side with plain decoding and other configurations, interleaved in one run."""
     from autotune.cli.preflight import evaluation_prompts, is_engine_profile
+    from autotune.study.outputs import require_replaceable
 
+    if table is not None:
+        require_replaceable(table, "--table", key="")
     of_engines = {name: choices.pop(name) for name in ("engine_command", "requests_at_once")}
     prompts, choices = evaluation_prompts(profile, choices)
     if is_engine_profile(profile):

@@ -25,6 +25,8 @@ CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree", "huggingface_hub")
 FAULT = 70  # the exit code of a fault of the program: EX_SOFTWARE of sysexits.h
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 VERBS = (*("doctor", "measure", "record", "search", "run", "serve", "bench", "check"), *("report", "export", "train"))
+CONTINUED = ("measure", "record", "search", "train")
+"""Verbs that keep the work of an interrupted run, with which the same command continues."""
 
 
 class Commands(click.Group):
@@ -61,7 +63,8 @@ class Commands(click.Group):
             _say(str(error) if isinstance(error, UserError) else " ".join(error.format_message().split()))
             sys.exit(error.exit_code)
         except click.Abort as abort:
-            _say("interrupted; run the same command to continue")
+            verb = next((word for word in (sys.argv[1:] if args is None else args) if word in VERBS), "")
+            _say("interrupted; run the same command to continue" if verb in CONTINUED else "interrupted")
             sys.exit(128 + getattr(abort.__cause__, "number", signal.SIGINT))
         except OSError as error:
             if error.errno not in DISK_ERRORS:

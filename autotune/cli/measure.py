@@ -26,19 +26,25 @@ from autotune.search.settings import SearchSettings
     "--budget", type=options.Duration(), default="90s", show_default=True, help="Time limit of the measurements."
 )
 @options.settings_options(SearchSettings, "wait_until_idle_s", "capture_sizes", "mode")
-@options.output("pair.cost.json", "Cost table to write.")
+@options.output(None, "Cost table to write.  [default: pair.cost.json, or the next free name]")
 @options.table("a row for every measured point")
 @options.as_json
 def command(
-    target: str, drafts: tuple[str, ...], workload: str | None, output: Path, as_json: bool, **choices: Any
+    target: str, drafts: tuple[str, ...], workload: str | None, output: Path | None, as_json: bool, **choices: Any
 ) -> None:
     """Measure a cost table: the latency of the forward passes of target and drafts on a device."""
     from autotune.cli.preflight import require_models, require_workload
-    from autotune.files import require_writable, write_table
+    from autotune.files import WORKSPACE, content_key, write_table
     from autotune.modeling.loading import default_drafts, default_workload
+    from autotune.study.outputs import choose_output, settings_key
 
-    require_writable(output)
-    drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
+    drafts, workload, table_file = (
+        drafts or default_drafts(target),
+        workload or default_workload(target),
+        choices.pop("table"),
+    )
+    key = settings_key({"target": target, "drafts": drafts, "workload": workload, **choices}, workload)
+    output = choose_output(output, "pair.cost.json", key)
     require_workload(workload, choices["workload_format"])
     require_models(target, drafts)
 
@@ -46,6 +52,7 @@ def command(
     from autotune.contention_monitor import wait_until_idle
     from autotune.device import choose_device
     from autotune.documents.subnet import Subnet
+    from autotune.measuring.block_log import BlockLog
     from autotune.search.cost_tables import measure_table, print_table
     from autotune.search.model_pool import ModelPool
     from autotune.workloads.workload import load_workload
@@ -66,10 +73,13 @@ def command(
     variants = [(draft, subnet) for draft in model_pool.references for subnet in subnets]
     if choices["wait_until_idle_s"] is not None:
         wait_until_idle(choices["wait_until_idle_s"], str(model_pool.target.device), console)
-    table = measure_table(model_pool, variants, prompts, console, choices["budget"])
+    log = BlockLog(WORKSPACE / "measured" / f"{content_key([key, model_pool.key])}.jsonl")
+    table = measure_table(model_pool, variants, prompts, console, choices["budget"], log)
+    table = table.model_copy(update={"provenance": table.provenance.model_copy(update={"settings_key": key})})
     table.save(output)
-    if choices["table"] is not None:
-        write_table(choices["table"], table.to_dataframe())
+    log.path.unlink(missing_ok=True)
+    if table_file is not None:
+        write_table(table_file, table.to_dataframe())
     print_table(table, console)
     console.say(f"cost table written to {output}")
     if as_json:

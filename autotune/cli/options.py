@@ -13,10 +13,10 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from autotune.files import require_writable
 from autotune.modeling.loading import Dtype
 from autotune.option_fields import extra_of, option_name
 from autotune.strict_parsing import parse_json
+from autotune.study.outputs import require_replaceable
 from autotune.workloads.chat import check_variables
 from autotune.workloads.formats import FORMATS
 
@@ -97,7 +97,7 @@ class TableFile(click.Path):
             self.fail(
                 f"{value!r} has no known table format; give a file name that ends in .csv or .parquet", param, ctx
             )
-        require_writable(path, "--table")
+        require_replaceable(path, "--table")
         return path
 
 

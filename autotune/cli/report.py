@@ -14,21 +14,20 @@ from autotune.cli import options
 @options.output("report.html", "Page to write.")
 @click.option(
     "--study",
-    type=click.Path(path_type=Path),
     default=None,
-    help="Study folder of the profile.  [default: found in .autotune/ next to the profile]",
+    help="Study of the profile: the name of its folder in .autotune/, or a path, which has a slash.  [default: found next to the profile]",
 )
 @click.option("--storage", default=None, help="Database of the study, if workers shared one.")
 @click.option("--workload", default=None, help="Workload file of the search, if it was moved.")
-def command(source: Path, output: Path, study: Path | None, storage: str | None, workload: str | None) -> None:
+def command(source: Path, output: Path, study: str | None, storage: str | None, workload: str | None) -> None:
     """Write a page that explains a profile: one HTML file that opens offline."""
     from autotune.cli.preflight import is_engine_profile
     from autotune.console import Console
     from autotune.report.page import write_engine_report, write_report
-    from autotune.study.document import PROFILE
+    from autotune.study.document import newest_profile
 
-    profile = source / PROFILE if source.is_dir() else source
-    if profile.is_file() and profile.suffix == ".json" and is_engine_profile(profile):
+    profile = newest_profile(source) if source.is_dir() else source
+    if profile is not None and profile.is_file() and profile.suffix == ".json" and is_engine_profile(profile):
         write_engine_report(profile, output, Console())
     else:
         write_report(source, output, Console(), study=study, storage=storage, workload=workload)

@@ -78,7 +78,7 @@ def command(context: click.Context, /, as_json: bool, engine: EngineName | None,
     from autotune.search.settings import check_settings
 
     settings = make_settings(SearchSettings, values)
-    check_settings(settings)
+    settings = check_settings(settings)
     require_models(settings.target, settings.drafts)
     require_workload(settings.workload, settings.workload_format)
 

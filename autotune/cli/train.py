@@ -18,8 +18,11 @@ from autotune.search.settings import SearchSettings
 def command(recipe: Path, output: Path | None, dtype: Dtype | None) -> None:
     """Train a draft from a recipe. Interrupted training continues at its last checkpoint."""
     from autotune.files import read_yaml
+    from autotune.study.outputs import require_replaceable
 
     read_yaml(recipe)
+    if output is not None and not (output / ".checkpoint").exists():
+        require_replaceable(output / "model.safetensors", "-o", key="")
 
     from autotune.console import Console
     from autotune.training.trainer import train_with_progress

@@ -11,7 +11,7 @@ from autotune.documents.condition import Condition
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet
-from autotune.files import Document
+from autotune.files import Document, content_key
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
 from autotune.trees.priced import Calibration
@@ -267,6 +267,11 @@ class DecodingProfile(Document, kind="decoding-profile", made_by="autotune searc
                     f"the profile is tuned for ({self.workload.tune_sha256[:8]}); run autotune search on these prompts"
                 )
         return self
+
+    @property
+    def content_hash(self) -> str:
+        """Hash of the content."""
+        return content_key(self.model_dump(mode="json"))
 
     @property
     def dtype(self) -> str:

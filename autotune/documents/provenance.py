@@ -20,6 +20,8 @@ class Provenance(Document):
     transformers: str
     contention: Contention | None = None
     """Contention during the measurement; None for documents that hold no timings."""
+    settings_key: str = ""
+    """Hash of the settings of a search or of ``autotune measure``: no other command replaces its result."""
 
 
 class ModelReference(Document):
@@ -45,8 +47,8 @@ def version_of(package: str) -> str:
         return "unknown"
 
 
-def stamp(contention: Contention | None = None) -> Provenance:
-    """Provenance of a document written now, with the contention during its measurement."""
+def stamp(contention: Contention | None = None, settings_key: str = "") -> Provenance:
+    """Provenance of a document written now, with the contention during its measurement and the key of its settings."""
     return Provenance(
         autotune=version_of(DISTRIBUTION),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -54,4 +56,5 @@ def stamp(contention: Contention | None = None) -> Provenance:
         torch=version_of("torch"),
         transformers=version_of("transformers"),
         contention=contention,
+        settings_key=settings_key,
     )

@@ -11,6 +11,7 @@ from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile, DraftChoice
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.engine_profile import OPTIONS, Speculation
+from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.export.model_files import (
@@ -22,7 +23,7 @@ from autotune.export.model_files import (
     text_part,
     with_long_vision_names,
 )
-from autotune.files import require_writable
+from autotune.files import content_key, require_writable
 from autotune.modeling.loading import bundled_models
 from autotune.trees.chain import ChainPolicy
 
@@ -64,7 +65,7 @@ def export_profile(source: Path, console: Console, *, draft_tokens: int | None =
             f"--engine vllm --draft {draft.id} measure it"
         )
     require_writable(output / CONFIG)
-    target, speculation, conversions = _served(profile.target.id, draft, depth, output)
+    target, speculation, conversions = _served(profile.target, draft, depth, output)
     for conversion in conversions:
         conversion.write()
     for note in (*(conversion.note for conversion in conversions), *_differences(profile, draft)):
@@ -73,22 +74,29 @@ def export_profile(source: Path, console: Console, *, draft_tokens: int | None =
     return shlex.join(words)
 
 
-def _served(target: str, draft: DraftChoice, depth: int, output: Path) -> tuple[str, Speculation, Sequence[Conversion]]:
-    """The target's folder, the settings, and the checkpoints that have to be written into ``output`` for them."""
-    kind, folder = served_draft(draft.id, target, output)
-    served, found, conversions = find_model(target), find_model(str(folder)), list[Conversion]()
+def _served(
+    target: ModelReference, draft: DraftChoice, depth: int, output: Path
+) -> tuple[str, Speculation, Sequence[Conversion]]:
+    """The target's folder, the settings, and the checkpoints that have to be written into ``output`` for them: other
+    models have other folders.
+    """
+    kind, folder = served_draft(draft.id, target.id, output)
+    served, found, conversions = find_model(target.id), find_model(str(folder)), list[Conversion]()
     assert served is not None and found is not None
-    model = str(bundled_models().get(target, target))
+    model = str(bundled_models().get(target.id, target.id))
+    written = [
+        output / f"{name}-{content_key([one.id, one.sha256])}" for name, one in (("target", target), ("draft", draft))
+    ]
     if kind == "draft_model" and found.has_mrope:
         raise UserError(
             f"{draft.id}: the draft has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
         )
     if has_short_vision_names(served):
-        conversions.append(with_long_vision_names(served, output / "target"))
-        model = str(output / "target")
+        conversions.append(with_long_vision_names(served, written[0]))
+        model = str(written[0])
     if kind == "draft_model" and "vision_config" in found.config:
-        conversions.append(text_part(found, output / "draft", draft.id))
-        folder = output / "draft"
+        conversions.append(text_part(found, written[1], draft.id))
+        folder = written[1]
     (option,) = OPTIONS[kind]
     return model, Speculation(type=kind, options={option: depth}, model=str(folder)), conversions
 

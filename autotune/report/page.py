@@ -14,11 +14,12 @@ from autotune.console import Console, percent
 from autotune.documents.answer import answer_of_engine
 from autotune.documents.engine_profile import EngineProfile
 from autotune.documents.provenance import stamp
-from autotune.files import require_writable, write_bytes
+from autotune.files import write_bytes
 from autotune.report.content import Content
 from autotune.report.plots import all_plots
 from autotune.report.points import heads_label
 from autotune.report.sources import find_sources
+from autotune.study.outputs import require_replaceable
 
 FOLDER = Path(__file__).parent
 CONSTANTS = {
@@ -49,15 +50,15 @@ def write_report(
     output: Path,
     console: Console,
     *,
-    study: Path | None = None,
+    study: str | None = None,
     storage: str | None = None,
     workload: str | None = None,
 ) -> None:
-    require_writable(output)
+    require_replaceable(output, "-o")
     sources = find_sources(given, study=study, storage=storage)
     if sources.folder is None:
         console.say(
-            f"{given}: no study found next to it; the page shows the profile alone (give the study's folder with --study)"
+            f"{given}: no study found next to it; the page shows the profile alone (give the study with --study)"
         )
     elif sources.folder != given:
         console.say(f"{given}: study in {sources.folder}")
@@ -66,7 +67,7 @@ def write_report(
 
 def write_engine_report(given: Path, output: Path, console: Console) -> None:
     """Write the page of an engine profile."""
-    require_writable(output)
+    require_replaceable(output, "-o")
     profile = EngineProfile.load(given)
     content = {"profile": profile, "answer": answer_of_engine(profile, given), "given": given, "provenance": stamp()}
     _write(output, _filled("engine.html", content), console)

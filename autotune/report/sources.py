@@ -16,10 +16,16 @@ from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, read_lines
 from autotune.prediction.evaluator import Candidate, Evaluator
-from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, StudyDocument, load_study
-from autotune.study.folder import find_studies, find_study, load_headers, load_tables, points_of_prompts
+from autotune.study.document import LEDGER, RUNS, STUDY, StudyDocument, load_study, newest_profile
+from autotune.study.folder import find_study, likeness_to, load_headers, load_tables, points_of_prompts
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, screened_in
+from autotune.study.storage import study_folder
+
+WITHOUT_DOCUMENT = (
+    "The study has no document of this search, which lists its records, so no records are shown. Running the same autotune "
+    "search again writes it without repeating any work."
+)
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,9 @@ class Sources:
         return list(rounds(trace, prompt, point.tree, point.fallback))
 
 
-def find_sources(given: Path, *, study: Path | None = None, storage: str | None = None) -> Sources:
-    """Find the documents of a profile, or of a study folder. A profile's study is searched next to it unless given.
+def find_sources(given: Path, *, study: str | None = None, storage: str | None = None) -> Sources:
+    """Find the documents of a profile, or of a study folder. A profile's study is searched next to it unless given, by
+    its name or path.
 
     Raises:
         UserError: ``given`` is neither a profile nor a study, the study belongs to another profile, or a document
@@ -96,29 +103,31 @@ def find_sources(given: Path, *, study: Path | None = None, storage: str | None 
     if given.is_dir():
         if study is not None:
             raise UserError(f"--study {study}: {given} is a study folder itself; give a profile, or leave --study out")
-        if not any(given.glob("*.cost.json")) and not (given / STUDY).exists():
+        if not any(path for pattern in ("*.cost.json", "study*.json") for path in given.glob(pattern)):
             raise UserError(
                 f"{given}: a study folder holds a cost table and {STUDY}, and this folder has neither; give a folder of "
                 f"{WORKSPACE}/, or a profile"
             )
-        path = given / PROFILE if (given / PROFILE).exists() else None
+        path = newest_profile(given)
         return _read_study(None if path is None else DecodingProfile.load(path), path, given, storage)
     profile = DecodingProfile.load(given)
     if study is None:
-        done = next((folder for folder in find_studies(profile, given) if folder.is_complete), None)
-        return _read_study(profile, given, done.path, storage) if done else Sources(profile=profile, profile_path=given)
-    if not study.is_dir():
+        found = find_study(profile, given)
+        return _read_study(profile, given, found, storage) if found else Sources(profile=profile, profile_path=given)
+    folder = study_folder(study, given.parent / WORKSPACE, WORKSPACE)
+    if not folder.is_dir():
         raise UserError(f"--study {study}: no such folder; give the one in {WORKSPACE}/ that autotune search named")
-    if not ((done := find_study(profile, study)) and done.is_complete):
+    if likeness_to(profile, folder) is None:
         raise UserError(
             f"--study {study}: its documents belong to another target, device or workload than {given}; give that profile's "
             "own study"
         )
-    return _read_study(profile, given, study, storage)
+    return _read_study(profile, given, folder, storage)
 
 
 def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path, storage: str | None) -> Sources:
-    study, notes = _study_document(profile, folder)
+    study = load_study(folder, profile)
+    notes = [] if study is not None else [WITHOUT_DOCUMENT]
     has_ledger = storage is not None or (folder / LEDGER).exists()
     ledger = Ledger(folder / LEDGER if storage is None else storage, must_exist=True) if has_ledger else None
     with ledger.reading() if ledger is not None else nullcontext():
@@ -146,26 +155,13 @@ def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path
     )
 
 
-def _study_document(profile: DecodingProfile | None, folder: Path) -> tuple[StudyDocument | None, list[str]]:
-    """The study document of a profile's search, and remarks where there is none."""
-    study = load_study(folder)
-    if study is None:
-        return None, [
-            f"The study has no {STUDY}, which lists the records of a search, so no records are shown. Running the same "
-            "autotune search again writes it without repeating any work."
-        ]
-    if profile is not None and study.tune_sha256 != profile.workload.tune_sha256:
-        return None, [
-            f"The study's {STUDY} belongs to another search with another workload; its records are not shown."
-        ]
-    return study, []
-
-
 def _traces(folder: Path, study: StudyDocument | None, profile: DecodingProfile | None) -> list[Trace]:
-    """The traces of the search's tuning prompts; without a study document and a profile, the traces of the newest
-    trace's prompts.
+    """The traces that the search replayed; until its study document names them, those of its tuning prompts; without a
+    study document and a profile, the traces of the newest trace's prompts.
     """
-    headers = load_headers(folder)  # may include traces of earlier searches with other workloads
+    headers = load_headers(folder)  # may include traces of other searches
+    if study is not None and study.traces:
+        headers = {path: header for path, header in headers.items() if str(path.relative_to(folder)) in study.traces}
     workload_sha256 = study.tune_sha256 if study else profile.workload.tune_sha256 if profile else None
     if workload_sha256 is None and headers:
         workload_sha256 = [*headers.values()][-1].workload_sha256

@@ -35,9 +35,10 @@ from autotune.search.thresholds import ANSWERS_SHARE, CONFIRMING, MIN_TREE_SEARC
 from autotune.search.traces import degenerate_in, print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.search.tuning_prompts import TuningPrompts
-from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, StudyDraft
+from autotune.study.document import LEDGER, StudyDocument, StudyDraft
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record
+from autotune.study.storage import study_folder
 from autotune.trees.policy import compile_steps
 from autotune.workloads.workload import Workload, load_workload
 
@@ -48,7 +49,8 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
 
     The budget begins when the models are loaded.
     """
-    check_settings(settings)
+    settings = check_settings(settings)
+    assert settings.output is not None, "the check has chosen one"
     run = _SearchRun(settings, console)
     run.begin()
     run.make_plan()
@@ -66,9 +68,12 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
         trees = run.search_trees(prompts.choosing)
     with run.stage("finalists and evaluation"):
         profile = run.select_profile(prompts, trees)
-    warning = degenerate_in(traces[0], run.tune)
-    profile = profile.model_copy(update={"evidence": profile.evidence.model_copy(update={"degenerate": warning})})
-    for path in (run.folder / PROFILE, settings.output):
+        warning = degenerate_in(traces[0], run.tune)
+        evidence = profile.evidence.model_copy(update={"degenerate": warning})
+        provenance = profile.provenance.model_copy(update={"settings_key": run.settings_key})
+        profile = profile.model_copy(update={"evidence": evidence, "provenance": provenance})
+        run.study["profile"] = profile.content_hash
+    for path in (run.folder / f"profile-{run.key}.json", settings.output):
         profile.save(path)
     if settings.table is not None:
         write_table(settings.table, Study(run.folder, storage=settings.storage).trials_dataframe())
@@ -107,8 +112,10 @@ class _SearchRun:
             self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
             console.say("recurrent or convolution states follow one path: only chains are searched, no trees")
         self.variants = self.model_pool.subnets(self.space)
-        name = settings.study or f"{settings.target.replace('/', '-')}-{self.model_pool.key}"
-        self.folder = settings.folder / name
+        named = f"{settings.target.replace('/', '-')}-{self.model_pool.key}"
+        self.folder = study_folder(settings.study or named, settings.folder)
+        self.settings_key = settings.key
+        self.key = content_key([self.settings_key, self.model_pool.key])  # of the files of this search alone
         self.ledger = shared_ledger or Ledger(self.folder / LEDGER)
         self.study: dict[str, Any] = {}  # of the study document, once the cost table is there
         console.say(f"target {settings.target}, draft {', '.join(settings.drafts)}, workload {settings.workload}")
@@ -127,9 +134,11 @@ class _SearchRun:
         started = time.monotonic()
         yield
         self.stage_seconds[name] = time.monotonic() - started
-        if self.study:
+        path = self.folder / f"study-{self.key}.json"
+        is_of_ended = path.exists() and '"profile": ""' not in path.read_text()
+        if "profile" in self.study or (self.study and not is_of_ended):  # which is kept until this run ends, too
             document = StudyDocument(**self.study, records=self.ledger.used_keys, stage_seconds=self.stage_seconds)
-            document.save(self.folder / STUDY)
+            document.save(path)
 
     def begin(self) -> None:
         """Wait as the settings say, before anything is timed on this device, and begin the budget."""
@@ -181,7 +190,7 @@ class _SearchRun:
         settings, priced = self.settings, priced_variants(self.variants)
         if self.device is None:
             table = table_for_gpu(settings.gpu, self.model_pool, priced, settings.mode, say=self.console.say)
-            table.save(self.folder / f"{table.device.name}.cost.json")
+            table.save(self.folder / f"{table.content_hash}.cost.json")
         else:
             # Not the deadline of the stage: the limit is part of the table's key.
             limit_s = self.plan.table_limit_s(min(CostSettings.time_limit_s, STAGES["cost table"] * settings.budget_s))
@@ -189,7 +198,7 @@ class _SearchRun:
                 self.model_pool, priced, self.tune, self.folder, self.ledger, self.console, time_limit_s=limit_s
             )
         self.study = dict(
-            provenance=stamp(),
+            provenance=stamp(settings_key=self.settings_key),
             command=settings.command,
             target=self.model_pool.target_reference,
             target_shape=self.model_pool.target.shape,
@@ -238,7 +247,7 @@ class _SearchRun:
         self.tune = self.tune.cut(num_prompts)
         if traces[0].num_prompts != num_prompts:  # another worker or run had time for more or fewer
             traces = record(self.tune, self.folder, self.console)
-        self.study["tune_sha256"] = self.tune.sha256
+        self.study |= {"tune_sha256": self.tune.sha256, "traces": [trace.header.file for trace in traces]}
         print_agreement(traces, self.console)
         return traces
 

@@ -24,10 +24,14 @@ from autotune.files import WORKSPACE, Document, require_writable
 from autotune.modeling.loading import BUNDLED_TARGET, Dtype, default_drafts, default_workload
 from autotune.option_fields import option_name, setting
 from autotune.search.space import space_path
-from autotune.study.storage import storage_url
+from autotune.study.document import PROFILE, STUDY
+from autotune.study.outputs import choose_output, settings_key
+from autotune.study.storage import storage_url, study_folder
 from autotune.workloads.formats import Format
 
 LOCAL = r"auto|cpu|cuda(:\d+)?"
+OF_NO_RESULT = {"output", "table", "folder", "jobs", "storage", "wait_until_idle_s"}
+"""Settings with which a search stays the same one."""
 
 
 class SearchSettings(Document):
@@ -99,7 +103,9 @@ class SearchSettings(Document):
     storage: str | None = setting(
         None, "URL of a database that several workers share, postgresql://...; default: a file in the study's folder."
     )
-    study: str | None = setting(None, "Name of the study's folder in .autotune/, to resume it or to keep it separate.")
+    study: str | None = setting(
+        None, "Study to resume or to keep separate: the name of its folder in .autotune/, or a path, which has a slash."
+    )
     jobs: int | None = setting(None, "Number of parallel replays and recordings; default: one per core.", ge=1)
     seed: int = setting(0, "Seed of the sweeps, of sampling and of the order of real runs.")
     capture_sizes: tuple[int, ...] = setting(
@@ -109,7 +115,10 @@ class SearchSettings(Document):
         AUTO,
         "How forward passes run: eagerly, or as CUDA graphs; auto: graphs on a GPU where they pass a self-test, else eagerly.",
     )
-    output: Path = setting(Path("profile.json"), "File for the decoding profile.")
+    output: Path | None = setting(
+        None,
+        "File for the decoding profile; default: profile.json, for an estimate profile-CARD.json, or the next free name, as profile-2.json, where that holds the result of another search.",
+    )
     table: Path | None = setting(None, "Write a row for every replayed configuration to a .csv or .parquet file.")
     num_tune_prompts: int = setting(48, "Number of prompts that choose the configuration.", option=None, ge=1)
     num_evaluate_prompts: int = setting(64, "Number of held-out prompts for the evaluation.", option=None, ge=1)
@@ -145,25 +154,35 @@ class SearchSettings(Document):
                 words += [f"--{option}", str(text)]
         return shlex.join(words)
 
+    @property
+    def key(self) -> str:
+        """Hash of what determines the result: searches of other settings, prompts or spaces have other keys."""
+        settings = self.model_dump(mode="json", exclude_defaults=True, exclude=OF_NO_RESULT)
+        return settings_key(settings, self.workload, space_path(self.space))
 
-def check_settings(settings: SearchSettings) -> None:
-    """Refuse what cannot work before models are loaded.
+
+def check_settings(settings: SearchSettings) -> SearchSettings:
+    """Refuse what cannot work before models are loaded. Returns the settings with their output.
 
     Raises:
         UserError: an unknown device or space, a database of an unknown kind, sizes out of range, or an output that
-            cannot be written.
+            cannot be written, or that holds anything but an earlier result of this search.
     """
     check_capture_sizes(settings.capture_sizes)
-    if settings.study is not None and (settings.study in (".", "..") or not re.fullmatch(r"[^/\\\0]+", settings.study)):
-        raise UserError(
-            f"--study names a folder in {settings.folder}; got {settings.study!r}; give a name without slashes"
-        )
+    if settings.study is not None:
+        if settings.study in ("", ".", ".."):
+            raise UserError(
+                f"--study names a folder in {settings.folder}; got {settings.study!r}; give a name or a path"
+            )
+        require_writable(study_folder(settings.study, settings.folder) / STUDY, "--study")
     space_path(settings.space)
     if settings.storage is not None:
         storage_url(settings.storage)
-    if not re.fullmatch(LOCAL, settings.gpu) and settings.gpu not in local_gpus():
+    is_local = re.fullmatch(LOCAL, settings.gpu) or settings.gpu in local_gpus()
+    if not is_local:
         _require_known(settings.gpu)
-    require_writable(settings.output)
+    name = PROFILE if is_local else f"profile-{settings.gpu}.json"
+    return settings.model_copy(update={"output": choose_output(settings.output, name, settings.key)})
 
 
 def device_for(gpu: str) -> str | None:

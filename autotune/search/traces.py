@@ -66,8 +66,7 @@ def record_traces(
         console.say(f"{num_prompts} of {len(workload.prompts)} prompts were recorded in their share of the budget")
     traces = recording.traces(workload.cut(num_prompts))
     for trace in traces:
-        draft = trace.header.draft.id.replace("/", "-")
-        save_trace(folder / "traces" / draft / f"{trace.header.name}.trace.json", trace)
+        save_trace(folder / trace.header.file, trace)
     if warning := degenerate_in(traces[0], workload):
         console.say(warning)
     return traces

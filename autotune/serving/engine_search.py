@@ -11,7 +11,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,7 @@ from autotune.documents.engine_profile import (
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio
-from autotune.files import WORKSPACE, content_key, require_writable
+from autotune.files import WORKSPACE, content_key
 from autotune.serving.engine import EngineServer, ServingEngine
 from autotune.serving.engine_runs import (
     OFF,
@@ -64,6 +64,7 @@ from autotune.serving.verification_prices import (
 )
 from autotune.serving.vllm_server import VllmEngine
 from autotune.study.document import PROFILE
+from autotune.study.outputs import choose_output, settings_key
 from autotune.workloads.formats import Format
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
@@ -88,8 +89,14 @@ class EngineSearchSettings:
     """A draft model whose chains are tuned beside the n-grams."""
     requests_at_once: Sequence[int] = ()
     """Numbers of requests at a time that no speculation and the chosen settings serve in the end."""
-    output: Path = Path("profile.json")
+    output: Path | None = None
+    """None: the first of profile.json, profile-2.json, ... that holds no other search's result."""
     seed: int = 0
+
+    @property
+    def key(self) -> str:
+        """Hash of what determines the result."""
+        return settings_key({**asdict(self), "output": None}, self.workload)
 
 
 def speculation_space(engine: type[ServingEngine], types: Sequence[SpeculationType]) -> list[Speculation]:
@@ -103,7 +110,8 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
     Raises:
         UserError: the engine, the model or the workload cannot be used; what was recorded is kept.
     """
-    require_writable(settings.output)
+    key = settings.key
+    output = choose_output(settings.output, PROFILE, key)
     kind = ENGINES[settings.engine]
     if (found := kind.find_model(settings.target)) is None:
         raise UserError(f"--target {settings.target}: {kind.name} loads {kind.models}; give one")
@@ -175,7 +183,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
             f"{best.label} is predicted at {gain}, which --url does not confirm: a running server keeps its settings"
         )
     profile = EngineProfile(
-        provenance=stamp(),
+        provenance=stamp(settings_key=key),
         engine=kind.name,
         build=build,
         target=target,
@@ -201,11 +209,11 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         answers=answers,
         counts=total(replayed.counts for _, replayed in with_replays(answers, [best], plain.context)),
     )
-    for path in (settings.output, folder / PROFILE):
+    for path in (output, folder / f"profile-{key}.json"):
         profile.save(path)
     unfinished.unlink(missing_ok=True)  # the next search measures anew
     console.say(f"start it with: {shlex.join(profile.command)}")
-    console.say(f"written to {settings.output}")
+    console.say(f"written to {output}")
     return profile
 
 

@@ -1,4 +1,5 @@
-"""``study.json``: what a search was asked for, which documents and ledger records it used, and how its finalists did.
+"""``study-KEY.json``: what a search was asked for, which documents and ledger records it used, and how its finalists
+did.
 
 A study folder, and even more so a shared ledger, may hold documents and records of other searches as well: of other
 workloads or other cost tables.
@@ -7,6 +8,7 @@ workloads or other cost tables.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -16,8 +18,11 @@ from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.files import Document
 
+if TYPE_CHECKING:
+    from autotune.documents.decoding_profile import DecodingProfile
+
 STUDY, PROFILE, RUNS, LEDGER = "study.json", "profile.json", "runs.jsonl", "ledger.sqlite"
-"""Files in a study folder."""
+"""Files in a study folder. The first two have the key of their search before the suffix."""
 
 
 class StudyDraft(Document):
@@ -47,6 +52,8 @@ class StudyDocument(Document, kind="study", made_by="autotune search"):
     """The inputs and results of a search."""
 
     provenance: Provenance
+    profile: str = ""
+    """Content hash of the profile; empty before the search has ended."""
     command: str
     """Command line that repeats the search."""
     target: ModelReference
@@ -59,7 +66,9 @@ class StudyDocument(Document, kind="study", made_by="autotune search"):
     tune_sha256: str
     space: str
     cost_table: str
-    """``CostTable.content`` of the table in the folder that was used."""
+    """``CostTable.content_hash`` of the table in the folder that was used."""
+    traces: list[str] = Field(default_factory=list)
+    """Files of the traces that were replayed, in the folder; empty before they are recorded."""
     records: dict[str, list[str]] = Field(default_factory=dict)
     """Keys of ledger records by stage, for the stages that have ended."""
     optuna_study: str | None = None
@@ -71,8 +80,35 @@ class StudyDocument(Document, kind="study", made_by="autotune search"):
     stage_seconds: dict[str, float] = Field(default_factory=dict)
     """Duration of each stage in the latest run of the search, in which finished work is not repeated."""
 
+    def likeness(self, profile: DecodingProfile) -> tuple[bool, bool, bool]:
+        """Sort key of the documents that may belong to a profile, the greatest for its own."""
+        return (
+            self.profile == profile.content_hash,
+            self.provenance.settings_key == profile.provenance.settings_key,
+            self.hardware.key == profile.hardware.key,
+        )
 
-def load_study(folder: Path) -> StudyDocument | None:
-    """Read ``study.json``; None if the search has not written it yet."""
-    path = folder / STUDY
-    return StudyDocument.load(path) if path.exists() else None
+
+def files_by_age(folder: Path, pattern: str) -> list[Path]:
+    """The files of a folder that match a pattern, newest last."""
+    return sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime, path.name))
+
+
+def load_study(folder: Path, profile: DecodingProfile | None = None) -> StudyDocument | None:
+    """The newest study document of a folder, or the one of a profile's search; None if there is none.
+
+    A profile that was edited, or is of an earlier run of the same search, has the newest one of its settings and
+    prompts.
+    """
+    studies = [StudyDocument.load(path) for path in reversed(files_by_age(folder, "study*.json"))]
+    if profile is None:
+        return next(iter(studies), None)
+    own = [study for study in studies if study.tune_sha256 == profile.workload.tune_sha256]
+    return max(own, key=lambda study: study.likeness(profile), default=None)
+
+
+def newest_profile(folder: Path) -> Path | None:
+    """The profile of the newest search in a folder; None before that search has ended."""
+    newest = [*files_by_age(folder, "profile*.json"), *files_by_age(folder, "study*.json")][-1:]
+    profiles = (path.with_name(path.name.replace("study", "profile", 1)) for path in newest)
+    return next((path for path in profiles if path.exists()), None)

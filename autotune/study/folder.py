@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,57 +13,51 @@ from autotune.documents.condition import first_match
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.files import WORKSPACE
+from autotune.study.document import files_by_age, load_study
 from autotune.trees.tree import Ints
 
 
-@dataclass(frozen=True)
-class StudyFolder:
-    """Documents in a folder that have a profile's target, device, precision, drafts and tuning prompts."""
-
-    path: Path
-    tables: list[CostTable]
-    """Newest first."""
-    headers: dict[Path, TraceHeader]
-    """Headers of the traces by file, newest last."""
-    is_complete: bool
-    """Whether all drafts of the profile have traces, so that this may be the folder of its own search."""
-
-
-def find_study(profile: DecodingProfile, folder: Path) -> StudyFolder | None:
-    """The documents in a folder that belong to a profile; None without a cost table or without traces."""
-    tables = [
-        table
-        for table in load_tables(folder)
-        if table.target.is_same(profile.target)
+def likeness_to(profile: DecodingProfile, folder: Path) -> tuple[bool, ...] | None:
+    """How surely a folder is that of a profile's search: ``StudyDocument.likeness`` of the closest study document,
+    nothing without one; None unless a cost table is of the profile's target, device and precision, and traces of its
+    tuning prompts and all of its drafts.
+    """
+    is_priced = any(
+        table.target.is_same(profile.target)
         and table.device.key == profile.hardware.key
         and table.precision == profile.precision
-    ]
-    if not tables:
-        return None
+        for table in load_tables(folder)
+    )
     weights = {point.draft.id: point.draft.sha256 for point in profile.points if point.draft is not None}
-    headers = {
-        path: header
-        for path, header in load_headers(folder).items()
+    recorded = {
+        header.draft.id
+        for header in load_headers(folder).values()
         if header.target.is_same(profile.target)
         and header.workload_sha256 == profile.workload.tune_sha256
         and header.draft.sha256 == weights.get(header.draft.id, header.draft.sha256)
     }
-    recorded = {header.draft.id for header in headers.values()}
-    return StudyFolder(folder, tables, headers, weights.keys() <= recorded) if headers else None
+    if not is_priced or not recorded or not weights.keys() <= recorded:
+        return None
+    document = load_study(folder, profile)
+    return () if document is None else document.likeness(profile)
 
 
-def find_studies(profile: DecodingProfile, source: Path) -> list[StudyFolder]:
-    """Studies of a profile in ``.autotune`` next to its file and in the working directory, newest first.
+def find_study(profile: DecodingProfile, source: Path) -> Path | None:
+    """The study folder of a profile: its file's own folder, or one in ``.autotune`` next to the file or in the working
+    directory. Of several that may be, it is the one with the closest study document, then the newest.
 
     Folders with documents that cannot be read are skipped.
     """
     roots = [source.parent / WORKSPACE, WORKSPACE]
     folders = {path.resolve(): path for root in roots if root.is_dir() for path in root.iterdir() if path.is_dir()}
-    studies = []
+    if any(source.parent.glob("study*.json")):
+        folders[source.parent.resolve()] = source.parent
+    found: dict[Path, tuple[bool, ...]] = {}
     for path in sorted(folders.values(), key=lambda path: (-path.stat().st_mtime, path.name)):
         with suppress(UserError):
-            studies.append(find_study(profile, path))
-    return [study for study in studies if study is not None]
+            if (likeness := likeness_to(profile, path)) is not None:
+                found[path] = likeness
+    return max(found, key=found.__getitem__, default=None)
 
 
 def points_of_prompts(profile: DecodingProfile, trace: Trace) -> Ints:
@@ -85,12 +78,8 @@ def points_of_prompts(profile: DecodingProfile, trace: Trace) -> Ints:
 
 
 def load_tables(folder: Path) -> list[CostTable]:
-    return [CostTable.load(path) for path in reversed(_by_age(folder, "*.cost.json"))]
+    return [CostTable.load(path) for path in reversed(files_by_age(folder, "*.cost.json"))]
 
 
 def load_headers(folder: Path) -> dict[Path, TraceHeader]:
-    return {path: TraceHeader.load(path) for path in _by_age(folder, "traces/*/*.trace.json")}
-
-
-def _by_age(folder: Path, pattern: str) -> list[Path]:
-    return sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime, path.name))
+    return {path: TraceHeader.load(path) for path in files_by_age(folder, "traces/*/*.trace.json")}

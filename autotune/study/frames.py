@@ -16,18 +16,22 @@ from autotune.study.ledger import Ledger
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from autotune.documents.decoding_profile import DecodingProfile
+
 
 class Study:
-    """A search's results as data frames: ``Study(".autotune/NAME").trials_dataframe()``. ``storage`` is the database of
-    the ledger, if workers shared one.
+    """A search's results as data frames: ``Study(".autotune/NAME").trials_dataframe()``. It is the folder's newest
+    search, or the one that made a profile. ``storage`` is the database of the ledger, if workers shared one.
 
     Raises:
         UserError: the folder holds no study, or the storage does not answer.
     """
 
-    def __init__(self, folder: Path | str, *, storage: str | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, profile: DecodingProfile | None = None, *, storage: str | None = None
+    ) -> None:
         self.folder = Path(folder)
-        document = load_study(self.folder)
+        document = load_study(self.folder, profile)
         if document is None:
             raise UserError(f"{folder}: no {STUDY}; give a folder that autotune search has written")
         self.document = document

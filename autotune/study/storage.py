@@ -1,4 +1,4 @@
-"""URLs of the databases that hold a study. Importing this module does not load sqlalchemy."""
+"""Folders of studies, and URLs of the databases that hold one. Importing this module does not load sqlalchemy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from autotune.errors import UserError
 
 # The current time in seconds since 1970, as each kind of database computes it.
 NOW = {"sqlite": "(julianday('now') - 2440587.5) * 86400.0", "postgresql": "extract(epoch from clock_timestamp())"}
+
+
+def study_folder(study: str, *roots: Path) -> Path:
+    """The folder that ``--study`` names: a path, which has a slash, or a name in the first of ``roots`` that has it."""
+    folders = [Path(study)] if "/" in study else [root / study for root in roots]
+    return next((folder for folder in folders if folder.is_dir()), folders[0])
 
 
 def storage_url(storage: str | Path) -> str:

@@ -24,8 +24,8 @@ ALL = "all"
 def samples_of(folder: Path, number: int) -> dict[str, Rows]:
     """Samples of one search, whose profile, study and output are in ``folder``; rows carry its ``number``."""
     profile = DecodingProfile.load(folder / PROFILE)
-    (study_folder,) = (path for path in (folder / ".autotune").iterdir() if (path / "study.json").exists())
-    study = load_study(study_folder)
+    (study_folder,) = (path for path in (folder / ".autotune").iterdir() if any(path.glob("study*.json")))
+    study = load_study(study_folder, profile)
     assert study is not None
     log, ran = (folder / LOG).read_text(), json.loads((folder / COMMAND).read_text())
     screened = re.search(r"(\d[\d,]*) subnets screened", log)

@@ -55,11 +55,20 @@ def test_a_vision_language_pair_is_written_in_the_form_that_loads(tmp_path: Path
     profile, folder = write_profile(tmp_path, BUNDLED_DRAFT), tmp_path / "out"
     for _ in range(2):  # a second export replaces the first
         words, config = exported(profile)
-        assert words == ["vllm", "serve", str(folder / "target"), "--dtype", "float32"]
-        assert config == {"method": "draft_model", "model": str(folder / "draft"), "num_speculative_tokens": 5}
-    for part in ("target", "draft"):
-        assert (folder / part / "model.safetensors").exists()
-    assert f"{folder / 'target'} holds the target with" in export(profile).stderr
+        (target,), (draft,) = folder.glob("target-*"), folder.glob("draft-*")
+        assert words == ["vllm", "serve", str(target), "--dtype", "float32"]
+        assert config == {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 5}
+    for part in (target, draft):
+        assert (part / "model.safetensors").exists()
+    assert f"{target} holds the target with" in export(profile).stderr
+
+
+def test_models_of_another_profile_are_written_into_other_folders(tmp_path: Path) -> None:
+    words, config = exported(write_profile(tmp_path, BUNDLED_DRAFT))
+    copy = tmp_path / "copy"
+    copy.symlink_to(bundled_models()[BUNDLED_TARGET])
+    others, other = exported(write_profile(tmp_path, BUNDLED_DRAFT, target=str(copy)))
+    assert words[2] != others[2] and config == other
 
 
 def test_a_text_pair_is_served_as_it_is(tmp_path: Path) -> None:

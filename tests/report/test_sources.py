@@ -12,13 +12,16 @@ import pytest
 
 from autotune.acceptance.reference_replay import rounds
 from autotune.acceptance.replay import plain_decode_ms
+from autotune.acceptance.trace import ForestBounds, TraceHeader
 from autotune.documents.condition import Condition, Range
+from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.report.examples import examples
 from autotune.report.points import PointSummary
 from autotune.report.prompts import TokenTexts, find_prompts
 from autotune.report.sources import Sources, find_sources
 from autotune.study.document import PROFILE, STUDY
+from autotune.study.frames import Study
 from autotune.trees.policy import parse_policy
 from tests.report.conftest import QUESTION, MadeStudy
 from tests.sample_documents import DEVICE, decoding_profile, write_workload
@@ -58,7 +61,7 @@ def test_study_of_another_device_is_ignored(copied: MadeStudy) -> None:
     copied.profile.model_copy(update={"hardware": hardware}).save(other)
     assert find_sources(other).folder is None
     with pytest.raises(UserError, match=r"belong to another target, device or workload than .*own study"):
-        find_sources(other, study=copied.folder)
+        find_sources(other, study=str(copied.folder))
 
 
 def test_newest_of_several_studies_is_used(copied: MadeStudy) -> None:
@@ -68,13 +71,55 @@ def test_newest_of_several_studies_is_used(copied: MadeStudy) -> None:
     assert find_sources(copied.profile_path).folder == later
 
 
+def test_a_profile_has_the_study_document_of_its_own_search(copied: MadeStudy) -> None:
+    """By its content, and once it is edited by the settings; in one folder and among several, a newer one is passed
+    over.
+    """
+    profile, own = copied.profile, copied.study.model_copy(update={"profile": copied.profile.content_hash})
+    newer = copied.folder.with_name("tests-target-4567")
+    shutil.copytree(copied.folder, newer)
+    own.save(copied.folder / "study-a.json")
+    profile.save(copied.folder / "profile-a.json")
+    for folder in (copied.folder, newer):
+        other = folder / "study-b.json"
+        own.model_copy(update={"profile": "of another", "space": "another"}).save(other)
+        os.utime(other, (2e9, 2e9))
+        os.utime(folder, (2e9, 2e9))
+    for path in (copied.profile_path, copied.folder / "profile-a.json"):
+        found = find_sources(path)
+        assert (found.folder, found.study) == (copied.folder, own)
+        assert Study(copied.folder, profile).document == own
+    for name in (copied.folder.name, str(copied.folder)):
+        assert find_sources(copied.profile_path, study=name).study == own
+    newest = find_sources(copied.folder)
+    assert newest.study is not None and newest.study.space == "another" and newest.profile is None
+    keyed = profile.provenance.model_copy(update={"settings_key": "k"})
+    own.model_copy(update={"provenance": keyed}).save(copied.folder / "study-a.json")
+    profile.model_copy(update={"provenance": keyed, "threads": 3}).save(copied.profile_path)
+    edited = find_sources(copied.profile_path).study
+    assert edited is not None and edited.provenance.settings_key == "k"
+
+
+def test_traces_are_those_that_the_search_replayed(copied: MadeStudy) -> None:
+    """Others of the same prompts, recorded with other bounds, belong to other searches."""
+    paths = sorted(copied.folder.glob("traces/*/*.trace.json"))
+    name = str(paths[0].relative_to(copied.folder))
+    copied.study.model_copy(update={"traces": [name]}).save(copied.folder / STUDY)
+    (trace,) = find_sources(copied.profile_path).traces
+    assert trace.header.subnet == TraceHeader.load(paths[0]).subnet
+    header, names = trace.header, {trace.header.file}
+    for update in ({"workload_sha256": "f" * 64}, {"bounds": ForestBounds(depth=3)}, {"draft": copied.profile.target}):
+        names.add(header.model_copy(update=update).file)
+    assert len(names) == 4 and header.file == header.model_copy(update={"provenance": stamp()}).file
+
+
 def test_unreadable_study_is_ignored_unless_given(copied: MadeStudy) -> None:
     old = copied.folder.with_name("old-study")
     old.mkdir()
     (old / "0123.cost.json").write_text('{"schema": "autotune.cost-table/1"}')
     assert find_sources(copied.profile_path).folder == copied.folder
     with pytest.raises(UserError, match=r"old-study/0123\.cost\.json: "):
-        find_sources(copied.profile_path, study=old)
+        find_sources(copied.profile_path, study=str(old))
 
 
 def test_records_of_other_searches_are_ignored(copied: MadeStudy) -> None:
@@ -85,14 +130,14 @@ def test_records_of_other_searches_are_ignored(copied: MadeStudy) -> None:
     (copied.folder / STUDY).unlink()
     found = find_sources(copied.folder)
     assert not found.screened and not found.candidates and found.traces
-    assert "lists the records of a search" in found.notes[0]
+    assert "lists its records" in found.notes[0]
 
 
 def test_study_document_of_another_workload_is_ignored(copied: MadeStudy) -> None:
     copied.study.model_copy(update={"tune_sha256": "f" * 64}).save(copied.folder / STUDY)
     found = find_sources(copied.profile_path)
     assert found.study is None and len(found.traces) == 2
-    assert "belongs to another search with another workload" in found.notes[0]
+    assert "has no document of this search" in found.notes[0]
 
 
 def test_records_in_a_shared_database_need_storage(copied: MadeStudy, tmp_path: Path) -> None:
@@ -116,7 +161,7 @@ def test_wrong_paths_are_refused(copied: MadeStudy) -> None:
     ]
     for given, study, message in cases:
         with pytest.raises(UserError, match=message):
-            find_sources(home / given, study=None if study is None else Path(study))
+            find_sources(home / given, study=study)
 
 
 def test_prompts_are_found_where_the_search_ran(sources: Sources) -> None:

@@ -1,20 +1,24 @@
-"""The recorded command of a search repeats it."""
+"""The recorded command of a search repeats it, and its output replaces no other result."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from autotune.cli.main import main
 from autotune.cli.preflight import workload_for
-from autotune.documents.provenance import ModelReference
+from autotune.documents.provenance import ModelReference, stamp
 from autotune.errors import UserError
+from autotune.files import WORKSPACE
 from autotune.modeling.loading import DEFAULT_DRAFTS, RETRIEVAL, resolve
 from autotune.search import pipeline
 from autotune.search.settings import SearchSettings, check_settings
+from autotune.study import outputs
+from autotune.study.storage import study_folder
 from tests.sample_documents import decoding_profile
 
 PLAIN = SearchSettings(
@@ -49,19 +53,90 @@ def test_the_command_repeats_the_search(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(pipeline, "search", search)
     for settings in (PLAIN, CHANGED):
         done = CliRunner().invoke(main, shlex.split(settings.command)[1:], catch_exceptions=False)
-        assert done.exit_code == 0 and searched.pop() == settings, done.output
+        assert done.exit_code == 0 and searched.pop() == check_settings(settings), done.output
 
 
 def test_the_command_hides_the_database() -> None:
     assert "secret" not in PLAIN.model_copy(update={"storage": "postgresql://user:secret@host/db"}).command
 
 
-def test_a_study_is_a_folder_of_the_workspace() -> None:
-    for name in ("../../outside", "/tmp/outside", "..", ".", "", "a/b", "a\0"):
-        with pytest.raises(
-            UserError, match=r"--study names a folder in \.autotune; got .*; give a name without slashes"
-        ):
+def test_a_study_is_a_folder_of_the_workspace_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("..", ".", ""):
+        with pytest.raises(UserError, match=r"--study names a folder in \.autotune; got .*; give a name or a path"):
             check_settings(SearchSettings(study=name))
+    Path("file").touch()
+    for name, message in (("./file", "choose another output with --study"), ("a\0", "cannot be written")):
+        with pytest.raises(UserError, match=message):
+            check_settings(SearchSettings(study=name))
+    Path(".autotune/study").mkdir(parents=True)
+    Path("study").mkdir()
+    assert study_folder("study", Path("other"), WORKSPACE) == Path(".autotune/study")
+    assert study_folder("./study", WORKSPACE) == Path("study")
+    assert study_folder("new", WORKSPACE) == Path(".autotune/new")
+
+
+# Settings with which a search is another one, and the output that it gets beside that of ``PLAIN``.
+OTHERS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({}, "profile.json"),
+    ({"jobs": 2, "table": Path("t.csv"), "storage": "sqlite:///x"}, "profile.json"),
+    ({"budget_s": 60.0}, "profile-2.json"),
+    ({"target": "other/target"}, "profile-2.json"),
+    ({"space": "full"}, "profile-2.json"),
+    ({"workload": "other.jsonl"}, "profile-2.json"),
+    ({"drafts": ("retrieval",)}, "profile-2.json"),
+    ({"study": "apart"}, "profile-2.json"),
+    ({"gpu": "cpu"}, "profile-2.json"),
+    ({"gpu": "h100"}, "profile-h100.json"),
+)
+
+
+@pytest.mark.parametrize(("changes", "name"), OTHERS)
+def test_no_search_takes_the_output_of_another_one(
+    changes: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without ``-o``, it gets the next free name; with it, the file is refused, unless it is free."""
+    monkeypatch.chdir(tmp_path)
+    profile, known = decoding_profile(), stamp(settings_key=PLAIN.key)
+    profile.model_copy(update={"provenance": known}).save("profile.json")
+    settings = PLAIN.model_copy(update=changes)
+    chosen = check_settings(settings)
+    assert chosen.output == Path(name) and check_settings(chosen) == chosen
+    explicit = settings.model_copy(update={"output": Path("profile.json")})
+    if name == "profile.json":
+        assert check_settings(explicit) == chosen
+    else:
+        with pytest.raises(UserError, match=r"profile\.json: holds another result, .*; delete it, or give another -o"):
+            check_settings(explicit)
+        profile.save(name)  # of older versions, which have no key
+        assert check_settings(settings).output == Path(name.replace(".json", "-2.json").replace("-2-2", "-3"))
+
+
+def test_a_search_of_changed_prompts_or_on_another_machine_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    settings = PLAIN.model_copy(update={"workload": str(prompts)})
+    keys = [settings.key]
+    for text in ("a", "b"):
+        prompts.write_text(text)
+        keys.append(settings.key)
+    monkeypatch.setattr(outputs, "local_gpus", lambda: ["h200"])
+    assert len({*keys, settings.key}) == 4
+
+
+@pytest.mark.parametrize("content", ["prompt", "{}", "[1]", '{"schema": "autotune.cost-table/1"}'])
+def test_a_file_that_is_no_profile_is_not_replaced(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("profile.json").write_text(content)
+    assert check_settings(PLAIN).output == Path("profile-2.json")
+    with pytest.raises(UserError, match="holds another result"):
+        check_settings(PLAIN.model_copy(update={"output": Path("profile.json")}))
+    Path("empty.json").touch()
+    for free in ("empty.json", "/dev/null"):
+        assert check_settings(PLAIN.model_copy(update={"output": Path(free)})).output == Path(free)
 
 
 def test_drafts_and_prompts_default_to_those_of_the_targets_pair() -> None:

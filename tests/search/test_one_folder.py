@@ -1,0 +1,76 @@
+"""Several searches in one folder: none loses or replaces what another one has found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from autotune.cli.main import main
+from autotune.console import Console
+from autotune.documents.decoding_profile import DecodingProfile
+from autotune.measuring.settings import CostSettings
+from autotune.report.sources import find_sources
+from autotune.search.pipeline import search
+from autotune.search.profile_selection import ProfileSelection
+from autotune.search.settings import SearchSettings, check_settings
+from tests.sample_documents import write_workload
+from tests.tiny_models import Pair
+
+SPACE = """
+schema: autotune.search-space/1
+name: small
+visual_keep: {choices: [1.0]}
+trees: {chain: {depth: {low: 1, high: 2}}}
+"""
+LINES = [{"prompt": f"Count to {number}.", "max_new_tokens": 6, "split": "tune"} for number in range(3)]
+HELD_OUT = [{"prompt": "Go on.", "max_new_tokens": 6, "split": "evaluate"}]
+
+
+def known_of(profile: Path, folder: Path) -> tuple[Any, ...]:
+    """What a report and an export of a profile are made of, and that both work."""
+    found = find_sources(profile)
+    assert found.profile is not None and found.study is not None and found.table is not None and found.notes == []
+    assert found.study.profile == found.profile.content_hash and found.table.content_hash == found.study.cost_table
+    assert {trace.header.workload_sha256 for trace in found.traces} == {found.profile.workload.tune_sha256}
+    page = CliRunner().invoke(main, ["report", str(profile), "-o", str(folder / "page.html")])
+    assert page.exit_code == 0 and "no study found" not in page.output, page.output
+    command = CliRunner().invoke(main, ["export", str(profile), "-o", str(folder / "out"), "--draft-tokens", "2"])
+    assert command.exit_code == 0 or "without a draft" in command.output, command.output
+    traces = [trace.header for trace in found.traces]
+    return found.profile, found.study, found.table, traces, found.candidates, command.output
+
+
+def test_every_search_in_a_folder_keeps_its_results(
+    text_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Estimates and a measurement of other prompts, budgets, devices and targets, in one study."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(CostSettings, "time_limit_s", 1.0)
+    monkeypatch.setattr(ProfileSelection, "measured_profile", ProfileSelection.predicted_profile)
+    (tmp_path / "small.yaml").write_text(SPACE)
+    write_workload(tmp_path, [*LINES, *HELD_OUT])
+    write_workload(tmp_path, [*LINES[:2], *HELD_OUT], name="fewer.jsonl")
+    models = {"target": str(text_pair.target_folder), "drafts": (str(text_pair.draft_folder),)}
+    base = {**models, "gpu": "h100", "workload": "workload.jsonl", "space": "small.yaml", "study": "one"}
+    common: dict[str, Any] = {**base, "budget_s": 60.0, "num_trials": 1, "jobs": 1}
+    runs: list[tuple[dict[str, Any], str]] = [
+        ({"gpu": "cpu"}, "profile.json"),
+        ({}, "profile-h100.json"),
+        ({"workload": "fewer.jsonl"}, "profile-h100-2.json"),
+        ({"gpu": "a100"}, "profile-a100.json"),
+        ({"budget_s": 90.0}, "profile-h100-3.json"),
+        ({"target": models["drafts"][0], "drafts": ("retrieval",)}, "profile-h100-4.json"),
+        ({}, "profile-h100.json"),
+    ]
+    known: dict[str, tuple[Any, ...]] = {}
+    for changes, name in runs:
+        settings = check_settings(SearchSettings(**{**common, **changes}))
+        assert settings.output == Path(name)
+        profile = search(settings, Console())
+        assert DecodingProfile.load(name) == profile
+        known[name] = known_of(Path(name), tmp_path)
+    assert len(known) == 6 and len(list((tmp_path / ".autotune" / "one").glob("study-*.json"))) == 6
+    assert {name: known_of(Path(name), tmp_path) for name in known} == known
