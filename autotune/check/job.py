@@ -24,7 +24,7 @@ from autotune.device import choose_device
 from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
 from autotune.documents.provenance import stamp
 from autotune.files import write_bytes
-from autotune.modeling.loading import default_workload
+from autotune.modeling.target_defaults import default_workload
 from autotune.runtime.answer_keys import AnswerKeys
 from autotune.runtime.load import load
 from autotune.workloads.workload import Workload, is_named, load_workload

@@ -35,9 +35,10 @@ def command(
     """Measure a cost table: the latency of the forward passes of target and drafts on a device."""
     from autotune.cli.preflight import require_models, require_workload
     from autotune.files import require_writable, write_table
-    from autotune.modeling.loading import default_drafts, default_workload
+    from autotune.modeling.target_defaults import default_drafts, default_workload
 
     require_writable(output)
+    are_named = bool(drafts)
     drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
     require_workload(workload, choices["workload_format"])
     require_models(target, drafts)
@@ -54,8 +55,9 @@ def command(
     prompts = load_workload(workload, "tune", format=choices["workload_format"]).first_turns()
     execution = choices["capture_sizes"], choices["mode"], choices["dtype"]
     has_random_weights = choices["random_weights"]
+    options_of_pool: dict[str, Any] = {"random_weights": has_random_weights, "leaves_out": not are_named}
     model_pool = ModelPool(
-        target, drafts, choose_device(choices["device"]), *execution, random_weights=has_random_weights, console=console
+        target, drafts, choose_device(choices["device"]), *execution, console=console, **options_of_pool
     )
     if has_random_weights:
         console.say("weights are random: this table's latencies hold, its models accept nothing of each other")

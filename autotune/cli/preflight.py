@@ -47,7 +47,7 @@ def workload_for(profile: Path, name: str | None, format: Format | None = None) 
         require_workload(name, format)
         return name
     from autotune.documents.engine_profile import EngineProfile
-    from autotune.modeling.loading import default_workload
+    from autotune.modeling.target_defaults import default_workload
     from autotune.workloads.workload import is_named
 
     used = EngineProfile.load(profile).workload if document is None else document.workload.name
@@ -74,11 +74,11 @@ def require_models(target: str, drafts: Sequence[str]) -> None:
     """Check that models of the Hub are there, and download their configs and tokenizers. Others are looked for when
     they are loaded.
     """
-    from autotune.modeling.hub import is_id
+    from autotune.modeling.hub import is_cached, is_id
     from autotune.modeling.loading import MTP_SUFFIX, resolve
 
     for name in (given.removesuffix(MTP_SUFFIX) for given in (target, *drafts)):
-        if is_id(name):
+        if is_id(name) and (name == target or not is_cached(name)):
             resolve(name, weights=False)
 
 
