@@ -13,8 +13,9 @@ from statistics import median
 import click
 import torch
 
-from autotune.modeling.loading import default_workload, load_model, load_processor
+from autotune.modeling.loading import load_model, load_processor
 from autotune.modeling.target import Target
+from autotune.modeling.target_defaults import default_workload
 from autotune.recording.answers import AnswerRecorder
 from autotune.training.examples import ROWS
 from autotune.workloads.workload import load_workload

@@ -35,8 +35,9 @@ from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.trainable import LossSettings
 from autotune.files import append_line, read_json, read_yaml, sha256_of
 from autotune.modeling.gguf import PACKAGED
-from autotune.modeling.loading import BUNDLED_TARGET, default_workload, load_model, load_processor, reference
+from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor, reference
 from autotune.modeling.target import Target
+from autotune.modeling.target_defaults import default_workload
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
 from autotune.training.examples import JsonlExamples, read_examples

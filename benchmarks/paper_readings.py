@@ -29,7 +29,8 @@ from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, Tree
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
-from autotune.modeling.loading import BUNDLED_TARGET, default_workload
+from autotune.modeling.loading import BUNDLED_TARGET
+from autotune.modeling.target_defaults import default_workload
 from autotune.prediction.evaluator import Evaluator
 from autotune.search.cost_tables import table_for_gpu
 from autotune.search.model_pool import ModelPool

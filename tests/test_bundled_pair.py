@@ -22,15 +22,9 @@ from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.modeling.gguf import PACKAGED
-from autotune.modeling.loading import (
-    BUNDLED_DRAFT,
-    BUNDLED_TARGET,
-    default_drafts,
-    load_model,
-    load_processor,
-    reference,
-)
+from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, load_model, load_processor, reference
 from autotune.modeling.target import Target
+from autotune.modeling.target_defaults import default_drafts
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy

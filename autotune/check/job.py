@@ -24,10 +24,10 @@ from autotune.device import choose_device
 from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
 from autotune.documents.provenance import stamp
 from autotune.files import write_bytes
-from autotune.modeling.loading import default_workload
+from autotune.modeling.target_defaults import default_workload
 from autotune.runtime.answer_keys import AnswerKeys
 from autotune.runtime.load import load
-from autotune.workloads.workload import Workload, load_workload
+from autotune.workloads.workload import Workload, is_named, load_workload
 
 
 def run_check(settings: CheckSettings, console: Console) -> CheckResult:
@@ -35,7 +35,8 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     profile = DecodingProfile.load(settings.profile)
     own = (settings.profile.parent / profile.workload.name, Path(profile.workload.name))
     names = settings.workloads or [str(path) for path in own if path.is_file()][:1]
-    names = names or (default_workload(profile.target.id),)
+    used = profile.workload.name
+    names = names or (used if is_named(used) else default_workload(profile.target.id),)
     workloads = [_evaluated(name, profile, settings) for name in names]
     design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
     device = choose_device(settings.device)

@@ -46,13 +46,14 @@ def command(target: str | None, drafts: tuple[str, ...], workload: str | None, a
     from eager ones, or a draft's answer from plain decoding, by more than rounding explains.
     """
     from autotune.cli.preflight import require_workload
-    from autotune.modeling.loading import default_workload, resolve
+    from autotune.modeling.loading import DEFAULT_PAIR, resolve
+    from autotune.modeling.target_defaults import default_workload
 
     if target is not None:
         resolve(target, weights=not choices["random_weights"])
     elif drafts:
         raise click.UsageError("--draft decodes for a target; name the target with --target")
-    workload = workload or default_workload(target or "")
+    workload = workload or (default_workload(target) if target else DEFAULT_PAIR)
     require_workload(workload, choices["workload_format"])
 
     from autotune.console import Console

@@ -35,14 +35,13 @@ def command(
     """Measure a cost table: the latency of the forward passes of target and drafts on a device."""
     from autotune.cli.preflight import require_models, require_workload
     from autotune.files import WORKSPACE, content_key, write_table
-    from autotune.modeling.loading import default_drafts, default_workload
+    from autotune.modeling.target_defaults import default_drafts, default_workload
     from autotune.study.outputs import choose_output, settings_key
 
-    drafts, workload, table_file = (
-        drafts or default_drafts(target),
-        workload or default_workload(target),
-        choices.pop("table"),
-    )
+    are_named = bool(drafts)
+    drafts = drafts or default_drafts(target)
+    workload = workload or default_workload(target)
+    table_file = choices.pop("table")
     key = settings_key({"target": target, "drafts": drafts, "workload": workload, **choices}, workload)
     output = choose_output(output, "pair.cost.json", key)
     require_workload(workload, choices["workload_format"])
@@ -61,8 +60,9 @@ def command(
     prompts = load_workload(workload, "tune", format=choices["workload_format"]).first_turns()
     execution = choices["capture_sizes"], choices["mode"], choices["dtype"]
     has_random_weights = choices["random_weights"]
+    options_of_pool: dict[str, Any] = {"random_weights": has_random_weights, "leaves_out": not are_named}
     model_pool = ModelPool(
-        target, drafts, choose_device(choices["device"]), *execution, random_weights=has_random_weights, console=console
+        target, drafts, choose_device(choices["device"]), *execution, console=console, **options_of_pool
     )
     if has_random_weights:
         console.say("weights are random: this table's latencies hold, its models accept nothing of each other")

@@ -41,27 +41,32 @@ def template_variables(profile: Path, given: Variables | None) -> Variables:
 
 
 def workload_for(profile: Path, name: str | None, format: Format | None = None) -> str:
-    """The workload that the user named, or the workload of the pair that a profile's target belongs to."""
+    """The workload that the user named, the profile's own where its name alone finds it, or the default of its target."""
     document = None if is_engine_profile(profile) else require_profile(profile)
     if name is not None:
         require_workload(name, format)
         return name
+    from autotune.documents.engine_profile import EngineProfile
+    from autotune.modeling.target_defaults import default_workload
+    from autotune.workloads.workload import is_named
+
+    used = EngineProfile.load(profile).workload if document is None else document.workload.name
+    if is_named(used):
+        return used
     if document is None:
         raise UserError(f"{profile}: an engine profile has no bundled prompts; give --workload FILE")
-    from autotune.modeling.loading import default_workload
-
     return default_workload(document.target.id)
 
 
 def require_workload(name: str, format: Format | None = None) -> None:
-    """Check that a workload's file can be parsed, or is there if it is bundled. Its images are read later."""
+    """Check that a workload's file can be parsed, or is there if it is bundled or shipped. Its images are read later."""
     from autotune.workloads.formats import read_prompts
     from autotune.workloads.hub import local_file
-    from autotune.workloads.workload import BUNDLED, bundled_file
+    from autotune.workloads.workload import BUNDLED, bundled_file, shipped_files
 
     if name in BUNDLED:
         bundled_file(name)
-    else:
+    elif not shipped_files(name):
         read_prompts(local_file(name), format)
 
 
@@ -69,11 +74,11 @@ def require_models(target: str, drafts: Sequence[str]) -> None:
     """Check that models of the Hub are there, and download their configs and tokenizers. Others are looked for when
     they are loaded.
     """
-    from autotune.modeling.hub import is_id
+    from autotune.modeling.hub import is_cached, is_id
     from autotune.modeling.loading import MTP_SUFFIX, resolve
 
     for name in (given.removesuffix(MTP_SUFFIX) for given in (target, *drafts)):
-        if is_id(name):
+        if is_id(name) and (name == target or not is_cached(name)):
             resolve(name, weights=False)
 
 

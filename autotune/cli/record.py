@@ -58,9 +58,10 @@ def command(target: str, drafts: tuple[str, ...], workload: str, output: Path, a
     """Record traces: the draft's proposals along the target's answers."""
     from autotune.cli.preflight import require_models, require_workload
     from autotune.files import require_writable
-    from autotune.modeling.loading import default_drafts, default_workload
+    from autotune.modeling.target_defaults import default_drafts, default_workload
 
     require_writable(output / "keep-1.trace.json")
+    are_named = bool(drafts)
     drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
     require_workload(workload, choices["workload_format"])
     require_models(target, drafts)
@@ -77,7 +78,8 @@ def command(target: str, drafts: tuple[str, ...], workload: str, output: Path, a
     prompts = load_workload(workload, "tune", num_prompts=num_prompts, format=format)
     if choices["temperature"] is not None:
         prompts = prompts.sampled(choices["temperature"])
-    model_pool = ModelPool(target, drafts, choose_device(choices["device"]), dtype=choices["dtype"], console=console)
+    options_of_pool: dict[str, Any] = {"dtype": choices["dtype"], "console": console, "leaves_out": not are_named}
+    model_pool = ModelPool(target, drafts, choose_device(choices["device"]), **options_of_pool)
     prompts = prompts.cut(num_prompts, choices["max_new_tokens"]).with_variables(choices["chat_template_kwargs"])
     prompts = prompts.fitting(model_pool.processor, model_pool.target.max_context, console.say)
     prompts = model_pool.recorder(output).follow(prompts)

@@ -36,6 +36,21 @@ KINDS: dict[str, DraftKind] = {
 TOKEN_DRAFTS = tuple(name for name, kind in KINDS.items() if kind.token_draft is not None)
 """Names of the drafts without files; a folder of such a name is given as ``./retrieval``."""
 
+MTP_PROMISES = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Keys of a target's config that give the number of multi-token prediction heads in its checkpoint."""
+
+
+def is_own_draft(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` describes a draft that ``autotune train`` wrote."""
+    return str(config.get("schema", "")).startswith("autotune.draft/")
+
+
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` describes an EAGLE-3 head, in EAGLE's format or in that of ``speculators``."""
+    if "speculators_model_type" in config:
+        return config["speculators_model_type"] == "eagle3"
+    return "draft_vocab_size" in config
+
 
 def refuse_dflash(name: str, config: Mapping[str, Any]) -> None:
     """Refuse a block-diffusion draft (DFlash), which serving engines alone run.

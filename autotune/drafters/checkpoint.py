@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from autotune.documents.draft_kinds import KINDS, TOKEN_DRAFTS, refuse_dflash
+from autotune.documents.draft_kinds import KINDS, TOKEN_DRAFTS, is_eagle3, is_own_draft, refuse_dflash
 from autotune.documents.subnet import Subnet
 from autotune.drafters.dream import DreamNetwork
-from autotune.drafters.eagle3 import Eagle3Network, is_eagle3, load_eagle3
+from autotune.drafters.eagle3 import Eagle3Network, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.losses import TrainableBlocks
@@ -103,7 +103,7 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
                 {},
             )
             refuse_dflash(name, config)
-        if not (str(config.get("schema", "")).startswith("autotune.draft/") or is_eagle3(config)):
+        if not (is_own_draft(config) or is_eagle3(config)):
             return _load_whole(name, target, subnet, config.get("model_type"), random_weights=random_weights)
         with load_errors(name):
             network = load_feature_network(folder, target, random_weights=random_weights)

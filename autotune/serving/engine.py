@@ -136,7 +136,9 @@ class ServingEngine(ABC):
     program: ClassVar[str]
     """The executable's name."""
     built: ClassVar[Path]
-    """Where ``make engines`` puts it, in the user's cache."""
+    """Where ``make engines`` of this project's sources puts it, in the user's cache."""
+    install: ClassVar[str]
+    """How to get the program, for error messages."""
     models: ClassVar[str]
     """The models that it loads, for error messages."""
     server: ClassVar[type[EngineServer]]
@@ -163,7 +165,7 @@ class ServingEngine(ABC):
         found = shutil.which(words[0]) or (built if words[0] == cls.program and built.exists() else None)
         if found is None:
             raise UserError(
-                f"{words[0] or '--engine-command'}: no such executable; run make engines, or name a {cls.program}"
+                f"{words[0] or '--engine-command'}: no such executable; {cls.install}, or give --engine-command or --url"
             )
         for word in words[1:]:
             if word.startswith("--spec") or word.partition("=")[0].replace("_", "-") in cls.own_arguments:
@@ -172,8 +174,15 @@ class ServingEngine(ABC):
 
     @classmethod
     @abstractmethod
-    def find_model(cls, target: str) -> tuple[str, ModelReference] | None:
-        """The name that the engine is given for a target, and the target's weights; None if it cannot load them."""
+    def find_model(cls, target: str, *, local_only: bool = False) -> tuple[str, ModelReference] | None:
+        """The name that the engine is given for a target, and the target's weights; None if it cannot load them.
+
+        Args:
+            local_only: download nothing, because the engine runs elsewhere.
+
+        Raises:
+            UserError: there is no such model on the Hugging Face Hub.
+        """
 
     @classmethod
     @abstractmethod

@@ -113,7 +113,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
     key = settings.key
     output = choose_output(settings.output, PROFILE, key)
     kind = ENGINES[settings.engine]
-    if (found := kind.find_model(settings.target)) is None:
+    if (found := kind.find_model(settings.target, local_only=settings.url is not None)) is None:
         raise UserError(f"--target {settings.target}: {kind.name} loads {kind.models}; give one")
     (model, target), types, engine = found, list(TYPES[kind.name]), None
     chains = kind.chains(settings.draft, model) if settings.draft else []

@@ -148,6 +148,7 @@ class LlamaEngine(ServingEngine):
     name = "llama.cpp"
     program = "llama-server"
     built = Path("llama.cpp") / "bin" / program
+    install = "install llama.cpp (https://github.com/ggml-org/llama.cpp)"
     models = "a GGUF file, or a folder with one"
     server = LlamaServer
     own_arguments = ("-m", "--model", "-a", "--alias", "-np", "--parallel", "--host", "--port")
@@ -167,7 +168,7 @@ class LlamaEngine(ServingEngine):
         return found
 
     @classmethod
-    def find_model(cls, target: str) -> tuple[str, ModelReference] | None:
+    def find_model(cls, target: str, *, local_only: bool = False) -> tuple[str, ModelReference] | None:
         if (path := find_gguf(target, is_split=True)) is None:
             return None
         return str(path.resolve()), ModelReference(id=target, sha256=known_sha256_of(path))
@@ -215,6 +216,6 @@ class LlamaEngine(ServingEngine):
         names = set(re.findall(r"[\w-]+", done.stdout.partition("--spec-type")[2].partition("\n--")[0]))
         if PRICED_BY.type not in names:
             raise UserError(
-                f"{self.executable}: is no {self.program}, or one without --spec-type {PRICED_BY.type}; build b11434 or newer: make engines"
+                f"{self.executable}: is no {self.program}, or one without --spec-type {PRICED_BY.type}; install build b11434 or newer"
             )
         return [name for name in super().types() if name in names]

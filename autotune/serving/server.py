@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from autotune.errors import UserError
+from autotune.serving.client import open_url
 
 START_S = 900.0  # longest time until an engine is ready: it may compile kernels
 STOP_S = 30.0  # until it is killed
@@ -80,7 +81,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, name: str) ->
         if process.poll() is not None:
             raise UserError(f"{name} ended when it started")
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0):
+            with open_url(urllib.request.Request(f"http://127.0.0.1:{port}/health"), timeout_s=5.0):
                 return
         except OSError as error:
             if getattr(error, "code", None) == 404:

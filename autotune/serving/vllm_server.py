@@ -25,7 +25,8 @@ from autotune.export.model_files import served_draft
 from autotune.export.vllm import vllm_arguments
 from autotune.files import WORKSPACE
 from autotune.modeling.gguf import SUFFIX
-from autotune.modeling.loading import bundled_models, reference
+from autotune.modeling.hub import is_id
+from autotune.modeling.loading import bundled_models, reference, resolve
 from autotune.serving.client import TEXT, TOKENS, Counters, EngineClient
 from autotune.serving.engine import EngineServer, ServingEngine, text_chat
 from autotune.serving.ngram_replay import total
@@ -151,6 +152,7 @@ class VllmEngine(ServingEngine):
     name = "vllm"
     program = "vllm"
     built = Path("vllm") / "bin" / program
+    install = "install vLLM (pip install vllm)"
     models = "a folder with config.json, or an id of the Hugging Face hub"
     server = VllmServer
     own_arguments = ("--model", "--served-model-name", "--host", "--port", "-sc")
@@ -159,12 +161,13 @@ class VllmEngine(ServingEngine):
     has_one_loop = False  # it schedules a pass while the last one runs, unless it speculates by n-grams or suffixes
 
     @classmethod
-    def find_model(cls, target: str) -> tuple[str, ModelReference] | None:
+    def find_model(cls, target: str, *, local_only: bool = False) -> tuple[str, ModelReference] | None:
         path = Path(bundled_models().get(target, target))
-        if (path / "config.json").exists():
-            return str(path.resolve()), reference(target)
-        is_id = target.count("/") == 1 and not path.exists() and path.suffix != SUFFIX
-        return (target, ModelReference(id=target, sha256="")) if is_id else None
+        if is_id(target) and not path.exists() and path.suffix != SUFFIX:
+            if local_only:
+                return target, ModelReference(id=target, sha256="")
+            path = Path(resolve(target))
+        return (str(path.resolve()), reference(target)) if (path / "config.json").exists() else None
 
     @classmethod
     def find_draft(cls, draft: str, target: str) -> tuple[ModelType, Path]:

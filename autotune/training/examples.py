@@ -25,7 +25,7 @@ from autotune.runtime.answer_keys import SOFTWARE
 from autotune.workloads.chat import Variables
 from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, hash_inputs, load_prompt
-from autotune.workloads.workload import BUNDLED, WorkloadSplit, load_workload
+from autotune.workloads.workload import WorkloadSplit, is_named, load_workload
 
 ROWS = 64  # questions or answers that are decoded together
 HELD_OUT_SHARE = 20  # one example in 20 is held out
@@ -119,7 +119,7 @@ def judged_questions(folder: Path, names: Sequence[str]) -> frozenset[str]:
     """
     found: list[WorkloadPrompt] = []
     for name in names:
-        if name in BUNDLED:
+        if is_named(name):
             found += [prompt for split in get_args(WorkloadSplit) for prompt in load_workload(name, split).prompts]
         else:
             found += load_workload(str(folder / name), "evaluate", is_whole=True).prompts

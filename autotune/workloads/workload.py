@@ -6,7 +6,8 @@ reads the files of public benchmarks.
 Prompts of the ``tune`` split choose a configuration, prompts of ``evaluate`` judge it, and prompts of ``train`` are
 only for training drafts; prompts without a split alternate between the first two. A prompt that occurs in two splits is
 used for evaluation only. Every turn of a conversation is a prompt, all in one split. The bundled workloads are JSONL
-files of prompts with reference answers, which ``load_workload`` leaves out.
+files of prompts with reference answers, which ``load_workload`` leaves out. The shipped sets are prompts for targets
+without a bundled workload; ``prompts/README.md`` names their sources.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotune.errors import UserError
+from autotune.errors import UserError, nearest
 from autotune.files import data_root
 from autotune.workloads.chat import Variables, used_variables
 from autotune.workloads.formats import OWN, Format, read_jsonl, read_prompts
@@ -33,6 +35,8 @@ WorkloadSplit = Literal["tune", "evaluate"]
 BUNDLED = ("digits", "smollm2")
 """Bundled workloads, each named after its target. A workload is the file ``workload.jsonl`` beside the target's drafts.
 """
+SHIPPED = ("chat", "code", "summarize", "images")
+"""Sets of prompts in the folder ``prompts``, named one by one or in a list with commas."""
 WARM_UP_TOKENS = 32  # tokens decoded to warm up an arm
 
 
@@ -138,7 +142,8 @@ def load_workload(
     """Load one split of a workload, at most its first ``num_prompts`` prompts.
 
     Args:
-        name: a bundled workload (``digits``, ``smollm2``), or the path or address (``hf://datasets/...``) of a file.
+        name: a bundled workload (``digits``, ``smollm2``), shipped sets (``chat,code``), whose prompts are taken in
+            turn, or the path or address (``hf://datasets/...``) of a file.
         format: of the file; None finds it out.
         is_whole: also take the prompts of the other split.
 
@@ -149,6 +154,10 @@ def load_workload(
         raise UserError(f"--whole: both splits can be read from a file only; {name!r} is bundled; leave --whole out")
     if name in BUNDLED:
         return Workload(name, split, tuple(_bundled(name, split, num_prompts)))
+    if files := shipped_files(name):
+        sets = [load_workload(str(path), split, is_whole=is_whole).prompts for path in files]
+        in_turn = itertools.chain.from_iterable(itertools.zip_longest(*sets))
+        return Workload(name, split, tuple(prompt for prompt in in_turn if prompt is not None)[:num_prompts])
     path = local_file(name)
     known, rows = read_prompts(path, format)
     parts: dict[str, list[tuple[int, Prompt]]] = {"tune": [], "evaluate": [], "train": []}
@@ -167,6 +176,27 @@ def load_workload(
         mark = f', or mark some with "split": "{split}"' if known == OWN else ""
         raise UserError(f"{name}: a workload needs prompts in both splits; none is in {split!r}; add prompts{mark}")
     return Workload(path.name, split, chosen, known)
+
+
+def shipped_files(name: str) -> list[Path]:
+    """The files of the shipped sets that a name lists; none for a bundled workload, a file, or an address.
+
+    Raises:
+        UserError: the name of no set, where no file has it.
+    """
+    sets = name.split(",")
+    if name in BUNDLED or not re.fullmatch(r"[\w-]+(,[\w-]+)*", name) or Path(name).is_file():
+        return []
+    for one in sets:
+        if one not in SHIPPED:
+            known = nearest(one, SHIPPED if len(sets) > 1 else (*SHIPPED, *BUNDLED))
+            raise UserError(f"--workload {name}: no such file, and {one!r} is no shipped set of prompts; {known}")
+    return [Path(__file__).with_name("prompts") / f"{one}.jsonl" for one in sets]
+
+
+def is_named(name: str) -> bool:
+    """Whether a workload is bundled or made of shipped sets, so that its name alone finds it."""
+    return name in BUNDLED or {*name.split(",")} <= {*SHIPPED}
 
 
 def bundled_file(name: str) -> Path:

@@ -23,16 +23,9 @@ from autotune.errors import UserError
 from autotune.files import sha256_of
 from autotune.modeling import gguf as gguf_files
 from autotune.modeling import loading
-from autotune.modeling.loading import (
-    default_drafts,
-    default_workload,
-    load_model,
-    load_processor,
-    load_tokenizer,
-    reference,
-    resolve,
-)
+from autotune.modeling.loading import load_model, load_processor, load_tokenizer, reference, resolve
 from autotune.modeling.target import Target
+from autotune.modeling.target_defaults import default_drafts, default_workload
 from autotune.report.prompts import TokenTexts
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load

@@ -20,8 +20,9 @@ from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.evaluation.perplexity import quality
-from autotune.modeling.loading import BUNDLED_TARGET, default_drafts, load_model, load_processor
+from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor
 from autotune.modeling.target import Target
+from autotune.modeling.target_defaults import default_drafts
 from autotune.runtime.decoder import Decoder
 from autotune.trees.fallback import RoundPrice
 from autotune.workloads.workload import load_workload
