@@ -38,7 +38,8 @@ class _StandardError(RichConsole):
 class Console:
     """Prints to standard error: progress bars on a terminal, plain lines elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, verbose: bool = False) -> None:
+        self.verbose = verbose
         self._rich = _StandardError(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 150)
 
     def say(self, text: str) -> None:

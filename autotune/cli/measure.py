@@ -8,15 +8,13 @@ from typing import Any
 import click
 
 from autotune.cli import options
+from autotune.cli.verb import Verb
 from autotune.search.settings import SearchSettings
 
 
-@click.command(short_help="Measure a cost table: latencies of models on a device.")
+@click.command(cls=Verb, short_help="Measure a cost table: latencies of models on a device.")
 @options.settings_options(SearchSettings, "target", "dtype", "drafts")
-@click.option(
-    "--heads", type=float, multiple=True, help="Share of attention heads kept; star has quarters. Repeatable."
-)
-@options.settings_options(SearchSettings, "injection_layer")
+@options.settings_options(SearchSettings, "changes")
 @options.workload
 @options.workload_format
 @options.chat_template_kwargs
@@ -36,8 +34,10 @@ def command(
     from autotune.cli.preflight import require_models, require_workload
     from autotune.files import require_writable, write_table
     from autotune.modeling.loading import default_drafts, default_workload
+    from autotune.search.space import subnets_of_drafts
 
     require_writable(output)
+    space = subnets_of_drafts(choices["changes"])
     drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
     require_workload(workload, choices["workload_format"])
     require_models(target, drafts)
@@ -45,8 +45,7 @@ def command(
     from autotune.console import Console
     from autotune.contention_monitor import wait_until_idle
     from autotune.device import choose_device
-    from autotune.documents.subnet import Subnet
-    from autotune.search.cost_tables import measure_table, print_table
+    from autotune.search.cost_tables import measure_table, priced_variants, print_table
     from autotune.search.model_pool import ModelPool
     from autotune.workloads.workload import load_workload
 
@@ -62,8 +61,7 @@ def command(
         prompts = prompts.readable_by(model_pool.processor)
     prompts = prompts.with_variables(choices["chat_template_kwargs"])
     prompts = prompts.fitting(model_pool.processor, model_pool.target.max_context, console.say)
-    subnets = [Subnet(heads=share, injection_layer=choices["injection_layer"]) for share in choices["heads"] or (None,)]
-    variants = [(draft, subnet) for draft in model_pool.references for subnet in subnets]
+    variants = priced_variants(model_pool.subnets(space))
     if choices["wait_until_idle_s"] is not None:
         wait_until_idle(choices["wait_until_idle_s"], str(model_pool.target.device), console)
     table = measure_table(model_pool, variants, prompts, console, choices["budget"])

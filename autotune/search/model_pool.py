@@ -186,10 +186,14 @@ class ModelPool:
         that see no images have no visual tokens to choose.
 
         Raises:
-            UserError: the space has operators only and no draft has a compressor, cut vocabularies only and no draft
-                has token frequencies, or weights in float8 only and no draft reads the target's features.
+            UserError: the space has parts of heads only, or given layers, and no draft is a supernet; operators only
+                and no draft has a compressor; cut vocabularies only and no draft has token frequencies; or weights in
+                float8 only and no draft reads the target's features.
         """
         dimensions = [draft.dimensions for draft in self._full_drafts.values()]
+        if 1.0 not in space.heads or isinstance(space.injection_layers, list):
+            supernets = any(known.injection_layers for known in dimensions)
+            self._check_choosable(supernets, "a star draft has", "heads and layers")
         if "gate" not in space.operators:
             compressors = any(known.operators for known in dimensions)
             self._check_choosable(compressors, "a specvlm draft with a compressor has", "operators")
@@ -216,14 +220,6 @@ class ModelPool:
     def supernet_layers(self, draft: str) -> tuple[int, ...]:
         """The layers of the target that a supernet can read; empty for other drafts."""
         return self._full_drafts[draft].dimensions.injection_layers
-
-    def check_has_supernet(self) -> None:
-        """Check that heads and layers can be chosen.
-
-        Raises:
-            UserError: no draft is a supernet.
-        """
-        self._check_choosable(any(map(self.supernet_layers, self._full_drafts)), "a star draft has", "heads and layers")
 
     def _check_choosable(self, is_choosable: bool, who_has: str, what: str) -> None:
         if not is_choosable:

@@ -102,7 +102,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     answers = stage("run", "tree.json", *workload, "--temperature", "1")
     assert len(answers) == 3
 
-    bench = stage("bench", "tree.json", *workload, "--against", "ar,hf,chain,sage", "--table", "runs.csv")
+    bench = stage("bench", "tree.json", *workload, "--arms", "ar,hf,chain,sage", "--table", "runs.csv")
     names = ["ar", "hf", "chain", "sage", "tuned"]
     assert [arm["name"] for arm in bench["arms"]] == names
     assert {arm["num_prompts"] for arm in bench["arms"]} == {3}

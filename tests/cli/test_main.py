@@ -304,8 +304,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "missing workload": (["check", "profile.json", "--workload", "gone.jsonl"], r"gone\.jsonl: no such file"),
     "typo in a workload": (["check", "profile.json", "--workload", "typo.jsonl"], r"typo\.jsonl:1: .*'prompt'|did you mean"),
     "unknown arm": (
-        ["bench", "profile.json", "--workload", "workload.jsonl", "--against", "ar,chian"],
-        "--against chian: no such arm; did you mean 'chain'",
+        ["bench", "profile.json", "--workload", "workload.jsonl", "--arms", "ar,chian"],
+        "--arms chian: no such arm; did you mean 'chain'",
     ),
     "missing space": ([*SEARCH, "--space", "gone.yaml"], r"gone\.yaml: no such file"),
     "unknown bundled model": (
