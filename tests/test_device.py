@@ -164,7 +164,7 @@ def test_verbs_refuse_an_unusable_gpu_and_the_doctor_reports_it(
     unusable: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autotune.doctor.examination.COPY_BYTES", 1 << 16)
+    monkeypatch.setattr("autotune.measuring.bandwidth.COPY_BYTES", 1 << 16)
     for words in ("search --budget 1s", "search --budget 1s --gpu h100", "measure --budget 1s", "record"):
         done = CliRunner().invoke(main, words.split())
         assert done.exit_code == 2 and "cannot use h100, which driver 580.1 reports" in done.stderr, words

@@ -102,7 +102,8 @@ def command(
     if is_plan:
         from autotune.search.forecast import forecast
 
-        click.echo("\n".join(forecast(settings)))
+        lines = forecast(settings)
+        options.print_json({"plan": lines}) if as_json else click.echo("\n".join(lines))
         return
     from autotune.search.pipeline import search
 

@@ -168,9 +168,7 @@ def test_an_unknown_arm_is_refused_before_anything_is_read() -> None:
 
 
 def test_requested_trees_need_a_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        UserError, match=r"decodes without a draft, so trees .*; bench it --arms ar,hf,prompt_lookup"
-    ):
+    with pytest.raises(UserError, match=r"decodes without a draft, so trees .*; bench it --arms ar,hf,prompt_lookup"):
         run_in(world, "plain.json", [AR, "chain"], monkeypatch)
 
 
