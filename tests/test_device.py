@@ -143,10 +143,10 @@ def test_a_gpu_that_torch_cannot_use_is_refused_with_the_reason(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(error)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    for name in ("auto", "cuda:1", "h100"):
+    for name, given in (("auto", (None, "auto")), ("cuda:1", (None, "cuda:1")), ("h100", ("h100", "auto"))):
         with pytest.raises(UserError, match=rf"{name}'?: torch .*{message}"):
-            device_for(name)
-    assert device_for("cpu") == "cpu" and device_for("a100") is None, "an estimate for a GPU that is not here"
+            device_for(*given)
+    assert device_for(None, "cpu") == "cpu" and device_for("a100") is None, "an estimate for a GPU that is not here"
 
 
 def test_a_hidden_gpu_is_no_estimate_unless_all_are_hidden_on_purpose(

@@ -113,6 +113,7 @@ workload_format = click.option(
     "--format",
     "workload_format",
     type=click.Choice(FORMATS),
+    hidden=True,
     default=None,
     show_default="found out from the first row",
     help="Format of the workload's file.",

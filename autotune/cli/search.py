@@ -61,9 +61,6 @@ def command(
 
     own = {name: values.pop(name) for name in ONLY_ENGINES}
     if engine is not None:
-        from autotune.console import Console
-        from autotune.serving.engine_search import EngineSearchSettings, search_engine
-
         given = [p for p in context.params if context.get_parameter_source(p) is not ParameterSource.DEFAULT]
         known = {*OF_ENGINES, *ONLY_ENGINES, "drafts", "engine", "as_json", "is_verbose"}
         named = {option.name: option for option in options_of(context.command)}
@@ -78,6 +75,10 @@ def command(
             raise UserError(f"--engine {engine} needs --{missing[0]}; give a model and a file of prompts")
         require_workload(values["workload"], values["workload_format"])
         click.echo(f"tuning {values['target']} in {engine}", err=True)
+
+        from autotune.console import Console
+        from autotune.serving.engine_search import EngineSearchSettings, search_engine
+
         chosen = {name: values[name] for name in OF_ENGINES}
         profile = search_engine(
             EngineSearchSettings(engine, **chosen, **own, draft=next(iter(drafts), None)), Console(is_verbose)

@@ -22,8 +22,9 @@ PLAIN = SearchSettings(
 )
 CHANGED = PLAIN.model_copy(
     update={
-        "heads": 0.5,
-        "injection_layer": 11,
+        "gpu": "h100",
+        "device": "cpu",
+        "changes": ("heads=0.5", "injection-layer=11", "d_max=4,8"),
         "space": "full",
         "temperature": 0.7,
         "budget_s": 90.5,
