@@ -17,7 +17,7 @@ from autotune.cli.verb import Verb
     "--study",
     type=click.Path(path_type=Path),
     default=None,
-    help="Study folder of the profile.  [default: found in .autotune/ next to the profile]",
+    help="Folder of the study: NAME in .autotune/ next to the profile, or its path.  [default: found there]",
 )
 @click.option("--storage", default=None, help="Database of the study, if workers shared one.")
 @click.option("--workload", default=None, help="Workload file of the search, if it was moved.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ class Verb(click.Command):
                 with formatter.section(group):
                     formatter.write_dl(records)
         if rare := ", ".join(f"--{word_of(option)}" for option in options_of(self) if option.hidden):
-            formatter.write_paragraph()
-            formatter.write_text(f"Rare options, also accepted here and as lines of --config (docs/cli.md): {rare}.")
+            text = f"Rare options, also accepted here and as lines of --config (docs/cli.md): {rare}."
+            formatter.write(f"\n{textwrap.fill(text, formatter.width, break_on_hyphens=False)}\n")
 
 
 def options_of(command: click.Command) -> list[click.Option]:

@@ -107,14 +107,15 @@ def find_sources(given: Path, *, study: Path | None = None, storage: str | None 
     if study is None:
         done = next((folder for folder in find_studies(profile, given) if folder.is_complete), None)
         return _read_study(profile, given, done.path, storage) if done else Sources(profile=profile, profile_path=given)
-    if not study.is_dir():
+    folder = study if study.is_dir() else given.parent / WORKSPACE / study
+    if not folder.is_dir():
         raise UserError(f"--study {study}: no such folder; give the one in {WORKSPACE}/ that autotune search named")
-    if not ((done := find_study(profile, study)) and done.is_complete):
+    if not ((done := find_study(profile, folder)) and done.is_complete):
         raise UserError(
             f"--study {study}: its documents belong to another target, device or workload than {given}; give that profile's "
             "own study"
         )
-    return _read_study(profile, given, study, storage)
+    return _read_study(profile, given, folder, storage)
 
 
 def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path, storage: str | None) -> Sources:

@@ -108,7 +108,7 @@ class _SearchRun:
             self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
             console.say("recurrent or convolution states follow one path: only chains are searched, no trees")
         self.variants = self.model_pool.subnets(self.space)
-        name = settings.study or f"{settings.target.replace('/', '-')}-{self.model_pool.key}"
+        name = settings.study_name or f"{settings.target.replace('/', '-')}-{self.model_pool.key}"
         self.folder = settings.folder / name
         self.ledger = shared_ledger or Ledger(self.folder / LEDGER)
         self.study: dict[str, Any] = {}  # of the study document, once the cost table is there

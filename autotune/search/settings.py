@@ -96,7 +96,9 @@ class SearchSettings(Document):
         rare=True,
     )
     study: str | None = setting(
-        None, "Name of the study's folder in .autotune/, to resume it or to keep it separate.", rare=True
+        None,
+        "Folder of the study in .autotune/, NAME or .autotune/NAME, to resume it or to keep it separate.",
+        rare=True,
     )
     jobs: int | None = setting(
         None, "Number of parallel replays and recordings; default: one per core.", ge=1, rare=True
@@ -128,6 +130,11 @@ class SearchSettings(Document):
         return {**values, "drafts": tuple(drafts), "workload": workload}
 
     @property
+    def study_name(self) -> str | None:
+        """The name of the study's folder, which may be given with ``folder`` before it."""
+        return None if self.study is None else self.study.removeprefix(f"{self.folder}/")
+
+    @property
     def command(self) -> str:
         """The command line that repeats this search, defaults included; a database's URL, which may hold a password, is
         left out.
@@ -157,7 +164,8 @@ def check_settings(settings: SearchSettings) -> None:
             cannot be written.
     """
     check_capture_sizes(settings.capture_sizes)
-    if settings.study is not None and (settings.study in (".", "..") or not re.fullmatch(r"[^/\\\0]+", settings.study)):
+    name = settings.study_name
+    if name is not None and (name in (".", "..") or not re.fullmatch(r"[^/\\\0]+", name)):
         raise UserError(
             f"--study names a folder in {settings.folder}; got {settings.study!r}; give a name without slashes"
         )

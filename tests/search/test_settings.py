@@ -58,11 +58,12 @@ def test_the_command_hides_the_database() -> None:
 
 
 def test_a_study_is_a_folder_of_the_workspace() -> None:
-    for name in ("../../outside", "/tmp/outside", "..", ".", "", "a/b", "a\0"):
+    for name in (".autotune/a/b", ".autotune/..", "../../outside", "/tmp/outside", "..", ".", "", "a/b", "a\0"):
         with pytest.raises(
             UserError, match=r"--study names a folder in \.autotune; got .*; give a name without slashes"
         ):
             check_settings(SearchSettings(study=name))
+    assert SearchSettings(study=".autotune/a").study_name == SearchSettings(study="a").study_name == "a"
 
 
 def test_drafts_and_prompts_default_to_those_of_the_targets_pair() -> None:
