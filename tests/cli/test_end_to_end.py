@@ -67,7 +67,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     frame = pd.read_parquet(tmp_path / "cost.parquet")
     assert {"part", "tokens", "kv_length", "ms"} <= set(frame.columns) and len(frame) > 10
 
-    traces = stage("record", *models, *workload, "--visual-keep", "1", "--visual-keep", "0.5", "-o", "traces")
+    traces = stage("record", *models, *workload, "--set", "keep=1,0.5", "-o", "traces")
     assert [trace["visual_keep"] for trace in traces] == [1.0, 0.5]
     assert set(traces[0]["agreement"]) == {"prompt", "read"}
     assert {path.name for path in tmp_path.glob("traces/**/*.json")} >= {"keep-1.trace.json", "keep-0.5.trace.json"}

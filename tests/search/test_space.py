@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from autotune.documents.published_defaults import ABLATIONS, COMPARED_DEFAULTS, 
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import data_root
-from autotune.search.space import MAX_ENUMERATED, Dimension, SearchSpace, load_space, ordered
+from autotune.search.space import MAX_ENUMERATED, NAMES, Dimension, SearchSpace, load_space, ordered
 from autotune.trees.policy import parse_policy
 
 SHIPPED = sorted(path.stem for path in (data_root() / "search_spaces").glob("*.yaml"))
@@ -213,6 +214,12 @@ def test_a_change_is_what_the_file_would_say(change: str, content: dict[str, Any
     alone = {key: value[0] if isinstance(value, list) and len(value) == 1 else value for key, value in content.items()}
     if not isinstance(alone.get("heads"), list):  # whose one value would be a list
         assert whole == load_space(str(write_space(tmp_path, {"trees": TWO, **alone})))
+
+
+def test_the_documentation_has_the_names_of_all_changes() -> None:
+    page = (data_root() / "docs/cli.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| `(\w+)` \|", page, flags=re.M))
+    assert rows == {**NAMES, "policy": "trees"}
 
 
 def test_the_settings_of_a_paper_are_values_alone(tmp_path: Path) -> None:
