@@ -14,7 +14,15 @@ from autotune.files import describe
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
-def setting(default: Any, description: str, *, option: str | None = "", unit: str | None = None, **limits: Any) -> Any:
+def setting(
+    default: Any,
+    description: str,
+    *,
+    option: str | None = "",
+    unit: str | None = None,
+    rare: bool = False,
+    **limits: Any,
+) -> Any:
     """A field with its help text.
 
     Args:
@@ -22,9 +30,12 @@ def setting(default: Any, description: str, *, option: str | None = "", unit: st
         description: one sentence; the option's help.
         option: the option's name if it is not the field's; None if the command line has no option for it.
         unit: ``"s"`` for a duration, ``"fraction"`` for a percentage.
+        rare: whether the command line's help names the option without describing it.
         limits: constraints on the value, as ``pydantic.Field`` takes them.
     """
-    return Field(default, description=description, json_schema_extra={"option": option, "unit": unit}, **limits)
+    return Field(
+        default, description=description, json_schema_extra={"option": option, "unit": unit, "rare": rare}, **limits
+    )
 
 
 def extra_of(field: FieldInfo) -> dict[str, Any]:

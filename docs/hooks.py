@@ -1,4 +1,6 @@
-"""Hooks of MkDocs: the JSON Schema of every document kind below ``schemas/``, and the Python API from docstrings."""
+"""Hooks of MkDocs: the JSON Schema of every document kind below ``schemas/``, the command line from its
+options, and the Python API from docstrings.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,15 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
+import click
 from mkdocs.structure.files import File, Files
 
 import autotune
+from autotune.cli.main import VERBS, main
+from autotune.cli.verb import GROUPS, in_group, options_of
 from autotune.schemas import json_schemas
 
 METHODS = {"Decoder": ("generate", "stream", "prepare", "configure")}
@@ -24,7 +30,41 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    return markdown.replace("<!-- api -->", "\n\n".join(_sections())) if page.file.src_uri == "api.md" else markdown
+    made = {"api.md": ("<!-- api -->", _sections), "cli.md": ("<!-- cli -->", cli_sections)}
+    if page.file.src_uri not in made:
+        return markdown
+    marker, sections = made[page.file.src_uri]
+    return markdown.replace(marker, "\n\n".join(sections()))
+
+
+def cli_sections() -> Iterator[str]:
+    """A section for every verb, with a table of each group of its options, and one of its rare options."""
+    for verb in VERBS:
+        command = main.get_command(click.Context(main), verb)
+        assert command is not None
+        context = click.Context(command, info_name=f"autotune {verb}")
+        yield f"## {verb}"
+        yield f"```text\n{command.get_usage(context).removeprefix('Usage: ')}\n```"
+        yield inspect.cleandoc(command.help or "")
+        options = options_of(command)
+        for group in GROUPS:
+            yield _option_table(group, [one for one in in_group(options, group) if not one.hidden], context)
+        yield _option_table("Rare options, which the help only names", [one for one in options if one.hidden], context)
+
+
+def _option_table(title: str, options: list[click.Option], context: click.Context) -> str:
+    """Options with their values and their help, which ends with the default."""
+    if not options:
+        return ""
+    lines = [f"**{title}**", "", "| option | |", "|---|---|"]
+    for option in options:
+        visible = copy(option)
+        visible.hidden = False
+        record = visible.get_help_record(context)
+        assert record is not None
+        names, text = (part.replace("|", "\\|") for part in record)
+        lines.append(f"| `{names}` | {text} |")
+    return "\n".join(lines)
 
 
 def _sections() -> Iterator[str]:

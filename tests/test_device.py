@@ -143,10 +143,10 @@ def test_a_gpu_that_torch_cannot_use_is_refused_with_the_reason(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(error)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    for name in ("auto", "cuda:1", "h100"):
+    for name, given in (("auto", (None, "auto")), ("cuda:1", (None, "cuda:1")), ("h100", ("h100", "auto"))):
         with pytest.raises(UserError, match=rf"{name}'?: torch .*{message}"):
-            device_for(name)
-    assert device_for("cpu") == "cpu" and device_for("a100") is None, "an estimate for a GPU that is not here"
+            device_for(*given)
+    assert device_for(None, "cpu") == "cpu" and device_for("a100") is None, "an estimate for a GPU that is not here"
 
 
 def test_a_hidden_gpu_is_no_estimate_unless_all_are_hidden_on_purpose(
@@ -164,7 +164,7 @@ def test_verbs_refuse_an_unusable_gpu_and_the_doctor_reports_it(
     unusable: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autotune.doctor.examination.COPY_BYTES", 1 << 16)
+    monkeypatch.setattr("autotune.measuring.bandwidth.COPY_BYTES", 1 << 16)
     for words in ("search --budget 1s", "search --budget 1s --gpu h100", "measure --budget 1s", "record"):
         done = CliRunner().invoke(main, words.split())
         assert done.exit_code == 2 and "cannot use h100, which driver 580.1 reports" in done.stderr, words

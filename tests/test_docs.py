@@ -160,7 +160,7 @@ def test_quick_start_in_processes_of_its_own(tmp_path: Path, postgresql: str) ->
     for number, command in enumerate(one for one in commands(README) if "--engine" not in one):
         command = command.replace("--target TARGET --draft DRAFT --workload prompts.jsonl", "")
         # Of 210 subnets those with all heads at one layer, and the ten of the other draft.
-        command = command.replace("--space full --budget 15m", "--space full --heads 1 --injection-layer 11")
+        command = command.replace("--space full --budget 15m", "--space full --set heads=1 --set injection-layer=11")
         command = command.replace("postgresql://user@host/studies", postgresql)
         if command.startswith("autotune search"):
             command += f" {quick}" + ("" if " -o " in command else f" -o profile{number}.json")

@@ -24,7 +24,10 @@ class CheckSettings(BaseModel):
         option="workload",
     )
     workload_format: Format | None = setting(
-        None, "Format of the files of all workloads; default: found out from their first rows.", option="format"
+        None,
+        "Format of the files of all workloads; default: found out from their first rows.",
+        option="format",
+        rare=True,
     )
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """Variables of the chat template, in place of the profile's."""
@@ -35,13 +38,16 @@ class CheckSettings(BaseModel):
     )
     against: str | None = setting(None, "Git revision or profile to compare with: fail if significantly slower.")
     tests_machine: bool = setting(
-        False, "A/A test: compare the profile with itself, to see what can be detected on this machine.", option="aa"
+        False,
+        "A/A test: compare the profile with itself, to see what can be detected on this machine.",
+        option="aa",
+        rare=True,
     )
-    limit: float = setting(0.05, "Slowdown that must be detected.", unit="fraction")
-    tolerance: float = setting(0.01, "Slowdown that is acceptable.", unit="fraction", ge=0)
+    limit: float = setting(0.05, "Slowdown that must be detected.", unit="fraction", rare=True)
+    tolerance: float = setting(0.01, "Slowdown that is acceptable.", unit="fraction", ge=0, rare=True)
     budget_s: float = setting(480.0, "Time limit of the pairs of --against and --aa.", option="budget", unit="s", gt=0)
     on_inconclusive: Literal["fail", "warn"] = setting("fail", "Exit with 3 (fail) or 0 (warn) if inconclusive.")
-    seed: int = setting(0, "Seed of all random orders.")
+    seed: int = setting(0, "Seed of all random orders.", rare=True)
     device: str = setting("auto", "auto, cpu or cuda:N.")
     dtype: Dtype | None = setting(None, "Data type of the target; default: the profile's.")
     junit: Path | None = setting(None, "JUnit XML file to write.")

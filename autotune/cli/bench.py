@@ -8,15 +8,16 @@ from typing import Any
 import click
 
 from autotune.cli import options
+from autotune.cli.verb import Verb
 from autotune.errors import UserError
 from autotune.search.settings import SearchSettings
 
 
-@click.command(short_help="Compare a profile with other ways to decode.")
+@click.command(cls=Verb, short_help="Compare a profile with other ways to decode.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @options.prompt_options
 @click.option(
-    "--against",
+    "--arms",
     default=None,
     show_default="plain decoding, Hugging Face, prompt lookup and one published default a paper, where they can run",
     help="Arms, separated by commas: ar, hf, hf-assisted, prompt_lookup, or the name of a published configuration.",
@@ -30,14 +31,18 @@ from autotune.search.settings import SearchSettings
 @click.option(
     "--lossy-sweep",
     is_flag=True,
+    hidden=True,
     help="Measure WETAP's lossy acceptance at several thresholds: tokens per round, perplexity and agreement.",
 )
 @click.option(
     "--uncoupled",
     is_flag=True,
+    hidden=True,
     help="Also measure every drafting arm without coupled sampling, which drafts with the target's noise.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the order of the runs.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, hidden=True, help="Random seed of the order of the runs."
+)
 @options.device
 @options.profile_dtype
 @options.settings_options(SearchSettings, "wait_until_idle_s")
@@ -45,7 +50,7 @@ from autotune.search.settings import SearchSettings
 @options.engine_command
 @options.requests_at_once
 @options.as_json
-def command(profile: Path, against: str | None, table: Path | None, as_json: bool, **choices: Any) -> None:
+def command(profile: Path, arms: str | None, table: Path | None, as_json: bool, **choices: Any) -> None:
     """Measure a profile side by side with plain decoding and other configurations, interleaved in one run."""
     from autotune.cli.preflight import evaluation_prompts, is_engine_profile
     from autotune.study.outputs import require_replaceable
@@ -67,8 +72,8 @@ def command(profile: Path, against: str | None, table: Path | None, as_json: boo
 
     from autotune.evaluation.bench_settings import BenchSettings
 
-    arms = None if against is None else tuple(name.strip() for name in against.split(",") if name.strip())
-    settings = BenchSettings(prompts, arms, **choices)
+    given = None if arms is None else tuple(name.strip() for name in arms.split(",") if name.strip())
+    settings = BenchSettings(prompts, given, **choices)
 
     from autotune.console import Console
     from autotune.documents.run import runs_dataframe

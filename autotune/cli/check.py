@@ -10,10 +10,11 @@ import click
 
 from autotune.check.settings import CheckSettings
 from autotune.cli import options
+from autotune.cli.verb import Verb
 from autotune.option_fields import make_settings
 
 
-@click.command(short_help="Check that a profile is still lossless and as fast as before.")
+@click.command(cls=Verb, short_help="Check that a profile is still lossless and as fast as before.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @options.settings_options(CheckSettings)
 @options.chat_template_kwargs

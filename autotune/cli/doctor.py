@@ -8,11 +8,14 @@ from typing import Any
 import click
 
 from autotune.cli import options
+from autotune.cli.verb import Verb
 from autotune.search.settings import SearchSettings
 
 
-@click.command(short_help="Tell what to expect on this machine before a search.")
-@click.option("--target", default=None, help="Target to examine, as of a search; default: the machine alone.")
+@click.command(cls=Verb, short_help="Tell what to expect on this machine before a search.")
+@click.option(
+    "--target", "--model", default=None, help="Target to examine, as of a search; default: the machine alone."
+)
 @options.settings_options(SearchSettings, "dtype")
 @click.option(
     "--draft",

@@ -8,9 +8,10 @@ from typing import Any
 import click
 
 from autotune.cli import options
+from autotune.cli.verb import Verb
 
 
-@click.command(short_help="Print the command that serves a profile in vLLM.")
+@click.command(cls=Verb, short_help="Print the command that serves a profile in vLLM.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @click.option(
     "--draft-tokens",

@@ -24,7 +24,7 @@ from autotune.errors import UserError, masked, nearest
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree", "huggingface_hub")
 FAULT = 70  # the exit code of a fault of the program: EX_SOFTWARE of sysexits.h
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-VERBS = (*("doctor", "measure", "record", "search", "run", "serve", "bench", "check"), *("report", "export", "train"))
+VERBS = ("doctor", "search", "run", "serve", "bench", "check", "report", "export", "train", "measure", "record")
 CONTINUED = ("measure", "record", "search", "train")
 """Verbs that keep the work of an interrupted run, with which the same command continues."""
 
@@ -59,6 +59,9 @@ class Commands(click.Group):
         try:
             with _ending_signals():
                 code = super().main(args, prog_name="autotune", standalone_mode=False)
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            sys.exit(error.exit_code)
         except (UserError, click.UsageError) as error:  # click may list choices line by line
             _say(str(error) if isinstance(error, UserError) else " ".join(error.format_message().split()))
             sys.exit(error.exit_code)

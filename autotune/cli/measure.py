@@ -8,15 +8,13 @@ from typing import Any
 import click
 
 from autotune.cli import options
+from autotune.cli.verb import Verb
 from autotune.search.settings import SearchSettings
 
 
-@click.command(short_help="Measure a cost table: latencies of models on a device.")
+@click.command(cls=Verb, short_help="Measure a cost table: latencies of models on a device.")
 @options.settings_options(SearchSettings, "target", "dtype", "drafts")
-@click.option(
-    "--heads", type=float, multiple=True, help="Share of attention heads kept; star has quarters. Repeatable."
-)
-@options.settings_options(SearchSettings, "injection_layer")
+@options.settings_options(SearchSettings, "changes")
 @options.workload
 @options.workload_format
 @options.chat_template_kwargs
@@ -36,6 +34,7 @@ def command(
     from autotune.cli.preflight import require_models, require_workload
     from autotune.files import WORKSPACE, content_key, write_table
     from autotune.modeling.target_defaults import default_drafts, default_workload
+    from autotune.search.space import subnets_of_drafts
     from autotune.study.outputs import choose_output, settings_key
 
     are_named = bool(drafts)
@@ -44,15 +43,15 @@ def command(
     table_file = choices.pop("table")
     key = settings_key({"target": target, "drafts": drafts, "workload": workload, **choices}, workload)
     output = choose_output(output, "pair.cost.json", key)
+    space = subnets_of_drafts(choices["changes"])
     require_workload(workload, choices["workload_format"])
     require_models(target, drafts)
 
     from autotune.console import Console
     from autotune.contention_monitor import wait_until_idle
     from autotune.device import choose_device
-    from autotune.documents.subnet import Subnet
     from autotune.measuring.block_log import BlockLog
-    from autotune.search.cost_tables import measure_table, print_table
+    from autotune.search.cost_tables import measure_table, priced_variants, print_table
     from autotune.search.model_pool import ModelPool
     from autotune.workloads.workload import load_workload
 
@@ -69,8 +68,7 @@ def command(
         prompts = prompts.readable_by(model_pool.processor)
     prompts = prompts.with_variables(choices["chat_template_kwargs"])
     prompts = prompts.fitting(model_pool.processor, model_pool.target.max_context, console.say)
-    subnets = [Subnet(heads=share, injection_layer=choices["injection_layer"]) for share in choices["heads"] or (None,)]
-    variants = [(draft, subnet) for draft in model_pool.references for subnet in subnets]
+    variants = priced_variants(model_pool.subnets(space))
     if choices["wait_until_idle_s"] is not None:
         wait_until_idle(choices["wait_until_idle_s"], str(model_pool.target.device), console)
     log = BlockLog(WORKSPACE / "measured" / f"{content_key([key, model_pool.key])}.jsonl")

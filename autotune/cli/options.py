@@ -113,12 +113,14 @@ workload_format = click.option(
     "--format",
     "workload_format",
     type=click.Choice(FORMATS),
+    hidden=True,
     default=None,
     show_default="found out from the first row",
     help="Format of the workload's file.",
 )
 chat_template_kwargs = click.option(
     "--chat-template-kwargs",
+    hidden=True,
     type=JsonObject(),
     default=None,
     show_default="the profile's, if there is one",
@@ -139,15 +141,18 @@ profile_dtype = click.option(
 )
 engine_command = click.option(
     "--engine-command",
+    hidden=True,
     default=None,
     help="For engine profiles: executable of the engine with further arguments, in one word.  [default: the profile's]",
 )
 requests_at_once = click.option(
     "--requests-at-once",
+    hidden=True,
     type=click.IntRange(min=1),
     multiple=True,
     help="For serving engines: also serve this many requests at a time; may be repeated.",
 )
+verbose = click.option("--verbose", "is_verbose", is_flag=True, help="Print details: uncertainties, errors, overheads.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 
 
@@ -192,6 +197,7 @@ def prompt_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--whole",
             "is_whole",
+            hidden=True,
             is_flag=True,
             help="Decode the prompts of both splits: for a workload that the profile was not tuned on.",
         ),
@@ -229,8 +235,9 @@ def _option(name: str, field: FieldInfo) -> Decorator:
     if get_origin(annotation) in (Union, types.UnionType):  # an optional value
         annotation = next(member for member in get_args(annotation) if member is not type(None))
     options: dict[str, Any] = {"default": default, "help": field.description, "type": annotation}
+    options["hidden"] = bool(extra_of(field).get("rare"))
     options["show_default"] = default not in (None, (), "") and annotation is not bool
-    names = [f"--{option_name(name, field)}"]
+    names = [f"--{option_name(name, field)}", *(["--model"] * (name == "target"))]
     if annotation is bool:
         options |= {"is_flag": True, "type": None}
     elif annotation is Path:

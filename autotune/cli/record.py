@@ -8,19 +8,18 @@ from typing import Any
 import click
 
 from autotune.cli import options
-from autotune.documents.subnet import VISUAL_INPUTS, VISUAL_RANKINGS
+from autotune.cli.verb import Verb
+from autotune.documents.subnet import VISUAL_INPUTS
 from autotune.search.settings import SearchSettings
 
-SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "vocabulary", "weights")
 
-
-@click.command(short_help="Record traces: a draft's proposals along the target's answers.")
+@click.command(cls=Verb, short_help="Record traces: a draft's proposals along the target's answers.")
 @options.settings_options(
     SearchSettings,
     "target",
     "dtype",
     "drafts",
-    *SUBNET_OPTIONS,
+    "changes",
     "workload",
     "workload_format",
     "max_new_tokens",
@@ -29,26 +28,11 @@ SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "voc
 @options.chat_template_kwargs
 @options.device
 @click.option(
-    "--visual-keep",
-    multiple=True,
-    type=click.FloatRange(0, 1, min_open=True),
-    default=(1.0,),
-    show_default=True,
-    help="Share of visual tokens that the draft sees. Repeatable.",
-)
-@click.option(
-    "--visual-ranking",
-    multiple=True,
-    type=click.Choice(VISUAL_RANKINGS),
-    default=("text_after_image",),
-    show_default=True,
-    help="How these tokens are chosen. Repeatable.",
-)
-@click.option(
     "--visual-input",
     type=click.Choice(VISUAL_INPUTS),
     default="features",
     show_default=True,
+    hidden=True,
     help="How an independent draft reads images: placeholders are read as text, as some serving engines do.",
 )
 @options.num_prompts(64)
@@ -59,8 +43,10 @@ def command(target: str, drafts: tuple[str, ...], workload: str, output: Path, a
     from autotune.cli.preflight import require_models, require_workload
     from autotune.files import require_writable
     from autotune.modeling.target_defaults import default_drafts, default_workload
+    from autotune.search.space import subnets_of_drafts
 
     require_writable(output / "keep-1.trace.json")
+    space = subnets_of_drafts(choices["changes"])
     are_named = bool(drafts)
     drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
     require_workload(workload, choices["workload_format"])
@@ -68,7 +54,6 @@ def command(target: str, drafts: tuple[str, ...], workload: str, output: Path, a
 
     from autotune.console import Console
     from autotune.device import choose_device
-    from autotune.documents.subnet import Subnet
     from autotune.search.model_pool import ModelPool
     from autotune.search.traces import print_agreement, record_traces
     from autotune.workloads.workload import load_workload
@@ -83,13 +68,7 @@ def command(target: str, drafts: tuple[str, ...], workload: str, output: Path, a
     prompts = prompts.cut(num_prompts, choices["max_new_tokens"]).with_variables(choices["chat_template_kwargs"])
     prompts = prompts.fitting(model_pool.processor, model_pool.target.max_context, console.say)
     prompts = model_pool.recorder(output).follow(prompts)
-    subnet = Subnet(**{name: choices[name] for name in SUBNET_OPTIONS})
-    variants = [
-        (draft, subnet.model_copy(update={"visual_keep": keep, "visual_ranking": ranking}))
-        for draft in model_pool.references
-        for keep in choices["visual_keep"]
-        for ranking in (choices["visual_ranking"] if keep < 1.0 else ("text_after_image",))
-    ]
+    variants = model_pool.subnets(space)
     traces = record_traces(model_pool, variants, prompts, output, console, visual_input=choices["visual_input"])
     print_agreement(traces, console)
     if as_json:

@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 
 from autotune.cli import options
+from autotune.cli.verb import Verb
 
 
-@click.command(short_help="Write an HTML page that explains a profile.")
+@click.command(cls=Verb, short_help="Write an HTML page that explains a profile.")
 @click.argument("source", metavar="PROFILE|STUDY", type=click.Path(path_type=Path))
 @options.output("report.html", "Page to write.")
 @click.option(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autotune.cli import options
+from autotune.cli.verb import Verb
 from autotune.errors import UserError
 from autotune.modeling.loading import Dtype
 from autotune.workloads.formats import Format
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from autotune.workloads.prompt import WorkloadPrompt
 
 
-@click.command(short_help="Decode with a profile.")
+@click.command(cls=Verb, short_help="Decode with a profile.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @click.option("--prompt", default=None, help="Text of the prompt.  [default: a bundled prompt]")
 @click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="Image file. Repeatable.")

@@ -11,12 +11,13 @@ import click
 
 from autotune.api.settings import ServeSettings
 from autotune.cli import options
+from autotune.cli.verb import Verb
 from autotune.errors import UserError
 from autotune.modeling.loading import Dtype
 from autotune.option_fields import make_settings
 
 
-@click.command(short_help="Answer requests in the form of OpenAI's API with a profile.")
+@click.command(cls=Verb, short_help="Answer requests in the form of OpenAI's API with a profile.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @options.settings_options(ServeSettings)
 @click.option(

@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 
 from autotune.cli import options
+from autotune.cli.verb import Verb
 from autotune.modeling.loading import Dtype
 from autotune.search.settings import SearchSettings
 
 
-@click.command(short_help="Train a draft from a recipe.")
+@click.command(cls=Verb, short_help="Train a draft from a recipe.")
 @click.argument("recipe", type=click.Path(path_type=Path))
 @options.output(None, "Folder to write.  [default: the folder that the recipe names]")
 @options.settings_options(SearchSettings, "dtype")

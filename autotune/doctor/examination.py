@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
-
 from autotune.console import Console
 from autotune.contention_monitor import ContentionMonitor
 from autotune.cost.roofline import find_limits
@@ -17,7 +14,7 @@ from autotune.doctor.target import examine_target
 from autotune.documents.provenance import stamp
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.execution import EAGER
-from autotune.modeling.clock import now_ms
+from autotune.measuring.bandwidth import copy_gb_per_second
 from autotune.modeling.loading import Dtype, load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -25,9 +22,6 @@ from autotune.workloads.formats import Format
 from autotune.workloads.workload import load_workload
 
 NUM_PROMPTS = 4
-COPY_BYTES = 1 << 29  # more than the caches of processors hold
-MEMORY_SHARE = 1 / 8  # of the free memory that source and destination of the copy may take each
-COPIES = 7
 
 
 def examine(
@@ -115,16 +109,3 @@ def find_devices() -> tuple[DeviceFound, ...]:
             )
         )
     return tuple(found)
-
-
-def copy_gb_per_second(device: str) -> float:
-    """Rate of a copy in a device's memory, median; every byte counts as one read and one written."""
-    size = max(1, min(COPY_BYTES, int(free_memory(device) * MEMORY_SHARE)))
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    destination = torch.zeros_like(source)  # written, so that its pages exist before the first copy
-    times = []
-    for _ in range(COPIES):
-        started = now_ms(source.device)
-        destination.copy_(source)
-        times.append(now_ms(source.device) - started)
-    return 2 * size / (float(np.median(times)) * 1e6)

@@ -123,11 +123,11 @@ COMPARED_DEFAULTS = {name: PUBLISHED_DEFAULTS[name] for name, published in DEFAU
 """The published defaults with which every search and ``autotune bench`` compare unasked."""
 
 NAMED = PUBLISHED_DEFAULTS | {name: _configuration(published) for name, published in ABLATIONS.items()}
-"""Every configuration that ``autotune bench --against`` knows by name."""
+"""Every configuration that ``autotune bench --arms`` knows by name."""
 
 HF_ASSISTED, PROMPT_LOOKUP = "hf-assisted", "prompt_lookup"
 ARM_NAMES = (AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *NAMED)
-"""Every arm of ``autotune bench --against``."""
+"""Every arm of ``autotune bench --arms``."""
 COMPARED = (AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *COMPARED_DEFAULTS)
 """The arms that a profile is compared with unasked: all of them keep the target's own output."""
 LOSSY_SWEEP = ("wetap", "wetap-lossy", "wetap-lossy-0.5", "wetap-lossy-0.1")

@@ -110,7 +110,7 @@ def _runner(decoder: Decoder, settings: BenchSettings) -> ArmRunner:
     if decoder.draft is None and settings.draft is None and any(name in NAMED for name in settings.named):
         raise UserError(
             "this profile decodes without a draft, so trees cannot be compared with it; "
-            f"bench it --against {AR},{HF},{PROMPT_LOOKUP}, or name a --draft"
+            f"bench it --arms {AR},{HF},{PROMPT_LOOKUP}, or name a --draft"
         )
     own_draft = None if settings.draft is None else load_draft(settings.draft, decoder.target)
     assert decoder.profile is not None

@@ -49,12 +49,12 @@ class BenchSettings:
     """
 
     prompts: EvaluationPrompts
-    against: tuple[str, ...] | None = None
+    given_arms: tuple[str, ...] | None = None
     """Names in ``ARM_NAMES``; None compares with the names in ``COMPARED`` that can run."""
     draft: str | None = None
     """Draft of the published configurations; None: the profile's."""
     lossy_sweep: bool = False
-    """Also measure ``LOSSY_SWEEP``; without ``against``, nothing else."""
+    """Also measure ``LOSSY_SWEEP``; without ``given_arms``, nothing else."""
     uncoupled: bool = False
     """Also measure every arm that drafts without coupled sampling."""
     seed: int = 0
@@ -66,16 +66,16 @@ class BenchSettings:
     """The longest time to wait until the machine is idle, in seconds; None: do not wait."""
 
     def __post_init__(self) -> None:
-        for name in self.against or ():
+        for name in self.given_arms or ():
             if name not in ARM_NAMES:
-                raise UserError(f"--against {name}: no such arm; {nearest(name, ARM_NAMES)}")
+                raise UserError(f"--arms {name}: no such arm; {nearest(name, ARM_NAMES)}")
 
     @property
     def named(self) -> tuple[str, ...]:
         """The arms that were asked for."""
-        return (*(self.against or ()), *(LOSSY_SWEEP if self.lossy_sweep else ()))
+        return (*(self.given_arms or ()), *(LOSSY_SWEEP if self.lossy_sweep else ()))
 
     @property
     def arms(self) -> tuple[str, ...]:
         """Names of all arms except the profile's own, plain decoding first."""
-        return (AR, *(COMPARED if self.against is None and not self.lossy_sweep else self.named))
+        return (AR, *(COMPARED if self.given_arms is None and not self.lossy_sweep else self.named))

@@ -54,6 +54,8 @@ MTP_SUFFIX = ":mtp"
 """Ends the name of a draft that is the multi-token prediction head of a target's own checkpoint: ``FOLDER:mtp``."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Data types in which a model can be loaded (``--dtype``)."""
+META = "meta"
+"""Torch's device for tensors without content."""
 DEFAULT_DRAFTS = (*BUNDLED_DRAFTS, RETRIEVAL)
 DEFAULT_PAIR = BUNDLED_TARGET.partition("/")[0]
 
@@ -153,6 +155,7 @@ def load_model(
         dtype: None: the checkpoint's. GGUF files, whose weights have none of their own, are loaded in bfloat16 where
             the device multiplies it natively.
         random_weights: make the weights at random. Only the config is needed, and latency does not depend on weights.
+            On the device ``meta`` the model has sizes and no weights.
         console: is told what was done to the weights of a GGUF file.
 
     Raises:
@@ -183,12 +186,13 @@ def load_model(
             dense = {"config": config, "quantization_config": GgufConfig(dequantize=True)}
             options = {**gguf, **dense, "dtype": _gguf_dtype(name, gguf["gguf_file"], device, dtype, console)}
         if random_weights:
-            if is_quantized:
+            if is_quantized and device != META:
                 raise UserError(
                     f"{name}: weights of a quantized model cannot be made at random; give its checkpoint, or a config without "
                     "quantization_config"
                 )
-            check_room(device, {"weights": _weight_bytes(factory, config, options)}, what=name, advice=advice)
+            if device != META:
+                check_room(device, {"weights": _weight_bytes(factory, config, options)}, what=name, advice=advice)
             with torch.device(device):  # a processor takes minutes for billions of weights
                 model = factory.from_config(config, dtype=options.get("dtype", config.dtype)).to(device)
         else:
@@ -220,7 +224,8 @@ def load_model(
             decompress(model)
     choose_attention(device)
     model.eval().requires_grad_(False)
-    _check_runs(model, dtype, name)
+    if device != META:
+        _check_runs(model, dtype, name)
     return model
 
 

@@ -55,7 +55,9 @@ class Content:
         front = [candidate.configuration for candidate in self.front]
         self.configurations = _lettered([*of_points, *finalists, *front])
         keeps = [configuration.visual_keep for configuration in self.configurations.values()]
-        self.has_images = min(keeps, default=1.0) < 1.0 or any(trace.num_visual_tokens.any() for trace in sources.traces)
+        self.has_images = min(keeps, default=1.0) < 1.0 or any(
+            trace.num_visual_tokens.any() for trace in sources.traces
+        )
         self.letters = {configuration.label: letter for letter, configuration in self.configurations.items()}
 
 

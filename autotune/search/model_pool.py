@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -127,12 +127,8 @@ class ModelPool:
         """
         if self.target.device.type != "cpu":
             return 0, self.num_cores
-        jobs = jobs or self.num_cores
         own_bytes = weight_bytes(self.target.model) + sum(draft.weight_bytes for draft in self._full_drafts.values())
-        free = free_memory(self.target.device)
-        if free is not None:
-            jobs = min(jobs, 1 + int(MEMORY_SHARE * free / (own_bytes + PROCESS_BYTES)))
-        num_workers = min(jobs - 1, MAX_WORKERS)
+        num_workers = workers_for(jobs or self.num_cores, own_bytes)
         return num_workers, max(1, self.num_cores // (1 + num_workers))
 
     @property
@@ -196,31 +192,8 @@ class ModelPool:
         return self.draft(configuration.draft or next(iter(self._full_drafts)), configuration.subnet)
 
     def subnets(self, space: SearchSpace) -> list[DraftVariant]:
-        """All variants of a space: its subnets of every draft. Heads and layers of a space apply to supernets. Drafts
-        that see no images have no visual tokens to choose.
-
-        Raises:
-            UserError: the space has operators only and no draft has a compressor, cut vocabularies only and no draft
-                has token frequencies, or weights in float8 only and no draft reads the target's features.
-        """
-        dimensions = [draft.dimensions for draft in self._full_drafts.values()]
-        if "gate" not in space.operators:
-            compressors = any(known.operators for known in dimensions)
-            self._check_choosable(compressors, "a specvlm draft with a compressor has", "operators")
-        if 1.0 not in space.vocabularies:
-            counting = "drafts with token frequencies, which autotune train counts, have"
-            self._check_choosable(any(known.has_vocabularies for known in dimensions), counting, "vocabularies")
-        self._check_choosable(
-            "unchanged" in space.weights or any(known.has_float8 is not None for known in dimensions),
-            "drafts that read the target's features have",
-            "weights",
-        )
-        blind = space.without_images()
-        return [
-            (id, subnet)
-            for id, draft in self._full_drafts.items()
-            for subnet in (space if draft.sees_images else blind).subnets(id, draft.subnet, *draft.dimensions)
-        ]
+        """As ``variants_of``, of all drafts."""
+        return variants_of(space, self._full_drafts)
 
     @property
     def has_states(self) -> bool:
@@ -230,18 +203,6 @@ class ModelPool:
     def supernet_layers(self, draft: str) -> tuple[int, ...]:
         """The layers of the target that a supernet can read; empty for other drafts."""
         return self._full_drafts[draft].dimensions.injection_layers
-
-    def check_has_supernet(self) -> None:
-        """Check that heads and layers can be chosen.
-
-        Raises:
-            UserError: no draft is a supernet.
-        """
-        self._check_choosable(any(map(self.supernet_layers, self._full_drafts)), "a star draft has", "heads and layers")
-
-    def _check_choosable(self, is_choosable: bool, who_has: str, what: str) -> None:
-        if not is_choosable:
-            raise UserError(f"only {who_has} {what} to choose; got {', '.join(self._full_drafts)}; leave {what} out")
 
     @property
     def key(self) -> str:
@@ -255,3 +216,48 @@ class ModelPool:
         documents += [self.mode, STEPS_VERSION] if self.mode != EAGER else []
         documents += quantization_versions(self.target.text.quantization)
         return content_key(documents)
+
+
+def variants_of(space: SearchSpace, drafts: Mapping[str, LoadedDraft]) -> list[DraftVariant]:
+    """All variants of a space: its subnets of every draft. Heads and layers of a space apply to supernets. Drafts
+    that see no images have no visual tokens to choose.
+
+    Raises:
+        UserError: the space has parts of heads only, or given layers, and no draft is a supernet; operators only
+            and no draft has a compressor; cut vocabularies only and no draft has token frequencies; or weights in
+            float8 only and no draft reads the target's features.
+    """
+
+    def check(is_choosable: bool, who_has: str, what: str) -> None:
+        if not is_choosable:
+            raise UserError(f"only {who_has} {what} to choose; got {', '.join(drafts)}; leave {what} out")
+
+    dimensions = [draft.dimensions for draft in drafts.values()]
+    if 1.0 not in space.heads or isinstance(space.injection_layers, list):
+        supernets = any(known.injection_layers for known in dimensions)
+        check(supernets, "a star draft has", "heads and layers")
+    if "gate" not in space.operators:
+        compressors = any(known.operators for known in dimensions)
+        check(compressors, "a specvlm draft with a compressor has", "operators")
+    if 1.0 not in space.vocabularies:
+        counting = "drafts with token frequencies, which autotune train counts, have"
+        check(any(known.has_vocabularies for known in dimensions), counting, "vocabularies")
+    check(
+        "unchanged" in space.weights or any(known.has_float8 is not None for known in dimensions),
+        "drafts that read the target's features have",
+        "weights",
+    )
+    blind = space.without_images()
+    return [
+        (id, subnet)
+        for id, draft in drafts.items()
+        for subnet in (space if draft.sees_images else blind).subnets(id, draft.subnet, *draft.dimensions)
+    ]
+
+
+def workers_for(jobs: int, model_bytes: int) -> int:
+    """Number of workers on the CPU, in addition to this process, for ``jobs`` processes of which each loads models of
+    ``model_bytes``.
+    """
+    fitting = 1 + int(MEMORY_SHARE * free_memory("cpu") / (model_bytes + PROCESS_BYTES))
+    return min(min(jobs, fitting) - 1, MAX_WORKERS)

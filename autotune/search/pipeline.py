@@ -16,11 +16,12 @@ from autotune.acceptance.trace import Trace
 from autotune.console import Console
 from autotune.contention_monitor import wait_until_idle
 from autotune.cost.table import TOKENS, CostTable
+from autotune.device import choose_device
 from autotune.documents.configuration import DraftVariant, variants_json
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.documents.subnet import Subnet
-from autotune.execution import EAGER
+from autotune.execution import AUTO, EAGER
 from autotune.files import content_key, write_table
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.loading import RETRIEVAL
@@ -31,7 +32,7 @@ from autotune.search.plan import UNTIMED_STAGES, Plan, SearchSize, StageClock, m
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.screening import print_screened, screen, survivors
 from autotune.search.settings import SearchSettings, check_settings, device_for
-from autotune.search.space import SearchSpace, bounds_of, load_space
+from autotune.search.space import bounds_of, load_space
 from autotune.search.thresholds import ANSWERS_SHARE, CONFIRMING, MIN_TREE_SEARCH_S, STAGES
 from autotune.search.traces import degenerate_in, print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, search_trees
@@ -99,23 +100,23 @@ class _SearchRun:
                 f"drafts     {RETRIEVAL} alone: no head of this target is here; name one with --draft, or train one"
             )
         has_images = any(prompt.pixels for prompt in (*self.tune.prompts, *self.evaluate.prompts))
-        self.space = narrowed_space(settings, has_images=has_images)
+        space = load_space(settings.space, settings.changes)
+        self.space = space if has_images else space.without_images()
         self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
-        self.device = device_for(settings.gpu)
+        self.device = device_for(settings.gpu, settings.device)
         shared_ledger = None if settings.storage is None else Ledger(settings.storage)  # fails before models are loaded
         loading, thread = time.monotonic(), ThreadPoolExecutor(1)
         compiled = thread.submit(compile_steps)
         thread.shutdown(wait=False)  # an error of a model is not kept waiting
         execution = settings.capture_sizes, settings.mode if self.device else EAGER, settings.dtype
+        local = self.device or ("cpu" if settings.device == AUTO else choose_device(settings.device))
         options: dict[str, Any] = {"console": console, "leaves_out": settings.has_default_drafts}
-        self.model_pool = ModelPool(settings.target, settings.drafts, self.device or "cpu", *execution, **options)
+        self.model_pool = ModelPool(settings.target, settings.drafts, local, *execution, **options)
         self.settings = settings = settings.model_copy(update={"drafts": tuple(self.model_pool.references)})
         compiled.result()
         fit = self.model_pool.processor, self.model_pool.target.max_context, console.say
         self.tune, self.evaluate = self.tune.fitting(*fit), self.evaluate.fitting(*fit)
         self.loading_s = time.monotonic() - loading
-        if settings.heads is not None or settings.injection_layer is not None:
-            self.model_pool.check_has_supernet()
         if self.model_pool.has_states:
             self.space = self.space.chains()
             self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
@@ -198,7 +199,7 @@ class _SearchRun:
         """The device's cost table, and the study document."""
         settings, priced = self.settings, priced_variants(self.variants)
         if self.device is None:
-            table = table_for_gpu(settings.gpu, self.model_pool, priced, settings.mode, say=self.console.say)
+            table = table_for_gpu(str(settings.gpu), self.model_pool, priced, settings.mode, say=self.console.say)
             table.save(self.folder / f"{table.content_hash}.cost.json")
         else:
             # Not the deadline of the stage: the limit is part of the table's key.
@@ -307,21 +308,3 @@ class _SearchRun:
         workload = profile.workload.model_copy(update={"max_new_tokens": limit, "temperature": settings.temperature})
         variables = settings.chat_template_kwargs or {}
         return profile.model_copy(update={"workload": workload, "chat_template_kwargs": variables})
-
-
-def narrowed_space(settings: SearchSettings, *, has_images: bool = True) -> SearchSpace:
-    """The search space, with its choices of a draft replaced by the values of the settings. Without images,
-    visual tokens are not searched.
-    """
-    space = load_space(settings.space)
-    given = {
-        "heads": settings.heads,
-        "injection_layers": settings.injection_layer,
-        "operators": settings.operator,
-        "vocabularies": settings.vocabulary,
-        "weights": settings.weights,
-    }
-    changes: dict[str, Any] = {name: [value] for name, value in given.items() if value is not None}
-    if settings.operator is not None:
-        changes["operator_ratios"] = [] if settings.operator_ratio is None else [settings.operator_ratio]
-    return (space if has_images else space.without_images()).model_copy(update=changes)

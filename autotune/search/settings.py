@@ -17,14 +17,13 @@ from pydantic import JsonValue, model_validator
 from autotune.cost.roofline import datasheets, find_limits
 from autotune.cost.table import shipped_tables
 from autotune.device import check_supported, choose_device, fingerprint, gpu_fault, local_devices, local_gpus
-from autotune.documents.subnet import Operator, Weights
 from autotune.errors import UserError, nearest
 from autotune.execution import AUTO, check_capture_sizes
 from autotune.files import WORKSPACE, Document, require_writable
 from autotune.modeling.loading import BUNDLED_TARGET, Dtype
 from autotune.modeling.target_defaults import default_drafts, default_workload
 from autotune.option_fields import option_name, setting
-from autotune.search.space import space_path
+from autotune.search.space import SearchSpace, space_path
 from autotune.study.document import PROFILE, STUDY
 from autotune.study.outputs import choose_output, settings_key
 from autotune.study.storage import storage_url, study_folder
@@ -38,9 +37,11 @@ OF_NO_RESULT = {"output", "table", "folder", "jobs", "storage", "wait_until_idle
 class SearchSettings(Document):
     """Settings of a search, as the user gives them."""
 
-    gpu: str = setting(
-        "auto", "Device: auto (the accelerator, or the CPU), a local device, or the name of another one."
+    gpu: str | None = setting(
+        None,
+        "Card to tune for, such as h100: measured if this machine has it, else estimated from its cost table or datasheet.",
     )
+    device: str = setting("auto", "Device of this machine: auto (the accelerator, or the CPU), cpu or cuda:N.")
     target: str = setting(
         BUNDLED_TARGET,
         "Target: a bundled name, a path, a Hugging Face id, or a GGUF file: its path, or OWNER/NAME:FILE.gguf of the hub.",
@@ -54,36 +55,28 @@ class SearchSettings(Document):
         "Draft: a bundled name, a path, a Hugging Face id, one of these followed by :mtp for the multi-token prediction head of its checkpoint, or retrieval; may be repeated; default: all drafts bundled with the target's pair, and retrieval.",
         option="draft",
     )
-    heads: float | None = setting(None, "Share of heads kept by the draft, instead of the space's shares.", gt=0, le=1)
-    injection_layer: int | None = setting(
-        None, "Layer of the target whose output the draft reads, instead of the space's layers."
-    )
-    operator: Operator | None = setting(
-        None,
-        "Operator of a specvlm draft's compressor, instead of the space's; default: the space's, or the gate's choice.",
-    )
-    operator_ratio: int | None = setting(None, "Visual tokens for each row that prune or pool leaves.", ge=1)
-    vocabulary: float | None = setting(
-        None, "Share of the vocabulary that the draft proposes, instead of the space's shares.", gt=0, le=1
-    )
-    weights: Weights | None = setting(
-        None,
-        "Data type of the weights of a draft that reads the target's features; default: the space's, or the target's.",
-    )
     workload: str = setting(
         "",
         "Prompts: 'digits', 'smollm2', or a file, which may be hf://datasets/...: our JSONL, or the file of a public benchmark; default: the prompts of the target's pair.",
     )
     workload_format: Format | None = setting(
-        None, "Format of the workload's file; default: found out from its first row.", option="format"
+        None, "Format of the workload's file; default: found out from its first row.", option="format", rare=True
     )
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """Variables of the chat template."""
     max_new_tokens: int | None = setting(None, "Longest answer; default: each prompt's own.", ge=1)
     temperature: float | None = setting(
-        None, "Temperature of all prompts, each with its index as seed; 0 is greedy; default: each prompt's own.", ge=0
+        None,
+        "Temperature of all prompts, each with its index as seed; 0 is greedy; default: each prompt's own.",
+        ge=0,
+        rare=True,
     )
     space: str = setting("quick", "Search space: a shipped name or a YAML file.")
+    changes: tuple[str, ...] = setting(
+        (),
+        "NAME=VALUE or NAME=A,B: values of a dimension of the space, such as heads=0.5, keep=0.2, injection-layer=9, policy=sage or d_max=8. Repeatable.",
+        option="set",
+    )
     budget_s: float = setting(
         300.0,
         "Time in which the search ends once its models are loaded, such as 90s, 10m or 1h.",
@@ -97,30 +90,40 @@ class SearchSettings(Document):
         option="wait-until-idle",
         unit="s",
         ge=0,
+        rare=True,
     )
     num_trials: int = setting(
-        200, "Number of configurations that Optuna samples after the sweeps.", option="trials", ge=1
+        200, "Number of configurations that Optuna samples after the sweeps.", option="trials", ge=1, rare=True
     )
     storage: str | None = setting(
-        None, "URL of a database that several workers share, postgresql://...; default: a file in the study's folder."
+        None,
+        "URL of a database that several workers share, postgresql://...; default: a file in the study's folder.",
+        rare=True,
     )
     study: str | None = setting(
-        None, "Study to resume or to keep separate: the name of its folder in .autotune/, or a path, which has a slash."
+        None,
+        "Study to resume or to keep separate: the name of its folder in .autotune/, or a path, which has a slash.",
+        rare=True,
     )
-    jobs: int | None = setting(None, "Number of parallel replays and recordings; default: one per core.", ge=1)
-    seed: int = setting(0, "Seed of the sweeps, of sampling and of the order of real runs.")
+    jobs: int | None = setting(
+        None, "Number of parallel replays and recordings; default: one per core.", ge=1, rare=True
+    )
+    seed: int = setting(0, "Seed of the sweeps, of sampling and of the order of real runs.", rare=True)
     capture_sizes: tuple[int, ...] = setting(
-        (), "Numbers of tokens that forward passes are padded to, such as 4,8,16,32,64; default: no padding."
+        (), "Numbers of tokens that forward passes are padded to, such as 4,8,16,32,64; default: no padding.", rare=True
     )
     mode: Literal["auto", "eager", "cuda-graph", "compiled"] = setting(
         AUTO,
         "How forward passes run: eagerly, or as CUDA graphs; auto: graphs on a GPU where they pass a self-test, else eagerly.",
+        rare=True,
     )
     output: Path | None = setting(
         None,
         "File for the decoding profile; default: profile.json, for an estimate profile-CARD.json, or the next free name, as profile-2.json, where that holds the result of another search.",
     )
-    table: Path | None = setting(None, "Write a row for every replayed configuration to a .csv or .parquet file.")
+    table: Path | None = setting(
+        None, "Write a row for every replayed configuration to a .csv or .parquet file.", rare=True
+    )
     has_default_drafts: bool = setting(False, "Whether drafts that do not fit the target are left out.", option=None)
     num_tune_prompts: int = setting(48, "Number of prompts that choose the configuration.", option=None, ge=1)
     num_evaluate_prompts: int = setting(64, "Number of held-out prompts for the evaluation.", option=None, ge=1)
@@ -152,7 +155,7 @@ class SearchSettings(Document):
                 "chat_template_kwargs": json.dumps(self.chat_template_kwargs),
                 "capture_sizes": ",".join(map(str, self.capture_sizes)),
             }
-            for text in value if name == "drafts" else [texts.get(name, value)]:
+            for text in value if name in ("drafts", "changes") else [texts.get(name, value)]:
                 words += [f"--{option}", str(text)]
         return shlex.join(words)
 
@@ -177,25 +180,25 @@ def check_settings(settings: SearchSettings) -> SearchSettings:
                 f"--study names a folder in {settings.folder}; got {settings.study!r}; give a name or a path"
             )
         require_writable(study_folder(settings.study, settings.folder) / STUDY, "--study")
-    space_path(settings.space)
+    SearchSpace.load(space_path(settings.space)).changed(settings.changes)
     if settings.storage is not None:
         storage_url(settings.storage)
-    is_local = re.fullmatch(LOCAL, settings.gpu) or settings.gpu in local_gpus()
-    if not is_local:
+    is_local = settings.gpu is None or settings.gpu in local_gpus()
+    if settings.gpu is not None and not is_local:
         _require_known(settings.gpu)
     name = PROFILE if is_local else f"profile-{settings.gpu}.json"
     return settings.model_copy(update={"output": choose_output(settings.output, name, settings.key)})
 
 
-def device_for(gpu: str) -> str | None:
-    """The local device to measure on, or None where ``gpu`` names another one, whose shipped table is used.
+def device_for(gpu: str | None, device: str = "auto") -> str | None:
+    """The local device to measure on: ``device``, or the one that is the card ``gpu``. None where this machine does not
+    have that card, whose shipped table or datasheet is used.
 
     Raises:
-        UserError: neither a local device nor one with a shipped cost table or datasheet, or a local one that torch
-            cannot use.
+        UserError: an unknown device or card, or one of this machine that torch cannot use.
     """
-    if re.fullmatch(LOCAL, gpu):
-        return choose_device(gpu)
+    if gpu is None:
+        return choose_device(device)
     for device in local_devices():
         if fingerprint(device).name == gpu:
             return device
@@ -207,11 +210,15 @@ def device_for(gpu: str) -> str | None:
 
 
 def _require_known(gpu: str) -> None:
-    """Refuse a device without a cost table or datasheet."""
+    """Refuse a card without a cost table or datasheet."""
+    if re.fullmatch(LOCAL, gpu):
+        raise UserError(
+            f"--gpu {gpu}: --gpu names a card, such as h100; for a device of this machine give --device {gpu}"
+        )
     check_supported(gpu)
     known = {*shipped_tables(), *datasheets()}
     if gpu not in known and find_limits(gpu) is None:
         raise UserError(
-            f"--gpu {gpu}: neither a device of this machine nor one with a shipped cost table or datasheet; "
-            f"{nearest(gpu, ['auto', 'cpu', *known])}"
+            f"--gpu {gpu}: neither a card of this machine nor one with a shipped cost table or datasheet; "
+            f"{nearest(gpu, known)}"
         )

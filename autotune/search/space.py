@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from autotune.cost.table import TOKENS
 from autotune.documents.subnet import (
@@ -23,6 +24,7 @@ from autotune.documents.subnet import (
 )
 from autotune.errors import UserError, nearest
 from autotune.files import Document, content_key, data_root
+from autotune.strict_parsing import parse_yaml
 
 if TYPE_CHECKING:
     import optuna
@@ -32,11 +34,35 @@ if TYPE_CHECKING:
 
 MAX_ENUMERATED = 3000
 MAX_VALUES = 100_000
+NAMES = {
+    "heads": "heads",
+    "injection-layer": "injection_layers",
+    "operator": "operators",
+    "operator-ratio": "operator_ratios",
+    "vocabulary": "vocabularies",
+    "weights": "weights",
+    "keep": "visual_keep",
+    "ranking": "visual_rankings",
+}
+"""Names of the choices of a draft in ``--set NAME=VALUE``, and the keys of a space that they set."""
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list of values, from a file that may have one value alone. Lists in it are tuples."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [tuple(one) if isinstance(one, list) else one for one in values]
+
+
+def _listed_layers(value: Any) -> Any:
+    return value if isinstance(value, str) else _listed(value)
+
+
+Several = BeforeValidator(_listed)
 
 
 class Dimension(Document):
     """Values of one hyperparameter: ``choices``, or a range from ``low`` to ``high`` with an optional ``step`` or
-    ``log``.
+    ``log``. In a file, a value alone is the only choice, and a list has the choices.
     """
 
     choices: list[Any] | None = Field(default=None, min_length=1)
@@ -44,6 +70,11 @@ class Dimension(Document):
     high: int | float | None = None
     step: int | float | None = None
     log: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_choices(cls, content: Any) -> Any:
+        return content if isinstance(content, dict | Dimension) else {"choices": _listed(content)}
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Dimension:
@@ -114,24 +145,24 @@ class SearchSpace(Document, kind="search-space"):
 
     name: str
     description: str = ""
-    heads: list[HeadShares] = Field(default=[1.0], min_length=1)
+    heads: Annotated[list[HeadShares], Several] = Field(default=[1.0], min_length=1)
     """Shares of heads that supernets keep: in all blocks, or in each block."""
     heads_by_block: bool = False
     """Whether every combination of the shares in ``heads`` over the blocks is searched."""
-    injection_layers: Literal["last", "all"] | list[int] = "last"
+    injection_layers: Annotated[Literal["last", "all"] | list[int], BeforeValidator(_listed_layers)] = "last"
     """Target layers that supernets read: the last or all of those that they can read, or these."""
-    operators: list[Literal["gate"] | Operator] = Field(default=["gate"], min_length=1)
+    operators: Annotated[list[Literal["gate"] | Operator], Several] = Field(default=["gate"], min_length=1)
     """Operators of the compressor of ``specvlm`` drafts; ``gate``: the choice of the draft's gate."""
-    operator_ratios: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    operator_ratios: Annotated[list[Annotated[int, Field(ge=1)]], Several] = Field(default_factory=list)
     """Ratios of ``prune`` and ``pool``; empty: the ratio of the draft's training."""
-    vocabularies: list[Share] = Field(default=[1.0], min_length=1)
+    vocabularies: Annotated[list[Share], Several] = Field(default=[1.0], min_length=1)
     """Shares of the target's vocabulary that drafts with token frequencies propose."""
-    weights: list[Literal["unchanged"] | Weights] = Field(default=["unchanged"], min_length=1)
+    weights: Annotated[list[Literal["unchanged"] | Weights], Several] = Field(default=["unchanged"], min_length=1)
     """Data types of the weights of drafts that read the target's features; ``unchanged``: the target's. Of several,
     those are searched that the device multiplies.
     """
     visual_keep: Dimension
-    visual_rankings: list[VisualRanking] = Field(default=["text_after_image"], min_length=1)
+    visual_rankings: Annotated[list[VisualRanking], Several] = Field(default=["text_after_image"], min_length=1)
     """Rankings by which visual tokens are kept, where not all of them are."""
     survivors: int = Field(default=4, ge=1)
     """Number of subnets whose trees are searched; where there are more subnets, screening selects them."""
@@ -143,6 +174,50 @@ class SearchSpace(Document, kind="search-space"):
         if heads_by_block and any(isinstance(shares, tuple) for shares in info.data.get("heads", ())):
             raise ValueError("heads_by_block combines single shares; give heads such as [1.0, 0.5]")
         return heads_by_block
+
+    @field_validator("visual_keep")
+    @classmethod
+    def _keeps_shares(cls, visual_keep: Dimension) -> Dimension:
+        if visual_keep.values is None:
+            raise ValueError("visual_keep must be a list, because a trace is recorded for each value; give choices")
+        for keep in visual_keep.values:
+            if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0.0 < keep <= 1.0:
+                raise ValueError(f"visual_keep is a share above 0 and at most 1; got {keep!r}")
+        return visual_keep
+
+    def changed(self, changes: Sequence[str]) -> SearchSpace:
+        """The space with other values of some dimensions.
+
+        Args:
+            changes: ``NAME=VALUE`` or ``NAME=A,B``, or any value of YAML. A name is one of ``NAMES``, ``policy``, a
+                hyperparameter of the space's trees, such as ``d_max``, or that of one policy, ``sage.d_max``.
+
+        Raises:
+            UserError: the space has no dimension of that name, or the value is out of its range.
+        """
+        content = json.loads(self.dump())
+        for change in changes:
+            name, _, text = change.partition("=")
+            policy, _, parameter = name.rpartition(".")
+            owners = [own for kind, own in content["trees"].items() if policy in ("", kind) and parameter in own]
+            if not owners and name not in (*NAMES, "policy"):
+                known = {key for kind, own in self.trees.items() for key in (*own, *(f"{kind}.{one}" for one in own))}
+                raise UserError(
+                    f"--set {change}: space {self.name} has no dimension {name!r}; {nearest(name, known | {*NAMES, 'policy'})}"
+                )
+            value = _value(text, change)
+            for own in owners:
+                own[parameter] = value
+            if name in NAMES:
+                content[NAMES[name]] = value
+            elif name == "policy":
+                for kind in _listed(value):
+                    if kind not in content["trees"]:
+                        raise UserError(
+                            f"--set {change}: no policy {kind!r} in it; {nearest(str(kind), content['trees'])}"
+                        )
+                content["trees"] = {kind: content["trees"][kind] for kind in _listed(value)}
+        return SearchSpace.parse(content, source=f"--set {' '.join(changes)}")
 
     def subnets(
         self,
@@ -314,8 +389,23 @@ def space_path(name: str) -> Path:
     return path
 
 
-def load_space(name: str) -> SearchSpace:
-    """A shipped search space by name, or a YAML file.
+def _value(text: str, change: str) -> Any:
+    """The value of a change, as a space file has it; ``a,b`` is a list."""
+    try:
+        value = parse_yaml(text)
+        return [parse_yaml(one) for one in text.split(",")] if isinstance(value, str) and "," in text else value
+    except ValueError as error:
+        raise UserError(f"--set {change}: no value of YAML ({error}); give for example heads=1.0,0.5") from None
+
+
+def subnets_of_drafts(changes: Sequence[str] = ()) -> SearchSpace:
+    """The space of the drafts as they are, with the changes of ``SearchSpace.changed``, and without trees."""
+    whole = SearchSpace(name="of this draft", visual_keep=Dimension(choices=[1.0]), trees={"chain": {}})
+    return whole.changed(changes)
+
+
+def load_space(name: str, changes: Sequence[str] = ()) -> SearchSpace:
+    """A shipped search space by name, or a YAML file, with the changes of ``SearchSpace.changed``.
 
     Raises:
         UserError: no such space, an unknown policy or hyperparameter, or a value out of range.
@@ -323,12 +413,7 @@ def load_space(name: str) -> SearchSpace:
     from autotune.trees.policy import POLICIES, parse_policy
 
     path = space_path(name)
-    space = SearchSpace.load(path)
-    if space.visual_keep.values is None:
-        raise UserError(f"{path}: visual_keep must be a list, because a trace is recorded for each value; give choices")
-    for keep in space.visual_keep.values:
-        if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0.0 < keep <= 1.0:
-            raise UserError(f"{path}: visual_keep is a share above 0 and at most 1; got {keep!r}; fix its choices")
+    space = SearchSpace.load(path).changed(changes)
     for policy, dimensions in space.trees.items():
         if policy not in POLICIES:
             raise UserError(f"{path}: unknown tree policy {policy!r}; {nearest(policy, POLICIES)}")

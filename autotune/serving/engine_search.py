@@ -98,6 +98,10 @@ class EngineSearchSettings:
         """Hash of what determines the result."""
         return settings_key({**asdict(self), "output": None}, self.workload)
 
+    def with_output(self) -> EngineSearchSettings:
+        """The settings with the file that the profile is written to."""
+        return replace(self, output=choose_output(self.output, PROFILE, self.key))
+
 
 def speculation_space(engine: type[ServingEngine], types: Sequence[SpeculationType]) -> list[Speculation]:
     """Every setting of some types that is replayed, each once."""

@@ -67,7 +67,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     frame = pd.read_parquet(tmp_path / "cost.parquet")
     assert {"part", "tokens", "kv_length", "ms"} <= set(frame.columns) and len(frame) > 10
 
-    traces = stage("record", *models, *workload, "--visual-keep", "1", "--visual-keep", "0.5", "-o", "traces")
+    traces = stage("record", *models, *workload, "--set", "keep=1,0.5", "-o", "traces")
     assert [trace["visual_keep"] for trace in traces] == [1.0, 0.5]
     assert set(traces[0]["agreement"]) == {"prompt", "read"}
     assert {path.name for path in tmp_path.glob("traces/**/*.json")} >= {"keep-1.trace.json", "keep-0.5.trace.json"}
@@ -102,7 +102,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     answers = stage("run", "tree.json", *workload, "--temperature", "1")
     assert len(answers) == 3
 
-    bench = stage("bench", "tree.json", *workload, "--against", "ar,hf,chain,sage", "--table", "runs.csv")
+    bench = stage("bench", "tree.json", *workload, "--arms", "ar,hf,chain,sage", "--table", "runs.csv")
     names = ["ar", "hf", "chain", "sage", "tuned"]
     assert [arm["name"] for arm in bench["arms"]] == names
     assert {arm["num_prompts"] for arm in bench["arms"]} == {3}

@@ -17,13 +17,14 @@ from autotune.device import local_devices
 from autotune.doctor import target as examination
 from autotune.doctor.attention import attention_uses
 from autotune.doctor.diagnosis import Diagnosis
-from autotune.doctor.examination import copy_gb_per_second, find_devices
+from autotune.doctor.examination import find_devices
 from autotune.doctor.findings import MOST_ROUNDS
 from autotune.doctor.target import audit_near_ties, examine_target, time_steps, why_masks
 from autotune.doctor.trials import try_drafts
 from autotune.documents.provenance import ModelReference
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.drafters.independent import IndependentDraft
+from autotune.measuring.bandwidth import copy_gb_per_second
 from autotune.modeling.loading import load_processor
 from autotune.modeling.near_ties import flips, largest_difference
 from autotune.modeling.self_check import allowed_difference, compare_tree_decoding
@@ -39,7 +40,7 @@ NUM_TOKENS = 12
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "REPEATS", 1)
-    monkeypatch.setattr("autotune.doctor.examination.COPY_BYTES", 1 << 16)
+    monkeypatch.setattr("autotune.measuring.bandwidth.COPY_BYTES", 1 << 16)
 
 
 def test_devices_and_the_rate_of_a_copy() -> None:

@@ -163,14 +163,12 @@ def test_trees_are_compared_where_only_some_points_have_a_draft(world: Path, mon
 
 
 def test_an_unknown_arm_is_refused_before_anything_is_read() -> None:
-    with pytest.raises(UserError, match="--against prompt_lokup: no such arm; did you mean 'prompt_lookup'"):
+    with pytest.raises(UserError, match="--arms prompt_lokup: no such arm; did you mean 'prompt_lookup'"):
         BenchSettings(EvaluationPrompts("nowhere.jsonl"), (AR, "prompt_lokup"))
 
 
 def test_requested_trees_need_a_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        UserError, match=r"decodes without a draft, so trees .*; bench it --against ar,hf,prompt_lookup"
-    ):
+    with pytest.raises(UserError, match=r"decodes without a draft, so trees .*; bench it --arms ar,hf,prompt_lookup"):
         run_in(world, "plain.json", [AR, "chain"], monkeypatch)
 
 

@@ -112,7 +112,7 @@ def test_every_verb_reads_the_tokens_of_transformers(
     verb("record", *common, "-o", "traces")
     verb("search", *common, "--space", "small.yaml", "--trials", "6", "--budget", "90s", "-o", "profile.json")
     verb("run", "profile.json", "--workload", "prompts.jsonl")
-    verb("bench", "profile.json", "--workload", "prompts.jsonl", "--draft", "retrieval", "--against", "ar,hf,chain")
+    verb("bench", "profile.json", "--workload", "prompts.jsonl", "--draft", "retrieval", "--arms", "ar,hf,chain")
     verb("check", "profile.json", "--workload", "prompts.jsonl")
     assert {tuple(row) for row in served(processor, tmp_path)} == expected, "serve reads other tokens"
 

@@ -164,6 +164,11 @@ def test_wrong_paths_are_refused(copied: MadeStudy) -> None:
             find_sources(home / given, study=study)
 
 
+def test_a_study_is_named_by_its_folder_or_in_the_workspace(copied: MadeStudy) -> None:
+    for study in (Path(copied.folder.name), copied.folder):
+        assert find_sources(copied.profile_path, study=study).folder == copied.folder
+
+
 def test_prompts_are_found_where_the_search_ran(sources: Sources) -> None:
     found = find_prompts(sources, None)
     assert [prompt.settings.prompt for prompt in found.values()] == [f"{QUESTION} {number}" for number in range(4)]

@@ -25,10 +25,10 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
 from autotune.search.cost_tables import priced_variants, table_for_gpu
 from autotune.search.model_pool import ModelPool
-from autotune.search.pipeline import narrowed_space, search
+from autotune.search.pipeline import search
 from autotune.search.screening import _recorded_together
 from autotune.search.settings import SearchSettings
-from autotune.search.space import SearchSpace
+from autotune.search.space import SearchSpace, load_space
 from tests.cli.test_end_to_end import write_small_job
 from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import KINDS
@@ -117,7 +117,7 @@ def test_a_search_offers_weights_that_the_device_multiplies(
     unchanged = [(True, None), (False, None)]
     assert offered == (unchanged if device == "cpu" else [(True, None), (True, "float8"), (False, None)])
     assert len(priced_variants(variants)) == len(_recorded_together(pool, variants)) == len(variants)
-    asked_for = narrowed_space(SearchSettings(space="full", weights="float8"))
+    asked_for = load_space("full", ("weights=float8",))
     assert {subnet.weights for draft, subnet in pool.subnets(asked_for)[:1]} == {"float8"}
     alone = ModelPool(str(pair.target_folder), [independent], device)
     with pytest.raises(UserError, match=r"only drafts that read the target's features have weights to choose"):

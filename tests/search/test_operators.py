@@ -16,8 +16,6 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
-from autotune.search.pipeline import narrowed_space
-from autotune.search.settings import SearchSettings
 from autotune.search.space import SearchSpace, load_space
 from autotune.trees.chain import ChainPolicy
 from autotune.workloads.workload import load_workload
@@ -137,8 +135,7 @@ def test_traces_record_the_operator(model_pool: ModelPool, tmp_path: Path) -> No
 
 def test_operators_that_no_draft_has_are_refused(pair: Pair, model_pool: ModelPool) -> None:
     alone = ModelPool(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
-    settings = SearchSettings(space="quick", operator="pool", operator_ratio=5)
-    space = narrowed_space(settings)
+    space = load_space("quick", ("operator=pool", "operator-ratio=5"))
     assert (space.operators, space.operator_ratios) == (["pool"], [5])
     with pytest.raises(UserError, match="only a specvlm draft with a compressor has operators to choose"):
         alone.subnets(space)

@@ -223,7 +223,7 @@ def test_the_budget_begins_when_the_models_are_loaded(
     monkeypatch.setattr(pipeline, "compile_steps", lambda: threads.append(current_thread()))
     monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=iter([100.0, 141.0, 150.0]).__next__))
     models = {"target": str(pair.target_folder), "drafts": (str(pair.draft_folder),)}
-    settings = SearchSettings(**models, gpu="cpu", budget_s=90.5, folder=tmp_path)
+    settings = SearchSettings(**models, device="cpu", budget_s=90.5, folder=tmp_path)
     run = pipeline._SearchRun(settings, Console())
     run.begin()
     assert run.clock.deadline == 240.5 and len(threads) == 1 and main_thread() not in threads

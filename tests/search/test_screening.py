@@ -106,7 +106,7 @@ def test_heads_of_a_space_are_those_of_supernets(pair: Pair) -> None:
     assert alone.subnets(SearchSpace.model_validate(GRID)) == [(name, Subnet()), (name, Subnet(visual_keep=0.5))]
     assert len(alone.subnets(load_space("quick"))) == 10
     with pytest.raises(UserError, match="only a star draft has heads and layers to choose"):
-        alone.check_has_supernet()
+        alone.subnets(load_space("quick", ("heads=0.5",)))
 
 
 def test_many_choices_of_heads_are_priced_by_equal_shares(model_pool: ModelPool) -> None:

@@ -26,8 +26,9 @@ PLAIN = SearchSettings(
 )
 CHANGED = PLAIN.model_copy(
     update={
-        "heads": 0.5,
-        "injection_layer": 11,
+        "gpu": "h100",
+        "device": "cpu",
+        "changes": ("heads=0.5", "injection-layer=11", "d_max=4,8"),
         "space": "full",
         "temperature": 0.7,
         "budget_s": 90.5,
@@ -86,7 +87,7 @@ OTHERS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"workload": "other.jsonl"}, "profile-2.json"),
     ({"drafts": ("retrieval",)}, "profile-2.json"),
     ({"study": "apart"}, "profile-2.json"),
-    ({"gpu": "cpu"}, "profile-2.json"),
+    ({"device": "cuda:7"}, "profile-2.json"),
     ({"gpu": "h100"}, "profile-h100.json"),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from autotune.documents.published_defaults import ABLATIONS, COMPARED_DEFAULTS, 
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import data_root
-from autotune.search.space import MAX_ENUMERATED, Dimension, SearchSpace, load_space, ordered
+from autotune.search.space import MAX_ENUMERATED, NAMES, Dimension, SearchSpace, load_space, ordered
 from autotune.trees.policy import parse_policy
 
 SHIPPED = sorted(path.stem for path in (data_root() / "search_spaces").glob("*.yaml"))
@@ -137,6 +138,10 @@ def test_unknown_spaces_are_refused(name: str, message: str) -> None:
         load_space(name)
 
 
+TWO: dict[str, dict[str, Any]] = {
+    "chain": {"depth": {"low": 1, "high": 4}},
+    "sage": {"d_min": {"low": 1, "high": 2}, "d_max": {"low": 3, "high": 9}},
+}
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"trees": {"chian": {}}}, "unknown tree policy 'chian'; did you mean 'chain'"),
     ({"trees": {"sage": {"d_mni": {"low": 1, "high": 2}}}}, "sage has no hyperparameter 'd_mni'; did you mean 'd_min'"),
@@ -179,6 +184,48 @@ def test_errors_are_one_line_with_the_file_and_the_rule(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message) as refused:
             load_space(str(write_space(tmp_path, content)))
         assert "space.yaml" in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "content"),
+    [
+        ("heads=0.5", {"heads": [0.5]}),
+        ("heads=1,0.5", {"heads": [1.0, 0.5]}),
+        ("heads=[[1, 0.5, 0.5]]", {"heads": [[1.0, 0.5, 0.5]]}),
+        ("injection-layer=9", {"injection_layers": [9]}),
+        ("injection-layer=all", {"injection_layers": "all"}),
+        ("operator=prune,pool", {"operators": ["prune", "pool"]}),
+        ("operator-ratio=5", {"operator_ratios": [5]}),
+        ("vocabulary=0.25", {"vocabularies": [0.25]}),
+        ("weights=float8", {"weights": ["float8"]}),
+        ("keep=0.2", {"visual_keep": {"choices": [0.2]}}),
+        ("keep=1,0.2", {"visual_keep": {"choices": [1, 0.2]}}),
+        ("ranking=even", {"visual_rankings": ["even"]}),
+        ("d_max=8", {"trees": {**TWO, "sage": {"d_min": {"low": 1, "high": 2}, "d_max": {"choices": [8]}}}}),
+        ("sage.d_max=8", {"trees": {**TWO, "sage": {"d_min": {"low": 1, "high": 2}, "d_max": {"choices": [8]}}}}),
+        ("d_max={low: 4, high: 6}", {"trees": {**TWO, "sage": {**TWO["sage"], "d_max": {"low": 4, "high": 6}}}}),
+        ("policy=chain", {"trees": {"chain": TWO["chain"]}}),
+    ],
+)
+def test_a_change_is_what_the_file_would_say(change: str, content: dict[str, Any], tmp_path: Path) -> None:
+    """A file may have one value where it has a list of one."""
+    whole = load_space(str(write_space(tmp_path, {"trees": TWO}))).changed([change])
+    assert whole == load_space(str(write_space(tmp_path, {"trees": TWO, **content})))
+    alone = {key: value[0] if isinstance(value, list) and len(value) == 1 else value for key, value in content.items()}
+    if not isinstance(alone.get("heads"), list):  # whose one value would be a list
+        assert whole == load_space(str(write_space(tmp_path, {"trees": TWO, **alone})))
+
+
+def test_the_documentation_has_the_names_of_all_changes() -> None:
+    page = (data_root() / "docs/cli.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| `(\w+)` \|", page, flags=re.M))
+    assert rows == {**NAMES, "policy": "trees"}
+
+
+def test_the_settings_of_a_paper_are_values_alone(tmp_path: Path) -> None:
+    trees = {"sage": {"d_min": 3, "d_max": [8, 10], "confidence": "current"}}
+    found = load_space(str(write_space(tmp_path, {"visual_keep": 0.2, "trees": trees}))).values("sage")
+    assert found == {"d_min": [3], "d_max": [8, 10], "confidence": ["current"]}
 
 
 def test_ordered_pairs_are_swapped_where_needed() -> None:

@@ -19,10 +19,8 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
-from autotune.search.pipeline import narrowed_space
 from autotune.search.screening import _recorded_together
-from autotune.search.settings import SearchSettings
-from autotune.search.space import SearchSpace
+from autotune.search.space import SearchSpace, load_space
 from autotune.workloads.workload import Workload, load_workload
 from tests.drafters.test_feature_draft import KINDS, agreeing_draft
 from tests.sample_documents import cost_table, write_image, write_workload
@@ -151,7 +149,7 @@ def test_drafts_without_frequencies_are_refused(pair: Pair, tmp_path: Path) -> N
     with pytest.raises(UserError, match="leave heads, injection_layer, operator, vocabulary and weights out"):
         load_draft(str(pair.draft_folder), target, Subnet(vocabulary=SHARE))
     alone = ModelPool(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
-    space = narrowed_space(SearchSettings(space="quick", vocabulary=SHARE))
+    space = load_space("quick", (f"vocabulary={SHARE}",))
     with pytest.raises(UserError, match=r"only drafts with token frequencies, .* leave vocabularies out"):
         alone.subnets(space)
 

@@ -208,7 +208,7 @@ def test_a_video_workload_is_searched_and_sage_video_measured(
     profile = DecodingProfile.load(output)
     assert profile.point.measured is not None and len(profile.evidence.prompts) == 2
     assert profile.evidence.configurations_replayed >= 8
-    settings = BenchSettings(EvaluationPrompts(workload), against=("ar", "sage-video"))
+    settings = BenchSettings(EvaluationPrompts(workload), given_arms=("ar", "sage-video"))
     # Whether a draft pays with models this small depends on the machine; a profile without one names none for
     # sage-video.
     arms = run_bench(output, replace(settings, draft=models["drafts"][0]), Console())["arms"]

@@ -1,0 +1,78 @@
+"""The forecast of a search names what the search then does, without loading weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from autotune.cli.main import main
+from autotune.device import gib
+from autotune.modeling.quantization import weight_bytes
+from autotune.search import forecast as forecasts
+from autotune.search.forecast import forecast
+from autotune.search.model_pool import ModelPool
+from autotune.search.settings import SearchSettings
+from autotune.search.space import load_space
+from autotune.search.thresholds import STAGES
+from tests.sample_documents import write_workload
+from tests.tiny_models import Pair
+
+
+@pytest.fixture(autouse=True)
+def _bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecasts, "copy_gb_per_second", lambda device: 20.0)
+
+
+@pytest.fixture
+def settings(pair: Pair, tmp_path: Path) -> dict[str, Any]:
+    lines = [{"prompt": f"Count {n}.", "max_new_tokens": 32} for n in range(24)]
+    models = {"target": str(pair.target_folder), "drafts": (str(pair.draft_folder), "retrieval")}
+    return {**models, "workload": str(write_workload(tmp_path, lines)), "device": "cpu"}
+
+
+def test_a_forecast_is_of_the_models_that_a_search_loads(settings: dict[str, Any]) -> None:
+    lines = forecast(SearchSettings(**settings))
+    pool = ModelPool(settings["target"], settings["drafts"], "cpu")
+    variants = pool.subnets(load_space("quick").without_images())
+    assert f"tried: {len(variants)} choices of drafts, of which 2 keep their trees" in lines
+    drafts = sum(pool.draft(name).weight_bytes for name in pool.references)
+    (memory,) = (line for line in lines if line.startswith("memory on cpu: "))
+    assert f"target {gib(weight_bytes(pool.target.model))}, drafts {gib(drafts)}, caches of " in memory
+    stages = [line.strip().partition(":") for line in lines if line.startswith("  ")]
+    assert [name for name, _, _ in stages] == list(STAGES)
+    assert sum(float(text.removesuffix("s")) for _, _, text in stages) == pytest.approx(300, abs=5)
+    assert any("12 to tune and 12 to judge" in line for line in lines) and any(
+        "rough estimate" in line for line in lines
+    )
+
+
+def test_a_forecast_loads_no_weights(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The models have configs only."""
+    for number, name in enumerate((settings["target"], settings["drafts"][0])):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "config.json").write_text((Path(name) / "config.json").read_text())
+    models = {"target": str(tmp_path / "0"), "drafts": (str(tmp_path / "1"),)}
+    estimate = forecast(SearchSettings(**{**settings, **models, "gpu": "h100", "changes": ("policy=chain", "depth=2")}))
+    assert "space: quick, with the policies chain" in estimate
+    assert [line.split(":")[0].strip() for line in estimate if line.startswith("  ")] == [
+        "screening",
+        "traces",
+        "tree search",
+    ]
+
+
+def test_plan_prints_the_forecast_and_starts_nothing(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    words = ["--target", settings["target"], "--draft", settings["drafts"][0], "--workload", settings["workload"]]
+    done = CliRunner().invoke(main, ["search", "--plan", *words])
+    assert done.exit_code == 0 and done.stdout.startswith(f"target: {settings['target']}\n"), done.output
+    assert done.stdout.endswith("nothing was started; leave --plan out to search\n")
+    assert not any(Path().iterdir())
+    done = CliRunner().invoke(main, ["search", "--plan", *words, "--budget", "0.1s"])
+    assert done.exit_code == 2 and "give --budget" in done.stderr and done.stdout == ""
