@@ -1,4 +1,4 @@
-"""Figures, tables and numbers in README and docs, those of sentences too, are those of the results in ``benchmarks``."""
+"""Figures, tables and numbers in README and docs, also in sentences, are those of the results in ``benchmarks``."""
 
 from __future__ import annotations
 
