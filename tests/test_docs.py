@@ -53,10 +53,11 @@ def is_table_or_marker(line: str) -> bool:
 
 def prose_lines(text: str) -> list[tuple[int, str]]:
     """Numbered lines outside of code blocks, tables, markers, pictures and headings."""
-    without_code = re.sub(r"^ *```.*?^ *```$", lambda block: "\n" * block[0].count("\n"), text, flags=re.S | re.M)
+    block = r"^ *```.*?^ *```$|^<!-- (?:table|figure).*?^<!-- /"
+    without_blocks = re.sub(block, lambda match: "\n" * match[0].count("\n"), text, flags=re.S | re.M)
     return [
         (number, line)
-        for number, line in enumerate(without_code.splitlines(), start=1)
+        for number, line in enumerate(without_blocks.splitlines(), start=1)
         if not re.match(r" *(?:\||<|!\[|#|:::|    )", line)
     ]
 

@@ -20,13 +20,13 @@ from benchmarks.evidence.tables import NOT_YET, TABLES
 MARKED = re.compile(r"<!-- (table|figure): ([\w./-]+) -->(.*?)<!-- /\1 -->", re.S)
 TRANSCRIPT = re.compile(r"^```.*?^```", re.S | re.M)
 SPEEDUP = re.compile(r"\b\d+\.\d+ ?x\b")
-UNMEASURED = {"quickstart-gpu.md", "engines.md"}
-"""Pages whose speedups are expectations that say so, or are those of single searches that the page follows."""
+UNMEASURED = {"quickstart-gpu.md", "RESULTS.md"}
+"""Pages whose speedups are expectations that say so, or a log of measurements."""
 
 
 def pages() -> list[Path]:
-    """README and documentation."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """README, documentation, and the diary of measurements."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
 
 
 def updated(text: str, results: Results, page: Path) -> str:
