@@ -123,6 +123,26 @@ def test_code_tables_and_abbreviations_are_no_second_sentence(line: str) -> None
     assert sentence_problems(f"{line}\n") == []
 
 
+def anchors(text: str) -> set[str]:
+    """Anchors of the headings, as GitHub and MkDocs make them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M), flags=re.M)
+    plain = [re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "", title).lower()) for title in titles]
+    return {re.sub(r"\s+", "-", title.strip()) for title in plain}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_links_to_pages_and_sections_work(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, anchor = link.partition("#")
+        # Schemas are generated with the site; the anchors of pictures choose the scheme.
+        if link.startswith("http") or name.startswith("schemas/"):
+            continue
+        linked = page.parent / name if name else page
+        assert linked.exists(), link
+        assert not anchor or linked.suffix != ".md" or anchor in anchors(linked.read_text()), link
+
+
 def test_the_readme_says_which_verbs_print_json() -> None:
     context = click.Context(main)
     commands = {name: main.get_command(context, name) for name in main.list_commands(context)}
