@@ -24,7 +24,7 @@ nightly: test docs  ## everything else
 results: .venv/installed  ## measure what README and docs show and is missing, one set after the other: about two hours on a quiet machine
 	$(BIN)/python -m benchmarks.measure all
 
-figures: .venv/installed  ## draw the figures of README and docs, and write their tables and numbers, from benchmarks/results
+figures: .venv/installed  ## draw the figures of README and docs, and write their tables, from benchmarks/results; names sentences with other numbers
 	$(BIN)/python -m benchmarks.figures
 
 docs: .venv/docs  ## the documentation as a site, in site/; a broken link fails

@@ -1,5 +1,5 @@
-"""Draws the figures of the documentation, and writes its tables and numbers, from ``benchmarks/results``.
-Takes about ten seconds.
+"""Draws the figures of the documentation, writes its tables from ``benchmarks/results``, and names the sentences of
+``benchmarks/evidence/sentences.yaml`` whose numbers differ. Takes about ten seconds.
 
 python benchmarks/figures.py            # make figures
 python benchmarks/figures.py --check    # changes nothing; exit code 1 where anything is not what the results give
@@ -20,26 +20,26 @@ from benchmarks.evidence.result import ROOT, load_all
 @click.option("--check", is_flag=True, help="Change nothing; say what differs.")
 def main(check: bool) -> None:
     results = load_all()
-    if check:
-        found = [problem for page in pages.pages() for problem in pages.problems(page.read_text(), results, page)]
-        found += wrong_pictures(results)
-        for problem in found:
-            click.echo(problem)
-        sys.exit(1 if found else 0)
-    FIGURES.mkdir(exist_ok=True)
-    drawn = dict(pictures(results))
-    for path in FIGURES.glob("*.svg"):
-        if path.name not in drawn:
-            path.unlink()
-    for name, content in drawn.items():
-        (FIGURES / name).write_text(content)
-    for page in pages.pages():
-        text = page.read_text()
-        new = pages.updated(text, results, page)
-        if new != text:
-            page.write_text(new)
-            click.echo(f"{page.relative_to(ROOT)} written")
-    click.echo(f"{len(drawn)} figures in {FIGURES.relative_to(ROOT)}")
+    if not check:
+        FIGURES.mkdir(exist_ok=True)
+        drawn = dict(pictures(results))
+        for path in FIGURES.glob("*.svg"):
+            if path.name not in drawn:
+                path.unlink()
+        for name, content in drawn.items():
+            (FIGURES / name).write_text(content)
+        for page in pages.pages():
+            text = page.read_text()
+            new = pages.updated(text, results, page)
+            if new != text:
+                page.write_text(new)
+                click.echo(f"{page.relative_to(ROOT)} written")
+        click.echo(f"{len(drawn)} figures in {FIGURES.relative_to(ROOT)}")
+    found = [problem for page in pages.pages() for problem in pages.problems(page.read_text(), results, page)]
+    found += wrong_pictures(results)
+    for problem in found:
+        click.echo(problem)
+    sys.exit(1 if found else 0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Figures, tables and numbers in README and docs are those of the result files in ``benchmarks/results``."""
+"""Figures, tables and numbers in README and docs, also in sentences, are those of the results in ``benchmarks``."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from autotune.errors import UserError
+from autotune.files import read_yaml
 from benchmarks import measure
 from benchmarks.evidence import drawing, pages, searches
 from benchmarks.evidence.result import ROOT, Result, load_all
+from benchmarks.evidence.sentences import SENTENCES, Number, sentences_of
 from benchmarks.measure import acceptance_rows, derived
 
 RESULTS = load_all()
@@ -36,12 +39,44 @@ def test_a_number_that_is_edited_by_hand_fails(edited: str) -> None:
     """Inside of a marker, and outside of one."""
     page = ROOT / "docs" / "benchmarks.md"
     text = page.read_text()
-    value = next(match for match in pages.MARKED.finditer(text) if pages.SPEEDUP.search(match[0]))
+    value = next(
+        match for match in pages.MARKED.finditer(text) if match[1] == "table" and pages.SPEEDUP.search(match[0])
+    )
     inside = text.replace(value[0], pages.SPEEDUP.sub(edited, value[0], count=1))
     assert [line for line in pages.problems(inside, RESULTS, page) if f"{value[1]} {value[2]} is not" in line]
     outside = pages.problems(f"{text}\nIt is {edited} as fast.\n", RESULTS, page)
     assert len(outside) == 1 and "stands outside of markers" in outside[0]
-    assert "no table, figure or value" in pages.problems(text.replace(value[2], "nothing"), RESULTS, page)[0]
+    assert pages.problems(f"{text}\n```text\nIt is {edited} as fast.\n```\n", RESULTS, page) == []
+    assert "no table or figure" in pages.problems(text.replace(value[2], "nothing"), RESULTS, page)[0]
+
+
+def test_every_sentence_with_a_number_is_checked() -> None:
+    """A sentence fails once its words or its number change, and a page has no marker in a sentence."""
+    checked = [(page, sentence) for page in pages.pages() for sentence in sentences_on(page)]
+    assert checked
+    for page, sentence in checked:
+        text = " ".join(page.read_text().split())
+        assert text.count(sentence) == 1
+        number = re.findall(r"\d+\.\d+", sentence)[-1]
+        for edited in (sentence.replace(number, f"{float(number) + 0.01:.2f}"), sentence.replace("a", "e", 1)):
+            assert any(sentence in line for line in pages.problems(text.replace(sentence, edited), RESULTS, page))
+    value = "It is <!-- value: digits.tuned -->2.28x<!-- /value --> as fast."
+    assert any("has a marker" in line for line in pages.problems(value, RESULTS, ROOT / "docs" / "choosing.md"))
+
+
+def sentences_on(page: Path) -> list[str]:
+    return sentences_of(page.relative_to(ROOT).as_posix(), RESULTS)
+
+
+@pytest.mark.parametrize("where, error", [({"arm": "nobody"}, KeyError), ({}, ValueError)])
+def test_a_number_is_of_one_row(where: dict[str, str], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        Number(result="gpu-h100", table="arms", where=where, value="speedup").of(RESULTS)
+
+
+def test_every_sentence_is_of_a_page() -> None:
+    known = {page.relative_to(ROOT).as_posix() for page in pages.pages()}
+    assert {entry["page"] for entry in read_yaml(SENTENCES)} <= known
 
 
 def test_a_figure_that_is_edited_by_hand_or_of_other_values_fails(

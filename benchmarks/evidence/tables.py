@@ -1,4 +1,4 @@
-"""Markdown tables and single numbers of the documentation, from result files."""
+"""Markdown tables of the documentation, from result files."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ PEERS = {
     "llama.cpp --spec-default ngram-mod(24,48,64)": "llama.cpp b11434, Q4_1, `--spec-default`",
     "vllm": "vLLM 0.32.0, bfloat16",
     "vllm documented ngram(4,4,5)": "vLLM 0.32.0, bfloat16, the n-grams of its documentation",
+}
+ENGINES = {
+    "engine-llama.cpp-bf16": "llama.cpp, bfloat16",
+    "engine-llama.cpp": "llama.cpp, 4 bits (Q4_1)",
+    "engine-vllm": "vLLM, bfloat16",
 }
 QUIET_CORES = 0.15
 """Cores that other processes may use on a machine that is called quiet."""
@@ -87,17 +92,35 @@ def headline(results: Results) -> str:
 
 
 def readme_headline(results: Results) -> str:
-    """One row a pair, for the README."""
+    """One row a pair and machine, for the README."""
     rows = []
     for pair in pairs_with(results, "default-search"):
-        tuned, over = pooled_row(results, pair, "tuned", "ar"), pooled_row(results, pair, "tuned", "default")
-        hf = pooled_row(results, pair, "hf", "ar")
-        cells = [
-            "-" if row is None else with_interval(row, strong=number == 0)
-            for number, row in enumerate((tuned, over, hf))
+        shown = [
+            pooled_row(results, pair, arm, over) for arm, over in (("tuned", "ar"), ("tuned", "default"), ("hf", "ar"))
         ]
-        rows.append([MODELS[pair], *cells])
-    return table(["target", "tuned profile", "over the best published default", "transformers' `generate`"], rows)
+        cells = ["-" if row is None else with_interval(row, strong=number == 0) for number, row in enumerate(shown)]
+        rows.append([MODELS[pair], results[f"default-search-{pair}"].machine, *cells])
+    if "gpu-h100" in results:
+        arms = {row["arm"]: row for row in results["gpu-h100"].values["arms"]}
+        pooled = next(row for row in results["gpu-h100"].values["tasks"] if row["task"] == "all tasks")
+        over = {"speedup": pooled["over_default"], "low": pooled["over_low"], "high": pooled["over_high"]}
+        cells = [with_interval(arms["tuned"], strong=True), with_interval(over), with_interval(arms["hf"])]
+        rows.append(["SmolLM2 on a GPU", results["gpu-h100"].machine.partition(",")[0], *cells])
+    columns = ["target", "machine", "tuned profile", "over the best published default", "transformers' `generate`"]
+    return table(columns, rows)
+
+
+def readme_engines(results: Results) -> str:
+    """One row an engine: its fastest default and the recommended settings, for the README."""
+    rows = []
+    for name, described in ENGINES.items():
+        arms = results[name].values["arms"] if name in results else []
+        default = next((row for row in arms if row["role"] == "default"), None)
+        chosen = next((row for row in arms if row["is_recommended"]), None)
+        if default is not None:
+            best = f"`{chosen['label']}`: {with_interval(chosen, strong=True)}" if chosen else "no speculation"
+            rows.append([described, f"`{default['label']}`: {with_interval(default)}", best])
+    return table(["engine, weights", "the fastest default", "recommended by the search"], rows) if rows else NOT_YET
 
 
 def by_task(results: Results) -> str:
@@ -348,6 +371,8 @@ def published(results: Results) -> str:
     """Estimates from datasheets against published speedups."""
     found = results["published-estimates"].values["papers"] if "published-estimates" in results else []
     rows = [[row["paper"], row["device"], str(row["pairs"]), f"{100 * row['median_error']:.0f} %"] for row in found]
+    for row in results["published-estimates"].values["summary"] if found else ():
+        rows.append(["all", "", str(row["pairs"]), f"{100 * row['median_error']:.0f} %"])
     return table(["paper", "device", "published speedups", "median error of the estimate"], rows)
 
 
@@ -366,6 +391,30 @@ def stages(results: Results) -> str:
     shown = result.values["summary"][0]["shown"]
     seconds = {row["stage"]: row["seconds"] for row in result.samples["stages"] if row["search"] == shown}
     return table(list(seconds), [[f"{value:.0f} s" for value in seconds.values()]])
+
+
+def followed(results: Results) -> str:
+    """The numbers of the search that is followed, by stage."""
+    result, search = results["default-search-digits"], search_row(results, "digits")
+    summary = result.values["summary"][0]
+    tuned, over = (pooled_row(results, "digits", "tuned", name) for name in ("ar", "default"))
+    rows = [
+        ["machine", f"{result.machine}, {condition(result)}"],
+        ["budget", f"{search['budget_s'] / 60:.0f} minutes"],
+        ["subnets screened", f"{search['screened']:,} of {search['subnets']:,}"],
+        ["subnets kept", f"{search['survivors']}"],
+        ["configurations replayed", f"{search['configurations']:,}"],
+        ["configurations ranked again on other prompts", f"{search['confirmed']}"],
+        ["tuning prompts", f"{search['tune_prompts']}"],
+        ["finalists and published defaults that ran", f"{search['finalists']} and {search['defaults']}"],
+        ["winner", f"`{search['winner']}`"],
+        ["operating points in the profile", f"{search['points']}"],
+        ["held-out prompts", f"{tuned['prompts'] if tuned else 0}"],
+        ["measured over plain decoding", with_interval(tuned) if tuned else "-"],
+        [f"measured over `{search['best_default']}`, the best default", with_interval(over) if over else "-"],
+        ["predictions within 10 %", f"{summary['within_band']} of {summary['predictions']}"],
+    ]
+    return table(["of this search", "value"], rows)
 
 
 def finalists(results: Results) -> str:
@@ -403,6 +452,8 @@ def sources(results: Results) -> str:
 TABLES: dict[str, Callable[[Results], str]] = {
     "headline": headline,
     "readme": readme_headline,
+    "readme-engines": readme_engines,
+    "followed": followed,
     "by-task": by_task,
     "spread": spread,
     "prediction-errors": prediction_errors,
@@ -420,91 +471,3 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "finalists": finalists,
     "sources": sources,
 }
-
-
-def single_values(results: Results) -> dict[str, str]:
-    """Single numbers by name, such as ``digits.tuned``."""
-    values: dict[str, str] = {}
-    for pair in pairs_with(results, "default-search"):
-        search, summary = search_row(results, pair), results[f"default-search-{pair}"].values["summary"][0]
-        for name, (arm, over) in {
-            "tuned": ("tuned", "ar"),
-            "default": ("default", "ar"),
-            "over-default": ("tuned", "default"),
-            "hf": ("hf", "ar"),
-            "over-hf": ("tuned", "hf"),
-        }.items():
-            row = pooled_row(results, pair, arm, over)
-            if row is not None:
-                values[f"{pair}.{name}"] = f"{row['speedup']:.2f}x"
-                values[f"{pair}.{name}-interval"] = with_interval(row)
-        speedups = [
-            row
-            for row in shown_speedups(results[f"default-search-{pair}"])
-            if row["arm"] == "tuned" and row["over"] == "ar"
-        ]
-        tasks = [row for row in speedups if row["task"] != ALL]
-        for name, chosen in (("best-task", max), ("worst-task", min)):
-            if tasks:
-                row = chosen(tasks, key=lambda row: row["speedup"])
-                values[f"{pair}.{name}"] = f"{row['speedup']:.2f}x"
-                values[f"{pair}.{name}-name"] = f"`{row['task']}`"
-        tuned = pooled_row(results, pair, "tuned", "ar")
-        counts = {
-            key: f"{search[key]:,}"
-            for key in (
-                "subnets",
-                "screened",
-                "survivors",
-                "configurations",
-                "confirmed",
-                "finalists",
-                "defaults",
-                "points",
-                "tune_prompts",
-            )
-        }
-        values |= {f"{pair}.{key.replace('_', '-')}": value for key, value in counts.items()}
-        values |= {
-            f"{pair}.prompts": str(tuned["prompts"]) if tuned else "-",
-            f"{pair}.best-default": f"`{best_default(results, pair)}`",
-            f"{pair}.winner": f"`{search['winner']}`",
-            f"{pair}.minutes": f"{search['seconds'] / 60:.0f}",
-            f"{pair}.budget-minutes": f"{search['budget_s'] / 60:.0f}",
-            f"{pair}.tokens-per-round": f"{search['tokens_per_round']:.2f}" if search["tokens_per_round"] else "-",
-            f"{pair}.machine": results[f"default-search-{pair}"].machine,
-            f"{pair}.condition": condition(results[f"default-search-{pair}"]),
-            f"{pair}.same-output": str(search["same_output"]),
-            f"{pair}.median-error": f"{100 * (summary['median_error'] or 0):.1f} %",
-            f"{pair}.within-band": f"{summary['within_band']} of {summary['predictions']}",
-        }
-    for pair in pairs_with(results, "steps"):
-        for row in results[f"steps-{pair}"].values["steps"]:
-            part = row["part"].rpartition("/")[2].replace(" ", "-")
-            values[f"{pair}.{part}-{row['tokens']}"] = f"{row['plain_steps']:.2f}"
-        values[f"{pair}.plain-ms"] = f"{results[f'steps-{pair}'].values['steps'][0]['ms']:.1f} ms"
-    for row in results["acceptance"].values["drafts"] if "acceptance" in results else ():
-        values[f"{row['pair']}.{row['draft']}.M"] = f"{row['tokens_per_round']:.2f}"
-    if "dimensions-digits" in results:
-        rows = results["dimensions-digits"].values["arms"]
-        values["dimensions.none"] = f"{rows[0]['measured']:.2f}x"
-        values["dimensions.tree"] = f"{rows[1]['measured']:.2f}x"
-    for name in (name for name in results if name.startswith("engine-")):
-        for row in results[name].values["arms"]:
-            roles = {"tuned": row["is_recommended"], "default": row["role"] == "default"}
-            values |= {f"{row['engine']}.{role}": f"{row['speedup']:.2f}x" for role, is_so in roles.items() if is_so}
-    if "gpu-h100" in results:
-        for row in results["gpu-h100"].values["arms"]:
-            values |= {f"gpu.{row['arm']}": f"{row['speedup']:.2f}x", f"gpu.{row['arm']}-interval": with_interval(row)}
-        for row in results["gpu-h100"].values["tasks"]:
-            name = row["task"].replace(" ", "-")
-            values |= {
-                f"gpu.{name}": f"{row['speedup']:.2f}x",
-                f"gpu.{name}-over-default": f"{row['over_default']:.2f}x",
-            }
-    if "published-estimates" in results:
-        values["published.median-error"] = (
-            f"{100 * results['published-estimates'].values['summary'][0]['median_error']:.0f} %"
-        )
-        values["published.pairs"] = str(results["published-estimates"].values["summary"][0]["pairs"])
-    return values
