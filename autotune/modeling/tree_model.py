@@ -94,6 +94,7 @@ class TreeModel(CachedModel):
             hidden_size=config.hidden_size,
             text_parameters=text_parameters,
             vision_parameters=sum(p.numel() for part in vision_parts(full) for p in part.parameters()),
+            vision_layers=vision_layers(full),
             kv_bytes_per_token=text.kv_bytes_per_token,
             bytes_per_parameter=num_bytes,
             layer_kernels=24 + 8 * sum("RMSNorm" in type(module).__name__ for module in text.layers[0].modules()),
