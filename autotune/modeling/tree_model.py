@@ -29,7 +29,7 @@ from autotune.modeling.step import Evaluated, Step, best_tokens
 from autotune.modeling.text_model import TextModel, text_model_of
 from autotune.modeling.transfer import to_device
 from autotune.modeling.tree_attention import additive_mask
-from autotune.modeling.vision_timing import vision_parts
+from autotune.modeling.vision_timing import vision_layers, vision_parts
 from autotune.trees.limits import Ints
 
 DEFAULT_CAPACITY = 1024  # tokens; the cache grows when a request needs more

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -22,6 +23,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.search import thresholds
 from autotune.search.thresholds import ANSWERS_SHARE, KEPT_PROMPTS, KEPT_TOKENS, LEAST_TOKENS, STAGES
+from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
 UNTIMED_STAGES = ("screening", "traces", "tree search")
@@ -37,6 +39,9 @@ FULL_TABLE = 8  # times the smallest
 TRACE_STEPS = 1.0  # of a draft's proposals at one position of an answer
 SCREENED_TOKENS = 8 * 64
 SCREENING_STEPS = 0.18  # of a chain at one position of an answer
+# Of the cheap chain of each draft (``screening.FIRST_BOUNDS``).
+FIRST_PROMPTS = 2
+FIRST_TOKENS = 2 * 16
 FULL_FINALIST_RUNS = 13 * 32  # arms times prompts
 EVALUATED_ARMS = 4  # plain decoding, the profile, the best default and Hugging Face
 
@@ -64,8 +69,18 @@ class Rates(Document):
 
 
 def measure_rates(plain: Decoder, workload: Workload) -> Rates:
-    """Time plain decoding of the first prompt: the shortest of a few runs, each with one CPU thread and with all."""
-    prompt = workload.prompts[0]
+    """Time plain decoding of the first prompt without and the first with images: prefills in proportion to the prompts
+    of each kind, and the shortest steps.
+    """
+    shares = Counter(bool(prompt.pixels) for prompt in workload.prompts)
+    of_kind = [next(prompt for prompt in workload.prompts if bool(prompt.pixels) == kind) for kind in shares]
+    rates = [_rates_of(plain, prompt) for prompt in of_kind]
+    prefills_s = (rate.prefill_s * count for rate, count in zip(rates, shares.values(), strict=True))
+    return Rates(prefill_s=sum(prefills_s) / shares.total(), step_s=min(rate.step_s for rate in rates))
+
+
+def _rates_of(plain: Decoder, prompt: WorkloadPrompt) -> Rates:
+    """Time plain decoding of a prompt: the shortest of a few runs, each with one CPU thread and with all."""
     inputs = prompt.inputs(plain.processor, plain.target.device)
     plain.prepare(inputs["input_ids"].shape[1] + RATE_TOKENS)  # what is captured now is not in the times
     generation = {**prompt.settings.generation, "max_new_tokens": RATE_TOKENS, "min_new_tokens": RATE_TOKENS}
@@ -88,6 +103,7 @@ class SearchSize:
     """Draft variants that are screened."""
     num_survivors: int
     """Draft variants whose traces are recorded."""
+    num_drafts: int
     answer_tokens: Sequence[int]
     """Limit of the answer of each tuning prompt."""
     num_evaluate_prompts: int
@@ -118,6 +134,9 @@ class SearchSize:
         answer_s = rates.answer_s(num_tokens)
         traced_s = answer_s + self.num_survivors * num_tokens * TRACE_STEPS * rates.step_s
         kept = {"traces": thresholds.MIN_TRACED_PROMPTS * traced_s}
+        if self.num_variants > self.num_survivors:
+            chains_s = 2 * FIRST_PROMPTS * rates.prefill_s + FIRST_TOKENS * SCREENING_STEPS * rates.step_s
+            kept["screening"] = self.num_drafts * chains_s
         if self.is_measured:
             kept["cost table"] = rates.table_s(self.num_priced)
             warm_up_s = min(WARM_UP_S, traced_s)

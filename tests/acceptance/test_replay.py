@@ -330,8 +330,8 @@ def trace_by_hand() -> Trace:
 
 def prices_by_hand() -> DensePrices:
     """A draft level of n tokens takes n ms, the first of a round 0.5 ms more, a verification of n nodes 10 n ms; every
-    4 cached tokens add 0.1, 0.1 and 1 ms. The draft's prefill takes 1 ms + 0.5 ms per token, 1 ms with an image and 1/16 ms per patch;
-    overhead is 0.25 ms per round, 0.125 ms per level and 0.0625 ms per verified node.
+    4 cached tokens add 0.1, 0.1 and 1 ms. The draft's prefill takes 1 ms + 0.5 ms per token, and with an image 1 ms +
+    1/16 ms per patch; overhead is 0.25 ms per round, 0.125 ms per level and 0.0625 ms per verified node.
     """
     tokens, bins = np.arange(5.0)[:, None], np.arange(6.0)[None, :]
     prefill = PrefillCost(intercept_ms=1, per_token_ms=0.5, image_ms=1, patch_ms=1 / 16, samples=[])

@@ -81,7 +81,10 @@ def test_a_saved_trace_loads_equal(tmp_path: Path) -> None:
 
 def test_tokens_of_prompts_are_kept(tmp_path: Path) -> None:
     """They are left out where one prompt lacks them."""
-    parts = [RecordedPrompt(FIRST, 3, 3, 0, 0, np.array([1, 2, 3])), RecordedPrompt(SECOND, 2, 2, 0, 0, np.array([8, 9]))]
+    parts = [
+        RecordedPrompt(FIRST, 3, 3, 0, 0, np.array([1, 2, 3])),
+        RecordedPrompt(SECOND, 2, 2, 0, 0, np.array([8, 9])),
+    ]
     bounds = ForestBounds(depth=2, num_proposals=2)
     trace = join(header(2, bounds=bounds), parts)
     assert trace.prompt_tokens.tolist() == [1, 2, 3, 8, 9]

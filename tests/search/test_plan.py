@@ -38,6 +38,7 @@ DIGITS = SearchSize(
     num_priced=7,
     num_variants=230,
     num_survivors=4,
+    num_drafts=2,
     answer_tokens=[24] * 36 + [160] * 12,
     num_evaluate_prompts=64,
     num_processes=2,
@@ -46,7 +47,13 @@ FAST = Rates(prefill_s=0.02, step_s=0.004)
 SLOW = Rates(prefill_s=0.4, step_s=0.1)
 """A target of 0.3 B parameters on two cores."""
 TEXTS = SearchSize(
-    num_priced=1, num_variants=1, num_survivors=1, answer_tokens=[256] * 40, num_evaluate_prompts=40, num_processes=1
+    num_priced=1,
+    num_variants=1,
+    num_survivors=1,
+    num_drafts=1,
+    answer_tokens=[256] * 40,
+    num_evaluate_prompts=40,
+    num_processes=1,
 )
 
 
@@ -85,6 +92,13 @@ def test_the_last_stages_keep_their_least() -> None:
         plan = make_plan(many, Rates(prefill_s=0.045, step_s=step_s), seconds=120, spent_s=2)
         assert plan.kept_prompts[2:] == (2, 2), "where subnets are screened, many configurations compete"
     assert make_plan(TEXTS, SLOW, seconds=240, spent_s=15).kept_prompts == KEPT_PROMPTS[-1]
+
+
+def test_a_cheap_chain_of_each_draft_is_kept() -> None:
+    """On two prompts with two prefills each, of 32 positions; where nothing is screened, no time is kept for it."""
+    kept_s = [replace(DIGITS, num_drafts=n).kept_s(SLOW, 100, KEPT_PROMPTS[0])["screening"] for n in (1, 4)]
+    assert kept_s == pytest.approx([4 * 0.4 + 32 * 0.18 * 0.1, 4 * (4 * 0.4 + 32 * 0.18 * 0.1)])
+    assert "screening" not in TEXTS.kept_s(SLOW, 100, KEPT_PROMPTS[0])
 
 
 def test_more_time_cuts_less() -> None:
