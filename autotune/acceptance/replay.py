@@ -141,7 +141,7 @@ def replay(
         overhead_ms=overhead.round_ms * (rounds - plain_steps)
         + overhead.level_ms * draft_forwards
         + overhead.node_ms * nodes,
-        draft_prefill_ms=prices.draft_prefill.ms(trace.draft_prompt_length, trace.num_visual_tokens > 0) * (rounds > 0),
+        draft_prefill_ms=prices.draft_prefill.ms(trace.draft_prompt_length, trace.num_patches) * (rounds > 0),
         step_ms=step_ms,
     )
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class TraceHeader(Document, kind="trace", made_by="autotune record"):
+class TraceHeader(Document, kind="trace", version=2, made_by="autotune record"):
     """The JSON half of a trace."""
 
     provenance: Provenance
@@ -102,6 +102,8 @@ class Trace:
     """Tokens in the draft's KV cache, without pruned visual tokens."""
     num_visual_tokens: Ints
     """Image tokens of the prompt, before pruning."""
+    num_patches: Ints
+    """Patches that a vision tower reads of the prompt's images and videos (``modeling.prompt.num_patches``)."""
     prompt_tokens: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     """Tokens of all prompts, concatenated; prompt p has ``prompt_length[p]``. Empty where they were not recorded."""
 
@@ -134,11 +136,10 @@ class Trace:
                 self.forest.retrieved[answer],
                 self.forest.match_length[answer],
             )
-            lengths = (self.prompt_length, self.draft_prompt_length, self.num_visual_tokens)
-            length, draft_length, num_visual_tokens = (int(of_prompts[p]) for of_prompts in lengths)
+            length, *others = (int(getattr(self, name)[p]) for name in PER_PROMPT)
             end = int(self.prompt_length[: p + 1].sum())
             tokens = self.prompt_tokens[end - length : end]
-            parts.append(RecordedPrompt(forest, length, draft_length, num_visual_tokens, tokens))
+            parts.append(RecordedPrompt(forest, length, *others, tokens))
         names, tasks = ([values[p] for p in prompts] for values in (header.prompts, header.tasks))
         return join(header.model_copy(update={"prompts": names, "tasks": tasks}), parts)
 
@@ -230,7 +231,12 @@ class RecordedPrompt(NamedTuple):
     prompt_length: int
     draft_prompt_length: int
     num_visual_tokens: int
+    num_patches: int = 0
     prompt_tokens: Ints = np.zeros(0, np.int64)
+
+
+PER_PROMPT = ("prompt_length", "draft_prompt_length", "num_visual_tokens", "num_patches")
+"""Names of the numbers of a prompt, in their order in ``RecordedPrompt``."""
 
 
 def join(header: TraceHeader, parts: list[RecordedPrompt]) -> Trace:
@@ -253,16 +259,14 @@ def join(header: TraceHeader, parts: list[RecordedPrompt]) -> Trace:
         ),
         answer_start=np.concatenate([[0], np.cumsum([len(f.answer) for f in forests])]).astype(np.int64),
         first_node=first_node.astype(np.int64),
-        prompt_length=np.array([part.prompt_length for part in parts], np.int64),
-        draft_prompt_length=np.array([part.draft_prompt_length for part in parts], np.int64),
-        num_visual_tokens=np.array([part.num_visual_tokens for part in parts], np.int64),
+        **{name: np.array([getattr(part, name) for part in parts], np.int64) for name in PER_PROMPT},
         prompt_tokens=np.concatenate([part.prompt_tokens for part in parts])
         if all(len(part.prompt_tokens) == part.prompt_length for part in parts)
         else np.zeros(0, np.int64),
     )
 
 
-_ARRAYS = ("answer_start", "first_node", "prompt_length", "draft_prompt_length", "num_visual_tokens", "prompt_tokens")
+_ARRAYS = ("answer_start", "first_node", *PER_PROMPT, "prompt_tokens")
 _FOREST = ("answer", "child_token", "child_logprob", "child_node", "retrieved", "match_length")
 
 

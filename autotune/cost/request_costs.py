@@ -42,16 +42,21 @@ class _LinearCosts(Document):
 
 
 class PrefillCost(_LinearCosts):
-    """Latency of a prefill, ``intercept + per_token * tokens + image``."""
+    """Latency of a prefill, ``intercept + per_token * tokens``, and with images ``image + patch * patches``."""
 
     intercept_ms: float
     per_token_ms: float
     image_ms: float
-    samples: list[tuple[int, int, float]]
-    """(tokens, images, ms)"""
+    """A pass of the vision tower, whatever it reads: on a GPU, the launches of its kernels."""
+    patch_ms: float = 0.0
+    """Per patch of all images of a prompt."""
+    samples: list[tuple[int, int, int, float]]
+    """(tokens, 1 with images and 0 without, patches, ms)"""
 
-    def ms(self, tokens: np.ndarray, has_image: np.ndarray) -> Floats:
-        return np.maximum(self.intercept_ms + self.per_token_ms * tokens + self.image_ms * has_image, 0.0)
+    def ms(self, tokens: np.ndarray, patches: np.ndarray) -> Floats:
+        """Latency of prefills of ``tokens`` [prompts] and images of ``patches`` [prompts], 0 without images."""
+        text_ms = self.intercept_ms + self.per_token_ms * tokens
+        return np.maximum(text_ms + self.image_ms * (patches > 0) + self.patch_ms * patches, 0.0)
 
 
 class Overhead(_LinearCosts):

@@ -194,10 +194,19 @@ def _surface(shape: ModelShape, limits: DatasheetLimits, tokens: tuple[int, ...]
 
 
 def _prefill(shape: ModelShape, limits: DatasheetLimits) -> PrefillCost:
+    """Latency of a prefill. A vision tower multiplies every patch by all of its weights; attention between patches,
+    about a tenth of that, is not counted.
+    """
     short, long = (step_ms(shape, limits, n, 0) for n in (64, 1024))
     per_token = (long - short) / (1024 - 64)
-    image = 2 * shape.vision_parameters * 600 / (limits.bfloat16_tflops * 1e9)  # about 600 patches
-    return PrefillCost(intercept_ms=short - 64 * per_token, per_token_ms=per_token, image_ms=image, samples=[])
+    peak = limits.float32_tflops if shape.bytes_per_parameter == 4 else limits.bfloat16_tflops
+    return PrefillCost(
+        intercept_ms=short - 64 * per_token,
+        per_token_ms=per_token,
+        image_ms=shape.vision_layers * limits.eager_layer_ms,
+        patch_ms=2 * shape.vision_parameters / (peak * 1e9),
+        samples=[],
+    )
 
 
 def estimate_table(

@@ -44,6 +44,8 @@ class ModelShape(Document):
     text_parameters: int
     """Decoder layers and head, which every step reads once."""
     vision_parameters: int
+    vision_layers: int = Field(default=0, ge=0)
+    """Layers of the vision tower; 0 where they were not counted."""
     kv_bytes_per_token: int
     bytes_per_parameter: int | float
     """Mean over the text parameters; of quantized weights with their scales, and not an integer."""
@@ -117,7 +119,7 @@ SizedDraft = tuple[ModelReference, Subnet, ModelShape]
 """A draft, the part of it that drafts, and the sizes of this part."""
 
 
-class CostTable(Document, kind="cost-table", made_by="autotune measure"):
+class CostTable(Document, kind="cost-table", version=2, made_by="autotune measure"):
     """Latencies of a target and its drafts on one device, in the mode that decodes, over (tokens, KV length, subnet).
     The batch size is 1, because the rows of a batch are decoded one after another.
     """

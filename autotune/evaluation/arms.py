@@ -36,8 +36,11 @@ class Arm(Protocol):
         del context_tokens, is_sampled
 
     def warm_up(self, inputs: dict[str, Any], settings: Prompt) -> None:
-        """Run what the first prompt of a shape runs, so that buffers grow and kernels are chosen."""
-        self.decode(inputs, settings)
+        """Decode the first tokens of the answer to the first prompt of a shape, so that buffers grow and kernels are
+        chosen.
+        """
+        few = min(settings.max_new_tokens, WARM_UP_TOKENS)
+        self.decode(inputs, settings.model_copy(update={"max_new_tokens": few}))
 
     def point_for(self, inputs: dict[str, Any], settings: Prompt) -> int:
         """Index of the operating point that decodes such a request."""

@@ -46,7 +46,7 @@ SLOW_PREFILL = 3.0
 SLOW_FORWARD = 8.0
 MAX_REPEATS = 3
 LEAST_PROMPTS = 2  # of a comparison, for which its variance is known
-SHAPE_TOKENS = 64  # prompts whose lengths round up to the same multiple have one shape
+SHAPE_TOKENS = 64  # prompts of up to so many tokens have one shape, those of up to twice as many the next one
 # Prompt lookup decoding (Saxena, 2023) is the baseline that needs no draft model. Its chain is as long as the published
 # one.
 PROMPT_LOOKUP_CHAIN = Configuration(tree={"policy": "chain", "depth": 5})
@@ -169,6 +169,8 @@ class ArmRunner:
         comparison = content_key([self.context, sorted(arm.key for arm in arms), *([repeat] if repeat else [])])
         known = self._known_runs(comparison)
         self.reserve(workload)
+        if report is not None:
+            report(0, len(workload.prompts))
         for number, prompt in enumerate(workload.prompts):
             key = self.answer_key(prompt)
             prompt_runs = {arm.name: known[arm.key, key] for arm in arms if (arm.key, key) in known}
@@ -235,8 +237,8 @@ class ArmRunner:
             length = inputs["input_ids"].shape[1]
             longest = max([length + prompt.settings.max_new_tokens, *self._reserved.values()])
             arm.prepare(longest, is_sampled=prompt.settings.temperature > 0)
-            rounded = -(-length // SHAPE_TOKENS)
-            shape = (arm.key, arm.point_for(inputs, prompt.settings), bool(prompt.pixels), rounded)
+            num_doublings = ((length - 1) // SHAPE_TOKENS).bit_length()
+            shape = (arm.key, arm.point_for(inputs, prompt.settings), bool(prompt.pixels), num_doublings)
             if shape not in self._warm:
                 arm.warm_up(inputs, prompt.settings)
                 self._warm.add(shape)

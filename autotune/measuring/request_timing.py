@@ -17,6 +17,7 @@ from autotune.device import usable_threads
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.clock import now_ms
+from autotune.modeling.prompt import num_patches
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
@@ -27,7 +28,7 @@ from autotune.workloads.workload import Workload
 
 PREFILL_REPEATS = 3
 PREFILL_THREAD_REPEATS = 8
-LEAST_PREFILLS = 3  # even after the time limit: as many as a prefill's cost has coefficients
+LEAST_PREFILLS = 3  # even after the time limit: as many as coefficients with images of one size
 # In between, two prompts of every task.
 MIN_PREFILL_PROMPTS = 6
 MAX_PREFILL_PROMPTS = 12
@@ -45,8 +46,8 @@ TREES: tuple[dict[str, Any], ...] = (
 )
 PlainStep = Callable[[], float]
 """Times a plain step, in milliseconds."""
-PrefillSamples = list[tuple[int, int, float]]
-"""(tokens, images, duration in plain steps)."""
+PrefillSamples = list[tuple[int, int, int, float]]
+"""(tokens, 1 with images, patches, duration in plain steps)."""
 OverheadRuns = list[tuple[int, int, int, int, float]]
 """(rounds, draft forwards, verified nodes, rounds with retrieval, time outside the models in plain steps)."""
 
@@ -103,13 +104,14 @@ class PrefillTimer:
 
     def _time(self, prompt: WorkloadPrompt) -> None:
         """Prefill the target, then every draft with each share of visual tokens."""
-        inputs, has_image = prompt.inputs(self.processor, self.target.device), int(bool(prompt.pixels))
+        inputs = prompt.inputs(self.processor, self.target.device)
+        patches = num_patches(self.target.model.config, inputs)
         before = self.plain_step()
         with limited_threads(self.threads):
             times = self._times_ms(inputs)
         reference_ms = math.sqrt(before * self.plain_step())
         for samples, num_tokens, ms in times:
-            samples.append((num_tokens, has_image, ms / reference_ms))
+            samples.append((num_tokens, int(patches > 0), patches, ms / reference_ms))
 
     def _times_ms(self, inputs: dict[str, Any]) -> list[tuple[PrefillSamples, int, float]]:
         """Milliseconds of every prefill, with the samples that it is one of and its number of tokens."""

@@ -24,6 +24,7 @@ from autotune.modeling.vision_timing import timed_vision
 
 # By modality: the name of the pixels among the inputs, and of the placeholder token in the config.
 _MODALITIES = {"image": ("pixel_values", "image_token_id"), "video": ("pixel_values_videos", "video_token_id")}
+USUAL_PATCH = 14  # pixels of its height and width
 # Inputs that some processors make beside pixels. Their models fail without them, with different errors.
 _BESIDE_PIXELS = {
     "pixel_values": ("image_sizes", "image_grid_thw", "batch_num_images", "image_position_ids"),
@@ -157,6 +158,17 @@ def encode(model: Any, text: TextModel, inputs: dict[str, Any]) -> Encoded:
 def has_pixels(inputs: Mapping[str, Any]) -> bool:
     """Whether the inputs hold images or videos."""
     return any(inputs.get(pixels) is not None for pixels, _ in _MODALITIES.values())
+
+
+def num_patches(config: Any, inputs: Mapping[str, Any]) -> int:
+    """Patches that a vision tower reads of the images and videos in the inputs; 0 without any. Of a tower without
+    patches, squares of ``USUAL_PATCH`` pixels are counted.
+    """
+    vision = getattr(config, "vision_config", None)
+    height, width = np.broadcast_to(getattr(vision, "patch_size", USUAL_PATCH), 2).tolist()
+    values = 3 * height * width * (getattr(vision, "temporal_patch_size", 1) or 1)
+    pixels = [inputs[name] for name, _ in _MODALITIES.values() if inputs.get(name) is not None]
+    return round(sum(of_modality.numel() for of_modality in pixels) / values)
 
 
 def placeholders_of(config: Any) -> frozenset[int]:

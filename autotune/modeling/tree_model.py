@@ -29,7 +29,7 @@ from autotune.modeling.step import Evaluated, Step, best_tokens
 from autotune.modeling.text_model import TextModel, text_model_of
 from autotune.modeling.transfer import to_device
 from autotune.modeling.tree_attention import additive_mask
-from autotune.modeling.vision_timing import vision_parts
+from autotune.modeling.vision_timing import vision_layers, vision_parts
 from autotune.trees.limits import Ints
 
 DEFAULT_CAPACITY = 1024  # tokens; the cache grows when a request needs more
@@ -94,6 +94,7 @@ class TreeModel(CachedModel):
             hidden_size=config.hidden_size,
             text_parameters=text_parameters,
             vision_parameters=sum(p.numel() for part in vision_parts(full) for p in part.parameters()),
+            vision_layers=vision_layers(full),
             kv_bytes_per_token=text.kv_bytes_per_token,
             bytes_per_parameter=num_bytes,
             layer_kernels=24 + 8 * sum("RMSNorm" in type(module).__name__ for module in text.layers[0].modules()),

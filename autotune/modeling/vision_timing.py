@@ -32,6 +32,14 @@ def vision_parts(model: Any) -> list[Any]:
     return [part for part in parts if part is not None]
 
 
+def vision_layers(model: Any) -> int:
+    """Layers of the vision tower: the longest list of modules in it; 0 for text models."""
+    from torch.nn import ModuleList
+
+    parts = (module for part in vision_parts(model) for module in part.modules())
+    return max((len(module) for module in parts if isinstance(module, ModuleList)), default=0)
+
+
 def timed_vision(model: Any) -> AbstractContextManager[ForwardClock]:
     """Add up the wall-clock time of the forward passes of tower and projector, each synchronized before and after."""
     return timed_forwards(vision_parts(model), model.device)

@@ -24,6 +24,7 @@ from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.star import StarNetwork
 from autotune.modeling import transfer
+from autotune.modeling.prompt import num_patches
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Answer, Recorder, TargetFeatures
 from autotune.runtime.token_sampler import TokenSampler
@@ -110,9 +111,11 @@ def chain_traces(
     parts = []
     for prompt, whole in zip(workload.prompts, recorder.answers(workload), strict=True):
         answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
-        outputs = recorder.target_features(prompt, prompt.inputs(recorder.processor, draft.device), answer, (layer,))
-        target, sampler = recorder.target, recorder.sampler(prompt)
-        parts.append(record_chains(target, draft, subnets, answer, outputs, depth=bounds.depth, sampler=sampler))
+        inputs, target = prompt.inputs(recorder.processor, draft.device), recorder.target
+        outputs, sampler = recorder.target_features(prompt, inputs, answer, (layer,)), recorder.sampler(prompt)
+        patches = num_patches(target.model.config, inputs)
+        recorded = record_chains(target, draft, subnets, answer, outputs, depth=bounds.depth, sampler=sampler)
+        parts.append([part._replace(num_patches=patches) for part in recorded])
     return [
         join(recorder.header(draft, draft_reference, subnet, (layer,), workload, bounds), list(of_subnet))
         for subnet, *of_subnet in zip(subnets, *parts, strict=True)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
-from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
+from autotune.acceptance.trace import PER_PROMPT, Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet, VisualInput, VisualRanking
 from autotune.drafters.checkpoint import LoadedDraft
@@ -28,7 +28,7 @@ from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.execution import EAGER
 from autotune.files import content_key, write_bytes
-from autotune.modeling.prompt import EncodedPrompt, token_rows
+from autotune.modeling.prompt import EncodedPrompt, num_patches, token_rows
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.recording.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer, write_answer
@@ -203,7 +203,9 @@ class Recorder:
                     )
                 (row,) = token_rows(inputs)
                 part = part._replace(
-                    forest=self._with_retrieved(part.forest, inputs), prompt_tokens=row.cpu().numpy().astype(np.int64)
+                    forest=self._with_retrieved(part.forest, inputs),
+                    num_patches=num_patches(self.target.model.config, inputs),
+                    prompt_tokens=row.cpu().numpy().astype(np.int64),
                 )
                 _write_part(path, part)
             parts.append(part)
@@ -295,15 +297,15 @@ def _read_part(path: Path) -> RecordedPrompt | None:
     try:
         arrays = load(path.read_bytes())
         forest = Forest(*(arrays[name] for name in _FOREST))
-        length, draft_length, num_visual_tokens = map(int, arrays["lengths"])
-        return RecordedPrompt(forest, length, draft_length, num_visual_tokens, arrays["prompt_tokens"])
+        lengths = dict(zip(PER_PROMPT, arrays["lengths"].tolist(), strict=True))
+        return RecordedPrompt(forest, **lengths, prompt_tokens=arrays["prompt_tokens"])
     except (OSError, SafetensorError, KeyError, ValueError, TypeError):
         return None
 
 
 def _write_part(path: Path, part: RecordedPrompt) -> None:
     arrays = {name: np.ascontiguousarray(getattr(part.forest, name)) for name in _FOREST}
-    lengths = np.array([part.prompt_length, part.draft_prompt_length, part.num_visual_tokens])
+    lengths = np.array([getattr(part, name) for name in PER_PROMPT])
     write_bytes(path, save({**arrays, "lengths": lengths, "prompt_tokens": part.prompt_tokens}))
 
 

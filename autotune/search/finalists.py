@@ -230,7 +230,7 @@ def _fitting(
 def block_s(configurations: Sequence[Configuration], confirming: Evaluator, num_prompts: int) -> float:
     """Predicted duration of runs of plain decoding and of these configurations, with their warm-ups, in seconds."""
     trace = next(iter(confirming.traces.values()))
-    prefill_ms = confirming.table.prefill.ms(trace.prompt_length, trace.num_visual_tokens > 0)
+    prefill_ms = confirming.table.prefill.ms(trace.prompt_length, trace.num_patches)
     prefill_s, plain_s = float(np.mean(prefill_ms)) / 1e3, float(confirming.ar_ms.mean()) / 1e3
     decode_s = [plain_s, *(plain_s / (confirming.speedup(c) or 1.0) for c in configurations)]
     return sum(num_prompts * (prefill_s + s) + prefill_s + min(WARM_UP_S, s) for s in decode_s)

@@ -165,6 +165,7 @@ class _SearchRun:
         size = SearchSize(
             num_priced=len(priced_variants(self.variants)),
             num_variants=len(self.variants),
+            num_drafts=len(pool.references),
             num_survivors=min(len(self.variants), max(self.space.survivors, len(pool.references))),
             answer_tokens=[prompt.settings.max_new_tokens for prompt in self.tune.prompts],
             num_evaluate_prompts=len(self.evaluate.prompts),

@@ -39,6 +39,9 @@ FULL_TABLE = 8  # times the smallest
 TRACE_STEPS = 1.0  # of a draft's proposals at one position of an answer
 SCREENED_TOKENS = 8 * 64
 SCREENING_STEPS = 0.18  # of a chain at one position of an answer
+# Of the cheap chain of each draft (``screening.FIRST_BOUNDS``).
+FIRST_PROMPTS = 2
+FIRST_TOKENS = 2 * 16
 FULL_FINALIST_RUNS = 13 * 32  # arms times prompts
 EVALUATED_ARMS = 4  # plain decoding, the profile, the best default and Hugging Face
 
@@ -102,6 +105,7 @@ class SearchSize:
     """Draft variants that are screened."""
     num_survivors: int
     """Draft variants whose traces are recorded."""
+    num_drafts: int
     answer_tokens: Sequence[int]
     """Limit of the answer of each tuning prompt."""
     num_evaluate_prompts: int
@@ -132,6 +136,9 @@ class SearchSize:
         answer_s = rates.answer_s(num_tokens)
         traced_s = answer_s + self.num_survivors * num_tokens * TRACE_STEPS * rates.step_s
         kept = {"traces": thresholds.MIN_TRACED_PROMPTS * traced_s}
+        if self.num_variants > self.num_survivors:
+            chains_s = 2 * FIRST_PROMPTS * rates.prefill_s + FIRST_TOKENS * SCREENING_STEPS * rates.step_s
+            kept["screening"] = self.num_drafts * chains_s
         if self.is_measured:
             kept["cost table"] = rates.table_s(self.num_priced)
             warm_up_s = min(WARM_UP_S, traced_s)

@@ -1,7 +1,8 @@
 """Screening: every subnet of every draft is evaluated, as STAR chooses among its subnets, the promising ones first.
 
-The whole subnet of each draft comes first, then a few shares of visual tokens, then the subnets that are nearest to the
-best one of each draft that can still win, so that a deadline leaves out those that are least likely to win.
+A cheap chain of each draft comes first, so that all drafts are compared in any budget, and the whole subnet of each
+draft next. A few shares of visual tokens follow, then the subnets that are nearest to the best one of each draft that
+can still win, so that a deadline leaves out those that are least likely to win.
 
 A subnet's speed is predicted from chains along recorded answers and the cost table. Subnets of a supernet that differ
 in heads only are recorded together (``recording.chain_recorder``); their chains are the chains of the recorder of
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune.acceptance.trace import bounds_for
+from autotune.acceptance.trace import ForestBounds, bounds_for
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, variants_json
@@ -36,6 +37,8 @@ DEPTHS = range(1, 9)  # of the chains
 NUM_PROMPTS = 8
 NUM_TOKENS = 64  # of each answer, the same for all subnets
 BOUNDS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_tokens": NUM_TOKENS})
+FIRST_PROMPTS = 2  # of the cheap chain of each draft
+FIRST_BOUNDS = BOUNDS.model_copy(update={"answer_tokens": 16})
 MAX_TOGETHER = 8  # subnets in a unit of work
 ROUND_SIZE = 4  # units of each process between two rankings
 
@@ -59,8 +62,9 @@ def screen(
     """Predict the speed of every variant with its best chain; returns the fastest first.
 
     Every variant is a record of the ledger. Where that takes long, ``jobs`` processes share the work (None: one per
-    core). No variant is begun that would end after ``deadline``, of ``time.monotonic``; the whole subnet of every draft
-    may end until ``limit``. The target's answers are kept in ``folder``.
+    core). No variant is begun that would end after ``deadline``, of ``time.monotonic``; a cheap chain and the whole
+    subnet of every draft may end until ``limit``. Drafts for which there was no time are named. The target's answers
+    are kept in ``folder``.
     """
     num_processes = 1 + model_pool.worker_limits(jobs)[0]
     given = (variants, table, workload, folder)
@@ -72,6 +76,10 @@ def screen(
         screened = screen_units(model_pool, 0, ledger, given, times, workers.reporting(update))
     if len(screened) < len(variants):
         console.say(f"{len(screened)} of {len(variants)} subnets were screened in their share of the budget")
+    if missing := {draft: None for draft, _ in variants if all(draft != subnet.draft for subnet in screened)}:
+        console.say(
+            f"not compared: {', '.join(missing)}; there was no time for them: give a longer --budget, or fewer --draft"
+        )
     return screened
 
 
@@ -86,13 +94,20 @@ def screen_units(
     """Make the records that no other process makes, the promising ones first; returns what is known, the
     fastest first.
     """
-    (waiting, screen_together), (deadline, limit, num_processes) = _screening_units(model_pool, *given), times
-    num_units, records = len(waiting), dict[str, Record]()
+    deadline, limit, num_processes = times
+    variants, *described = given
+    records: dict[str, Record] = {}
+    of_drafts = [next(variant for variant in variants if variant[0] == draft) for draft in dict(variants)]
+    first, screen_first = _screening_units(model_pool, of_drafts, *described, FIRST_PROMPTS, FIRST_BOUNDS)
+    for number, (key, group) in enumerate(first.items()):
+        until = limit if number else math.inf
+        records |= ledger.work("first chains", {key: partial(screen_first, group)}, deadline=until)
+    waiting, screen_together = _screening_units(model_pool, *given)
+    num_units = len(waiting)
     whole: dict[str, str] = {}
     for key, group in waiting.items():
         whole.setdefault(group[0][0], key)
-    some, *others = whole.values()
-    phases = [([some], math.inf), (others, limit), (_coarse(waiting, whole), deadline)]
+    phases = [(list(whole.values()), limit), (_coarse(waiting, whole), deadline)]
 
     def screen_groups(chosen: Sequence[str], deadline: float) -> bool:
         """Whether there was time for all of them."""
@@ -152,12 +167,18 @@ def _distance(subnet: Subnet, best: Subnet) -> float:
 
 
 def _screening_units(
-    model_pool: ModelPool, variants: Sequence[DraftVariant], table: CostTable, workload: Workload, folder: Path
+    model_pool: ModelPool,
+    variants: Sequence[DraftVariant],
+    table: CostTable,
+    workload: Workload,
+    folder: Path,
+    num_prompts: int = NUM_PROMPTS,
+    bounds: ForestBounds = BOUNDS,
 ) -> Units:
     """Groups of variants that are recorded together, by a key that contains everything that their record depends on,
     and the function that finds the best chain of each variant of a group.
     """
-    prompts = workload.cut(NUM_PROMPTS)
+    prompts = workload.cut(num_prompts)
     recorder = model_pool.recorder(folder)
     read = [model_pool.draft(d).aux_layers if s.injection_layer is None else [s.injection_layer] for d, s in variants]
     recorder.layers = tuple(sorted(set(itertools.chain.from_iterable(read))))
@@ -166,16 +187,16 @@ def _screening_units(
     def screen_together(group: Group) -> Record:
         draft, subnets = group[0][0], [subnet for _, subnet in group]
         if len(group) == 1:
-            traces = [model_pool.trace(recorder, group[0], prompts, BOUNDS)]
+            traces = [model_pool.trace(recorder, group[0], prompts, bounds)]
         else:
             supernet = model_pool.draft(draft, Subnet(vocabulary=subnets[0].vocabulary, weights=subnets[0].weights))
             reference = model_pool.references[draft]
-            traces = chain_traces(recorder, supernet, reference, prompts, subnets, BOUNDS)
+            traces = chain_traces(recorder, supernet, reference, prompts, subnets, bounds)
         evaluator = Evaluator(traces, table, jobs=1)
         return record_of([_best_chain(evaluator, draft, subnet) for subnet in subnets])
 
     answers = model_pool.answer_keys.of_workload(prompts)
-    common = [model_pool.key, "best chains", table.content_hash, answers, BOUNDS.model_dump()]
+    common = [model_pool.key, "best chains", table.content_hash, answers, bounds.model_dump()]
     groups = _recorded_together(model_pool, variants)
     return {content_key([common, variants_json(group)]): group for group in groups}, screen_together
 
@@ -205,8 +226,9 @@ def _best_chain(evaluator: Evaluator, draft: str, subnet: Subnet) -> ScreenedSub
 
 
 def _ranked(records: Mapping[str, Record]) -> list[ScreenedSubnet]:
-    screened = (subnet for record in records.values() for subnet in screened_in(record))
-    return sorted(screened, key=lambda subnet: subnet.rank)
+    """Of several records of a variant, the last one counts: not the first chain where the whole subnet was screened."""
+    screened = {subnet.variant: subnet for record in records.values() for subnet in screened_in(record)}
+    return sorted(screened.values(), key=lambda subnet: subnet.rank)
 
 
 def survivors(screened: Sequence[ScreenedSubnet], count: int) -> list[DraftVariant]:

@@ -112,6 +112,8 @@ def hash_trace(seed: int, *, num_prompts: int, num_tokens: int) -> Trace:
     nothing = np.zeros((0, HASH_PROPOSALS), np.int64)
     forest = Forest(np.array(answer), nothing, nothing.astype(np.float32), nothing)
     starts = np.arange(num_prompts + 1) * num_tokens
-    trace = Trace(header(num_prompts, bounds=bounds), forest, starts, starts[:-1], lengths, lengths, 0 * lengths)
+    trace = Trace(
+        header(num_prompts, bounds=bounds), forest, starts, starts[:-1], lengths, lengths, 0 * lengths, 0 * lengths
+    )
     trace.__dict__["packed"] = PackedForest(proposals, np.array(root_row, np.int32))
     return trace

@@ -325,16 +325,16 @@ NODES = [
 
 def trace_by_hand() -> Trace:
     bounds = ForestBounds(depth=2, num_proposals=2)
-    return join(header(1, bounds=bounds), [RecordedPrompt(forest_of(ANSWER, NODES), 9, 5, 4)])
+    return join(header(1, bounds=bounds), [RecordedPrompt(forest_of(ANSWER, NODES), 9, 5, 4, 16)])
 
 
 def prices_by_hand() -> DensePrices:
     """A draft level of n tokens takes n ms, the first of a round 0.5 ms more, a verification of n nodes 10 n ms; every
-    4 cached tokens add 0.1, 0.1 and 1 ms. The draft's prefill takes 1 ms + 0.5 ms per token + 2 ms with an image;
-    overhead is 0.25 ms per round, 0.125 ms per level and 0.0625 ms per verified node.
+    4 cached tokens add 0.1, 0.1 and 1 ms. The draft's prefill takes 1 ms + 0.5 ms per token, and with an image 1 ms +
+    1/16 ms per patch; overhead is 0.25 ms per round, 0.125 ms per level and 0.0625 ms per verified node.
     """
     tokens, bins = np.arange(5.0)[:, None], np.arange(6.0)[None, :]
-    prefill = PrefillCost(intercept_ms=1, per_token_ms=0.5, image_ms=2, samples=[])
+    prefill = PrefillCost(intercept_ms=1, per_token_ms=0.5, image_ms=1, patch_ms=1 / 16, samples=[])
     draft = tokens + 0.1 * bins
     overhead = Overhead(round_ms=0.25, level_ms=0.125, node_ms=0.0625)
     return DensePrices(5 + bins[0], draft + 0.5, draft, 10 * tokens + bins, 4, overhead, prefill)

@@ -75,13 +75,16 @@ def test_a_saved_trace_loads_equal(tmp_path: Path) -> None:
     for trace in (two_prompts(), random_trace(0)):
         save_trace(path, trace)
         assert_equal(load_trace(path), trace)
-    assert json.loads(path.read_text())["schema"] == "autotune.trace/1"
+    assert json.loads(path.read_text())["schema"] == "autotune.trace/2"
     assert sorted(p.name for p in path.parent.iterdir()) == ["keep-0.5.trace.json", "keep-0.5.trace.safetensors"]
 
 
 def test_tokens_of_prompts_are_kept(tmp_path: Path) -> None:
     """They are left out where one prompt lacks them."""
-    parts = [RecordedPrompt(FIRST, 3, 3, 0, np.array([1, 2, 3])), RecordedPrompt(SECOND, 2, 2, 0, np.array([8, 9]))]
+    parts = [
+        RecordedPrompt(FIRST, 3, 3, 0, 0, np.array([1, 2, 3])),
+        RecordedPrompt(SECOND, 2, 2, 0, 0, np.array([8, 9])),
+    ]
     bounds = ForestBounds(depth=2, num_proposals=2)
     trace = join(header(2, bounds=bounds), parts)
     assert trace.prompt_tokens.tolist() == [1, 2, 3, 8, 9]
@@ -127,8 +130,8 @@ def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
     for change, message in (
         ({"subnt": {}}, "unknown key 'subnt'; did you mean 'subnet'"),
         ({"subnet": {"visual_keep": 0.0}}, "subnet.visual_keep"),
-        ({"schema": "autotune.trace/3"}, "this program reads schema 'autotune.trace/1'"),
-        ({"schema": "autotune.cost-table/1"}, "schema must be 'autotune.trace/1'"),
+        ({"schema": "autotune.trace/3"}, "this program reads schema 'autotune.trace/2'"),
+        ({"schema": "autotune.cost-table/1"}, "schema must be 'autotune.trace/2'"),
         ({"bounds": {"depth": 99}}, "bounds.depth"),
     ):
         path.write_text(json.dumps({**content, **change}))

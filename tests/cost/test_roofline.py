@@ -235,3 +235,15 @@ def test_estimate_is_scaled_to_tables_of_other_models() -> None:
     ]
     table = estimate(*unusable)
     assert table.num_anchors == 0 and step(table) == step(estimate())
+
+
+def test_an_image_costs_its_patches_and_the_launches_of_the_tower() -> None:
+    """OneVision's largest image has 7,290 patches: twice a gigaflop and more for each, and 26 layers of launches."""
+    text, seeing = LARGE, LARGE.model_copy(update={"vision_parameters": 4 * 10**8, "vision_layers": 26})
+    limits = find_limits("h100")
+    assert limits is not None
+    patches = np.array([0, 1, 729, 7290])
+    without, with_tower = (estimated(SHAPE, shape).prefill.ms(np.zeros(4), patches) for shape in (text, seeing))
+    tower_ms = 26 * limits.eager_layer_ms * (patches > 0) + patches * 2 * 4e8 / (limits.bfloat16_tflops * 1e9)
+    np.testing.assert_allclose(with_tower - without, tower_ms)
+    assert not np.ptp(without), "a model without a tower"

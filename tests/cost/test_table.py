@@ -18,7 +18,8 @@ from tests.sample_documents import DEVICE, DRAFT, TARGET, cost_table, surface
 
 
 def fit_prefill(samples: list[tuple[int, int, float]]) -> PrefillCost:
-    (cost,) = fit_costs(PrefillCost, [samples])
+    """Of (tokens, patches, ms)."""
+    (cost,) = fit_costs(PrefillCost, [[(n, int(patches > 0), patches, ms) for n, patches, ms in samples]])
     return cost
 
 
@@ -30,12 +31,14 @@ def fit_overhead(samples: list[tuple[int, int, int, int, float]]) -> Overhead:
 def test_prefill_coefficients_are_recovered() -> None:
     """Exactly from exact samples, approximately from noisy ones."""
     rng = np.random.default_rng(0)
-    sizes = [(int(n), int(i)) for n, i in zip(rng.integers(10, 500, 60), rng.integers(0, 2, 60), strict=True)]
-    exact = fit_prefill([(n, i, 3.0 + 0.05 * n + 7.0 * i) for n, i in sizes])
-    assert (exact.intercept_ms, exact.per_token_ms, exact.image_ms) == pytest.approx((3.0, 0.05, 7.0))
-    noisy = fit_prefill([(n, i, 3.0 + 0.05 * n + 7.0 * i + rng.normal(0, 0.1)) for n, i in sizes])
-    assert (noisy.intercept_ms, noisy.per_token_ms, noisy.image_ms) == pytest.approx((3.0, 0.05, 7.0), rel=0.1)
-    np.testing.assert_allclose(exact.ms(np.array([100, 100]), np.array([False, True])), [8.0, 15.0])
+    sizes = rng.integers((10, 0), (500, 4), (60, 2)) * (1, 600)  # of no image to OneVision's largest
+    line = [(int(n), int(p), 3.0 + 0.05 * n + 7.0 * (p > 0) + 0.02 * p) for n, p in sizes]
+    exact = fit_prefill(line)
+    found = [getattr(exact, name) for name in PrefillCost.names()]
+    assert found == pytest.approx([3.0, 0.05, 7.0, 0.02])
+    noisy = fit_prefill([(n, p, ms + rng.normal(0, 0.1)) for n, p, ms in line])
+    assert [getattr(noisy, name) for name in PrefillCost.names()] == pytest.approx(found, rel=0.1)
+    np.testing.assert_allclose(exact.ms(np.array([100, 100, 100]), np.array([0, 600, 7290])), [8.0, 27.0, 160.8])
 
 
 def test_prefill_costs_are_not_negative() -> None:
@@ -63,7 +66,7 @@ def test_prefill_error_is_cross_validated() -> None:
 def test_only_prompt_with_an_image_is_not_cross_validated() -> None:
     """The other prompts cannot predict the cost of an image."""
     fitted = fit_prefill([*((n, 0, 3.0 + 0.05 * n) for n in (50, 100, 150)), (200, 1, 20.0)])
-    assert fitted.image_ms == pytest.approx(7.0)
+    assert fitted.image_ms + fitted.patch_ms == pytest.approx(7.0)
     assert fitted.held_out_error == pytest.approx(0.0, abs=1e-9)
 
 
@@ -211,8 +214,8 @@ def test_drafts_with_few_samples_have_the_overhead_of_the_others() -> None:
 
 def test_subnets_share_the_line_of_a_prefill() -> None:
     """Two prompts tell the scale of a subnet, not its own intercept."""
-    whole = [(n, 0, 2.0 + 0.02 * n) for n in (50, 100, 150, 200) for _ in range(3)]
-    half = [(n, 0, 0.7 * (2.0 + 0.02 * n)) for n in (100, 150) for _ in range(3)]
+    whole = [(n, 0, 0, 2.0 + 0.02 * n) for n in (50, 100, 150, 200) for _ in range(3)]
+    half = [(n, 0, 0, 0.7 * (2.0 + 0.02 * n)) for n in (100, 150) for _ in range(3)]
     both = fit_costs(PrefillCost, [whole, half])
     assert both[1].per_token_ms / both[0].per_token_ms == pytest.approx(both[1].intercept_ms / both[0].intercept_ms)
     assert both[1].per_token_ms == pytest.approx(0.7 * 0.02, rel=0.05)
@@ -311,8 +314,8 @@ def test_a_table_with_a_draft_of_whole_blocks_is_refused() -> None:
 
 def test_table_of_another_version_names_the_command(tmp_path: Path) -> None:
     path = tmp_path / "other.cost.json"
-    path.write_text(cost_table().dump().replace("cost-table/1", "cost-table/2"))
-    with pytest.raises(UserError, match=r"got 'autotune.cost-table/2'; make the file again with autotune measure"):
+    path.write_text(cost_table().dump().replace("cost-table/2", "cost-table/3"))
+    with pytest.raises(UserError, match=r"got 'autotune.cost-table/3'; make the file again with autotune measure"):
         CostTable.load(path)
 
 

@@ -102,21 +102,35 @@ def test_a_torn_ledger_loses_the_torn_line(started: Callable[..., ArmRunner], ev
 
 
 def test_an_arm_is_warmed_up_for_every_shape(runner: ArmRunner, evaluate: Workload, processor: Any) -> None:
-    """Prompts of up to 64 tokens have one shape, longer ones and those with an image others."""
+    """Prompts of up to 64 tokens have one shape, those of up to 128, 256, ... and those with an image others, so that
+    images of many sizes warm up a few times. Progress is reported before the first warm-up.
+    """
 
     def prompt(name: str, num_words: int, pixels: tuple[Any, ...] = ()) -> WorkloadPrompt:
         return WorkloadPrompt(name, Prompt(prompt=f"{name}{' a' * num_words}", max_new_tokens=2), pixels)
 
     image = evaluate.prompts[1].pixels
     prompts = [prompt("s", 1), prompt("t", 2), prompt("long", 40), prompt("seen", 1, image)]
-    prompts += [prompt("as long", 41), prompt("s", 2, image)]
+    prompts += [prompt("as long", 41), prompt("s", 2, image), prompt("longer", 100), prompt("longer too", 70)]
     lengths = [p.inputs(processor)["input_ids"].shape[1] for p in prompts]
     assert max(lengths[0], lengths[1], lengths[5]) <= SHAPE_TOKENS < lengths[2]
-    arms = [StubArm(AR), StubArm("hf")]
-    runner.compare(arms, Workload("shapes", "evaluate", tuple(prompts)))
+    assert 2 * SHAPE_TOKENS < lengths[7] <= lengths[6] - 30 < 4 * SHAPE_TOKENS
+    arms, reported = [StubArm(AR), StubArm("hf")], list[tuple[int, int, int]]()
+    workload = Workload("shapes", "evaluate", tuple(prompts))
+    runner.compare(arms, workload, report=lambda *count: reported.append((*count, len(arms[0].warmed_up))))
+    assert reported[0] == (0, 8, 0) and reported[-1][:2] == (8, 8)
     for arm in arms:
-        assert [text.split(" a")[0] for text in arm.prompts] == ["s", "t", "long", "seen", "as long", "s"]
-        assert [text.split(" a")[0] for text in arm.warmed_up] == ["s", "long", "seen"]
+        assert [text.split(" a")[0] for text in arm.prompts] == [
+            "s",
+            "t",
+            "long",
+            "seen",
+            "as long",
+            "s",
+            "longer",
+            "longer too",
+        ]
+        assert [text.split(" a")[0] for text in arm.warmed_up] == ["s", "long", "seen", "longer"]
 
 
 def test_arms_take_turns_in_a_random_order_that_the_seed_repeats(runner: ArmRunner, evaluate: Workload) -> None:
@@ -169,7 +183,7 @@ def test_past_the_deadline_it_ends_with_whole_prompts(runner: ArmRunner, evaluat
         min_prompts=2,
         report=lambda *args: reported.append(args),
     )
-    assert [len(found) for found in runs.values()] == [2, 2] and reported == [(1, 3), (2, 3)]
+    assert [len(found) for found in runs.values()] == [2, 2] and reported == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_a_disturbed_run_is_measured_again(started: Callable[..., ArmRunner], evaluate: Workload, ledger: Path) -> None:

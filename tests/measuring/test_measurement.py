@@ -148,7 +148,7 @@ def test_table_has_the_shapes_of_its_models(table: CostTable) -> None:
     target, draft = table.target_shape, table.drafts[0].shape
     assert target is not None and draft is not None
     assert target.num_layers > draft.num_layers and target.text_parameters > draft.text_parameters > 0
-    assert target.vision_parameters > 0
+    assert target.vision_parameters > 0 and target.vision_layers == 1
 
 
 def test_samples_are_kept(table: CostTable) -> None:
@@ -160,8 +160,8 @@ def test_samples_are_kept(table: CostTable) -> None:
     assert overhead.round_ms >= 0 and overhead.level_ms >= 0
     assert len(overhead.samples) == 4 * 4, "four kinds of trees, four prompts"
     for prefill in (table.prefill, costs.prefill):
-        assert {images for _, images, _ in prefill.samples} == {0, 1}
-        assert all(tokens > 0 and ms > 0 for tokens, _, ms in prefill.samples)
+        assert {tuple(counts) for _, *counts, _ in prefill.samples} == {(0, 0), (1, NUM_VISUAL_TOKENS)}
+        assert all(tokens > 0 and ms > 0 for tokens, *_, ms in prefill.samples)
 
 
 def test_table_names_device_precision_and_models(table: CostTable, pair: Pair) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from autotune.modeling import vision_timing
+from autotune.modeling.prompt import num_patches
 from autotune.modeling.target import Target
-from autotune.modeling.vision_timing import timed_vision, vision_parts
+from autotune.modeling.vision_timing import timed_vision, vision_layers, vision_parts
+from tests.families import FAMILIES, random_inputs
 from tests.modeling.abacus import Abacus
 from tests.tiny_models import Inputs, Pair
 
@@ -53,3 +56,21 @@ def test_hooks_are_removed_after_an_error(pair: Pair) -> None:
         assert tower._forward_hooks
         raise KeyError
     assert not tower._forward_hooks and not tower._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", ["llava_pixtral", "llava_next_llama", "llava_onevision", "qwen2_5_vl", "gemma3"])
+def test_patches_are_those_that_the_tower_embeds(name: str) -> None:
+    """Several images: tiles, resolutions of their own, videos of Qwen, whose patches span two frames."""
+    family = FAMILIES[name]
+    model, processor, rng = family.model(1).eval(), family.processor(), np.random.default_rng(0)
+    assert vision_layers(model) == 2
+    embedded: list[int] = []
+    for module in vision_parts(model)[0].modules():
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d):
+            module.register_forward_hook(lambda conv, _, out: embedded.append(out.numel() // conv.out_channels))
+    for sight in family.sees:
+        inputs = random_inputs(family, processor, rng, sight=sight)
+        Target(model).encode(dict(inputs))
+        assert num_patches(model.config, inputs) == sum(embedded) > 0
+        embedded.clear()
+    assert num_patches(model.config, {"input_ids": inputs["input_ids"]}) == 0

@@ -230,6 +230,8 @@ def test_placeholders_are_read_as_text(
     seen = record(recorder, draft, draft_reference, two)
     assert trace.header.visual_input == "placeholders" != seen.header.visual_input and not draft.reads_placeholders
     assert trace.num_visual_tokens.tolist() == seen.num_visual_tokens.tolist() == [0, NUM_VISUAL_TOKENS]
+    assert seen.num_patches.tolist() == [0, NUM_VISUAL_TOKENS]
+    assert record(recorder, draft, draft_reference, two).num_patches.tolist() == [0, NUM_VISUAL_TOKENS], "read again"
     assert trace.draft_prompt_length.tolist() == trace.prompt_length.tolist()
     for number, answer in enumerate(recorder.answers(two)):
         forest = trace.select([number]).forest

@@ -39,6 +39,7 @@ DIGITS = SearchSize(
     num_priced=7,
     num_variants=230,
     num_survivors=4,
+    num_drafts=2,
     answer_tokens=[24] * 36 + [160] * 12,
     num_evaluate_prompts=64,
     num_processes=2,
@@ -47,7 +48,13 @@ FAST = Rates(prefill_s=0.02, step_s=0.004)
 SLOW = Rates(prefill_s=0.4, step_s=0.1)
 """A target of 0.3 B parameters on two cores."""
 TEXTS = SearchSize(
-    num_priced=1, num_variants=1, num_survivors=1, answer_tokens=[256] * 40, num_evaluate_prompts=40, num_processes=1
+    num_priced=1,
+    num_variants=1,
+    num_survivors=1,
+    num_drafts=1,
+    answer_tokens=[256] * 40,
+    num_evaluate_prompts=40,
+    num_processes=1,
 )
 
 
@@ -119,8 +126,9 @@ def test_a_plan_that_cannot_decide_says_with_what_it_would(longest: int) -> None
     ).describe(few)
 
 
-def test_prompts_with_images_are_timed_beside_those_without() -> None:
+def test_prompts_with_images_are_timed_beside_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of four prompts have an image, and take a second longer to read."""
+    monkeypatch.setattr("autotune.search.plan.time", SimpleNamespace(monotonic=lambda: 0.0))
     lengths = [0, 1, 1, 1]
 
     class Plain:
@@ -141,8 +149,15 @@ def test_prompts_with_images_are_timed_beside_those_without() -> None:
         for number in lengths
     ]
     rates = measure_rates(cast(Any, Plain()), cast(Any, SimpleNamespace(prompts=prompts)))
-    assert rates.prefill_s == pytest.approx(0.1 + 0.75, abs=0.02)
+    assert rates.prefill_s == pytest.approx(0.1 + 0.75)
     assert rates.step_s == pytest.approx((0.25 * 50 + 0.75 * 60) / (RATE_TOKENS - 1) / 1e3)
+
+
+def test_a_cheap_chain_of_each_draft_is_kept() -> None:
+    """On two prompts with two prefills each, of 32 positions; where nothing is screened, no time is kept for it."""
+    kept_s = [replace(DIGITS, num_drafts=n).kept_s(SLOW, 100, KEPT_PROMPTS[0])["screening"] for n in (1, 4)]
+    assert kept_s == pytest.approx([4 * 0.4 + 32 * 0.18 * 0.1, 4 * (4 * 0.4 + 32 * 0.18 * 0.1)])
+    assert "screening" not in TEXTS.kept_s(SLOW, 100, KEPT_PROMPTS[0])
 
 
 def test_more_time_cuts_less() -> None:

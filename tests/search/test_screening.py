@@ -154,9 +154,9 @@ def test_screening_resumes_from_its_records(
 
     trace = ModelPool.trace
 
-    def alone(pool: ModelPool, recorder: Recorder, variant: Any, *args: Any) -> Any:
-        recorded.append(variant)
-        return trace(pool, recorder, variant, *args)
+    def alone(pool: ModelPool, recorder: Recorder, variant: Any, prompts: Workload, bounds: Any) -> Any:
+        recorded.extend([variant] * (bounds == screening.BOUNDS))  # the cheap chains are not counted
+        return trace(pool, recorder, variant, prompts, bounds)
 
     def together(recorder: Recorder, draft: Any, reference: Any, prompts: Any, subnets: Any, bounds: Any) -> Any:
         recorded.extend((reference.id, subnet) for subnet in subnets)
@@ -179,8 +179,8 @@ def test_screening_resumes_from_its_records(
 def test_promising_subnets_are_screened_first(
     model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole subnet of each draft, a few shares of visual tokens, then the neighbours of the best; all of them in
-    the end.
+    """A cheap chain of each draft, its whole subnet, a few shares of visual tokens, then the neighbours of the best;
+    all of them in the end.
     """
     star, independent = model_pool.references
     by_block = {"heads": [1.0, 0.5, 0.25], "heads_by_block": True}
@@ -189,7 +189,7 @@ def test_promising_subnets_are_screened_first(
     speeds: dict[str, float] = {star: 2.0, independent: 1.4}
     order: list[tuple[str, list[Subnet]]] = []
 
-    def unit(pool: ModelPool, variants: Any, *_: Any) -> Any:
+    def unit(pool: ModelPool, variants: Any, *others: Any) -> Any:
         def screen_together(group: Any) -> Any:
             draft, subnets = group[0][0], [subnet for _, subnet in group]
             order.append((draft, subnets))
@@ -199,14 +199,16 @@ def test_promising_subnets_are_screened_first(
             )
 
         groups = screening._recorded_together(pool, variants)
-        return {str(number): group for number, group in enumerate(groups)}, screen_together
+        return {f"{len(others)}-{number}": group for number, group in enumerate(groups)}, screen_together
 
     monkeypatch.setattr(screening, "_screening_units", unit)
     arguments = model_pool, variants, table, workload, tmp_path
     ledger = Ledger(tmp_path / "ledger.sqlite")
     found = screen(*arguments, ledger, Console(), jobs=1)
     assert len(found) == len(variants) and max(len(subnets) for _, subnets in order) == MAX_TOGETHER
-    assert [draft for draft, _ in order[:2]] == [star, independent]
+    first, order = order[:2], order[2:]
+    assert [draft for draft, _ in first] == [draft for draft, _ in order[:2]] == [star, independent]
+    assert [subnets for _, subnets in first] == [[order[0][1][0]], [order[1][1][0]]], "one subnet of each"
     assert order[0][1][0].heads is None and {len(set(s.head_shares)) for s in order[0][1][:3]} == {1}
     assert [(draft, subnets[0].visual_keep) for draft, subnets in order[2:6]] == [
         (draft, keep) for draft in (star, independent) for keep in (0.5, 0.1)
@@ -265,9 +267,29 @@ def test_screening_ends_at_its_deadline(
     late = screen(*arguments, deadline=time.monotonic() - 1)
     assert {one.draft for one in late} == set(model_pool.references)
     assert {one.variant for one in late} >= {next(v for v in variants if v[0] == d) for d in model_pool.references}
-    assert f"{len(late)} of {len(variants)} subnets were screened" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{len(late)} of {len(variants)} subnets were screened" in said and "not compared" not in said
     assert len(late) < len(screen(*arguments)) == len(variants)
     assert len(screen(*arguments, deadline=time.monotonic() - 1)) == len(variants), "records that exist are used"
+
+
+def test_drafts_without_time_for_a_chain_are_named(
+    model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Time for one chain is all there is: the first draft's."""
+    first, second = model_pool.references
+    variants, ledger = model_pool.subnets(SearchSpace.model_validate(GRID)), Ledger(tmp_path / "ledger.sqlite")
+    past = time.monotonic() - 1
+    late = screen(model_pool, variants, table, workload, tmp_path, ledger, Console(), deadline=past, limit=past)
+    assert [one.variant for one in late] == [variants[0]]
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        f"not compared: {second}; there was no time" in said.replace("- ", "-")
+        and first not in said.partition("not compared")[2]
+    )
+    assert {
+        one.draft for one in screen(model_pool, variants, table, workload, tmp_path, ledger, Console(), deadline=past)
+    } == {first, second}, "as long as later stages keep their time, each draft has a chain"
 
 
 def test_traces_end_at_their_deadline(
