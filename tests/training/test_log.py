@@ -66,6 +66,18 @@ def test_the_expected_agreement_errs_as_is_said(tmp_path: Path) -> None:
     assert expected_agreement(tmp_path / "none.jsonl", [100]) is None
 
 
+@pytest.mark.parametrize(
+    ("held_out", "least", "most"),
+    [([0.79, 0.94], 0.95, 0.99), ([0.0, 0.0], 0.0, 0.01), ([1.0, 1.0], 0.99, 1.0), ([0.6, 0.2], 0.02, 0.1)],
+)
+def test_the_expected_agreement_is_a_share(held_out: list[float], least: float, most: float, tmp_path: Path) -> None:
+    """After a fast start, which a straight line continues to 109 %, and after none."""
+    records = [{"stage": 0, "step": 100 * n, "held_out_agreement": found} for n, found in enumerate(held_out, start=1)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = expected_agreement(tmp_path / "log.jsonl", [400])
+    assert found is not None and least <= found[0] <= most
+
+
 OUT_OF_MEMORY = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"),
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),

@@ -524,6 +524,10 @@ def test_more_processes_than_examples_in_a_batch(recipe: Callable[..., Path]) ->
         ),
         ({"initial_weights": "stored"}, "unknown key 'initial_weights'"),
         (
+            {"draft": {**SIZES, "num_heads": 6}},
+            r"recipe\.yaml: num_heads must be a multiple of 4, because .* of them; give 4, 8 or 12$",
+        ),
+        (
             {"data": {"file": "w.jsonl", "magpie": {"num_prompts": 8}, "num_examples": 8}},
             "num_examples must be lower; got 8 of 8; raise num_prompts",
         ),
