@@ -17,9 +17,9 @@ from autotune.search.settings import SearchSettings
 @options.settings_options(SearchSettings, "dtype")
 def command(recipe: Path, output: Path | None, dtype: Dtype | None) -> None:
     """Train a draft from a recipe. Interrupted training continues at its last checkpoint."""
-    from autotune.files import read_yaml
+    from autotune.training.recipe import require_trainable
 
-    read_yaml(recipe)
+    require_trainable(recipe)
 
     from autotune.console import Console
     from autotune.training.trainer import train_with_progress

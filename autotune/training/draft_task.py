@@ -19,10 +19,11 @@ from torch import Tensor
 
 from autotune.console import Console
 from autotune.device import free_memory, gib, multiplies_bfloat16
+from autotune.documents.loss_settings import DistillationRule, LossSettings
 from autotune.drafters.checkpoint import NETWORKS
 from autotune.drafters.network import NOT_TRAINED
-from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
-from autotune.drafters.trainable import LossSettings, Metrics, TrainableNetwork, divergence
+from autotune.drafters.teacher_batch import TeacherBatch
+from autotune.drafters.trainable import Metrics, TrainableNetwork, divergence
 from autotune.errors import UserError, errors_about
 from autotune.files import WORKSPACE, content_key
 from autotune.modeling.clock import now_ms

@@ -26,7 +26,7 @@ from autotune.modeling.loading import Dtype
 from autotune.modeling.weight_files import check_finite, save_tensors
 from autotune.training.draft_task import DraftTask, autocast_dtype
 from autotune.training.log import expected_agreement
-from autotune.training.recipe import Recipe, Stage, load_recipe
+from autotune.training.recipe import Recipe, Stage
 
 CHECKPOINT_EVERY = 100  # steps
 LOG_EVERY = 25  # steps
@@ -228,7 +228,7 @@ def train(
     Raises:
         UserError: an invalid recipe, teacher or example, too little memory, or a checkpoint of another recipe.
     """
-    recipe = load_recipe(recipe_path)
+    recipe = Recipe.load(recipe_path)
     recipe = recipe if dtype is None else recipe.model_copy(update={"dtype": dtype})
     output = output or recipe_path.parent
     # Processes wait for each other while the target generates answers and while the main process evaluates.

@@ -16,7 +16,7 @@ from autotune import console
 from autotune.drafters.star import StarNetwork
 from autotune.files import data_root
 from autotune.training.log import EXPECTATION_ERRORS, expected_agreement, logged
-from autotune.training.recipe import load_recipe
+from autotune.training.recipe import Recipe
 from autotune.training.trainer import train, train_with_progress
 from tests.obvious import refused
 from tests.training.conftest import STAGE
@@ -51,7 +51,7 @@ def test_the_expected_agreement_errs_as_is_said(tmp_path: Path) -> None:
     for log in data_root().glob("drafts/*/*/training.jsonl"):
         if not (log.parent / "recipe.yaml").exists():
             continue
-        stages = [stage.steps for stage in load_recipe(log.parent / "recipe.yaml").stages]
+        stages = [stage.steps for stage in Recipe.load(log.parent / "recipe.yaml").stages]
         records = [record for record in logged(log) if "held_out_agreement" in record]
         first = set()
         for number in range(1, len(records)):

@@ -36,7 +36,7 @@ from autotune.training import trainer
 from autotune.training.draft_task import DraftTask
 from autotune.training.examples import Example
 from autotune.training.log import logged
-from autotune.training.recipe import Stage, load_recipe
+from autotune.training.recipe import Recipe, Stage
 from autotune.training.teacher import Teacher, TeacherBatches
 from autotune.training.trainer import Checkpoint, make_optimizers, train
 from tests.obvious import refused
@@ -505,7 +505,7 @@ def test_two_processes_share_a_batch(pair: Pair, tmp_path: Path) -> None:
 def test_more_processes_than_examples_in_a_batch(recipe: Callable[..., Path]) -> None:
     accelerator, path = SimpleNamespace(process_index=0, num_processes=4), recipe()
     with refused(r"got batch_size 2 for 4 processes; raise batch_size, or start fewer"):
-        DraftTask(load_recipe(path), path, accelerator)  # type: ignore[arg-type]
+        DraftTask(Recipe.load(path), path, accelerator)  # type: ignore[arg-type]
 
 
 # -------- invalid input
@@ -557,7 +557,7 @@ def test_a_draft_is_trained_for_a_target_in_float16(kind: str, recipe: Callable[
 @pytest.mark.parametrize("kind", ["mtp", "eagle3"])
 def test_recipes_of_smollm2_train(kind: str, recipe: Callable[..., Path]) -> None:
     """Two steps of each on a tiny target, with its examples and vocabulary."""
-    shipped = load_recipe(data_root() / "drafts" / "smollm2" / kind / "recipe.yaml")
+    shipped = Recipe.load(data_root() / "drafts" / "smollm2" / kind / "recipe.yaml")
     assert shipped.vocabulary == 8192 and shipped.data.judged == ["smollm2"]
     stages = [shipped.stages[0].model_copy(update={"steps": 2, "batch_size": 2}).model_dump(exclude_defaults=True)]
     folder = train(recipe(model=kind, draft=shipped.draft, vocabulary=100, stages=stages))

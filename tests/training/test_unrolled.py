@@ -11,16 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from autotune.documents.loss_settings import LossSettings
 from autotune.drafters.checkpoint import NETWORKS, load_draft
 from autotune.drafters.eagle3 import Eagle3Network, layers_for, published_layers
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.mtp import MtpNetwork
-from autotune.drafters.trainable import LossSettings, divergence
+from autotune.drafters.trainable import divergence
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.training.examples import Example
-from autotune.training.recipe import load_recipe
+from autotune.training.recipe import Recipe
 from autotune.training.teacher import Teacher
 from tests.obvious import refused
 from tests.training.conftest import SIZES as BLOCK_SIZES
@@ -194,4 +195,4 @@ def test_a_new_head_reads_three_different_layers() -> None:
 )
 def test_settings_that_a_head_does_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with refused(message):
-        load_recipe(write_recipe(tmp_path / "recipe.yaml", "../target", **changes))
+        Recipe.load(write_recipe(tmp_path / "recipe.yaml", "../target", **changes))
