@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def require_profile(path: Path) -> DecodingProfile:
-    """Read a decoding profile, or refuse what is none."""
+    """Read a decoding profile, whose models may lie beside it, or refuse what is none."""
     read_json(path)
     from autotune.documents.decoding_profile import DecodingProfile
 
-    return DecodingProfile.load(path)
+    return DecodingProfile.load(path).located(path)
 
 
 def is_engine_profile(path: Path) -> bool:
@@ -41,16 +41,14 @@ def template_variables(profile: Path, given: Variables | None) -> Variables:
 
 
 def workload_for(profile: Path, name: str | None, format: Format | None = None) -> str:
-    """The workload that the user named, or the workload of the pair that a profile's target belongs to."""
+    """The workload that the user named, or the one that a profile was tuned on, see ``WorkloadReference.located``."""
     document = None if is_engine_profile(profile) else require_profile(profile)
     if name is not None:
         require_workload(name, format)
         return name
     if document is None:
         raise UserError(f"{profile}: an engine profile has no bundled prompts; give --workload FILE")
-    from autotune.modeling.loading import default_workload
-
-    return default_workload(document.target.id)
+    return document.workload.located(profile)
 
 
 def require_workload(name: str, format: Format | None = None) -> None:
