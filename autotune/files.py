@@ -247,13 +247,17 @@ def describe(error: ValidationError, kind_of: type[BaseModel]) -> str:
 
     first = min(found, key=lambda violation: (violation["type"] != "extra_forbidden", is_of_another_type(violation)))
     location = first["loc"]
+    own = str(first["ctx"]["error"]) if first["type"] == "value_error" else ""
+    if "; " in own:  # a rule of this program, which ends with its own next step
+        return ": ".join([*filter(None, [".".join(_keys(location))]), own])
     if first["type"] == "extra_forbidden":
         key, where = str(location[-1]), ".".join([*_keys(location[:-1]), str(location[-1])[:100]])
         return f"unknown key {_shown(where)}; {nearest(key, _keys_near(kind_of, location))}"
     where = ".".join(_keys(location)) or "the document"
     if first["type"] == "missing":
         return f"key {where!r} is required and missing; add it"
-    return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}; got {_shown(first.get('input'))}; fix that value"
+    rule = own or first["msg"]
+    return f"{where}: {rule[0].lower()}{rule[1:]}; got {_shown(first.get('input'))}; fix that value"
 
 
 def _keys(location: tuple[int | str, ...]) -> list[str]:

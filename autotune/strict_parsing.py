@@ -99,3 +99,7 @@ _JsonLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":timestamp", ":merge", ":value"))]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+# YAML 1.1 reads 5e-4 as text, because it has no dot, and 5.0e4, because its exponent has no sign.
+_JsonLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)

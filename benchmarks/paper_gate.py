@@ -27,7 +27,7 @@ from autotune.console import Console
 from autotune.drafters.checkpoint import load_network
 from autotune.files import content_key, data_root, read_lines
 from autotune.training.draft_task import DraftTask, autocast_dtype
-from autotune.training.recipe import Stage, load_recipe
+from autotune.training.recipe import Recipe, Stage
 from autotune.training.trainer import Checkpoint, Trainer
 from benchmarks.draft_cards import OPERATOR_ROWS, operators
 
@@ -51,7 +51,7 @@ class FurtherTraining(DraftTask):
 def train_further(stage: Stage, folder: Path) -> None:
     """Train the bundled draft for one stage more, and write it to ``folder``."""
     path = DRAFT / "recipe.yaml"
-    recipe = load_recipe(path)
+    recipe = Recipe.load(path)
     data = recipe.data.model_copy(update={"num_examples": stage.steps * stage.batch_size})
     recipe = recipe.model_copy(update={"data": data, "stages": [stage]})
     accelerator = Accelerator()
@@ -72,7 +72,7 @@ def excess(row: dict[str, Any], loss: float) -> str:
 @click.option("--steps", default=200, show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), default=Path(".autotune/paper-gate"), show_default=True)
 def main(steps: int, folder: Path) -> None:
-    falling = load_recipe(DRAFT / "recipe.yaml").stages[-1].model_copy(update={"steps": steps})
+    falling = Recipe.load(DRAFT / "recipe.yaml").stages[-1].model_copy(update={"steps": steps})
     stages = {"falling": falling, "constant": ConstantBonus(**falling.model_dump())}
     rows = {"before": list(read_lines(DRAFT / OPERATOR_ROWS))}
     for name, stage in stages.items():

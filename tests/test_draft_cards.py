@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from autotune.files import data_root, parse_kind
-from autotune.training.recipe import load_recipe
+from autotune.training.recipe import Recipe
 
 torch = pytest.importorskip("torch", exc_type=ImportError)
 
@@ -26,7 +26,7 @@ DREAM = data_root() / "drafts" / "digits" / "dream"
 
 def test_ablations_of_dream_differ_from_their_baseline_in_one_setting(tmp_path: Path) -> None:
     """Blocks as in DREAM's table 2, layers as in its figure 4a. Their weights can be saved and loaded."""
-    recipes = {path.stem: load_recipe(path) for path in (DREAM / "ablations").glob("*.yaml")}
+    recipes = {path.stem: Recipe.load(path) for path in (DREAM / "ablations").glob("*.yaml")}
     baseline = recipes.pop("baseline")
     found = {}
     for name, recipe in recipes.items():

@@ -216,6 +216,13 @@ def test_yaml(tmp_path: Path) -> None:
             files.read_yaml(path)
 
 
+@pytest.mark.parametrize("text", ["5e-4", "5.0e-4", "0.0005", "+5E-4", ".5e-3", "5.e-4", "0.05e-2", "0.00005e1"])
+def test_numbers_of_yaml_need_no_dot(text: str, tmp_path: Path) -> None:
+    """YAML 1.1 takes some of them for text."""
+    (tmp_path / "a.yaml").write_text(f"rate: {text}\nname: 5e\nhash: 5e4f\n")
+    assert files.read_yaml(tmp_path / "a.yaml") == {"rate": pytest.approx(5e-4), "name": "5e", "hash": "5e4f"}
+
+
 # -------- writing
 
 

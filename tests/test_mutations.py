@@ -25,7 +25,7 @@ from autotune.errors import UserError
 from autotune.files import data_root, read_json, read_lines, read_yaml
 from autotune.schemas import DOCUMENTS
 from autotune.search.space import load_space
-from autotune.training.recipe import load_recipe
+from autotune.training.recipe import Recipe
 from autotune.trees.policy import parse_policy
 from autotune.workloads.formats import FORMATS
 from autotune.workloads.prompt import load_image
@@ -82,7 +82,7 @@ def documents() -> dict[str, tuple[Any, Read]]:
     found["limits.yaml"] = (read_yaml(ROOT / "profiles/devices/h100.yaml"), DOCUMENTS[-2].load)
     found["full.yaml"] = (read_yaml(ROOT / "search_spaces/full.yaml"), lambda path: load_space(str(path)))
     found["quick.yaml"] = (read_yaml(ROOT / "search_spaces/quick.yaml"), use_space)
-    found["recipe.yaml"] = (read_yaml(ROOT / "drafts/digits/dream/recipe.yaml"), load_recipe)
+    found["recipe.yaml"] = (read_yaml(ROOT / "drafts/digits/dream/recipe.yaml"), Recipe.load)
     found["runs.jsonl"] = ([{"a": 1, "b": [1]}], read_lines)
     return found
 

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.files import data_root, read_json, read_lines, sha256_of
 from autotune.modeling.loading import bundled_models
-from autotune.training.recipe import load_recipe
+from autotune.training.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 DRAFTS = {name: folder for name, folder in bundled_models().items() if not name.endswith("/target")}
@@ -51,7 +51,7 @@ def test_card_describes_the_weights(name: str) -> None:
     target = "`digits/target`" if name.startswith("digits/") else "`smollm2`"
     facts = [sha256, "license: apache-2.0", f"`{folder.name}`", target, "| depth |"]
     if (folder / "recipe.yaml").exists():
-        recipe = load_recipe(folder / "recipe.yaml")
+        recipe = Recipe.load(folder / "recipe.yaml")
         assert (recipe.name, recipe.model) == (name, folder.name)
         facts += ["recipe.yaml", "training.png"]
         assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")

@@ -20,6 +20,7 @@ from autotune.check.timing import TooFewPairs, machine_gate, run_pairs, time_gat
 from autotune.check.worker_process import Launch, Side, WorkerProcess, WorkerRequest
 from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.provenance import beside
 from autotune.errors import NotComparable
 from autotune.files import WORKSPACE, content_key, read_json, sha256_of, write_bytes
 from autotune.modeling.loading import Dtype
@@ -90,8 +91,11 @@ def open_sides(against: str | None, profile: Path, folder: Path, dtype: Dtype | 
 
 
 def _without_evidence(profile: Path, copy: Path) -> Path:
-    """Copy a profile without its evidence, which the code of the base may not know."""
-    write_bytes(copy, json.dumps({**read_json(profile), "evidence": {}}).encode())
+    """Copy a profile without its evidence, which the code of the base may not know, with paths of models beside it."""
+    content = {**read_json(profile), "evidence": {}}
+    for model in (content["target"], *(point["draft"] for point in content["points"] if point["draft"])):
+        model["id"] = beside(profile, model["id"])
+    write_bytes(copy, json.dumps(content).encode())
     return copy
 
 
@@ -163,7 +167,7 @@ class Comparison:
         """The gate on the head's time compared with the base's. An A/A run never stops early: it measures the noise."""
         sides, workload = self.sides, run.workload.name
         if sides.are_equal and not sides.is_aa:
-            same = f"{sides.base.label} has the same code, models, packages and choices: nothing to time"
+            same = f"{sides.base.label} has the same code, models, required packages and choices: nothing to time"
             return Gate(name=TIME, workload=workload, verdict="passed", summary=same), None
         are_lossless = all(point.lossless for profile in sides.profiles for point in profile.points)
         ledger = CHECKS / f"{sides.key(run, self.seed)}.jsonl"

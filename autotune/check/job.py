@@ -24,19 +24,19 @@ from autotune.device import choose_device
 from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
 from autotune.documents.provenance import stamp
 from autotune.files import write_bytes
-from autotune.modeling.target_defaults import default_workload
 from autotune.runtime.answer_keys import AnswerKeys
 from autotune.runtime.load import load
-from autotune.workloads.workload import Workload, is_named, load_workload
+from autotune.workloads.workload import Workload, load_workload
 
 
 def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     settings.require_consistent()
     profile = DecodingProfile.load(settings.profile)
-    own = (settings.profile.parent / profile.workload.name, Path(profile.workload.name))
-    names = settings.workloads or [str(path) for path in own if path.is_file()][:1]
-    used = profile.workload.name
-    names = names or (used if is_named(used) else default_workload(profile.target.id),)
+    if changes := profile.provenance.changes(stamp()):
+        console.say(
+            f"changed since {settings.profile} was made: {changes}; what this costs is seen by --min-speedup, or by a new search"
+        )
+    names = settings.workloads or [profile.workload.located(settings.profile)]
     workloads = [_evaluated(name, profile, settings) for name in names]
     design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
     device = choose_device(settings.device)
@@ -76,10 +76,16 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
 def _evaluated(name: str, profile: DecodingProfile, settings: CheckSettings) -> Workload:
     """The held-out prompts of a workload; the prompts of the profile's own workload as its search decoded them."""
     workload = load_workload(name, "evaluate", num_prompts=settings.num_prompts, format=settings.workload_format)
-    workload = workload.as_searched(profile.workload) if workload.name == profile.workload.name else workload
     given = settings.chat_template_kwargs
-    workload = workload.with_variables(profile.chat_template_kwargs if given is None else given)
-    return workload.cut(settings.num_prompts, settings.max_new_tokens)
+    searched, asked = (
+        one.with_variables(profile.chat_template_kwargs if given is None else given).cut(
+            settings.num_prompts, settings.max_new_tokens
+        )
+        for one in (workload.as_searched(profile.workload), workload)
+    )
+    known = {prompt.sha256 for prompt in profile.evidence.prompts}
+    is_own = workload.name == profile.workload.name or any(prompt.sha256 in known for prompt in searched.prompts)
+    return searched if is_own else asked  # the same prompts may be in a file of another name
 
 
 def _decode_all(

@@ -108,12 +108,8 @@ class LocalRun:
         """The gate on the counts compared with the profile's evidence about the first prompts."""
         if self.not_repeated:
             return self.not_repeated_gate(COUNTS)
-        made, here, source = self.profile.provenance, stamp(), "the profile's evidence"
-        reason = None
-        if not self.is_exact:
-            reason = f"near ties in {self.precision}"
-        elif (made.torch, made.transformers) != (here.torch, here.transformers):
-            reason = f"made with torch {made.torch}, transformers {made.transformers}"
+        source, changes = "the profile's evidence", self.profile.provenance.changes(stamp())
+        reason = (f"with {changes}" if changes else None) if self.is_exact else f"near ties in {self.precision}"
         num, device = len(evidence), self.profile.hardware.key
         counts = [Counts.of(prompt.name, prompt) for prompt in evidence]
         return counts_gate(

@@ -10,9 +10,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from autotune.check.result import CheckResult, Timing
-from autotune.check.settings import CheckSettings
 from autotune.documents.provenance import stamp
-from autotune.files import write_bytes
+from autotune.files import write_bytes, write_errors
 
 MARKS = {"passed": "✅", "warned": "⚠️", "failed": "❌", "inconclusive": "❔", "skipped": "➖"}  # noqa: RUF001
 LEVELS = {"failed": "error", "inconclusive": "warning", "warned": "warning"}  # of GitHub's annotations
@@ -59,14 +58,19 @@ def _xml(suite: ElementTree.Element) -> bytes:
 
 
 @contextmanager
-def reported_errors(settings: CheckSettings) -> Iterator[None]:
-    """Write an error that ends a check where its result would have been written, and raise it again."""
+def reported_errors(junit: Path | None, github: bool) -> Iterator[None]:
+    """Write an error that ends a check where its result would have been written, and raise it again. The result of an
+    earlier check is removed first, so that it does not stand for a check that was killed.
+    """
+    if junit is not None and junit.is_file():
+        with write_errors(junit):
+            junit.unlink()
     try:
         yield
     except Exception as error:
-        if settings.junit is not None:
-            write_bytes(settings.junit, junit_of_error(error))
-        if settings.github:
+        if junit is not None:
+            write_bytes(junit, junit_of_error(error))
+        if github:
             print(f"::error title=autotune check::{_escaped(f'{type(error).__name__}: {error}')}", file=sys.stderr)
         raise
 

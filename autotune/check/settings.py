@@ -20,7 +20,7 @@ class CheckSettings(BaseModel):
     profile: Path
     workloads: tuple[str, ...] = setting(
         (),
-        "Prompts: 'digits', 'smollm2', or a file, which may be hf://datasets/...: our JSONL, or the file of a public benchmark. Repeatable; default: the file that the profile was tuned on, if it is beside the profile or in this folder; else those of the target's pair.",
+        "Prompts: 'digits', 'smollm2', or a file, which may be hf://datasets/...: our JSONL, or the file of a public benchmark. Repeatable; default: those that the profile was tuned on, in a file beside it or in this folder.",
         option="workload",
     )
     workload_format: Format | None = setting(

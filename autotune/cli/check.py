@@ -11,6 +11,7 @@ import click
 from autotune.check.settings import CheckSettings
 from autotune.cli import options
 from autotune.cli.verb import Verb
+from autotune.errors import UserError
 from autotune.option_fields import make_settings
 
 
@@ -26,20 +27,21 @@ def command(as_json: bool, engine_command: str | None, **values: Any) -> None:
     Exit codes: 0 passed, 1 regressed, 2 a mistake that the user can fix, 3 inconclusive, 4 not comparable,
     70 a fault of the program.
     """
-    from autotune.cli.preflight import is_engine_profile, require_profile, require_workload
-
-    settings = make_settings(CheckSettings, values)
-    if is_engine_profile(values["profile"]):
-        from autotune.console import Console
-        from autotune.serving.engine_use import check_engine
-
-        sys.exit(check_engine(values["profile"], engine_command, Console()))
-    settings.require_consistent()
-
     from autotune.check.output import add_to_step_summary, github_annotations, reported_errors
+    from autotune.cli.preflight import is_engine_profile, require_profile, require_workload
     from autotune.console import Console
 
-    with reported_errors(settings):
+    with reported_errors(values["junit"], values["github"]):
+        settings = make_settings(CheckSettings, values)
+        settings.require_consistent()
+        if is_engine_profile(settings.profile):
+            from autotune.serving.engine_use import check_engine
+
+            if settings.junit or settings.markdown:
+                raise UserError(
+                    f"{settings.profile}: the check of an engine writes no report; leave --junit and --markdown out"
+                )
+            sys.exit(check_engine(settings.profile, engine_command, Console()))
         require_profile(settings.profile)
         for workload in settings.workloads:
             require_workload(workload, settings.workload_format)

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def require_profile(path: Path) -> DecodingProfile:
-    """Read a decoding profile, or refuse what is none."""
+    """Read a decoding profile, whose models may lie beside it, or refuse what is none."""
     read_json(path)
     from autotune.documents.decoding_profile import DecodingProfile
 
-    return DecodingProfile.load(path)
+    return DecodingProfile.load(path).located(path)
 
 
 def is_engine_profile(path: Path) -> bool:
@@ -41,21 +41,20 @@ def template_variables(profile: Path, given: Variables | None) -> Variables:
 
 
 def workload_for(profile: Path, name: str | None, format: Format | None = None) -> str:
-    """The workload that the user named, the profile's own if its name finds it, or the default of its target."""
+    """The workload that the user named, or the one that a profile was tuned on."""
     document = None if is_engine_profile(profile) else require_profile(profile)
     if name is not None:
         require_workload(name, format)
         return name
+    if document is not None:
+        return document.workload.located(profile)
     from autotune.documents.engine_profile import EngineProfile
-    from autotune.modeling.target_defaults import default_workload
     from autotune.workloads.workload import is_named
 
-    used = EngineProfile.load(profile).workload if document is None else document.workload.name
-    if is_named(used):
-        return used
-    if document is None:
+    used = EngineProfile.load(profile).workload
+    if not is_named(used):
         raise UserError(f"{profile}: an engine profile has no bundled prompts; give --workload FILE")
-    return default_workload(document.target.id)
+    return used
 
 
 def require_workload(name: str, format: Format | None = None) -> None:

@@ -57,7 +57,7 @@ def command(
     if images and prompt is None:
         raise UserError("an image needs a question; add --prompt TEXT")
     is_engine = is_engine_profile(profile)
-    chosen = "" if is_engine and prompt is not None else workload_for(profile, workload, workload_format)
+    chosen = "" if prompt is not None else workload_for(profile, workload, workload_format)
     prompts = _prompts(prompt, images, chosen, workload_format, settings, whole=workload is not None)
     prompts = [one.with_variables(template_variables(profile, chat_template_kwargs)) for one in prompts]
 

@@ -18,10 +18,10 @@ from autotune.search.settings import SearchSettings
 @options.settings_options(SearchSettings, "dtype")
 def command(recipe: Path, output: Path | None, dtype: Dtype | None) -> None:
     """Train a draft from a recipe. Interrupted training continues at its last checkpoint."""
-    from autotune.files import read_yaml
     from autotune.study.outputs import require_replaceable
+    from autotune.training.recipe import require_trainable
 
-    read_yaml(recipe)
+    require_trainable(recipe)
     if output is not None and not (output / ".checkpoint").exists():
         require_replaceable(output / "model.safetensors", "-o", key="")
 

@@ -17,6 +17,10 @@ class DraftKind:
     """Whether it is a Hugging Face model by itself, which serving engines load as it is."""
     is_target_layer: bool = False
     """Whether it is one layer of the target's type after a projection, which vLLM runs as a head of MiMo."""
+    is_trained: bool = False
+    """Whether ``autotune train`` makes one."""
+    is_unrolled: bool = False
+    """Whether it is trained by unrolling its drafting: it has no subnets, and imitates no features."""
     token_draft: str | None = None
     """``module:Class`` of a draft without files, which is loaded by the name of its kind
     (``drafters.token_draft.TokenDraft``).
@@ -25,14 +29,15 @@ class DraftKind:
 
 KINDS: dict[str, DraftKind] = {
     "independent": DraftKind(is_complete_model=True),
-    "eagle3": DraftKind(),
-    "star": DraftKind(),
-    "dream": DraftKind(),
-    "specvlm": DraftKind(),
-    "mtp": DraftKind(is_target_layer=True),
+    "eagle3": DraftKind(is_trained=True, is_unrolled=True),
+    "star": DraftKind(is_trained=True),
+    "dream": DraftKind(is_trained=True),
+    "specvlm": DraftKind(is_trained=True),
+    "mtp": DraftKind(is_target_layer=True, is_trained=True, is_unrolled=True),
     "dflash": DraftKind(),  # refused: see ``refuse_dflash``
     "retrieval": DraftKind(token_draft="autotune.drafters.retrieval:RetrievalDraft"),
 }
+TRAINED = tuple(name for name, kind in KINDS.items() if kind.is_trained)
 TOKEN_DRAFTS = tuple(name for name, kind in KINDS.items() if kind.token_draft is not None)
 """Names of the drafts without files; a folder of such a name is given as ``./retrieval``."""
 

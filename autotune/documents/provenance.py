@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import platform
+from pathlib import Path
 
 from autotune.documents.contention import Contention
 from autotune.files import Document
@@ -23,6 +24,11 @@ class Provenance(Document):
     settings_key: str = ""
     """Hash of the settings of a search or of ``autotune measure``: no other command replaces its result."""
 
+    def changes(self, now: Provenance) -> str:
+        """Libraries that had other versions, ``torch 2.12 -> 2.13``; empty for none."""
+        pairs = [(name, getattr(self, name), getattr(now, name)) for name in ("torch", "transformers")]
+        return ", ".join(f"{name} {before} -> {after}" for name, before, after in pairs if before != after)
+
 
 class ModelReference(Document):
     """A model: its name or folder, and the hash of its weights and config."""
@@ -33,6 +39,13 @@ class ModelReference(Document):
     def is_same(self, other: ModelReference) -> bool:
         """Whether both have the same weights. Without hashes, names are compared."""
         return self.sha256 == other.sha256 and bool(self.sha256 or self.id == other.id)
+
+
+def beside(source: Path, name: str) -> str:
+    """The path of a model that lies in the folder of the file ``source``, and not in this one; its name for others."""
+    model, suffix, part = name.partition(":")
+    path = source.parent / model
+    return name if Path(model).exists() or not path.exists() else f"{path}{suffix}{part}"
 
 
 DISTRIBUTION = "autotune-speculative"

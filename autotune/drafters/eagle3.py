@@ -130,10 +130,12 @@ class Eagle3Network(UnrolledNetwork):
         except ValidationError as error:
             raise UserError(f"{source}: draft: {describe(error, Eagle3Sizes)}") from None
         text, num_layers = target.text.config, len(target.text.layers)
-        layers = given.layers or published_layers(num_layers)
-        if not all(0 <= number <= num_layers for number in layers):
+        layers = given.layers or layers_for(num_layers)
+        is_ascending = list(layers) == sorted({*layers} & {*range(num_layers + 1)})
+        if len(layers) != 3 or not is_ascending:
             raise UserError(
-                f"{source}: layers of the target are 0 to {num_layers}; got {list(layers)}; fix layers in draft"
+                f"{source}: an eagle3 head reads three different layers of the target in ascending order, of 0 to {num_layers}, "
+                f"as serving engines collect them; got {list(layers)}; name such layers in draft"
             )
         if not target.text.has_plain_head:
             kind = target.text.quantization or f"of type {type(target.text.head).__name__}"
@@ -278,6 +280,14 @@ class Eagle3Sizes(Document):
 def published_layers(num_layers: int) -> tuple[int, int, int]:
     """Layers of the target that EAGLE-3 reads: a low, a middle and a high one."""
     return (2, num_layers // 2, num_layers - 3)
+
+
+def layers_for(num_layers: int) -> tuple[int, int, int]:
+    """Layers that a new head reads: the published ones where these are different and ascend, otherwise the first, a
+    middle and the last but one.
+    """
+    low, middle, high = published_layers(num_layers)
+    return (low, middle, high) if low < middle < high else (1, num_layers // 2, num_layers - 1)
 
 
 def _layer_config(content: Mapping[str, Any], *, source: Path) -> Eagle3LayerConfig:

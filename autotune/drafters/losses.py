@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
+from autotune.documents.loss_settings import LossSettings
 from autotune.documents.subnet import Subnet
 from autotune.drafters.network import BlocksConfig, BlocksNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.trainable import Divergence, LossSettings, Metrics, TrainableNetwork, divergence
+from autotune.drafters.trainable import Divergence, Metrics, TrainableNetwork, divergence
 from autotune.drafters.two_readings import DraftRows, TwoReadings, own_feature_mask, rows_of
 from autotune.files import parse_kind
 from autotune.modeling.target import Target

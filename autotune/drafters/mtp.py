@@ -8,7 +8,7 @@ checkpoint with several heads the first is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, KeysValues
 from autotune.drafters.network import NetworkConfig, set_weights
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.trainable import CONFIG, FREQUENCIES, WEIGHTS, LossSettings, read_tensors
+from autotune.drafters.trainable import CONFIG, FREQUENCIES, WEIGHTS, read_tensors
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
 from autotune.modeling.captured_attention import captured_attention
@@ -67,12 +67,6 @@ class MtpNetwork(UnrolledNetwork):
         self.layer = type(last)(self.layer_config, 0)
         # The target's own rotary embedding, which is no part of the head.
         self._rotary = (getattr(text.module, "rotary_emb", None),)
-
-    @classmethod
-    def contradictions(cls, sizes: Mapping[str, Any], stages: Sequence[LossSettings]) -> Iterator[str]:
-        yield from super().contradictions(sizes, stages)
-        if sizes:
-            yield f"an mtp head has the sizes of its target's layers; got draft {sizes}; remove it"
 
     @classmethod
     def new(cls, sizes: Mapping[str, Any], target: Target, *, source: str) -> Self:

@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from autotune.documents.loss_settings import LossSettings
 from autotune.documents.subnet import Operator
 from autotune.drafters.blocks import DraftBlock
 from autotune.drafters.compression import CompressionConfig, Compressor
 from autotune.drafters.losses import TrainableBlocks
 from autotune.drafters.network import BlocksConfig, PromptRows
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.trainable import Divergence, LossSettings, Metrics, divergence
+from autotune.drafters.trainable import Divergence, Metrics, divergence
 from autotune.drafters.two_readings import own_feature_mask, rows_of
 
 

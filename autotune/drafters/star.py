@@ -13,9 +13,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from autotune.documents.loss_settings import LossSettings
 from autotune.documents.subnet import Subnet
 from autotune.drafters.dream import SELF_CROSS_SELF, DreamConfig, DreamNetwork
-from autotune.drafters.trainable import LossSettings
 from autotune.errors import UserError
 
 HEAD_SHARES = (0.25, 0.5, 0.75, 1.0)

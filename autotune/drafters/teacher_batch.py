@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-DistillationRule = Literal["none", "entropy", "entropy-and-change"]
+from autotune.documents.loss_settings import DistillationRule
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from autotune.documents.subnet import Subnet
+from autotune.documents.loss_settings import LossSettings
 from autotune.drafters.network import DraftNetwork, NetworkConfig
-from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
+from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.errors import UserError
-from autotune.files import Document
 from autotune.modeling.target import Target
 from autotune.modeling.weight_files import check_whole, save_tensors
 
@@ -39,40 +37,6 @@ def divergence(logits: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor
     return found, (logprobs.argmax(-1) == teacher_logprobs.argmax(-1)).float()
 
 
-class LossSettings(Document):
-    """The loss of a stage of training. Each kind of draft reads the settings that it has."""
-
-    subnets: Literal["full", "random"] = "full"
-    """The full network, or for ``star`` a random subnet at every step (the second phase of its training)."""
-    whole_share: float = Field(default=0.0, ge=0, le=1)
-    """With random subnets: share of the steps that train the full network instead."""
-    subnet: Subnet | None = None
-    """Train only this subnet of ``star``."""
-    logit_weight: float | None = Field(default=None, ge=0)
-    """Weight of the KL divergence from the target's distributions. None: that of the draft's paper."""
-    feature_weight: float | None = Field(default=None, ge=0)
-    """Weight of the SmoothL1 loss between the draft's states and the target's last features. None: that of the draft's
-    paper.
-    """
-    unrolled_steps: int = Field(default=6, ge=1)
-    """Training of ``eagle3`` and ``mtp``: number of tokens that are drafted at every position, one from the next."""
-    gate_examples: int = Field(default=1, ge=1)
-    """``specvlm`` with a selecting gate: examples of each batch on which the losses of all operators train it."""
-    gate_cost: float = Field(default=0.01, ge=0)
-    """Cost of an operator that leaves all visual rows, as a share of the mean loss of the operators."""
-    gate_entropy: float = Field(default=0.02, ge=0)
-    """Weight of the entropy of the gate's shares at the first step; it falls linearly to zero over the stage."""
-    distillation: DistillationRule | Annotated[int, Field(ge=1)] = "none"
-    """The target layer that the first block imitates: the one of least attention entropy (DREAM, section 3.2), the
-    one of least entropy plus change of entropy (STAR, section 3.2), or always the layer of this number (from 1).
-    """
-    distillation_weight: float = Field(default=0.2, ge=0)
-
-    def at(self, share: float) -> Self:
-        """The settings after this share of the stage's steps."""
-        return self.model_copy(update={"gate_entropy": (1 - share) * self.gate_entropy})
-
-
 class TrainableNetwork(DraftNetwork):
     kind: ClassVar[str]
     config_type: ClassVar[type[NetworkConfig] | None]
@@ -87,11 +51,6 @@ class TrainableNetwork(DraftNetwork):
         Raises:
             UserError: unknown or invalid sizes, or a target that cannot have such a draft.
         """
-
-    @classmethod
-    def contradictions(cls, sizes: Mapping[str, Any], stages: Sequence[LossSettings]) -> Iterator[str]:
-        """The rules that the sizes and stages of a recipe break, with the value and the next step."""
-        yield from ()
 
     @property
     def layers_in_training(self) -> tuple[int, ...]:

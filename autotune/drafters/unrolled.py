@@ -8,15 +8,15 @@ target, and one key of every later step, of rows i - k + 1 to i.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from autotune.documents.loss_settings import LossSettings
 from autotune.drafters.blocks import AttentionContext
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.trainable import Divergence, LossSettings, Metrics, TrainableNetwork, divergence
+from autotune.drafters.trainable import Divergence, Metrics, TrainableNetwork, divergence
 
 STEP_WEIGHT = 0.8  # of the loss of a step, relative to the step before
 
@@ -45,13 +45,6 @@ def unrolled_mask(num_rows: int, step: int, first: int = 0) -> Tensor:
 
 class UnrolledNetwork(TrainableNetwork):
     """A head of one layer that drafts further tokens from its own states."""
-
-    @classmethod
-    def contradictions(cls, sizes: Mapping[str, Any], stages: Sequence[LossSettings]) -> Iterator[str]:
-        for stage in stages:
-            if stage.distillation != "none" or stage.subnets != "full" or stage.feature_weight:
-                rule = f"an {cls.kind} head has no subnets and imitates no features"
-                yield f"{rule}; remove distillation, subnets and feature_weight"
 
     def unrolled_states(
         self, stream: Tensor, features: Tensor, num_steps: int, *, first: int = 0, positions: Tensor | None = None

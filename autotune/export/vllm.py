@@ -50,7 +50,7 @@ def export_profile(source: Path, console: Console, *, draft_tokens: int | None =
     Raises:
         UserError: the profile cannot be read, its point has no chain, or vLLM does not draft with its draft.
     """
-    profile = DecodingProfile.load(source)
+    profile = DecodingProfile.load(source).located(source)
     draft, depth = profile.point.draft, draft_tokens
     if draft is None or draft.kind in TOKEN_DRAFTS:
         raise UserError(

@@ -13,7 +13,7 @@ from autotune.device import choose_device, fingerprint, gib
 from autotune.documents.decoding_profile import DecodingProfile, DraftChoice
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
-from autotune.errors import NotComparable, UserError
+from autotune.errors import NotComparable, UserError, errors_about
 from autotune.execution import AUTO, CAPTURED
 from autotune.modeling.loading import Dtype, load_model, load_processor, reference
 from autotune.modeling.target import Target
@@ -46,7 +46,9 @@ def load(
         NotComparable: a model's weights differ from the profile's. Models given by the caller are not hashed.
     """
     source = "profile" if isinstance(profile, DecodingProfile) else str(profile)
-    document = profile if isinstance(profile, DecodingProfile) else DecodingProfile.load(Path(profile))
+    document = (
+        profile if isinstance(profile, DecodingProfile) else DecodingProfile.load(Path(source)).located(Path(source))
+    )
     choices = {point.draft.network: point.draft for point in document.points if point.draft is not None}
     if draft is not None and len(choices) > 1:
         raise UserError(f"{source}: its points name {len(choices)} drafts, which are loaded by name; leave draft= out")
@@ -61,7 +63,8 @@ def load(
 
     @functools.cache
     def checked_id(named: ModelReference) -> str:
-        local = reference(named.id)
+        with errors_about(source):
+            local = reference(named.id)
         if named.sha256 and local.sha256 and local.sha256 != named.sha256:
             raise NotComparable(f"{source}: {named.id} has other weights than the profile's; run autotune search again")
         return named.id

@@ -59,6 +59,7 @@ def forecast(settings: SearchSettings) -> list[str]:
         num_priced=len(priced_variants(variants)),
         num_variants=len(variants),
         num_survivors=min(len(variants), max(space.survivors, len(drafts))),
+        num_drafts=len(drafts),
         answer_tokens=[prompt.settings.max_new_tokens for prompt in tune.prompts],
         num_evaluate_prompts=len(evaluate.prompts),
         num_processes=num_processes,

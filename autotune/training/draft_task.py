@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -18,24 +19,30 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 from autotune.console import Console
-from autotune.device import free_memory, gib, multiplies_bfloat16
-from autotune.drafters.checkpoint import NETWORKS
+from autotune.device import free_memory, gib, multiplies_bfloat16, usable_threads
+from autotune.documents.loss_settings import DistillationRule, LossSettings
+from autotune.drafters.checkpoint import NETWORKS, load_draft
 from autotune.drafters.network import NOT_TRAINED
-from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
-from autotune.drafters.trainable import LossSettings, Metrics, TrainableNetwork, divergence
+from autotune.drafters.teacher_batch import TeacherBatch
+from autotune.drafters.trainable import Metrics, TrainableNetwork, divergence
 from autotune.errors import UserError, errors_about
 from autotune.files import WORKSPACE, content_key
 from autotune.modeling.clock import now_ms
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
+from autotune.modeling.threads import limited_threads
 from autotune.recording.answers import AnswerRecorder
 from autotune.recording.recorder import Recorder, Report
+from autotune.runtime.decoder import Decoder
 from autotune.training.examples import JsonlExamples, Line, at_temperatures, judged_questions, read_examples, split_file
 from autotune.training.magpie import user_turn, write_questions
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.teacher import Teacher, TeacherBatches
+from autotune.workloads.prompt import load_prompt
 
-TEACHER_BATCHES = WORKSPACE / "teacher-batches"
+THREAD_REPEATS = 2
+CHAIN_DEPTH = 5  # of the draft that is tried on held-out prompts
+NUM_TRIED_PROMPTS, NUM_TRIED_TOKENS = 8, 64
 NUM_HELD_OUT = 3  # batches
 NUM_PREPARED = 16  # batches that a network reads before its first step
 NUM_FINISHED = 64  # batches that a network reads after its last step
@@ -84,6 +91,7 @@ class DraftTask:
         recipe: Recipe,
         recipe_path: Path,
         accelerator: Accelerator,
+        checkpoint: Callable[[], Mapping[str, float]] = dict,
         *,
         report: Report | None = None,
         notify: Callable[[str], None] | None = None,
@@ -136,9 +144,11 @@ class DraftTask:
         accelerator.wait_for_everyone()
         choices = data.temperatures, data.chat_template_kwargs
         training, held_out = (at_temperatures(lines, *choices) for lines in split())
-        recorder = Recorder(self.target, self.target_reference, self.processor, WORKSPACE)
-        announce = None if notify is None else partial(self._announce, notify, len(training))
-        lines = read_examples(path, [*training, *held_out], recorder, accelerator, report, announce)
+        # Recipes of one file of examples share answers and teacher batches, wherever they are trained from.
+        self.cache = (path.parent if os.access(path.parent, os.W_OK) else Path()) / WORKSPACE
+        recorder = Recorder(self.target, self.target_reference, self.processor, self.cache)
+        began = partial(self._begin_reading, checkpoint, notify, len(training))
+        lines = read_examples(path, [*training, *held_out], recorder, accelerator, report, began)
         self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
         self._choose_vocabulary(self._training_lines)
 
@@ -167,28 +177,64 @@ class DraftTask:
             self.module.keep_tokens(kept, text.head.weight)
         self._kept, self._head, self._num_tokens = kept, text.logits, size if kept is None else len(kept)
 
-    def _announce(
-        self, notify: Callable[[str], None], num_training: int, lines: Sequence[Line], num_missing: int, seconds: float
+    def _begin_reading(
+        self,
+        checkpoint: Callable[[], Mapping[str, float]],
+        notify: Callable[[str], None] | None,
+        num_training: int,
+        lines: Sequence[Line],
+        num_missing: int,
+        seconds: float,
     ) -> None:
-        """Say how long ``num_missing`` answers and training take, after the answers of ``lines`` took ``seconds``."""
+        """Choose the number of threads, and say how long ``num_missing`` answers and the training take, after the
+        answers of ``lines`` took ``seconds``.
+        """
         self._choose_vocabulary(lines)
-        training_s = 0.0
+        numbers = checkpoint()
+        self._choose_threads(lines, int(numbers.get("threads", 0)))
+        if notify is None:
+            return
+        training_s, num_left = 0.0, 0
         num_read: dict[int, int] = {}  # batches by their size; stages share those of the target
-        for stage in self.recipe.stages:
-            _, tried = (self._try_step(stage, lines) for _ in range(2))  # the first step prepares kernels
-            unread = min(stage.steps, math.ceil(num_training / stage.batch_size)) - num_read.get(stage.batch_size, 0)
-            num_read[stage.batch_size] = num_read.get(stage.batch_size, 0) + max(0, unread)
-            training_s += stage.steps * tried.step_s + max(0, unread) * tried.read_s
-        parts = [f"training about {timedelta(seconds=round(training_s))}"]
+        for number, stage in enumerate(self.recipe.stages):
+            num_done = stage.steps if number < (begun := numbers.get("stage", 0)) else 0
+            num_done = int(numbers["step"]) if number == begun and numbers else num_done
+            num_batches, size = math.ceil(num_training / stage.batch_size), stage.batch_size
+            num_known = max(num_read.get(size, 0), min(num_done, num_batches))
+            num_read[size] = max(num_known, min(stage.steps, num_batches))
+            if num_done < stage.steps:
+                _, tried = (self._try_step(stage, lines) for _ in range(2))  # the first step prepares kernels
+                num_left += stage.steps - num_done
+                training_s += (stage.steps - num_done) * tried.step_s + (num_read[size] - num_known) * tried.read_s
+        num_steps = sum(stage.steps for stage in self.recipe.stages)
+        parts = [
+            f"{num_left:,} of {num_steps:,} steps about {timedelta(seconds=round(training_s))} (as a tried one of each stage takes)"
+        ]
         if num_missing > 0:
             answers_s = seconds * num_missing / len(lines)
             num_tokens = sum(len(line.answer) for line in lines)
             parts.insert(
                 0,
                 f"the other {num_missing:,} answers about {timedelta(seconds=round(answers_s))} "
-                f"({num_tokens / seconds:,.0f} tokens/s)",
+                f"({num_tokens / seconds:,.0f} tokens/s, as the first {len(lines)} take)",
             )
-        notify(f"time (h:mm:ss), as the first {len(lines)} examples take it: {', '.join(parts)}")
+        threads = f"; CPU threads: {usable_threads()}" if self.accelerator.device.type == "cpu" else ""
+        notify(f"time (h:mm:ss{threads}): {', '.join(parts)}")
+
+    def _choose_threads(self, lines: Sequence[Line], num_before: int) -> None:
+        """Let torch use all CPU threads, or one where steps then take less time in the mean: beside another busy
+        process threads wait for each other. A resumed run keeps its number, and so its weights.
+        """
+        available = usable_threads()
+        if self.accelerator.device.type != "cpu" or available == 1:
+            return
+        seconds = dict.fromkeys((1, available), 0.0)
+        self._try_step(self.recipe.stages[0], lines)  # prepares kernels
+        for number in THREAD_REPEATS * [*seconds] if num_before == 0 else []:
+            with limited_threads(number):
+                tried = self._try_step(self.recipe.stages[0], lines)
+            seconds[number] += tried.read_s + tried.step_s
+        torch.set_num_threads(num_before or min(seconds, key=seconds.__getitem__))
 
     def try_largest_batches(self) -> str:
         """Try a step on the largest batch of every stage; returns the memory that it takes, as one line.
@@ -286,7 +332,7 @@ class DraftTask:
             "share": list(share),
             "lines": examples.key,
         }
-        cache, seed = TEACHER_BATCHES / content_key(content), 10 * self.recipe.seed + number
+        cache, seed = self.cache / "teacher-batches" / content_key(content), 10 * self.recipe.seed + number
         return TeacherBatches(examples, self.teacher, layers=layers, rule=rule, cache=cache, seed=seed)
 
     def loss(self, step: int) -> tuple[Tensor, Metrics]:
@@ -326,3 +372,17 @@ class DraftTask:
             unknown = torch.full_like(frequencies, NOT_TRAINED)
             self.module.token_frequencies = unknown.index_copy(0, self._kept, frequencies[self._kept])
         self.module.save(folder)
+
+    def tokens_per_round(self, folder: Path) -> float:
+        """The mean number of tokens that a round emits, on held-out prompts, of a chain of the draft in a folder."""
+        draft = load_draft(str(folder), self.target)
+        decoder = Decoder(self.target, draft, tree={"policy": "chain", "depth": CHAIN_DEPTH})
+        tried = []
+        for line in self._held_out_lines[:NUM_TRIED_PROMPTS]:
+            inputs = load_prompt(line.path, line.number, line.settings).inputs(self.processor, self.target.device)
+            options = {
+                **line.settings.generation,
+                "max_new_tokens": min(NUM_TRIED_TOKENS, line.settings.max_new_tokens),
+            }
+            tried.append(decoder.generate(**inputs, **options).stats)
+        return sum(stats.new_tokens - 1 for stats in tried) / max(1, sum(stats.rounds for stats in tried))

@@ -23,7 +23,7 @@ from autotune.recording.answers import MAX_BATCH_BYTES
 from autotune.recording.recorder import Recorder, Report
 from autotune.runtime.answer_keys import SOFTWARE
 from autotune.workloads.chat import Variables
-from autotune.workloads.formats import read_jsonl
+from autotune.workloads.formats import read_answered
 from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, hash_inputs, load_prompt
 from autotune.workloads.workload import WorkloadSplit, is_named, load_workload
 
@@ -89,7 +89,7 @@ def split_file(
     Raises:
         UserError: missing file, invalid line, or too few lines.
     """
-    lines = read_jsonl(path, AnsweredPrompt)
+    lines = read_answered(path)
     if judged:
         lines = [line for line in lines if _question(load_prompt(path, line[0], line[1].unanswered)) not in judged]
     held_out = [line for line in lines if line[1].split == "evaluate"]

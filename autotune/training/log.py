@@ -15,6 +15,7 @@ EXPECTATION_ERRORS = ((0.5, 0.04), (0.25, 0.08))
 """Largest error of ``expected_agreement`` on the logs of the bundled drafts, by the least share of the steps that were
 done.
 """
+LEAST_AGREEMENT = 0.001  # so that the log-odds of no agreement are finite, and those of full agreement
 
 
 def logged(log: Path) -> list[dict[str, Any]]:
@@ -28,8 +29,9 @@ def logged(log: Path) -> list[dict[str, Any]]:
 
 
 def expected_agreement(log: Path, stage_steps: Sequence[int]) -> tuple[float, float] | None:
-    """The held-out agreement to expect after the last step of a run, by a line through its own so far over the
-    logarithm of the steps, and the error of such lines; None before a quarter of the steps.
+    """The held-out agreement to expect after the last step of a run, and the largest error of such expectations; None
+    before a quarter of the steps. It follows a line through the run's own log-odds of agreement over the logarithm of
+    the steps, so that it lies between 0 and 1.
     """
     total = sum(stage_steps)
     held_out = [record for record in logged(log) if AGREEMENT_METRIC in record]
@@ -37,5 +39,6 @@ def expected_agreement(log: Path, stage_steps: Sequence[int]) -> tuple[float, fl
     errors = [error for share, error in EXPECTATION_ERRORS if len(steps) > 1 and steps[-1] >= share * total]
     if not errors:
         return None
-    slope, start = np.polyfit(np.log(steps), [record[AGREEMENT_METRIC] for record in held_out], 1)
-    return float(start + slope * np.log(total)), errors[0]
+    shares = np.clip([record[AGREEMENT_METRIC] for record in held_out], LEAST_AGREEMENT, 1 - LEAST_AGREEMENT)
+    slope, start = np.polyfit(np.log(steps), np.log(shares / (1 - shares)), 1)
+    return float(1 / (1 + np.exp(-start - slope * np.log(total)))), errors[0]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetPydanticSchema, JsonValue
+from pydantic import Field, GetPydanticSchema, JsonValue, model_validator
 from pydantic_core.core_schema import literal_schema
 
-from autotune.drafters.checkpoint import NETWORKS
-from autotune.drafters.trainable import LossSettings
-from autotune.errors import UserError, errors_about
+from autotune.documents.draft_kinds import KINDS, TRAINED
+from autotune.documents.loss_settings import LossSettings
+from autotune.errors import errors_about
 from autotune.files import Document
 from autotune.modeling.loading import Dtype, resolve
+from autotune.workloads.formats import read_answered
 
 
 class Stage(LossSettings):
@@ -73,7 +74,7 @@ class Data(Document):
 class Recipe(Document, kind="recipe"):
     name: str
     description: str
-    model: Annotated[str, GetPydanticSchema(lambda *_: literal_schema([*NETWORKS]))]
+    model: Annotated[str, GetPydanticSchema(lambda *_: literal_schema([*TRAINED]))]
     """The kind of the draft."""
     teacher: str
     """The target: a folder or GGUF file relative to the recipe, or the name of a model. The draft uses its tokenizer
@@ -93,23 +94,25 @@ class Recipe(Document, kind="recipe"):
     seed: int = 0
     stages: list[Stage] = Field(min_length=1)
 
-
-def load_recipe(path: Path) -> Recipe:
-    """Load and validate a recipe.
-
-    Raises:
-        UserError: missing file, invalid YAML, unknown or missing key, or settings that contradict each other.
-    """
-    recipe = Recipe.load(path)
-    for contradiction in NETWORKS[recipe.model].contradictions(recipe.draft, recipe.stages):
-        raise UserError(f"{path}: {contradiction}")
-    data = recipe.data
-    if data.magpie is not None and (data.num_examples or 0) >= data.magpie.num_prompts:
-        raise UserError(
-            f"{path}: some of the magpie.num_prompts questions are held out, so num_examples must be lower; got "
-            f"{data.num_examples} of {data.magpie.num_prompts}; raise num_prompts"
-        )
-    return recipe
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Recipe:
+        kind, magpie = KINDS[self.model], self.data.magpie
+        if kind.is_unrolled and any(
+            stage.distillation != "none" or stage.subnets != "full" or stage.feature_weight for stage in self.stages
+        ):
+            raise ValueError(
+                f"an {self.model} head has no subnets and imitates no features; remove distillation, subnets and feature_weight"
+            )
+        if kind.is_target_layer and self.draft:
+            raise ValueError(
+                f"an {self.model} head has the sizes of its target's layers; got draft {self.draft}; remove it"
+            )
+        if magpie is not None and (self.data.num_examples or 0) >= magpie.num_prompts:
+            raise ValueError(
+                f"some of the magpie.num_prompts questions are held out, so num_examples must be lower; got "
+                f"{self.data.num_examples} of {magpie.num_prompts}; raise num_prompts"
+            )
+        return self
 
 
 def teacher_name(recipe: Recipe, recipe_path: Path) -> str:
@@ -123,3 +126,16 @@ def teacher_name(recipe: Recipe, recipe_path: Path) -> str:
     with errors_about(str(recipe_path)):
         resolve(name)
     return name
+
+
+def require_trainable(path: Path) -> None:
+    """Refuse, before torch is imported, a recipe that cannot be read, or whose target or file of examples cannot.
+
+    Raises:
+        UserError: missing file, invalid YAML, an unknown or missing key, settings that contradict each other, no such
+            target, or an invalid line of the examples.
+    """
+    recipe = Recipe.load(path)
+    teacher_name(recipe, path)
+    if recipe.data.magpie is None:
+        read_answered(path.parent / recipe.data.file)

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from autotune.drafters.teacher_batch import DistillationRule, TeacherBatch
+from autotune.documents.loss_settings import DistillationRule
+from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.errors import UserError
 from autotune.files import write_bytes
 from autotune.modeling.prompt import EncodedPrompt

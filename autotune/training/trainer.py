@@ -14,22 +14,24 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, is_tensorboard_available
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
 from autotune.console import Console
+from autotune.contention_monitor import ContentionMonitor
 from autotune.errors import UserError
 from autotune.files import append_line, content_key, sha256_of
 from autotune.modeling.loading import Dtype
 from autotune.modeling.weight_files import check_finite, save_tensors
-from autotune.training.draft_task import DraftTask, autocast_dtype
-from autotune.training.log import expected_agreement
-from autotune.training.recipe import Recipe, Stage, load_recipe
+from autotune.training.draft_task import CHAIN_DEPTH, DraftTask, autocast_dtype
+from autotune.training.log import AGREEMENT_METRIC, expected_agreement
+from autotune.training.recipe import Recipe, Stage
 
 CHECKPOINT_EVERY = 100  # steps
 LOG_EVERY = 25  # steps
+STATE = "state.safetensors"
 MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
     torch.optim.Muon: ("momentum_buffer",),
@@ -47,21 +49,24 @@ class Checkpoint:
     path: Path
     recipe_key: str
 
-    def save(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], stage: int, step: int) -> None:
+    def save(
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], stage: int, step: int, **further: float
+    ) -> None:
         own = own_names(module)
         tensors = {f"model.{name}": tensor for name, tensor in module.state_dict().items() if name in own}
         for name, parameter in module.named_parameters():
             for optimizer in optimizers:
                 for moment, value in optimizer.state.get(parameter, {}).items():
                     tensors[f"{moment}.{name}"] = value
-        save_tensors(self.path, tensors, {"stage": str(stage), "step": str(step), "recipe": self.recipe_key})
+        numbers = {"stage": stage, "step": step, "threads": torch.get_num_threads(), **further}
+        save_tensors(self.path, tensors, {"recipe": self.recipe_key} | {name: str(n) for name, n in numbers.items()})
 
-    def position(self) -> tuple[int, int]:
-        """The (stage, step) to continue from; (0, 0) without a checkpoint, a ``UserError`` for a damaged or another
-        recipe's one.
+    def numbers(self) -> dict[str, float]:
+        """The ``stage`` and ``step`` to continue from, the CPU ``threads`` so far, and what else was saved; empty
+        without a checkpoint, a ``UserError`` for a damaged or another recipe's one.
         """
         if not self.path.exists():
-            return 0, 0
+            return {}
         with self._reading(), safe_open(self.path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("recipe") != self.recipe_key:
@@ -69,7 +74,12 @@ class Checkpoint:
                     f"{self.path}: the recipe or its file of examples has changed since this checkpoint; delete the checkpoint to "
                     "start over, or restore the files"
                 )
-            return int(metadata["stage"]), int(metadata["step"])
+            return {name: float(metadata[name]) for name in {"stage", "step", *metadata} - {"recipe"}}
+
+    def position(self) -> tuple[int, int]:
+        """The (stage, step) to continue from; (0, 0) without a checkpoint."""
+        numbers = self.numbers() or {"stage": 0, "step": 0}
+        return int(numbers["stage"]), int(numbers["step"])
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -143,6 +153,8 @@ class Trainer:
     progress: Progress | None
     autocast_dtype: torch.dtype | None
     """None: no autocast, float32."""
+    best: Checkpoint
+    """The weights of the evaluation of the last stage with the highest held-out agreement, ``agreement``."""
 
     def run(self) -> None:
         first_stage, first_step = self.checkpoint.position()
@@ -163,6 +175,8 @@ class Trainer:
             self.checkpoint.load_optimizers(module, optimizers)
         module.train()
         held_out: dict[str, float] = {}
+        best = self.best.numbers() if first_step > 0 else {}
+        most = best["agreement"] if best and best["step"] <= first_step else -1.0  # later steps are repeated
         layers: Counter[int] = Counter()  # distilled in the steps since the last line of the log
         for step in range(first_step, stage.steps):
             started = time.perf_counter()
@@ -175,6 +189,9 @@ class Trainer:
             if num_done % CHECKPOINT_EVERY == 0 or is_last:
                 held_out = self.task.evaluate()
                 metrics |= held_out
+                if number == len(self.recipe.stages) - 1 and held_out[AGREEMENT_METRIC] > most:
+                    most = held_out[AGREEMENT_METRIC]
+                    self.best.save(module, (), number, num_done, agreement=most)
             if self.progress is not None:
                 name = f"{self.recipe.name} stage {number + 1}/{len(self.recipe.stages)}"
                 self.progress(name, num_done, stage.steps, held_out | metrics)
@@ -184,6 +201,7 @@ class Trainer:
                     record["distilled_layers"] = {str(layer): layers[layer] for layer in sorted(layers)}
                     layers.clear()
                 append_line(self.log, {**record, **metrics, "seconds": time.perf_counter() - started})
+                self.accelerator.log(metrics, sum(one.steps for one in self.recipe.stages[:number]) + num_done)
                 if expected := expected_agreement(self.log, [stage.steps for stage in self.recipe.stages]):
                     held_out["expected_agreement"] = expected[0]
             if num_done % CHECKPOINT_EVERY == 0 and not is_last:
@@ -228,37 +246,62 @@ def train(
     Raises:
         UserError: an invalid recipe, teacher or example, too little memory, or a checkpoint of another recipe.
     """
-    recipe = load_recipe(recipe_path)
+    recipe = Recipe.load(recipe_path)
     recipe = recipe if dtype is None else recipe.model_copy(update={"dtype": dtype})
     output = output or recipe_path.parent
     # Processes wait for each other while the target generates answers and while the main process evaluates.
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))])
+    accelerator = Accelerator(
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))],
+        log_with="tensorboard" if is_tensorboard_available() else None,
+        project_dir=output,
+    )
+    accelerator.init_trackers("tensorboard")
     if not accelerator.is_main_process:
         progress = notify = console = None
     torch.manual_seed(recipe.seed)
     report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
-    task = DraftTask(recipe, recipe_path, accelerator, report=report, notify=notify, console=console)
-    autocast = autocast_dtype(accelerator.device, task.target.dtype)
-    # The recipe and its file of examples must not change while a run is resumed.
-    content = recipe.model_dump(mode="json", exclude_defaults=True)
-    key = content_key([content, sha256_of(recipe_path.parent / recipe.data.file)])
-    checkpoint = Checkpoint(output / ".checkpoint" / "state.safetensors", key)
-    log = output / "training.jsonl"
-    trainer = Trainer(recipe, task, accelerator, checkpoint, log, progress, autocast)
-    memory = task.try_largest_batches()
-    if notify is not None:
-        notify(memory)
-        expected = expected_agreement(log, [stage.steps for stage in recipe.stages])
-        if expected is not None and checkpoint.position() != (0, 0):
-            notify(
-                f"held-out agreement to expect at the end: {expected[0]:.0%}, within {expected[1]:.0%} on the bundled drafts' logs (a line "
-                "through that of this run over the logarithm of the steps)"
-            )
-    trainer.run()
-    if accelerator.is_main_process:
+
+    def checkpoint(name: str) -> Checkpoint:
+        """The recipe and its file of examples, which magpie writes first, must not change while a run is resumed."""
+        content = recipe.model_dump(mode="json", exclude_defaults=True)
+        key = content_key([content, sha256_of(recipe_path.parent / recipe.data.file)])
+        return Checkpoint(output / ".checkpoint" / name, key)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        monitor = ContentionMonitor(str(accelerator.device))
+        numbers = lambda: checkpoint(STATE).numbers()  # noqa: E731
+        task = DraftTask(recipe, recipe_path, accelerator, numbers, report=report, notify=notify, console=console)
+        autocast = autocast_dtype(accelerator.device, task.target.dtype)
+        log, best = output / "training.jsonl", checkpoint("best.safetensors")
+        trainer = Trainer(recipe, task, accelerator, checkpoint(STATE), log, progress, autocast, best)
+        memory = task.try_largest_batches()
+        if notify is not None:
+            notify(memory)
+            expected = expected_agreement(log, [stage.steps for stage in recipe.stages])
+            if expected is not None and trainer.checkpoint.position() != (0, 0):
+                notify(
+                    f"held-out agreement to expect at the end: {expected[0]:.0%}, within {expected[1]:.0%} on the bundled drafts' logs (a line "
+                    "through that of this run over the logarithm of the steps)"
+                )
+        trainer.run()
+        if not accelerator.is_main_process:
+            return output
+        if kept := best.numbers():
+            best.load_model(task.module)
         task.save(output)
         if notify is not None:
+            if kept:
+                notify(
+                    f"the weights are those of step {kept['step']:.0f} of the last stage, whose held-out agreement is the highest: "
+                    f"{kept['agreement']:.1%}"
+                )
+            tokens = task.tokens_per_round(output)
+            accelerator.log({"held_out_tokens_per_round": tokens}, sum(stage.steps for stage in recipe.stages))
+            notify(f"on held-out prompts a chain of {CHAIN_DEPTH} emits {tokens:.2f} tokens per round")
+            notify(monitor.contention().describe("during the training"))
             notify(f"weights and training log written to {output}")
+        accelerator.end_training()
     return output
 
 

@@ -28,7 +28,7 @@ import itertools
 import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -38,7 +38,7 @@ from autotune.errors import UserError
 from autotune.files import describe, read_text
 from autotune.strict_parsing import parse_json
 from autotune.workloads.chat import Message, Part
-from autotune.workloads.prompt import Prompt
+from autotune.workloads.prompt import AnsweredPrompt, Prompt
 
 Format = Literal[
     "autotune", "mt-bench", "spec-bench", "mmspec", "speed-bench", "vllm", "sharegpt", "humaneval", "gsm8k"
@@ -82,27 +82,45 @@ def read_prompts(path: Path, format: Format | None = None) -> Rows:
         UserError: missing or empty file, an invalid row, a row of another format, or a placeholder of SPEED-Bench.
     """
     rows = None if format == OWN else _rows(path)
-    detected = detect(rows) if rows else OWN
-    chosen = format or detected
+    chosen = format or (detect(rows) if rows else OWN)
     if rows is None or chosen == OWN:
         return Rows(OWN, list(read_jsonl(path, Prompt)))
+    return Rows(chosen, by_tasks_in_turn(_read_rows(path, rows, chosen, lambda row: row.prompt(chosen))))
+
+
+def read_answered(path: Path) -> list[tuple[int, AnsweredPrompt]]:
+    """The examples of a training file with their line numbers: our own JSONL, or conversations of ShareGPT, in which
+    the last answer is trained on. Images are not loaded.
+
+    Raises:
+        UserError: missing or empty file, or an invalid row.
+    """
+    rows = _rows(path)
+    if not rows or detect(rows) != "sharegpt":
+        return read_jsonl(path, AnsweredPrompt)
+    return _read_rows(path, rows, "sharegpt", lambda row: row.answered())
+
+
+def _read_rows(
+    path: Path, rows: Sequence[tuple[int, Any]], format: Format, convert: Callable[[Any], P | None]
+) -> list[tuple[int, P]]:
+    """The prompts that ``convert`` makes of the rows of a benchmark; those of which it makes none are left out."""
     prompts = []
     for number, content in rows:
         try:
-            row = _READERS[chosen].model_validate(content)
-            prompt = row.prompt(chosen)
+            prompt = convert(_READERS[format].model_validate(content))
         except ValidationError as error:
-            reason = describe(error, _READERS[chosen])
-            if detected != chosen and number == rows[0][0]:
-                raise UserError(f"{path}:{number}: no row of {chosen} ({reason}); it looks like {detected}") from None
+            reason = describe(error, _READERS[format])
+            if number == rows[0][0] and (detected := detect(rows)) != format:
+                raise UserError(f"{path}:{number}: no row of {format} ({reason}); it looks like {detected}") from None
             raise UserError(f"{path}:{number}: {reason}") from None
         except ValueError as error:
             raise UserError(f"{path}:{number}: {error}") from None
         if prompt is not None:
             prompts.append((number, prompt))
     if not prompts:
-        raise UserError(f"{path}: the file has no question; give a file of {chosen} with at least one")
-    return Rows(chosen, by_tasks_in_turn(prompts))
+        raise UserError(f"{path}: the file has no question; give a file of {format} with at least one")
+    return prompts
 
 
 def read_jsonl(path: Path, kind_of: type[P]) -> list[tuple[int, P]]:
@@ -293,6 +311,12 @@ class _Vllm(_Row):
 _Paths = Annotated[Sequence[str], BeforeValidator(lambda paths: [paths] if isinstance(paths, str) else paths or [])]
 
 
+_ROLES = {
+    **{"system": "system", "human": "user", "user": "user"},
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
+}
+
+
 class _ShareGptMessage(_Part):
     speaker: str = Field(alias="from")
     value: str
@@ -337,6 +361,24 @@ class _ShareGpt(_Row):
             task=format,
             max_new_tokens=BENCHMARK_TOKENS,
         )
+
+    def answered(self) -> AnsweredPrompt | None:
+        """The conversation from the first question on, up to an empty message or an unknown speaker. If it ends with an
+        answer, this is the example's; otherwise the target writes one.
+        """
+        known = itertools.takewhile(lambda said: said.speaker in _ROLES and said.value.strip(), self.conversations)
+        messages = [_message(_ROLES[said.speaker], said.value) for said in known]
+        messages = list(itertools.dropwhile(lambda message: message["role"] == "assistant", messages))
+        if all(message["role"] != "user" for message in messages):
+            return None
+        pixels = {"images": [*self.image, *self.images], "videos": [*self.video, *self.videos]}
+        return AnsweredPrompt.model_validate({"messages": messages, **pixels, "max_new_tokens": BENCHMARK_TOKENS})
+
+
+def _message(role: str, text: str) -> dict[str, Any]:
+    """A message; text with markers of LLaVA's data is parts."""
+    parts = [_marked_part(piece).model_dump() for piece in _MARKER.split(text) if piece.strip()]
+    return {"role": role, "content": parts if len(parts) > 1 else text}
 
 
 def _marked_part(piece: str) -> Part:

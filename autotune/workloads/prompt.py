@@ -127,6 +127,19 @@ class AnsweredPrompt(Prompt):
 
     answer: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_last_message(cls, content: Any) -> Any:
+        """A chat that ends with the assistant: its last message is the answer."""
+        messages = content.get("messages") if isinstance(content, dict) else None
+        if not isinstance(messages, list) or not messages or not isinstance(last := messages[-1], dict):
+            return content
+        if last.get("role") != "assistant":
+            return content
+        if content.get("answer") is not None:
+            raise ValueError("messages end with the assistant's answer, and 'answer' is another; give one of them")
+        return {**content, "messages": messages[:-1], "answer": Message.model_validate(last).text}
+
     @model_validator(mode="after")
     def _one_answer(self) -> AnsweredPrompt:
         if self.turns is not None:

@@ -449,6 +449,26 @@ def test_the_profile_s_own_prompts_are_checked_by_default(world: Path) -> None:
     assert check("elsewhere/proven.json", workloads=()).verdict == "passed"
 
 
+def test_prompts_of_another_name_are_decoded_as_at_the_search(world: Path) -> None:
+    """Its limit of the answers applies to the same prompts under any name."""
+    found, prompts = write_evidence(world), check("lossless.json", max_new_tokens=9).workloads[0].prompts
+    workload = found.workload.model_copy(update={"max_new_tokens": 9})
+    cut = found.model_copy(update={"evidence": Evidence(prompts=prompts), "workload": workload})
+    cut.save(world / "proven.json")
+    (world / "prompts.jsonl").write_bytes((world / "workload.jsonl").read_bytes())
+    assert gate(check("proven.json", workloads=("prompts.jsonl",)), "counts").summary.startswith(
+        "2 of 2 prompts have the same"
+    )
+
+
+def test_libraries_that_changed_since_the_search_are_named(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check("lossless.json")
+    err = capsys.readouterr().err
+    assert re.search(
+        r"changed since lossless\.json was made: torch 2 -> \S+, transformers 5 -> \S+; what this costs ", err
+    )
+
+
 @pytest.mark.nightly
 def test_real_processes_decode_in_pairs(world: Path) -> None:
     """Two processes with different trees: even with a tiny budget five pairs are decoded and kept."""

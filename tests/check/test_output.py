@@ -6,6 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from click.testing import CliRunner
 
 from autotune.check.output import (
     SUMMARY_FILE,
@@ -16,7 +17,7 @@ from autotune.check.output import (
     reported_errors,
 )
 from autotune.check.result import verdict_of
-from autotune.check.settings import CheckSettings
+from autotune.cli.main import main
 from autotune.errors import NotComparable
 from tests.check.sample_documents import check_result, gate
 
@@ -47,8 +48,7 @@ def test_junit_has_a_case_for_each_gate_and_workload() -> None:
 
 
 def test_an_error_that_ends_a_check_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = CheckSettings(profile=Path("profile.json"), junit=tmp_path / "check.xml", github=True)
-    with pytest.raises(NotComparable), reported_errors(settings):
+    with pytest.raises(NotComparable), reported_errors(tmp_path / "check.xml", github=True):
         raise NotComparable("100 % other <weights>")
     suite = ElementTree.parse(tmp_path / "check.xml").find("testsuite")
     assert suite is not None and [suite.get(key) for key in ("tests", "failures", "errors")] == ["1", "0", "1"]
@@ -56,6 +56,21 @@ def test_an_error_that_ends_a_check_is_reported(tmp_path: Path, capsys: pytest.C
     assert error is not None and (error.get("type"), error.get("message")) == ("NotComparable", "100 % other <weights>")
     expected = "::error title=autotune check::NotComparable: 100 %25 other <weights>\n"
     assert capsys.readouterr().err == expected
+
+
+def test_an_old_result_does_not_stand_for_a_check_that_was_killed(tmp_path: Path) -> None:
+    old = tmp_path / "check.xml"
+    old.write_text("passed")
+    with pytest.raises(KeyboardInterrupt), reported_errors(old, github=False):
+        raise KeyboardInterrupt
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("words", [("gone.json",), ("gone.json", "--limit", "1%", "--tolerance", "2%")])
+def test_a_mistake_in_the_command_is_reported(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["check", *words, "--junit", str(tmp_path / "check.xml")])
+    error = ElementTree.parse(tmp_path / "check.xml").find("testsuite/testcase/error")
+    assert done.exit_code == 2 and error is not None and str(error.get("message")) in done.stderr
 
 
 def test_markdown_has_a_row_for_each_gate_and_the_timing() -> None:

@@ -14,6 +14,7 @@ import autotune
 from autotune.device import fingerprint
 from autotune.documents.condition import first_match
 from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.provenance import beside
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.modeling.loading import reference
@@ -122,6 +123,29 @@ def test_other_weights_are_refused(path: Path, pair: Pair) -> None:
         change(path, *keys, sha256="0" * 64)
         with pytest.raises(UserError, match=f"{folder} has other weights than the profile's; run autotune search"):
             load(path, device="cpu")
+
+
+def test_models_beside_a_profile_are_found_from_elsewhere(
+    pair: Pair, profile: DecodingProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a path; names of other models stay, and so do those of models in this folder."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "invoices").symlink_to(pair.target_folder)
+    monkeypatch.chdir(tmp_path)
+    target = profile.target.model_copy(update={"id": "invoices"})
+    named = profile.model_copy(update={"target": target})
+    named.save("there/profile.json")
+    decoder = load("there/profile.json")
+    assert decoder.profile is not None and decoder.profile.target.id == "there/invoices"
+    assert decoder.profile.points == profile.points
+    (tmp_path / "invoices").mkdir()
+    assert named.located(Path("there/profile.json")).target.id == "invoices"
+    assert [beside(Path("there/p.json"), name) for name in ("org/model", "invoices.x:mtp")] == [
+        "org/model",
+        "invoices.x:mtp",
+    ]
+    (tmp_path / "there" / "invoices.x").mkdir()
+    assert beside(Path("there/p.json"), "invoices.x:mtp") == "there/invoices.x:mtp"
 
 
 def test_missing_model_is_refused(path: Path, tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def test_a_draft_is_trained_for_a_gguf_file(
     monkeypatch.chdir(tmp_path)
     lines = [{"prompt": f"Row {number} reads 3, 1, 4.", "max_new_tokens": 6} for number in range(7)]
     (tmp_path / "examples.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    sizes = {"num_heads": 4, "head_size": 16, "mlp_size": 32, "layers": [1, 1, 2]}
+    sizes = {"num_heads": 4, "head_size": 16, "mlp_size": 32, "layers": [0, 1, 2]}
     changes = {"model": "eagle3", "draft": sizes, "dtype": "bfloat16", "stages": [STAGE]}
     path = write_recipe(tmp_path / "recipe.yaml", str(tiny[0]), **changes)
     draft = load_draft(str(train(path, output=tmp_path / "out")), Target(load_model(str(tiny[0]), dtype="bfloat16")))

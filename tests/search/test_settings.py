@@ -171,11 +171,22 @@ def test_stored_heads_of_a_packaged_model_are_its_default_drafts(
         assert "workload.jsonl, is missing; name another --workload" in done.output
 
 
-def test_a_profile_is_measured_on_the_prompts_of_its_pair(tmp_path: Path) -> None:
-    for target, workload in (("digits/target", "digits"), ("smollm2", "smollm2"), ("some/model", "digits")):
-        path = tmp_path / "profile.json"
-        decoding_profile(ModelReference(id=target, sha256="")).save(path)
-        assert workload_for(path, None) == workload
+def test_a_profile_is_measured_on_its_own_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bundled ones, or a file beside the profile or in this folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    path = tmp_path / "profile.json"
+    for name, expected in (("smollm2", "smollm2"), ("a.jsonl", str(tmp_path / "a.jsonl")), ("b.jsonl", "b.jsonl")):
+        profile = decoding_profile(ModelReference(id="some/model", sha256=""))
+        own = profile.workload.model_copy(update={"name": name})
+        profile.model_copy(update={"workload": own}).save(path)
+        if "." in name:
+            with pytest.raises(
+                UserError, match=rf"{name}, are neither beside it nor in this folder; give --workload FILE"
+            ):
+                workload_for(path, None)
+            Path(expected).touch()
+        assert workload_for(path, None) == expected
     assert workload_for(path, "digits") == "digits"
     with pytest.raises(UserError, match=r"missing\.jsonl"):
         workload_for(path, str(tmp_path / "missing.jsonl"))

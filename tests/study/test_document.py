@@ -60,5 +60,5 @@ def test_trees_of_no_policy_are_refused(tmp_path: Path) -> None:
     content = json.loads(study_document().dump())
     for tree in ({}, {"policy": "<script>"}, {"policy": "chain", "depth": -1}, {"policy": "chain", "more": [[]]}):
         content["finalists"][0]["configuration"]["tree"] = tree
-        with pytest.raises(UserError, match=r"^study: finalists.0.configuration.tree: value error, tree: "):
+        with pytest.raises(UserError, match=r"^study: finalists.0.configuration.tree: tree: "):
             StudyDocument.parse(content, source="study")

@@ -23,6 +23,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.training.examples import JsonlExamples, Line, at_temperatures, read_examples, split_file
 from autotune.training.teacher import Teacher
 from autotune.training.trainer import train
+from autotune.workloads.formats import read_answered
 from autotune.workloads.prompt import load_prompt
 from autotune.workloads.workload import load_workload
 from tests.families import FAMILIES, Family, load, load_processor, random_picture, save
@@ -216,6 +217,43 @@ def test_evaluation_prompts_are_not_trained_on(tmp_path: Path) -> None:
     lines[3]["split"] = lines[4]["split"] = "train"
     training, _ = split_numbers(tmp_path, lines, batch_size=2)
     assert training == [4, 5], "only lines of the split train, if there are any"
+
+
+ASKED = {"role": "user", "content": "What is 2 + 3?"}
+ANSWERED = {"role": "assistant", "content": "It is 5."}
+
+
+def test_the_last_answer_of_a_chat_is_trained_on(tmp_path: Path) -> None:
+    """Messages may end with it, in text or in parts."""
+    chats = [[ASKED, ANSWERED], [ASKED, {"role": "assistant", "content": [{"type": "text", "text": "It is 5."}]}]]
+    lines = [{"messages": chat} for chat in [*chats, [ASKED, ANSWERED, ASKED]]]
+    found = [prompt for _, prompt in read_answered(write(tmp_path, lines))]
+    assert [prompt.answer for prompt in found] == ["It is 5.", "It is 5.", None]
+    assert [[m.role for m in prompt.messages or ()] for prompt in found][1:] == [
+        ["user"],
+        ["user", "assistant", "user"],
+    ]
+    with refused(r":1: messages end with the assistant's answer, and 'answer' is another; give one of them$"):
+        read_answered(write(tmp_path, [{"messages": chats[0], "answer": "5"}]))
+
+
+def test_conversations_of_sharegpt_are_examples(tmp_path: Path) -> None:
+    """With the file's own answers between the turns; images stand where LLaVA's data mark them."""
+    turns = [("gpt", "Hello."), ("human", "Name <image> one."), ("gpt", "A cat."), ("human", "More?"), ("gpt", "No.")]
+    said = [{"from": speaker, "value": text} for speaker, text in turns]
+    rows = [
+        {"id": "a", "image": "cat.png", "conversations": said},
+        {"conversations": said[3:4]},
+        {"conversations": said[:1]},
+        {"conversations": [said[3], {"from": "tool", "value": "x"}, said[4]]},
+    ]
+    (first, second, third) = (prompt for _, prompt in read_answered(write(tmp_path, rows)))
+    messages = first.messages or []
+    assert [message.role for message in messages] == ["user", "assistant", "user"] and first.answer == "No."
+    assert [part.type for part in messages[0].parts] == ["text", "image", "text"] and first.images == ["cat.png"]
+    assert (second.text, second.answer) == (third.text, third.answer) == ("More?", None)
+    with refused(r":1: .*messages have 1 image parts for 0 images; give one part for each image$"):
+        read_answered(write(tmp_path, [{"conversations": said}]))
 
 
 def test_num_examples_selects_the_first_lines(tmp_path: Path) -> None:

@@ -12,16 +12,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from autotune.documents.loss_settings import LossSettings
 from autotune.documents.subnet import Operator
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.trainable import LossSettings
 from autotune.drafters.two_readings import TwoReadings, rows_of
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.training.draft_task import DraftTask
 from autotune.training.examples import Example
-from autotune.training.recipe import load_recipe
+from autotune.training.recipe import Recipe
 from autotune.training.teacher import Teacher
 from tests.tiny_models import NUM_VISUAL_TOKENS
 from tests.training.conftest import SIZES
@@ -163,7 +163,7 @@ def test_the_entropy_bonus_falls_to_zero_over_the_stage(
     """Linearly, from its value at the first step."""
     stage = {"steps": 4, "batch_size": 2, "learning_rate": 1e-3, "gate_entropy": 0.2}
     path = recipe(model="specvlm", stages=[stage])
-    task = DraftTask(load_recipe(path), path, Accelerator())
+    task = DraftTask(Recipe.load(path), path, Accelerator())
     task.begin(0)
     weights: list[float] = []
     loss = task.module.loss

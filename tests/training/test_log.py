@@ -16,7 +16,7 @@ from autotune import console
 from autotune.drafters.star import StarNetwork
 from autotune.files import data_root
 from autotune.training.log import EXPECTATION_ERRORS, expected_agreement, logged
-from autotune.training.recipe import load_recipe
+from autotune.training.recipe import Recipe
 from autotune.training.trainer import train, train_with_progress
 from tests.obvious import refused
 from tests.training.conftest import STAGE
@@ -51,7 +51,7 @@ def test_the_expected_agreement_errs_as_is_said(tmp_path: Path) -> None:
     for log in data_root().glob("drafts/*/*/training.jsonl"):
         if not (log.parent / "recipe.yaml").exists():
             continue
-        stages = [stage.steps for stage in load_recipe(log.parent / "recipe.yaml").stages]
+        stages = [stage.steps for stage in Recipe.load(log.parent / "recipe.yaml").stages]
         records = [record for record in logged(log) if "held_out_agreement" in record]
         first = set()
         for number in range(1, len(records)):
@@ -64,6 +64,18 @@ def test_the_expected_agreement_errs_as_is_said(tmp_path: Path) -> None:
     for told, made in errors.items():
         assert told / 3 < max(made) <= told, (told, made)
     assert expected_agreement(tmp_path / "none.jsonl", [100]) is None
+
+
+@pytest.mark.parametrize(
+    ("held_out", "least", "most"),
+    [([0.79, 0.94], 0.95, 0.99), ([0.0, 0.0], 0.0, 0.01), ([1.0, 1.0], 0.99, 1.0), ([0.6, 0.2], 0.02, 0.1)],
+)
+def test_the_expected_agreement_is_a_share(held_out: list[float], least: float, most: float, tmp_path: Path) -> None:
+    """After a fast start, which a straight line continues to 109 %, and after none."""
+    records = [{"stage": 0, "step": 100 * n, "held_out_agreement": found} for n, found in enumerate(held_out, start=1)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = expected_agreement(tmp_path / "log.jsonl", [400])
+    assert found is not None and least <= found[0] <= most
 
 
 OUT_OF_MEMORY = (

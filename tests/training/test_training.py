@@ -36,7 +36,7 @@ from autotune.training import trainer
 from autotune.training.draft_task import DraftTask
 from autotune.training.examples import Example
 from autotune.training.log import logged
-from autotune.training.recipe import Stage, load_recipe
+from autotune.training.recipe import Recipe, Stage
 from autotune.training.teacher import Teacher, TeacherBatches
 from autotune.training.trainer import Checkpoint, make_optimizers, train
 from tests.obvious import refused
@@ -263,26 +263,29 @@ def test_run_killed_at_any_step_ends_with_the_same_weights(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal bit for bit, in whichever stage it was killed; checkpoints are written every second step. Each killed run
-    starts in a new folder, without cached answers or teacher batches.
+    has a copy of the examples, without cached answers or teacher batches.
     """
     monkeypatch.setattr(trainer, "CHECKPOINT_EVERY", 2)
-    write_examples(tmp_path / "examples.jsonl")
-    path = write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder))
 
     def begin_in(name: str) -> Path:
         (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        return tmp_path / name / "out"
+        write_examples(tmp_path / name / "examples.jsonl")
+        return write_recipe(tmp_path / name / "recipe.yaml", str(pair.target_folder))
 
     messages: list[str] = []
-    folder = train(path, output=begin_in("uninterrupted"), notify=messages.append)
-    assert "time (h:mm:ss), as the first 4 examples take it: training about 0:00:0" in messages[0]
+    folder = train(begin_in("uninterrupted"), notify=messages.append)
+    assert re.search(r"^time \(h:mm:ss; CPU threads: \d+\): 7 of 7 steps about 0:00:0\d \(as ", messages[0])
     assert "memory on cpu: a step on 2 examples" in messages[1]
-    assert str(folder) in messages[2]
+    assert re.search(r"on held-out prompts a chain of 5 emits \d\.\d\d tokens per round$", messages[-3])
+    assert "other processes" in messages[-2] and str(folder) in messages[-1]
     for killed_after in range(1, 7):
-        killed = begin_in(f"killed{killed_after}")
-        train_killed(path, killed, killed_after)
+        path = begin_in(f"killed{killed_after}")
+        killed = path.parent
+        train_killed(path, killed, killed_after, messages)
         assert_same_weights(folder, killed)
+    train(path, notify=messages.append)
+    forecasts = re.findall(r"(\d) of 7 steps about", "".join(messages))
+    assert forecasts == ["7", "7", "5", "4", "4", "2", "2", "0"], "only what is left is forecast"
     lines = read_lines(killed / "training.jsonl")
     assert [(line["stage"], line["step"]) for line in lines] == [(0, 3), (1, 4)], "the end of every stage is logged"
     assert all("held_out_agreement" in line for line in lines)
@@ -351,8 +354,8 @@ def test_answers_and_training_are_announced(recipe: Callable[..., Path], monkeyp
     train(path, output=path.parent / "silent")
     assert_same_weights(path.parent / "said", path.parent / "silent")
     assert re.match(
-        r"time \(h:mm:ss\), as the first \d examples take it: the other \d answers about 0:00:\d\d "
-        r"\([\d,]+ tokens/s\), training about 0:00:\d\d$",
+        r"time \(h:mm:ss.*\): the other \d answers about 0:00:\d\d \([\d,]+ tokens/s, as the first \d take\), "
+        r"7 of 7 steps about 0:00:\d\d \(as a tried one of each stage takes\)$",
         messages[0],
     )
     answers = sorted((path.parent / ".autotune").rglob("training-answers/*.json"))
@@ -382,7 +385,7 @@ def test_log_counts_the_distilled_layer_of_every_step(
 
     monkeypatch.setattr(StarNetwork, "loss", observed)
     lines = read_lines(train(recipe()) / "training.jsonl")
-    del distilled[0]  # of the step that is tried before
+    del distilled[:-3]  # of the steps that are tried before
     assert len(distilled) == 3
     found = [(line["step"], line.get("distilled_layers")) for line in lines]
     assert found == [(2, Counter(distilled[:2])), (3, Counter(distilled[2:])), (2, None), (4, None)]
@@ -397,8 +400,8 @@ def test_fixed_layer_is_distilled_in_every_step(recipe: Callable[..., Path], tmp
     assert cached and all("hidden.2" in tensors and "entropies" not in tensors for tensors in cached)
 
 
-def train_killed(recipe_path: Path, output: Path, killed_after: int) -> None:
-    """Train until an exception after some steps, then resume to the end."""
+def train_killed(recipe_path: Path, output: Path, killed_after: int, messages: list[str]) -> None:
+    """Train until an exception after some steps, then resume to the end, with messages."""
     steps = 0
 
     def progress(stage: str, *_: Any) -> None:
@@ -410,7 +413,7 @@ def train_killed(recipe_path: Path, output: Path, killed_after: int) -> None:
     with pytest.raises(_Killed):
         train(recipe_path, output=output, progress=progress)
     steps = -7
-    train(recipe_path, output=output, progress=progress)
+    train(recipe_path, output=output, progress=progress, notify=messages.append)
     assert steps < 0 or killed_after < 2, "the run restarted from the beginning"
 
 
@@ -505,7 +508,7 @@ def test_two_processes_share_a_batch(pair: Pair, tmp_path: Path) -> None:
 def test_more_processes_than_examples_in_a_batch(recipe: Callable[..., Path]) -> None:
     accelerator, path = SimpleNamespace(process_index=0, num_processes=4), recipe()
     with refused(r"got batch_size 2 for 4 processes; raise batch_size, or start fewer"):
-        DraftTask(load_recipe(path), path, accelerator)  # type: ignore[arg-type]
+        DraftTask(Recipe.load(path), path, accelerator)  # type: ignore[arg-type]
 
 
 # -------- invalid input
@@ -523,6 +526,10 @@ def test_more_processes_than_examples_in_a_batch(recipe: Callable[..., Path]) ->
             f"distillation names a layer of the target, 1 to {LAST}; got {LAST + 1}; name one of them",
         ),
         ({"initial_weights": "stored"}, "unknown key 'initial_weights'"),
+        (
+            {"draft": {**SIZES, "num_heads": 6}},
+            r"recipe\.yaml: num_heads must be a multiple of 4, because .* of them; give 4, 8 or 12$",
+        ),
         (
             {"data": {"file": "w.jsonl", "magpie": {"num_prompts": 8}, "num_examples": 8}},
             "num_examples must be lower; got 8 of 8; raise num_prompts",
@@ -553,7 +560,7 @@ def test_a_draft_is_trained_for_a_target_in_float16(kind: str, recipe: Callable[
 @pytest.mark.parametrize("kind", ["mtp", "eagle3"])
 def test_recipes_of_smollm2_train(kind: str, recipe: Callable[..., Path]) -> None:
     """Two steps of each on a tiny target, with its examples and vocabulary."""
-    shipped = load_recipe(data_root() / "drafts" / "smollm2" / kind / "recipe.yaml")
+    shipped = Recipe.load(data_root() / "drafts" / "smollm2" / kind / "recipe.yaml")
     assert shipped.vocabulary == 8192 and shipped.data.judged == ["smollm2"]
     stages = [shipped.stages[0].model_copy(update={"steps": 2, "batch_size": 2}).model_dump(exclude_defaults=True)]
     folder = train(recipe(model=kind, draft=shipped.draft, vocabulary=100, stages=stages))

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from autotune.documents.loss_settings import LossSettings
 from autotune.drafters.checkpoint import NETWORKS
 from autotune.drafters.dream import DreamNetwork
-from autotune.drafters.trainable import LossSettings
 from autotune.drafters.two_readings import TwoReadings, own_feature_mask, rows_of
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from autotune.documents.loss_settings import LossSettings
 from autotune.drafters.checkpoint import NETWORKS, load_draft
-from autotune.drafters.eagle3 import Eagle3Network
+from autotune.drafters.eagle3 import Eagle3Network, layers_for, published_layers
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.mtp import MtpNetwork
-from autotune.drafters.trainable import LossSettings, divergence
+from autotune.drafters.trainable import divergence
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.training.examples import Example
-from autotune.training.recipe import load_recipe
+from autotune.training.recipe import Recipe
 from autotune.training.teacher import Teacher
 from tests.obvious import refused
 from tests.training.conftest import SIZES as BLOCK_SIZES
@@ -156,15 +158,26 @@ def test_a_new_head_has_the_targets_output_head(target: Target) -> None:
     ("sizes", "message"),
     [
         ({**SIZES, "num_haeds": 2}, "recipe.yaml: draft: .*num_haeds"),
-        (
-            {**SIZES, "layers": [1, 9]},
-            r"recipe.yaml: layers of the target are 0 to 4; got \[1, 9\]; fix layers in draft",
+        *(
+            (
+                {**SIZES, "layers": layers},
+                r"recipe.yaml: .* reads three different layers of the target in ascending order, of 0 to 4, .*; got "
+                + re.escape(f"{layers}; name such layers in draft"),
+            )
+            for layers in ([1, 2, 9], [1, 2, 2], [3, 1, 2], [1, 3])
         ),
     ],
 )
 def test_sizes_that_cannot_be(target: Target, sizes: dict[str, object], message: str) -> None:
     with refused(message):
         Eagle3Network.new(sizes, target, source="recipe.yaml")
+
+
+def test_a_new_head_reads_three_different_layers() -> None:
+    """The published ones of deep targets; of shallower ones none is read twice, which serving engines cannot do."""
+    found = {num_layers: layers_for(num_layers) for num_layers in (4, 5, 6, 7, 8, 32)}
+    assert list(found.values()) == [(1, 2, 3), (1, 2, 4), (1, 3, 5), (2, 3, 4), (2, 4, 5), (2, 16, 29)]
+    assert {num_layers: published_layers(num_layers) for num_layers in (7, 8, 32)}.items() <= found.items()
 
 
 @pytest.mark.parametrize(
@@ -182,4 +195,4 @@ def test_sizes_that_cannot_be(target: Target, sizes: dict[str, object], message:
 )
 def test_settings_that_a_head_does_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with refused(message):
-        load_recipe(write_recipe(tmp_path / "recipe.yaml", "../target", **changes))
+        Recipe.load(write_recipe(tmp_path / "recipe.yaml", "../target", **changes))
