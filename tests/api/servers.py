@@ -40,12 +40,12 @@ def running(load: Callable[[], Decoder], **settings: Any) -> Iterator[tuple[ApiS
         yield server, url
     finally:
         server.handle_exit(15, None)
-        thread.join(30)
+        thread.join(600)
         assert not thread.is_alive()
         server.exit_code = codes[0]  # type: ignore[attr-defined]
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -75,7 +75,7 @@ def url_of(process: BaseProcess, log: Path) -> str:
 
 
 def connect(url: str) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
+    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
 
 
 def get(url: str, path: str, **headers: str) -> tuple[int, Any]:

@@ -81,7 +81,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     def wait(job: Job, value: torch.Tensor) -> None:
         put(job, value)
         gate.is_reached = True
-        assert gate.wait(60)
+        assert gate.wait(600)
 
     monkeypatch.setattr(Job, "put", wait)
     yield gate
@@ -369,7 +369,7 @@ def test_a_client_that_goes_away_frees_the_decoder(decoder: Decoder, gate: Gate,
         assert 'autotune_requests_total{outcome="stopped",point="0"} 1.0' in get(url, "/metrics")[1]
 
 
-@pytest.mark.parametrize(("drain_s", "number"), [(60.0, signal.SIGTERM), (0.2, signal.SIGTERM), (0.2, signal.SIGHUP)])
+@pytest.mark.parametrize(("drain_s", "number"), [(3600.0, signal.SIGTERM), (0.2, signal.SIGTERM), (0.2, signal.SIGHUP)])
 def test_a_signal_lets_accepted_requests_end(
     decoder: Decoder, gate: Gate, drain_s: float, number: signal.Signals
 ) -> None:
@@ -398,7 +398,7 @@ def test_health_tells_the_truth(decoder: Decoder, monkeypatch: pytest.MonkeyPatc
         return generate(decoder, **inputs)
 
     def load() -> Decoder:
-        loaded.wait(60)
+        loaded.wait(600)
         return decoder
 
     monkeypatch.setattr(Decoder, "generate", fail)

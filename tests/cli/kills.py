@@ -129,7 +129,7 @@ def kill(verb: str, command: tuple[object, ...], folder: Path, times: int) -> st
         process.kill()
         process.join()
         assert process.exitcode in (0, -9)
-        wait_for(lambda workers=workers: all(map(has_ended, workers)), 60)  # with their parent
+        wait_for(lambda workers=workers: all(map(has_ended, workers)))  # with their parent
         num_killed += process.exitcode == -9
         whole_s *= 1.0 if process.exitcode == -9 else 0.9  # what the runs before have left makes it shorter
         after = kept(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -82,11 +81,12 @@ def test_equal_arms_rarely_leave(num_arms: int) -> None:
 
 
 @pytest.mark.parametrize("seconds", [15.0, 100.0])
-def test_arms_that_run_briefly_leave_where_the_time_is_short(seconds: float) -> None:
+def test_arms_that_run_briefly_leave_where_the_time_is_short(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first block, two arms on eight more prompts take 16 s."""
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
     runner = TimedRunner({AR: 1.0, "hf": 1.0})
     options = {"passes": 1, "briefly": [StubArm("hf")], "ends": lambda _: False}
-    done = race(runner, "", deadline=time.monotonic() + seconds, **options)
+    done = race(runner, "", deadline=seconds, **options)
     assert len(done.runs[AR]) == 16 and len(done.runs["hf"]) == (16 if seconds > 16.0 else 8)
 
 

@@ -50,7 +50,7 @@ def measure(folder: Path, width: int, *options: str) -> tuple[dict[str, object],
     flags += " --allow-file-access-from-files --virtual-time-budget=20000 --dump-dom"
     files = f"--user-data-dir={folder / 'user'}", f"--log-net-log={log}"
     command = [str(CHROMIUM), *flags.split(), *files, *options, (folder / "outer.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     found = re.search(r'<pre id="out">(.*?)</pre>', done.stdout, re.S)
     assert found and found[1], done.stderr[-2000:]
     asked = re.findall(r'"url":"((?:https?|wss?|ftp)://[^"]+)"', log.read_text(errors="replace"))

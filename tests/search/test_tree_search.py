@@ -196,7 +196,7 @@ def test_workers_on_postgresql_have_the_result_of_one(postgresql: str, tmp_path:
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "ready\n"
         found = shared_search(postgresql)
-        printed, _ = other.communicate(timeout=300)
+        printed, _ = other.communicate(timeout=900)
     assert other.returncode == 0
     assert found == ast.literal_eval(printed) == shared_search(tmp_path / "alone")
 

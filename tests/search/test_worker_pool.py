@@ -29,7 +29,7 @@ if __name__ == "__main__":
     with worker_pool.WorkerPool(1, stay, Path(sys.argv[1])) as pool:
         pool.report(0, 9), pool.report(1, 9)
         print(pool.processes[0].pid, flush=True)
-        time.sleep(60)
+        time.sleep(3600)
 """
 
 
@@ -44,14 +44,14 @@ def sign(rank: int, folder: Path) -> None:
 
 def stay(rank: int, folder: Path) -> None:
     sign(rank, folder)
-    time.sleep(60)
+    time.sleep(3600)
 
 
 def fail(rank: int) -> None:
     raise RuntimeError("an error of a worker")
 
 
-def waited(until: Callable[[], bool], seconds: float = 30.0) -> bool:
+def waited(until: Callable[[], bool], seconds: float = 600.0) -> bool:
     deadline = time.monotonic() + seconds
     while not until() and time.monotonic() < deadline:
         time.sleep(0.05)

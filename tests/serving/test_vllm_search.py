@@ -9,11 +9,11 @@ import random
 import re
 import sys
 import threading
-import time
 from collections import Counter
 from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -202,28 +202,34 @@ def test_suffix_drafts_are_those_of_a_tree_of_suffixes(seed: int) -> None:
 
 
 class Answering:
-    """A server that answers at once, and keeps when."""
+    """A server that answers at once."""
 
-    context, keeps_answers, times = 64, False, list[float]()
+    context, keeps_answers = 64, False
 
     def __init__(self, spins_s: float) -> None:
-        self.spins_s = spins_s
+        self.spins_s, self.num_asked = spins_s, 0
 
     def ask(self, prompt: WorkloadPrompt, other: object) -> ServedAnswer:
-        self.times.append(time.monotonic())
+        self.num_asked += 1
         return ServedAnswer(prompt_tokens=[1], tokens=[1], limit=1)
 
     def counts(self) -> SpeculationCounts:
         return SpeculationCounts(verifications=0, drafted=0, accepted=0)
 
 
-def test_the_next_server_is_asked_when_the_last_one_has_stopped_spinning() -> None:
-    Answering.times.clear()
-    servers: dict[str, Any] = dict.fromkeys(("off", "on"), Answering(0.05))
+def test_the_next_server_is_asked_when_the_last_one_has_stopped_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list[float]()
+
+    class Asked(Answering):
+        def ask(self, prompt: WorkloadPrompt, other: object) -> ServedAnswer:
+            events.append(0.0)
+            return super().ask(prompt, other)
+
+    monkeypatch.setattr(engine_runs, "time", SimpleNamespace(sleep=events.append))
+    servers: dict[str, Any] = dict.fromkeys(("off", "on"), Asked(1.2))
     prompts = [WorkloadPrompt("", Prompt(prompt=text), ()) for text in "abc"]
     serve_in_turns(servers, {"off": (), "on": ()}, prompts, "turns", Console())
-    waited = [after - before for before, after in itertools.pairwise(Answering.times)]
-    assert len(waited) == 5 and min(waited) >= 0.05
+    assert events == [0.0, 1.2] * 6, "every answer is followed by a pause"
 
 
 PRICES = VerificationPrices([PricedStep(tokens=n, context=1, wall_ms=[1.0], cpu_ms=[0.0]) for n in (1, 2)], "wall")
@@ -286,13 +292,12 @@ def test_answers_of_one_token_count_for_times() -> None:
 
 
 def test_the_record_of_another_draft_model_is_not_taken(tmp_path: Path) -> None:
-    Answering.times.clear()
     prompts = [WorkloadPrompt("", Prompt(prompt=text), ()) for text in "abc"]
-    servers: dict[str, Any] = {"chain": Answering(0.0)}
+    server: Any = Answering(0.0)
     for model, asked in (("a", 3), ("a", 3), ("b", 6)):
         arms = {"chain": [chain(8).model_copy(update={"model": model})]}
-        serve_in_turns(servers, arms, prompts, "turns", Console(), record=tmp_path / "served.jsonl")
-        assert len(Answering.times) == asked, model
+        serve_in_turns({"chain": server}, arms, prompts, "turns", Console(), record=tmp_path / "served.jsonl")
+        assert server.num_asked == asked, model
 
 
 def test_the_space_holds_each_setting_once_and_the_default() -> None:

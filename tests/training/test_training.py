@@ -493,7 +493,7 @@ def test_two_processes_share_a_batch(pair: Pair, tmp_path: Path) -> None:
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     done = subprocess.run(
-        [*command, str(path), "-o", "two"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        [*command, str(path), "-o", "two"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "two" / "model.safetensors").exists()
