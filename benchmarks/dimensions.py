@@ -28,8 +28,8 @@ from autotune.search.screening import ScreenedSubnet, screen
 from autotune.search.space import bounds_of, load_space
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
-from autotune.study.document import LEDGER, RUNS
 from autotune.study.ledger import Ledger
+from autotune.study.storage import LEDGER, RUNS
 from autotune.workloads.workload import load_workload
 
 # DREAM, section 4: top-4, depth 6, 32 tokens with the root.

@@ -276,8 +276,9 @@ def described(study: Path, most: int) -> dict[str, Any]:
     from autotune.cost.joint_fit import choice_of  # noqa: F401  # this checkout has the joint fit
     from autotune.cost.table import CostTable
     from autotune.documents.published_defaults import COMPARED_DEFAULTS
-    from autotune.study.document import LEDGER, load_study
+    from autotune.study.document import load_study
     from autotune.study.ledger import Ledger
+    from autotune.study.storage import LEDGER
 
     document = load_study(study)
     tables = [CostTable.load(path) for path in sorted(study.glob("*.cost.json"))]

@@ -33,7 +33,8 @@ from autotune.search import pipeline
 from autotune.search.model_pool import ModelPool
 from autotune.search.settings import SearchSettings
 from autotune.search.space import load_space
-from autotune.study.document import RUNS, load_study
+from autotune.study.document import load_study
+from autotune.study.storage import RUNS
 from autotune.workloads.workload import Workload, load_workload
 from benchmarks.predictions import random_configurations, random_variants
 from tests.sample_documents import write_workload

@@ -32,10 +32,6 @@ from autotune.workloads.workload import Workload, load_workload
 def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     settings.require_consistent()
     profile = DecodingProfile.load(settings.profile)
-    if changes := profile.provenance.changes(stamp()):
-        console.say(
-            f"changed since {settings.profile} was made: {changes}; what this costs is seen by --min-speedup, or by a new search"
-        )
     names = settings.workloads or [profile.workload.located(settings.profile)]
     workloads = [_evaluated(name, profile, settings) for name in names]
     design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
@@ -45,6 +41,10 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         sides = None
         if settings.is_timed:
             sides = stack.enter_context(open_sides(settings.against, settings.profile, folder, settings.dtype))
+        if changes := profile.provenance.changes(stamp()):
+            console.say(
+                f"changed since {settings.profile} was made: {changes}; what this costs is seen by --min-speedup, or by a new search"
+            )
         runs, evidence, processor = _decode_all(settings, profile, workloads, device, console)
         gates = [gate for run, proof in zip(runs, evidence, strict=True) for gate in _local_gates(settings, run, proof)]
         timings: list[Timing | None] = [None] * len(runs)

@@ -193,7 +193,7 @@ class Evidence(Document):
     """The published default that was fastest on held-out prompts, or that is predicted to be; null where none is known.
     """
     gains: list[Gain] = Field(default_factory=list)
-    """Of a profile that was not measured: over the best published default alone, predicted on the tuning prompts."""
+    """A profile that was not measured has predicted gains over the best published default alone."""
     shrinkage: Shrinkage | None = None
     """Null where nothing was measured."""
     differences: Differences | None = None

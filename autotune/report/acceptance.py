@@ -11,7 +11,7 @@ from autotune.documents.configuration import configuration_of
 from autotune.errors import reading
 from autotune.report.points import condition_label
 from autotune.report.sources import Sources
-from autotune.study.document import RUNS
+from autotune.study.storage import RUNS
 from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.trees.tree import Ints
 

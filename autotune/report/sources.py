@@ -16,11 +16,11 @@ from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, read_lines
 from autotune.prediction.evaluator import Candidate, Evaluator
-from autotune.study.document import LEDGER, RUNS, STUDY, StudyDocument, load_study, newest_profile
+from autotune.study.document import StudyDocument, load_study, newest_profile
 from autotune.study.folder import find_study, likeness_to, load_headers, load_tables, points_of_prompts
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, screened_in
-from autotune.study.storage import study_folder
+from autotune.study.storage import LEDGER, RUNS, STUDY, study_folder
 
 WITHOUT_DOCUMENT = (
     "The study has no document of this search, which lists its records, so no records are shown. Running the same autotune "

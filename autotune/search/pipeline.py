@@ -37,10 +37,10 @@ from autotune.search.thresholds import ANSWERS_SHARE, CONFIRMING, MIN_TREE_SEARC
 from autotune.search.traces import degenerate_in, print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.search.tuning_prompts import TuningPrompts
-from autotune.study.document import LEDGER, StudyDocument, StudyDraft
+from autotune.study.document import StudyDocument, StudyDraft
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record
-from autotune.study.storage import study_folder
+from autotune.study.storage import LEDGER, study_folder
 from autotune.trees.policy import compile_steps
 from autotune.workloads.workload import Workload, load_workload, shipped_files
 

@@ -57,7 +57,7 @@ from autotune.search.operating_points import by_image, by_prompt_tokens, by_temp
 from autotune.search.plan import KeptPrompts, StageClock
 from autotune.search.tree_search import TreeSearchResult
 from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
-from autotune.study.document import RUNS
+from autotune.study.storage import RUNS
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
 

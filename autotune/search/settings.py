@@ -24,9 +24,8 @@ from autotune.modeling.loading import BUNDLED_TARGET, Dtype
 from autotune.modeling.target_defaults import default_drafts, default_workload
 from autotune.option_fields import option_name, setting
 from autotune.search.space import SearchSpace, space_path
-from autotune.study.document import PROFILE, STUDY
 from autotune.study.outputs import choose_output, settings_key
-from autotune.study.storage import storage_url, study_folder
+from autotune.study.storage import PROFILE, STUDY, storage_url, study_folder
 from autotune.workloads.formats import Format
 
 LOCAL = r"auto|cpu|cuda(:\d+)?"

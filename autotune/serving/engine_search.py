@@ -63,8 +63,8 @@ from autotune.serving.verification_prices import (
     with_draft,
 )
 from autotune.serving.vllm_server import VllmEngine
-from autotune.study.document import PROFILE
 from autotune.study.outputs import choose_output, settings_key
+from autotune.study.storage import PROFILE
 from autotune.workloads.formats import Format
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload

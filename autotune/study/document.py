@@ -21,9 +21,6 @@ from autotune.files import Document
 if TYPE_CHECKING:
     from autotune.documents.decoding_profile import DecodingProfile
 
-STUDY, PROFILE, RUNS, LEDGER = "study.json", "profile.json", "runs.jsonl", "ledger.sqlite"
-"""Files in a study folder. The first two have the key of their search before the suffix."""
-
 
 class StudyDraft(Document):
     kind: str

@@ -10,8 +10,9 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.run import runs_dataframe
 from autotune.errors import UserError, reading
 from autotune.files import read_lines
-from autotune.study.document import LEDGER, RUNS, STUDY, load_study
+from autotune.study.document import load_study
 from autotune.study.ledger import Ledger
+from autotune.study.storage import LEDGER, RUNS, STUDY
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -1,4 +1,4 @@
-"""Folders of studies, and URLs of the databases that hold one. Importing this module does not load sqlalchemy."""
+"""Folders and files of studies, and URLs of their databases. Importing this module does not load sqlalchemy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from autotune.errors import UserError
 
+STUDY, PROFILE, RUNS, LEDGER = "study.json", "profile.json", "runs.jsonl", "ledger.sqlite"
+"""Files in a study folder. The first two have the key of their search before the suffix."""
 # The current time in seconds since 1970, as each kind of database computes it.
 NOW = {"sqlite": "(julianday('now') - 2440587.5) * 86400.0", "postgresql": "extract(epoch from clock_timestamp())"}
 

@@ -13,7 +13,8 @@ from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import read_lines
 from autotune.search.thresholds import NUM_CONFIRMED
-from autotune.study.document import RUNS, load_study
+from autotune.study.document import load_study
+from autotune.study.storage import RUNS
 from benchmarks.evidence.result import Rows
 
 PROFILE, LOG, COMMAND = "profile.json", "search.log", "command.json"

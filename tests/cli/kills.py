@@ -18,7 +18,7 @@ import psutil
 
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.modeling.loading import reference
-from autotune.study.document import LEDGER
+from autotune.study.storage import LEDGER
 from tests.api.servers import begin, send, url_of, wait_for
 from tests.cli.processes import run_command, start_command
 from tests.cli.test_end_to_end import write_small_job

@@ -34,9 +34,10 @@ from autotune.report.sources import Sources, find_sources
 from autotune.search import tree_search
 from autotune.search.space import SearchSpace
 from autotune.search.tree_search import search_trees
-from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, MeasuredConfiguration, StudyDocument, StudyDraft
+from autotune.study.document import MeasuredConfiguration, StudyDocument, StudyDraft
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet, record_of
+from autotune.study.storage import LEDGER, PROFILE, RUNS, STUDY
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import load_workload
 from tests.check.sample_documents import prompt_evidence

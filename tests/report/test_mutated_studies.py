@@ -21,8 +21,8 @@ from autotune.report.acceptance import acceptance
 from autotune.report.content import Content
 from autotune.report.page import render
 from autotune.report.sources import find_sources
-from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY
 from autotune.study.frames import Study
+from autotune.study.storage import LEDGER, PROFILE, RUNS, STUDY
 from tests.mutations import damaged, json_bytes, mutate, nightly
 from tests.report.conftest import MadeStudy
 

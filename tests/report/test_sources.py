@@ -20,8 +20,8 @@ from autotune.report.examples import examples
 from autotune.report.points import PointSummary
 from autotune.report.prompts import TokenTexts, find_prompts
 from autotune.report.sources import Sources, find_sources
-from autotune.study.document import PROFILE, STUDY
 from autotune.study.frames import Study
+from autotune.study.storage import PROFILE, STUDY
 from autotune.trees.policy import parse_policy
 from tests.report.conftest import QUESTION, MadeStudy
 from tests.sample_documents import DEVICE, decoding_profile, write_workload
@@ -165,7 +165,7 @@ def test_wrong_paths_are_refused(copied: MadeStudy) -> None:
 
 
 def test_a_study_is_named_by_its_folder_or_in_the_workspace(copied: MadeStudy) -> None:
-    for study in (Path(copied.folder.name), copied.folder):
+    for study in (copied.folder.name, str(copied.folder)):
         assert find_sources(copied.profile_path, study=study).folder == copied.folder
 
 

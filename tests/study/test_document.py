@@ -9,8 +9,9 @@ import pytest
 
 from autotune.documents.configuration import Configuration
 from autotune.errors import UserError
-from autotune.study.document import STUDY, MeasuredConfiguration, StudyDocument, load_study
+from autotune.study.document import MeasuredConfiguration, StudyDocument, load_study
 from autotune.study.ledger import Ledger
+from autotune.study.storage import STUDY
 from tests.sample_documents import DEVICE, PROVENANCE, TARGET
 
 

@@ -12,9 +12,9 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import append_line, write_table
-from autotune.study.document import LEDGER, RUNS, STUDY
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger
+from autotune.study.storage import LEDGER, RUNS, STUDY
 from tests.evaluation.sample_runs import run
 from tests.study.test_document import study_document
 
