@@ -24,7 +24,6 @@ from autotune.files import WORKSPACE, Document, require_writable
 from autotune.modeling.loading import BUNDLED_TARGET, Dtype, default_drafts, default_workload
 from autotune.option_fields import option_name, setting
 from autotune.search.space import space_path
-from autotune.study.document import PROFILE, STUDY
 from autotune.study.outputs import choose_output, settings_key
 from autotune.study.storage import storage_url, study_folder
 from autotune.workloads.formats import Format
@@ -174,14 +173,14 @@ def check_settings(settings: SearchSettings) -> SearchSettings:
             raise UserError(
                 f"--study names a folder in {settings.folder}; got {settings.study!r}; give a name or a path"
             )
-        require_writable(study_folder(settings.study, settings.folder) / STUDY, "--study")
+        require_writable(study_folder(settings.study, settings.folder) / "ledger.sqlite", "--study")
     space_path(settings.space)
     if settings.storage is not None:
         storage_url(settings.storage)
     is_local = re.fullmatch(LOCAL, settings.gpu) or settings.gpu in local_gpus()
     if not is_local:
         _require_known(settings.gpu)
-    name = PROFILE if is_local else f"profile-{settings.gpu}.json"
+    name = "profile.json" if is_local else f"profile-{settings.gpu}.json"
     return settings.model_copy(update={"output": choose_output(settings.output, name, settings.key)})
 
 

@@ -21,9 +21,9 @@ from unittest.mock import patch
 import pytest
 import sqlalchemy
 
+from autotune.cli.main import CONTINUED
 from autotune.study.storage import NOW, storage_url
 from tests.api.servers import wait_for
-from autotune.cli.main import CONTINUED
 from tests.cli.kills import (
     OUTPUTS,
     assert_whole,
