@@ -240,7 +240,7 @@ def test_failed_write_leaves_the_old_file_only(tmp_path: Path, monkeypatch: pyte
                 patch.setattr(os, step, fail)
                 Example(trials=1).save(path)
             assert str(caught.value) == (
-                f"{path}: cannot be written (No space left on device); free some space, and run the same command to continue"
+                f"{path}: cannot be written (No space left on device); free some space, and run the same command again"
             )
             assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before, step
 

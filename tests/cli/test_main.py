@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autotune.cli.main import VERBS, main
+from autotune.cli.main import CONTINUED, VERBS, main
 from autotune.device import fingerprint
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.modeling.loading import reference
@@ -149,7 +149,7 @@ def faulty(name: str) -> None:
     import builtins
     raise getattr(builtins, name, type(name, (RuntimeError,), {}))("of some kind")
 
-known = {"bench": faulty, "search": slow, "report": loud, "check": chatty, "train": wrong, "run": locked}
+known = {"bench": faulty, "search": slow, "serve": slow, "report": loud, "check": chatty, "train": wrong, "run": locked}
 Commands.get_command = lambda self, ctx, name: known[name]
 main(sys.argv[1:])
 """
@@ -157,6 +157,15 @@ main(sys.argv[1:])
 
 def start(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_only_verbs_that_keep_their_work_promise_to_continue() -> None:
+    for verb, message in (("serve", "interrupted"), ("search", "interrupted; run the same command to continue")):
+        process = start(sys.executable, "-c", SLOW, verb)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=30)[1].strip() == f"autotune: {message}"
+    assert set(CONTINUED) == {"search", "measure", "record", "train"} < set(VERBS)
 
 
 def test_signals_end_a_command_with_a_line_and_their_exit_code() -> None:
@@ -221,6 +230,7 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
     decoding_profile(target, draft, hardware=fingerprint("cpu")).save(folder / "profile.json")
     whole = (folder / "profile.json").read_text()
+    (folder / "profile.csv").write_text(whole)
     (folder / "truncated.json").write_text(whole[: len(whole) // 2])
     (folder / "typo.json").write_text(whole.replace('"verification"', '"verificatoin"'))
     (folder / "other-version.json").write_text(whole.replace("decoding-profile/1", "decoding-profile/4"))
@@ -231,6 +241,10 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_workload(folder, [{"promt": "x"}], name="typo.jsonl")
     (folder / "file").write_text("in the way")
     (folder / "no-model").mkdir()
+    (folder / "runs.csv").write_text("arm\nar\n")
+    (folder / "trained").mkdir()
+    (folder / "trained" / "model.safetensors").write_text("weights")
+    (folder / "recipe.yaml").write_text("name: x\n")
     new_llama(1, vocabulary_size=360).save_pretrained(folder / "other-vocabulary")
     return folder
 
@@ -297,6 +311,25 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["bench", "profile.json", "--workload", "workload.jsonl", "--arms", "ar,chian"],
         "--arms chian: no such arm; did you mean 'chain'",
     ),
+    "output of another search": (
+        ["search", "PAIR", "--workload", "workload.jsonl", "-o", "profile.json"],
+        r"profile\.json: holds another result, which is not replaced; delete it, or give another -o",
+    ),
+    "estimate over a measured profile": (["search", "--gpu", "h100", "-o", "profile.json"], r"profile\.json: holds another result"),
+    "output that is no profile": (["search", "-o", "workload.jsonl"], r"workload\.jsonl: holds another result"),
+    "profile of an engine": (
+        ["search", "--engine", "vllm", "--target", "any/target", "--workload", "workload.jsonl", "-o", "profile.json"],
+        r"profile\.json: holds another result",
+    ),
+    "cost table over a profile": (["measure", "PAIR", "-o", "profile.json"], r"profile\.json: holds another result"),
+    "page over a profile": (["report", "profile.json", "-o", "profile.json"], r"profile\.json: holds another result"),
+    "table over a profile": (["search", "--table", "profile.csv"], r"profile\.csv: holds another result, .*another --table"),
+    "runs over other runs": (
+        ["bench", "profile.json", "--workload", "workload.jsonl", "--table", "runs.csv"],
+        r"runs\.csv: holds another result, .*another --table",
+    ),
+    "JUnit file over a profile": (["check", "profile.json", "--junit", "profile.json"], "holds another result, .*another --junit"),
+    "draft over another one": (["train", "recipe.yaml", "-o", "trained"], r"trained/model\.safetensors: holds another result"),
     "missing space": ([*SEARCH, "--space", "gone.yaml"], r"gone\.yaml: no such file"),
     "unknown bundled model": (
         ["search", "--target", "digits/targt", "--workload", "workload.jsonl", "-o", "new.json"],
