@@ -38,10 +38,9 @@ def forecast(settings: SearchSettings) -> list[str]:
     Raises:
         UserError: the models, prompts or space of the settings cannot be searched.
     """
-    tune, evaluate = (
-        load_workload(settings.workload, split, num_prompts=number, format=settings.workload_format)
-        for split, number in (("tune", settings.num_tune_prompts), ("evaluate", settings.num_evaluate_prompts))
-    )
+    name, format = settings.workload, settings.workload_format
+    tune = load_workload(name, "tune", num_prompts=settings.num_tune_prompts, format=format)
+    evaluate = load_workload(name, "evaluate", num_prompts=settings.num_evaluate_prompts, format=format)
     tune = tune.cut(len(tune.prompts), settings.max_new_tokens)
     is_measured = device_for(settings.gpu, settings.device) is not None
     device = choose_device(settings.device)
