@@ -70,9 +70,8 @@ def word_of(option: click.Option) -> str:
 def in_group(options: list[click.Option], group: str) -> list[click.Option]:
     """The options of a group of the help, in its order."""
     words = [word for known in GROUPS.values() for word in known]
-    if not GROUPS[group]:
-        return [option for option in options if word_of(option) not in words]
-    return sorted((one for one in options if word_of(one) in GROUPS[group]), key=lambda one: words.index(word_of(one)))
+    found = [one for one in options if word_of(one) in (GROUPS[group] or {word_of(one)} - {*words})]
+    return sorted(found, key=lambda one: words.index(word_of(one)) if GROUPS[group] else 0)
 
 
 def _read_options(context: click.Context, own: click.Parameter, path: Path | None) -> None:

@@ -47,14 +47,13 @@ NAMES = {
 """Names of the choices of a draft in ``--set NAME=VALUE``, and the keys of a space that they set."""
 
 
-def _listed(value: Any) -> list[Any]:
-    """A list of values, from a file that may have one value alone. Lists in it are tuples."""
-    values = value if isinstance(value, list | tuple) else [value]
-    return [tuple(one) if isinstance(one, list) else one for one in values]
-
-
-def _listed_layers(value: Any) -> Any:
-    return value if isinstance(value, str) else _listed(value)
+def _listed(value: Any) -> Any:
+    """A list of values, from a file that may have one value alone; lists in it are tuples. The names of all layers or
+    the last one stay as they are.
+    """
+    if isinstance(value, list):
+        return [tuple(one) if isinstance(one, list) else one for one in value]
+    return value if value in ("last", "all") else [value]
 
 
 Several = BeforeValidator(_listed)
@@ -149,7 +148,7 @@ class SearchSpace(Document, kind="search-space"):
     """Shares of heads that supernets keep: in all blocks, or in each block."""
     heads_by_block: bool = False
     """Whether every combination of the shares in ``heads`` over the blocks is searched."""
-    injection_layers: Annotated[Literal["last", "all"] | list[int], BeforeValidator(_listed_layers)] = "last"
+    injection_layers: Annotated[Literal["last", "all"] | list[int], Several] = "last"
     """Target layers that supernets read: the last or all of those that they can read, or these."""
     operators: Annotated[list[Literal["gate"] | Operator], Several] = Field(default=["gate"], min_length=1)
     """Operators of the compressor of ``specvlm`` drafts; ``gate``: the choice of the draft's gate."""

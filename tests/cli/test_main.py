@@ -78,7 +78,7 @@ INSTANT = {
     "record --set d_max=8": "has no dimension 'd_max'",
     "measure --set haeds=1": "did you mean 'heads'",
     "search --config missing.yaml": "no such file",
-    "search --modle x": "did you mean --model",
+    "search --modle x": "No such option '--modle'. .*'--model'",
     "search --space quik": "did you mean 'quick'",
     "search --workload missing.jsonl": "no such file",
     "search -o /proc/nowhere/profile.json": "cannot be written",

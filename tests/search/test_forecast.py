@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from autotune.search.model_pool import ModelPool
 from autotune.search.settings import SearchSettings
 from autotune.search.space import load_space
 from autotune.search.thresholds import STAGES
+from tests.drafters.test_eagle3 import PUBLISHED, write_head
 from tests.sample_documents import write_workload
 from tests.tiny_models import Pair
 
@@ -76,3 +78,21 @@ def test_plan_prints_the_forecast_and_starts_nothing(
     assert not any(Path().iterdir())
     done = CliRunner().invoke(main, ["search", "--plan", *words, "--budget", "0.1s"])
     assert done.exit_code == 2 and "give --budget" in done.stderr and done.stdout == ""
+
+
+def test_a_head_of_a_target_is_read_for_its_sizes(pair: Pair, settings: dict[str, Any], tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head", next(iter(PUBLISHED)))
+    lines = forecast(SearchSettings(**{**settings, "drafts": (str(head),)}))
+    pool = ModelPool(settings["target"], [str(head)], "cpu")
+    assert f"draft: {head}, {len(pool.subnets(load_space('quick').without_images()))} choice of it" in lines
+
+
+def test_a_quantized_target_has_a_forecast(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Its weights are not there; the sizes are of weights that are not packed."""
+    config = json.loads((Path(settings["target"]) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    whole = forecast(SearchSettings(**{**settings, "drafts": ("retrieval",)}))
+    packed = forecast(SearchSettings(**{**settings, "drafts": ("retrieval",), "target": str(tmp_path / "packed")}))
+    assert packed[1:] == whole[1:]
