@@ -269,7 +269,7 @@ def test_quick_start_in_processes_of_its_own(tmp_path: Path, postgresql: str) ->
     shown += ["autotune check profile.json --workload prompts.jsonl", "autotune report profile.json -o report.html"]
     shown += [f"autotune search --storage {postgresql}"]
     for number, command in enumerate(shown):
-        command = command.replace("--target TARGET --draft DRAFT --workload prompts.jsonl", "")
+        command = command.replace("--target TARGET --workload prompts.jsonl", "")
         command = command.replace("--target smollm2 --budget 10m", "")
         if command.startswith("autotune search"):
             command += f" {quick}" + ("" if " -o " in command else f" -o profile{number}.json")
