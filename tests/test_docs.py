@@ -263,7 +263,6 @@ def test_quick_start_in_processes_of_its_own(tmp_path: Path, postgresql: str) ->
 
     quick = "--workload prompts.jsonl --budget 40s --trials 20"
     run(f"autotune search {quick} -o profile.json")
-    # tests/serving runs the search of an engine, which refuses images.
     shown = [command for command in commands(README) if command.startswith("autotune")]
     shown += ["autotune bench profile.json --workload prompts.jsonl --prompts 16"]
     shown += ["autotune check profile.json --workload prompts.jsonl", "autotune report profile.json -o report.html"]
