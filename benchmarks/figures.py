@@ -30,7 +30,7 @@ def main(check: bool) -> None:
             (FIGURES / name).write_text(content)
         for page in pages.pages():
             text = page.read_text()
-            new = pages.updated(text, results, page)
+            new = pages.updated(text, results)
             if new != text:
                 page.write_text(new)
                 click.echo(f"{page.relative_to(ROOT)} written")

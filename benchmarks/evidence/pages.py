@@ -29,7 +29,7 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
 
 
-def updated(text: str, results: Results, page: Path) -> str:
+def updated(text: str, results: Results) -> str:
     """The text of a page with what the results give between its markers.
 
     Raises:
@@ -38,26 +38,18 @@ def updated(text: str, results: Results, page: Path) -> str:
 
     def content(match: re.Match[str]) -> str:
         kind, name, _ = match.groups()
-        inside = TABLES[name](results) if kind == "table" else _figure(name, results, page)
+        inside = TABLES[name](results) if kind == "table" else _figure(name, results)
         return f"<!-- {kind}: {name} -->\n\n{inside}\n\n<!-- /{kind} -->"
 
     return MARKED.sub(content, text)
 
 
-def _figure(name: str, results: Results, page: Path) -> str:
-    """Markup that shows the light or the dark file: by the reader's system in the README, by the site's switch on its
-    pages.
-    """
-    files = files_of(name, results)
+def _figure(name: str, results: Results) -> str:
+    """Markup that shows the light or the dark file, by the site's switch."""
     shown = []
-    for file, inputs in files.items():
+    for file, inputs in files_of(name, results).items():
         text = html.escape(PICTURES[name].description(inputs), quote=True).replace("[", "(").replace("]", ")")
-        if page.parent == ROOT:
-            dark, light = (f"docs/figures/{file}-{scheme}.svg" for scheme in ("dark", "light"))
-            source = f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-            shown.append(f'<picture>{source}<img alt="{text}" src="{light}"></picture>')
-        else:
-            shown += [f"![{text}](figures/{file}-{scheme}.svg#only-{scheme})" for scheme in SCHEMES]
+        shown += [f"![{text}](figures/{file}-{scheme}.svg#only-{scheme})" for scheme in SCHEMES]
     return "\n".join(shown) or NOT_YET
 
 
@@ -67,7 +59,7 @@ def problems(text: str, results: Results, page: Path) -> list[str]:
     """
     found = []
     try:
-        given = updated(text, results, page)
+        given = updated(text, results)
     except KeyError as error:
         return [f"{page.name}: no table or figure {error}"]
     for old, new in zip(MARKED.finditer(text), MARKED.finditer(given), strict=True):

@@ -105,7 +105,7 @@ def readme_headline(results: Results) -> str:
         pooled = next(row for row in results["gpu-h100"].values["tasks"] if row["task"] == "all tasks")
         over = {"speedup": pooled["over_default"], "low": pooled["over_low"], "high": pooled["over_high"]}
         cells = [with_interval(arms["tuned"], strong=True), with_interval(over), with_interval(arms["hf"])]
-        rows.append(["SmolLM2 on a GPU", results["gpu-h100"].machine.partition(",")[0], *cells])
+        rows.append(["SmolLM2-135M-Instruct, on a GPU", results["gpu-h100"].machine.partition(",")[0], *cells])
     columns = ["target", "machine", "tuned profile", "over the best published default", "transformers' `generate`"]
     return table(columns, rows)
 
