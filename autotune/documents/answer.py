@@ -35,7 +35,7 @@ def answer_of(profile: DecodingProfile, path: Path) -> list[str]:
     chosen = next((point for point in reversed(profile.points) if point.draft is not None), None)
     gain = _over_plain(profile, chosen)
     plain = "Hugging Face's generate" if gain.over == HF else "plain decoding"
-    if chosen is None or gain.speedup < 1.0:
+    if is_plain := chosen is None or gain.speedup < 1.0:
         lines = [f"Plain decoding is the fastest{'' if gain.over == AR else f': use {plain}'}."]
         lines += [f"The fastest draft is {_times(gain)} as fast."] if gain.num_prompts else []
     else:
@@ -47,8 +47,9 @@ def answer_of(profile: DecodingProfile, path: Path) -> list[str]:
         guess += f", chosen by {num_deciding}" if num_deciding < DECIDING else ""
         text = f"Measured on {{}}: {_prompts(len(evidence.prompts), 'held-out ')} of {{}}{guess}."
         basis = _line(text, profile.hardware.model, profile.workload.name)
-        further = "the same search with a larger --budget" if guess else f"autotune bench {command}"
-        following = f"autotune run {command}, or {further}"
+        more = "a larger --budget" if profile.workload.num_evaluate_prompts >= JUDGING else "more prompts"
+        further = f"the same search with {more}" if guess else f"autotune bench {command}"
+        following = f"{'search with another --draft' if is_plain else f'autotune run {command}'}, or {further}"
     else:
         is_estimated = any(point.predicted and point.predicted.estimated for point in profile.points)
         source = "its datasheet" if is_estimated else "a measured table"

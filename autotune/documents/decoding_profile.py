@@ -190,12 +190,10 @@ class Evidence(Document):
     compared: list[ComparedArm] = Field(default_factory=list)
     configurations_replayed: int = 0
     best_default: str | None = None
-    """The published default that was fastest on held-out prompts, or that is predicted to be; null where none is known.
+    """The published default that was fastest on held-out prompts; null where none was measured, as the shrinkage below.
     """
     gains: list[Gain] = Field(default_factory=list)
-    """A profile that was not measured has predicted gains over the best published default alone."""
     shrinkage: Shrinkage | None = None
-    """Null where nothing was measured."""
     differences: Differences | None = None
     """Null where the profile decodes plainly, or was not measured."""
     degenerate: str | None = None

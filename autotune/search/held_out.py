@@ -186,14 +186,3 @@ def _from_summary(document: type[D], summary: Summary, **further: Any) -> D:
     """A document with the fields of a summary that have the same names, and ``further`` ones."""
     shared = {name: value for name, value in vars(summary).items() if name in document.model_fields}
     return document(**{**shared, **further})
-
-
-def print_shrinkage(shrinkage: Shrinkage, prompts: TuningPrompts, console: Console) -> None:
-    """Print the winner's predicted and measured speedups, where its speedup was predicted."""
-    choosing, confirming = shrinkage.predicted_on_choosing, shrinkage.predicted_on_confirming
-    if choosing is not None and confirming is not None:
-        console.detail(
-            f"the tuned configuration: predicted {choosing:.2f}x on the {len(prompts.choosing.tasks)} prompts that chose it and "
-            f"{confirming:.2f}x on {len(prompts.confirming.tasks)} others, measured {shrinkage.measured_on_confirming:.2f}x on "
-            f"these and {shrinkage.measured_on_held_out:.2f}x on held-out prompts"
-        )

@@ -204,14 +204,13 @@ class Plan(Document):
             return text + (few if num_judging < KEPT_PROMPTS[0][0] else "")
         plan = partial(make_plan, rates=self.rates, spent_s=self.full_s - size.full_s(self.rates))
         minutes = next(n for n in itertools.count(int(self.seconds) // 60 + 1) if plan(size, seconds=60 * n).decides)
-        options = [f"--budget {minutes}m"]
-        for limit in range(max(size.answer_tokens) // 8 * 8, LEAST_TOKENS - 1, -8):
-            shorter = replace(size, answer_tokens=[min(limit, longest) for longest in size.answer_tokens])
-            if plan(shorter, seconds=self.seconds).decides:
-                options.append(f"--max-new-tokens {limit}")
-                break
+        shorter = (
+            (limit, replace(size, answer_tokens=[min(limit, longest) for longest in size.answer_tokens]))
+            for limit in range(max(size.answer_tokens) // 8 * 8, LEAST_TOKENS - 1, -8)
+        )
+        lengths = (f" or --max-new-tokens {n}" for n, one in shorter if plan(one, seconds=self.seconds).decides)
         enough = "{1} decide and {0} judge".format(*KEPT_PROMPTS[0])
-        return f"{text}: the result will be a guess; {enough} with {' or '.join(options)}"
+        return f"{text}: the result will be a guess; {enough} with --budget {minutes}m{next(lengths, '')}"
 
 
 def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float = 0.0) -> Plan:

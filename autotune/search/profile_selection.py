@@ -44,14 +44,7 @@ from autotune.search.finalists import (
     measure_finalists,
     published_defaults,
 )
-from autotune.search.held_out import (
-    Evaluation,
-    differences_of,
-    print_evaluation,
-    print_shrinkage,
-    shrinkage_of,
-    with_evidence,
-)
+from autotune.search.held_out import Evaluation, differences_of, print_evaluation, shrinkage_of, with_evidence
 from autotune.search.model_pool import ModelPool
 from autotune.search.operating_points import by_image, by_prompt_tokens, by_temperature, by_workload, choose_points
 from autotune.search.plan import KeptPrompts, StageClock
@@ -198,7 +191,6 @@ class ProfileSelection:
         evaluation = self.evaluation(profile, best_defaults)
         print_evaluation(evaluation, len(profile.points), self.console)
         shrinkage = shrinkage_of(finalists.winner, evaluation, len(profile.points), self.prompts)
-        print_shrinkage(shrinkage, self.prompts, self.console)
         return with_evidence(profile, evaluation, shrinkage, self._plain_point())
 
     def evaluation(self, profile: DecodingProfile, defaults: Mapping[str, Configuration]) -> Evaluation:

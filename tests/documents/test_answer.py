@@ -6,20 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from autotune.cli.main import main
+from autotune.console import Console
 from autotune.documents.answer import DECIDING, JUDGING, answer_of, answer_of_engine
 from autotune.documents.decoding_profile import ComparedArm, DecodingProfile, Gain, Measured, Predicted, Shrinkage
 from autotune.documents.engine_profile import OPTIONS, EngineProfile, PredictedSettings, PricedStep, Speculation
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
+from autotune.search import pipeline
+from autotune.search.settings import SearchSettings
 from autotune.search.thresholds import KEPT_PROMPTS
 from tests.check.sample_documents import prompt_evidence
-from tests.sample_documents import DEVICE, PROVENANCE, TARGET, confirmed_arm, decoding_profile
+from tests.sample_documents import DEVICE, PROVENANCE, TARGET, confirmed_arm, decoding_profile, write_workload
+from tests.tiny_models import Pair
 
 EAGLE3 = ModelReference(id="yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", sha256="b" * 64)
 SAGE = {"policy": "sage"}
 MEASURED = "Measured on An abacus: 16 held-out prompts of by hand."
 NEXT = "Next: autotune run profile.json, or autotune bench profile.json."
+OTHER_DRAFT = "Next: search with another --draft, or autotune bench profile.json."
 AGAIN = "Next: autotune run profile.json, or the same search with a larger --budget."
 ON_DEVICE = "Next: the same search on that device, without --gpu, measures the profile."
 
@@ -28,6 +35,7 @@ def measured(
     *gains: tuple[str, float, float, float, int],
     hf: float | None = None,
     num_prompts: int = JUDGING,
+    num_held_out: int = 0,
     num_runs: int | None = None,
     subnet: dict[str, Any] | None = None,
     draft: ModelReference | None = EAGLE3,
@@ -68,7 +76,8 @@ def measured(
             "shrinkage": shrinkage,
         }
     )
-    return profile.model_copy(update={"points": [point], "evidence": evidence})
+    workload = profile.workload.model_copy(update={"num_evaluate_prompts": max(num_prompts, num_held_out)})
+    return profile.model_copy(update={"points": [point], "evidence": evidence, "workload": workload})
 
 
 def predicted(*, estimated: bool, draft: ModelReference | None = EAGLE3) -> DecodingProfile:
@@ -106,12 +115,12 @@ PROFILES = {
             "Plain decoding is the fastest: use Hugging Face's generate.",
             "The fastest draft is 0.90x (0.86 to 0.94) as fast.",
             MEASURED,
-            NEXT,
+            OTHER_DRAFT,
         ],
     ),
     "plain decoding is the fastest": (
         measured(("ar", 0.91, 0.85, 0.97, 16), ("star", 1.2, 1.1, 1.3, 16), draft=None),
-        ["Plain decoding is the fastest.", "The fastest draft is 0.91x (0.85 to 0.97) as fast.", MEASURED, NEXT],
+        ["Plain decoding is the fastest.", "The fastest draft is 0.91x (0.85 to 0.97) as fast.", MEASURED, OTHER_DRAFT],
     ),
     "nothing but a subnet's values": (
         measured(
@@ -136,7 +145,9 @@ PROFILES = {
         ],
     ),
     "a guess of few prompts": (
-        measured(("ar", 1.52, 1.40, 1.65, 4), ("eagle2", 1.08, 1.05, 1.11, 4), num_prompts=4, num_runs=2),
+        measured(
+            ("ar", 1.52, 1.40, 1.65, 4), ("eagle2", 1.08, 1.05, 1.11, 4), num_prompts=4, num_held_out=60, num_runs=2
+        ),
         [
             CHAIN,
             "1.52x (1.30 to 1.77 on 4 prompts) as fast as plain decoding.",
@@ -152,7 +163,7 @@ PROFILES = {
             "1.52x (0.00 to inf on 1 prompt) as fast as plain decoding, which may be chance.",
             "Not better than the best default, eagle2: 1.20x (0.00 to inf on 1 prompt).",
             "Measured on An abacus: 1 held-out prompt of by hand, a guess.",
-            AGAIN,
+            "Next: autotune run profile.json, or the same search with more prompts.",
         ],
     ),
     "an estimate from a measured table": (
@@ -195,6 +206,27 @@ def test_a_long_name_loses_its_middle_and_a_command_does_not() -> None:
 
 def test_an_answer_is_a_guess_below_what_a_plan_keeps() -> None:
     assert KEPT_PROMPTS[0][:2] == (JUDGING, DECIDING)
+
+
+@pytest.mark.parametrize("options", [[], ["--gpu", "h100"], ["--json"]])
+def test_a_search_ends_with_its_answer_on_standard_output(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """With ``--json``, JSON alone is there."""
+    profile = PROFILES["an estimate" if options == ["--gpu", "h100"] else "a guess of few prompts"][0]
+
+    def searched(settings: SearchSettings, console: Console) -> DecodingProfile:
+        console.say(f"decoding profile written to {settings.output}")
+        return profile
+
+    monkeypatch.setattr(pipeline, "search", searched)
+    workload = str(write_workload(tmp_path, [{"prompt": "Go on."}] * 4))
+    models = ["--target", str(pair.target_folder), "--draft", str(pair.draft_folder), "--workload", workload]
+    path = tmp_path / "p.json"
+    done = CliRunner().invoke(main, ["search", *models, "-o", str(path), *options])
+    assert done.exit_code == 0, done.output
+    assert done.stdout == (profile.dump() if options == ["--json"] else "\n".join(answer_of(profile, path))) + "\n"
+    assert done.output.endswith(done.stdout) and "decoding profile written to" in done.stderr
 
 
 SUFFIX = Speculation(type="suffix", options={**OPTIONS["suffix"], "num_speculative_tokens": 8})

@@ -202,7 +202,7 @@ def test_page_of_a_profile_alone_says_what_is_missing(made: MadeStudy, tmp_path:
 def test_page_of_a_predicted_profile_says_so(tmp_path: Path) -> None:
     decoding_profile().save(tmp_path / "p.json")
     page = Page(render(Content(find_sources(tmp_path / "p.json"))))
-    assert "Nothing was measured" in page.text and "Predicted speedup" in page.text and "2.00x" in page.text
+    assert "Not measured: estimated for" in page.text and "Predicted speedup" in page.text and "2.00x" in page.text
 
 
 def test_pages_without_images_have_no_word_about_them(text: str, tmp_path: Path) -> None:
@@ -230,9 +230,7 @@ def test_profile_that_falls_back_to_plain_decoding(made: MadeStudy, tmp_path: Pa
     points = [profile.points[-1].model_copy(update={"draft": None, "tree": None})]
     profile.model_copy(update={"points": points, "evidence": evidence}).save(tmp_path / "p.json")
     page = Page(render(Content(find_sources(tmp_path / "p.json"))))
-    assert (
-        "Measured speedup over plain decoding1.00x" in page.text and "the tuned configuration took 125 %" in page.text
-    )
+    assert "Measured speedup over plain decoding1.00x" in page.text and "Plain decoding is the fastest" in page.text
     assert [row[0] for row in page.table("arm")[1:] if "this profile" in row[0]] == ["ar: this profile"]
 
 
