@@ -187,7 +187,7 @@ def sampled_workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
         {"prompt": "Read the digits row by row.", "images": images, "temperature": 0.7, "seed": 2},
         {"prompt": "And row 2?", "images": images, "temperature": 1.3, "top_k": 5, "top_p": 0.9, "seed": 3},
     ]
-    lines = [{"split": "tune", "max_new_tokens": 24, **prompt} for prompt in prompts]
+    lines = [{"split": "tune", "max_new_tokens": 14, **prompt} for prompt in prompts]
     return load_workload(str(write_workload(folder, lines)), "tune")
 
 

@@ -48,7 +48,7 @@ def world(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     verification = {"verification": WetapVerification(threshold=1e-9), "lossless": False}
     lossy = lossless.model_copy(update={"points": [lossless.point.model_copy(update=verification)]})
     lossy.save(tmp_path / "lossy.json")
-    write_workload(tmp_path, [{"prompt": "Go on.", "split": "evaluate", "max_new_tokens": 20}] * 2)
+    write_workload(tmp_path, [{"prompt": "Go on.", "split": "evaluate", "max_new_tokens": 12}] * 2)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gc, "collect", lambda: 0)  # takes longer in the heap of pytest than decoding
     return tmp_path

@@ -187,13 +187,13 @@ def test_decoding_is_lossless(pair: Pair, prompts: dict[str, Inputs]) -> None:
     drafts = [new_draft(kind, target) for kind in KINDS]
     for number, inputs in enumerate(prompts.values()):
         for settings in ({}, {"temperature": 1.0, "seed": 3}):
-            expected = Decoder(target).generate(**inputs, max_new_tokens=16, **settings).sequences
+            expected = Decoder(target).generate(**inputs, max_new_tokens=10, **settings).sequences
             for draft in drafts:
                 for keep, tree in zip((1.0, 0.5, 0.1), TREES, strict=True):
                     number += 1
                     capture_sizes = (4, 16, 32) if number % 2 else ()
                     decoder = Decoder(target, draft, tree=tree, visual_keep=keep, capture_sizes=capture_sizes)
-                    actual = decoder.generate(**inputs, max_new_tokens=16, **settings).sequences
+                    actual = decoder.generate(**inputs, max_new_tokens=10, **settings).sequences
                     assert actual.tolist() == expected.tolist(), (draft.kind, tree, settings)
 
 
@@ -208,7 +208,7 @@ def test_requests_with_other_shares_of_visual_tokens_do_not_mix(
 
     def accepted(draft: FeatureDraft, name: str, keep: float) -> list[int]:
         decoder = Decoder(target, draft, tree=TREES[1], visual_keep=keep, mode=mode)
-        return decoder.generate(**prompts[name], max_new_tokens=12).stats.accepted_lengths
+        return decoder.generate(**prompts[name], max_new_tokens=8).stats.accepted_lengths
 
     alone = [accepted(agreeing_draft(kind, target, injection_layer=4), *request) for request in requests]
     assert [accepted(draft, *request) for request in requests] == alone
@@ -284,7 +284,7 @@ def test_replay_counts_the_rounds_of_decoding(
     bounds = ForestBounds(depth=5, num_proposals=16, width=128, floor=1e-30, beam=24)
     num_accepted = 0
     for (name, inputs), settings in itertools.product(prompts.items(), SETTINGS):
-        request = {**inputs, "max_new_tokens": 14, **settings}
+        request = {**inputs, "max_new_tokens": 10, **settings}
         plain = Decoder(target).generate(**request)
         (read,) = target.encode(inputs).prompts
         with torch.inference_mode():

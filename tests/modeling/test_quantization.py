@@ -222,10 +222,10 @@ def test_a_quantized_target_decodes_its_own_tokens_with_every_draft(
     drafts.append(IndependentDraft(target.model))
     num_identical = 0
     for inputs in prompts.values():
-        expected = target.model.generate(**inputs, max_new_tokens=24, do_sample=False)
+        expected = target.model.generate(**inputs, max_new_tokens=14, do_sample=False)
         length = inputs["input_ids"].shape[1]
         for draft in drafts:
-            found = Decoder(target, draft, tree=TREE).generate(**inputs, max_new_tokens=24).sequences
+            found = Decoder(target, draft, tree=TREE).generate(**inputs, max_new_tokens=14).sequences
             num_identical += torch.equal(found, expected)
             own, other = found[0, length:].tolist(), expected[0, length:].tolist()
             divergence = first_divergence(target, inputs, own, other)

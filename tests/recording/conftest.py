@@ -31,7 +31,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
         {"prompt": "And row 3?", "images": images[2:], "temperature": 1.0, "seed": 7, "task": "read"},
         {"prompt": "One word!", "max_new_tokens": 1, "task": "count"},
     ]
-    lines = [{"split": "tune", "max_new_tokens": 28, **prompt} for prompt in prompts]
+    lines = [{"split": "tune", "max_new_tokens": 20, **prompt} for prompt in prompts]
     return load_workload(str(write_workload(folder, lines)), "tune")
 
 

@@ -107,7 +107,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_search, "NUM_SWEPT", 64)
         patch.setattr(tree_search, "SWEEP_SIZE", 32)
-        found = search_trees(evaluator, space, ledger, num_trials=40, documents="by hand")
+        found = search_trees(evaluator, space, ledger, num_trials=20, documents="by hand")
 
     profile = _profile(evaluator, workload.sha256)
     overall = configuration_of(profile.point)

@@ -37,16 +37,24 @@ def use(folder: Path) -> None:
     assert "<script" not in render(Content(find_sources(folder)))
 
 
-@pytest.fixture
-def folder(made: MadeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the study that a test may damage. Importances, which take seconds, are left out."""
-    shutil.copytree(made.folder, tmp_path / ".autotune" / "study")
-    runs = tmp_path / ".autotune" / "study" / RUNS
-    lines = [json.loads(line) for line in runs.read_text().splitlines()]
+@pytest.fixture(scope="module")
+def whole(made: MadeStudy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study that is read as it is."""
+    study = tmp_path_factory.mktemp("whole") / ".autotune" / "study"
+    shutil.copytree(made.folder, study)
+    lines = [json.loads(line) for line in (study / RUNS).read_text().splitlines()]
     rest = {"prompt": "p", "task": None, "new_tokens": 20, "accepted_lengths": [1, 2]}
-    runs.write_text("".join(json.dumps(rest | line) + "\n" for line in lines))
-    use(tmp_path / ".autotune" / "study")
-    return runs.parent
+    (study / RUNS).write_text("".join(json.dumps(rest | line) + "\n" for line in lines))
+    use(study)
+    return study
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the study that a test may damage."""
+    study = tmp_path / ".autotune" / "study"
+    shutil.copytree(whole, study)
+    return study
 
 
 def one_of(folder: Path, pattern: str) -> Path:

@@ -12,7 +12,7 @@ from torch import Tensor
 from autotune.runtime.decoder import Decoder
 from tests.tiny_models import Inputs, Pair
 
-NEW_TOKENS = 30
+NEW_TOKENS = 20
 TREES: dict[str, dict[str, Any]] = {
     "chain": {"policy": "chain", "depth": 4},
     "sage": {"policy": "sage"},
@@ -47,6 +47,18 @@ def greedy(pair: Pair, prompts: dict[str, Inputs]) -> Greedy:
     @functools.cache
     def generate(prompt: str, **settings: Any) -> Tensor:
         return pair.target.generate(**prompts[prompt], do_sample=False, **{"max_new_tokens": NEW_TOKENS, **settings})
+
+    return generate
+
+
+@pytest.fixture(scope="session")
+def sampled_plainly(pair: Pair, prompts: dict[str, Inputs]) -> Callable[[str, int], Tensor]:
+    """Plain (AR) decoding of a prompt with the n-th of the SAMPLED settings."""
+    plain = Decoder(pair.target)
+
+    @functools.cache
+    def generate(prompt: str, setting: int) -> Tensor:
+        return plain.generate(**prompts[prompt], max_new_tokens=NEW_TOKENS, **SAMPLED[setting]).sequences
 
     return generate
 

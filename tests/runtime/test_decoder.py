@@ -26,18 +26,6 @@ PROMPTS = ("text", "image", "long")
 KEEPS = (1.0, 0.3)
 
 
-@pytest.fixture(scope="module")
-def sampled_plainly(pair: Pair, prompts: dict[str, Inputs]) -> Callable[[str, int], Tensor]:
-    """Plain (AR) decoding of a prompt with the n-th of the SAMPLED settings."""
-    plain = Decoder(pair.target)
-
-    @functools.cache
-    def generate(prompt: str, setting: int) -> Tensor:
-        return plain.generate(**prompts[prompt], max_new_tokens=NEW_TOKENS, **SAMPLED[setting]).sequences
-
-    return generate
-
-
 # -------- lossless
 
 
@@ -108,10 +96,10 @@ def test_a_draft_that_is_never_right_changes_no_token(pair: Pair, prompts: dict[
 
 
 def test_a_draft_that_is_always_right_is_accepted_whole(pair: Pair, prompts: dict[str, Inputs], greedy: Greedy) -> None:
-    """The target as its own draft: a chain of 4 emits 5 tokens in every round; 30 = 1 of the prefill + 5 * 5 + 4."""
+    """The target as its own draft: a chain of 4 emits 5 tokens in every round; 20 = 1 of the prefill + 3 * 5 + 4."""
     out = Decoder(pair.target, pair.target, tree=TREES["chain"]).generate(**prompts["image"], max_new_tokens=NEW_TOKENS)
     assert torch.equal(out.sequences, greedy("image"))
-    assert out.stats.accepted_lengths == [4] * 6
+    assert out.stats.accepted_lengths == [4] * 4
 
 
 @pytest.mark.parametrize("num_seeds", [300, pytest.param(1000, marks=pytest.mark.nightly)])
@@ -161,7 +149,7 @@ def test_the_requested_number_of_tokens_and_no_more(pair: Pair, prompts: dict[st
         decoder = Decoder(pair.target, pair.draft, tree=tree)
         accepted_lengths = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS).stats.accepted_lengths
         num_cut[name] = 0
-        for number in (1, 2, 3, 4, 6, 8, 9, 11):
+        for number in (1, 2, 3, 4, 6, 9):
             out = decoder.generate(**inputs, max_new_tokens=number)
             assert torch.equal(out.sequences, greedy("image")[:, : prompt_length + number])
             expected, left = [], number - 1  # the prefill emits one

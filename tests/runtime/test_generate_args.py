@@ -32,7 +32,7 @@ from autotune.runtime.token_sampler import TokenSampler
 from tests.runtime.conftest import TREES, deciding_at_once, new_tokens
 from tests.tiny_models import Inputs, Pair
 
-NEW_TOKENS = 30
+NEW_TOKENS = 20
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def text(pair: Pair, prompts: dict[str, Inputs]) -> list[int]:
 # Settings that change the greedy text, as functions of it.
 SETTINGS: dict[str, Any] = {
     "eos_token_id": lambda text: [text[9], text[14]],
-    "min_new_tokens": lambda text: {"min_new_tokens": 20, "eos_token_id": text[5]},
+    "min_new_tokens": lambda text: {"min_new_tokens": 14, "eos_token_id": text[5]},
     "min_length": lambda text: {"min_length": 60, "eos_token_id": text[5]},
     "repetition_penalty": lambda text: 1.4,
     "no_repeat_ngram_size": lambda text: 1,
@@ -68,9 +68,9 @@ SETTINGS: dict[str, Any] = {
     "sequence_bias": lambda text: [[[text[1], text[2]], -10.0]],
     "exponential_decay_length_penalty": lambda text: {
         "exponential_decay_length_penalty": (3, 1.6),
-        "eos_token_id": text[20],
+        "eos_token_id": text[15],
     },
-    "forced_eos_token_id": lambda text: text[25],
+    "forced_eos_token_id": lambda text: text[15],
     "remove_invalid_values": lambda text: {"remove_invalid_values": True, "repetition_penalty": 1.2},
 }
 
@@ -295,7 +295,7 @@ def batch(prompts: dict[str, Inputs], pair: Pair) -> Inputs:
 def test_a_batch_equals_that_of_generate(pair: Pair, decoder: Decoder, batch: Inputs) -> None:
     """Rows that end early are padded. Processors read a row as it was given, its padding included."""
     for settings in ({}, {"repetition_penalty": 1.4}, {"min_new_tokens": 5, "no_repeat_ngram_size": 2}):
-        call = {**batch, "max_new_tokens": 20, **settings}
+        call = {**batch, "max_new_tokens": 13, **settings}
         eos = pair.target.generate(**call, do_sample=False)[0, batch["input_ids"].shape[1] + 6].item()
         for ends in ({}, {"eos_token_id": eos}):
             expected = pair.target.generate(**call, **ends, do_sample=False)

@@ -35,7 +35,7 @@ from tests.runtime.conftest import TREES
 from tests.sample_documents import decoding_profile
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
-NEW_TOKENS = 24
+NEW_TOKENS = 14
 READ, SHORT, SAMPLED, HALF, OTHERS = range(5)
 # Workload tag, temperature, prompt, and the expected point.
 REQUESTS: list[tuple[str | None, float, str, int]] = [

@@ -62,7 +62,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
     folder = tmp_path_factory.mktemp("workload")
     images = [write_image(folder / "0.png", 0)]
     prompts: list[dict[str, Any]] = [{"prompt": "Read the digits row by row.", "images": images}, {"prompt": "And 2?"}]
-    lines = [{"split": "tune", "max_new_tokens": 24, **prompt} for prompt in prompts]
+    lines = [{"split": "tune", "max_new_tokens": 14, **prompt} for prompt in prompts]
     return load_workload(str(write_workload(folder, lines)), "tune")
 
 
