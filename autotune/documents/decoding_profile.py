@@ -287,11 +287,12 @@ class DecodingProfile(Document, kind="decoding-profile", made_by="autotune searc
 
     def located(self, source: Path) -> DecodingProfile:
         """The profile with paths in place of the names of models that lie beside its file, ``source``."""
-        points = []
-        for point in self.points:
-            own = point.draft
-            draft = own and own.model_copy(update={"id": beside(source, own.id)})
-            points.append(point.model_copy(update={"draft": draft}))
+        points = [
+            point
+            if (draft := point.draft) is None
+            else point.model_copy(update={"draft": draft.model_copy(update={"id": beside(source, draft.id)})})
+            for point in self.points
+        ]
         target = self.target.model_copy(update={"id": beside(source, self.target.id)})
         return self.model_copy(update={"target": target, "points": points})
 
