@@ -22,7 +22,7 @@ from autotune.check.worker_process import WorkerRequest
 from autotune.console import Console
 from autotune.device import choose_device
 from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
-from autotune.documents.provenance import stamp
+from autotune.documents.provenance import stamp, workload_beside
 from autotune.files import write_bytes
 from autotune.runtime.answer_keys import AnswerKeys
 from autotune.runtime.load import load
@@ -36,7 +36,7 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         console.say(
             f"changed since {settings.profile} was made: {changes}; what this costs is seen by --min-speedup, or by a new search"
         )
-    names = settings.workloads or [profile.workload.located(settings.profile)]
+    names = settings.workloads or [workload_beside(settings.profile, profile.workload.name)]
     workloads = [_evaluated(name, profile, settings) for name in names]
     design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
     device = choose_device(settings.device)

@@ -11,7 +11,6 @@ from autotune.documents.condition import Condition
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance, beside
 from autotune.documents.subnet import Subnet
-from autotune.errors import UserError
 from autotune.files import Document
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
@@ -209,19 +208,6 @@ class WorkloadReference(Document):
     """Limit of every answer, where the search shortened them to keep its budget."""
     temperature: float | None = None
     """Temperature of all prompts, where the search was given one."""
-
-    def located(self, profile: Path) -> str:
-        """The workload's file, beside the file of a profile or in this folder, or its name, if it is a shipped one.
-
-        Raises:
-            UserError: the file is in neither folder.
-        """
-        files = [path for path in (profile.parent / self.name, Path(self.name)) if path.is_file()]
-        if not files and Path(self.name).suffix:
-            raise UserError(
-                f"{profile}: the prompts that it was tuned on, {self.name}, are neither beside it nor in this folder; give --workload FILE"
-            )
-        return str(files[0]) if files else self.name
 
 
 class DecodingProfile(Document, kind="decoding-profile", made_by="autotune search"):
