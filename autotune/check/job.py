@@ -32,10 +32,6 @@ from autotune.workloads.workload import Workload, load_workload
 def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     settings.require_consistent()
     profile = DecodingProfile.load(settings.profile)
-    if changes := profile.provenance.changes(stamp()):
-        console.say(
-            f"changed since {settings.profile} was made: {changes}; what this costs is seen by --min-speedup, or by a new search"
-        )
     names = settings.workloads or [workload_beside(settings.profile, profile.workload.name)]
     workloads = [_evaluated(name, profile, settings) for name in names]
     design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
@@ -69,6 +65,10 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         write_bytes(settings.junit, junit(result))
     if settings.markdown is not None:
         write_bytes(settings.markdown, markdown(result).encode())
+    if changes := profile.provenance.changes(stamp()):
+        console.say(
+            f"changed since {settings.profile} was made: {changes}; what this costs is seen by --min-speedup, or by a new search"
+        )
     print_result(result, console)
     return result
 
