@@ -22,7 +22,7 @@ from autotune.check.worker_process import WorkerRequest
 from autotune.console import Console
 from autotune.device import choose_device
 from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
-from autotune.documents.provenance import stamp
+from autotune.documents.provenance import stamp, workload_beside
 from autotune.files import write_bytes
 from autotune.runtime.answer_keys import AnswerKeys
 from autotune.runtime.load import load
@@ -32,7 +32,7 @@ from autotune.workloads.workload import Workload, load_workload
 def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     settings.require_consistent()
     profile = DecodingProfile.load(settings.profile)
-    names = settings.workloads or [profile.workload.located(settings.profile)]
+    names = settings.workloads or [workload_beside(settings.profile, profile.workload.name)]
     workloads = [_evaluated(name, profile, settings) for name in names]
     design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
     device = choose_device(settings.device)
@@ -69,6 +69,10 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         write_bytes(settings.junit, junit(result))
     if settings.markdown is not None:
         write_bytes(settings.markdown, markdown(result).encode())
+    if changes := profile.provenance.changes(stamp()):
+        console.say(
+            f"changed since {settings.profile} was made: {changes}; what this costs is seen by --min-speedup, or by a new search"
+        )
     print_result(result, console)
     return result
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
 from autotune.check.result import CheckResult, Timing
 from autotune.documents.provenance import stamp
-from autotune.files import write_bytes, write_errors
+from autotune.files import write_bytes
 
 MARKS = {"passed": "✅", "warned": "⚠️", "failed": "❌", "inconclusive": "❔", "skipped": "➖"}  # noqa: RUF001
 LEVELS = {"failed": "error", "inconclusive": "warning", "warned": "warning"}  # of GitHub's annotations
@@ -57,22 +56,12 @@ def _xml(suite: ElementTree.Element) -> bytes:
     return bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)) + b"\n"
 
 
-@contextmanager
-def reported_errors(junit: Path | None, github: bool) -> Iterator[None]:
-    """Write an error that ends a check where its result would have been written, and raise it again. The result of an
-    earlier check is removed first, so that it does not stand for a check that was killed.
-    """
-    if junit is not None and junit.is_file():
-        with write_errors(junit):
-            junit.unlink()
-    try:
-        yield
-    except Exception as error:
-        if junit is not None:
-            write_bytes(junit, junit_of_error(error))
-        if github:
-            print(f"::error title=autotune check::{_escaped(f'{type(error).__name__}: {error}')}", file=sys.stderr)
-        raise
+def report_error(error: Exception, junit: Path | None, github: bool) -> None:
+    """Write an error that ends a check where its result would have been written."""
+    if junit is not None:
+        write_bytes(junit, junit_of_error(error))
+    if github:
+        print(f"::error title=autotune check::{_escaped(f'{type(error).__name__}: {error}')}", file=sys.stderr)
 
 
 def markdown(result: CheckResult) -> str:

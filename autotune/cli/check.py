@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,26 @@ from autotune.check.settings import CheckSettings
 from autotune.cli import options
 from autotune.cli.verb import Verb
 from autotune.errors import UserError
+from autotune.files import write_errors
 from autotune.option_fields import make_settings
+
+
+@contextmanager
+def reported_errors(junit: Path | None, github: bool) -> Iterator[None]:
+    """Report an error that ends a check, and raise it again. The report of an earlier check is removed first, so that
+    it does not stand for a check that was killed.
+    """
+    if junit is not None and junit.is_file():
+        with write_errors(junit):
+            junit.unlink()
+    try:
+        yield
+    except Exception as error:
+        if junit is not None or github:
+            from autotune.check.output import report_error
+
+            report_error(error, junit, github)
+        raise
 
 
 @click.command(cls=Verb, short_help="Check that a profile is still lossless and as fast as before.")
@@ -27,14 +48,13 @@ def command(as_json: bool, engine_command: str | None, **values: Any) -> None:
     Exit codes: 0 passed, 1 regressed, 2 a mistake that the user can fix, 3 inconclusive, 4 not comparable,
     70 a fault of the program.
     """
-    from autotune.check.output import add_to_step_summary, github_annotations, reported_errors
     from autotune.cli.preflight import is_engine_profile, require_profile, require_workload
-    from autotune.console import Console
 
     with reported_errors(values["junit"], values["github"]):
         settings = make_settings(CheckSettings, values)
         settings.require_consistent()
         if is_engine_profile(settings.profile):
+            from autotune.console import Console
             from autotune.serving.engine_use import check_engine
 
             if settings.junit or settings.markdown:
@@ -47,6 +67,8 @@ def command(as_json: bool, engine_command: str | None, **values: Any) -> None:
             require_workload(workload, settings.workload_format)
 
         from autotune.check.job import run_check
+        from autotune.check.output import add_to_step_summary, github_annotations
+        from autotune.console import Console
 
         result = run_check(settings, Console())
     if settings.github:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.cli.options import PROMPT_CHOICES
-from autotune.errors import UserError
 from autotune.files import read_json
 
 if TYPE_CHECKING:
@@ -41,20 +40,16 @@ def template_variables(profile: Path, given: Variables | None) -> Variables:
 
 
 def workload_for(profile: Path, name: str | None, format: Format | None = None) -> str:
-    """The workload that the user named, or the one that a profile was tuned on."""
+    """The workload that the user named, or the one that a profile was tuned on, see ``workload_beside``."""
     document = None if is_engine_profile(profile) else require_profile(profile)
     if name is not None:
         require_workload(name, format)
         return name
-    if document is not None:
-        return document.workload.located(profile)
     from autotune.documents.engine_profile import EngineProfile
-    from autotune.workloads.workload import is_named
+    from autotune.documents.provenance import workload_beside
 
-    used = EngineProfile.load(profile).workload
-    if not is_named(used):
-        raise UserError(f"{profile}: an engine profile has no bundled prompts; give --workload FILE")
-    return used
+    own = EngineProfile.load(profile).workload if document is None else document.workload.name
+    return workload_beside(profile, own)
 
 
 def require_workload(name: str, format: Format | None = None) -> None:

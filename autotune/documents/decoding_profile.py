@@ -11,7 +11,6 @@ from autotune.documents.condition import Condition
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance, beside
 from autotune.documents.subnet import Subnet
-from autotune.errors import UserError
 from autotune.files import Document, content_key
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
@@ -215,19 +214,6 @@ class WorkloadReference(Document):
     temperature: float | None = None
     """Temperature of all prompts, where the search was given one."""
 
-    def located(self, profile: Path) -> str:
-        """The workload's file, beside the file of a profile or in this folder, or its name, if it is a shipped one.
-
-        Raises:
-            UserError: the file is in neither folder.
-        """
-        files = [path for path in (profile.parent / self.name, Path(self.name)) if path.is_file()]
-        if not files and Path(self.name).suffix:
-            raise UserError(
-                f"{profile}: the prompts that it was tuned on, {self.name}, are neither beside it nor in this folder; give --workload FILE"
-            )
-        return str(files[0]) if files else self.name
-
 
 class DecodingProfile(Document, kind="decoding-profile", made_by="autotune search"):
     """Operating points for one target on one device."""
@@ -297,11 +283,12 @@ class DecodingProfile(Document, kind="decoding-profile", made_by="autotune searc
 
     def located(self, source: Path) -> DecodingProfile:
         """The profile with paths in place of the names of models that lie beside its file, ``source``."""
-        points = []
-        for point in self.points:
-            own = point.draft
-            draft = own and own.model_copy(update={"id": beside(source, own.id)})
-            points.append(point.model_copy(update={"draft": draft}))
+        points = [
+            point
+            if (draft := point.draft) is None
+            else point.model_copy(update={"draft": draft.model_copy(update={"id": beside(source, draft.id)})})
+            for point in self.points
+        ]
         target = self.target.model_copy(update={"id": beside(source, self.target.id)})
         return self.model_copy(update={"target": target, "points": points})
 

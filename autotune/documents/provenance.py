@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 
 from autotune.documents.contention import Contention
+from autotune.errors import UserError
 from autotune.files import Document
 
 
@@ -46,6 +47,20 @@ def beside(source: Path, name: str) -> str:
     model, suffix, part = name.partition(":")
     path = source.parent / model
     return name if Path(model).exists() or not path.exists() else f"{path}{suffix}{part}"
+
+
+def workload_beside(profile: Path, name: str) -> str:
+    """The file of a profile's own workload, beside the profile or in this folder; its name, if that is of no file.
+
+    Raises:
+        UserError: the file is in neither folder.
+    """
+    files = [path for path in (profile.parent / name, Path(name)) if path.is_file()]
+    if not files and Path(name).suffix:
+        raise UserError(
+            f"{profile}: the prompts that it was tuned on, {name}, are neither beside it nor in this folder; give --workload FILE"
+        )
+    return str(files[0]) if files else name
 
 
 DISTRIBUTION = "autotune-speculative"

@@ -197,8 +197,8 @@ class DraftTask:
         training_s, num_left = 0.0, 0
         num_read: dict[int, int] = {}  # batches by their size; stages share those of the target
         for number, stage in enumerate(self.recipe.stages):
-            num_done = stage.steps if number < (begun := numbers.get("stage", 0)) else 0
-            num_done = int(numbers["step"]) if number == begun and numbers else num_done
+            begun = numbers.get("stage", 0)
+            num_done = stage.steps if number < begun else int(numbers.get("step", 0)) * (number == begun)
             num_batches, size = math.ceil(num_training / stage.batch_size), stage.batch_size
             num_known = max(num_read.get(size, 0), min(num_done, num_batches))
             num_read[size] = max(num_known, min(stage.steps, num_batches))

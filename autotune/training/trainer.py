@@ -258,7 +258,6 @@ def train(
     accelerator.init_trackers("tensorboard")
     if not accelerator.is_main_process:
         progress = notify = console = None
-    torch.manual_seed(recipe.seed)
     report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
 
     def checkpoint(name: str) -> Checkpoint:
@@ -282,7 +281,7 @@ def train(
             if expected is not None and trainer.checkpoint.position() != (0, 0):
                 notify(
                     f"held-out agreement to expect at the end: {expected[0]:.0%}, within {expected[1]:.0%} on the bundled drafts' logs (a line "
-                    "through that of this run over the logarithm of the steps)"
+                    "through its log-odds so far over the logarithm of the steps)"
                 )
         trainer.run()
         if not accelerator.is_main_process:
@@ -301,7 +300,6 @@ def train(
             notify(f"on held-out prompts a chain of {CHAIN_DEPTH} emits {tokens:.2f} tokens per round")
             notify(monitor.contention().describe("during the training"))
             notify(f"weights and training log written to {output}")
-        accelerator.end_training()
     return output
 
 

@@ -132,9 +132,8 @@ class AnsweredPrompt(Prompt):
     def _with_last_message(cls, content: Any) -> Any:
         """A chat that ends with the assistant: its last message is the answer."""
         messages = content.get("messages") if isinstance(content, dict) else None
-        if not isinstance(messages, list) or not messages or not isinstance(last := messages[-1], dict):
-            return content
-        if last.get("role") != "assistant":
+        last = messages[-1] if isinstance(messages, list) and messages else None
+        if messages is None or not isinstance(last, dict) or last.get("role") != "assistant":
             return content
         if content.get("answer") is not None:
             raise ValueError("messages end with the assistant's answer, and 'answer' is another; give one of them")

@@ -8,15 +8,9 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from autotune.check.output import (
-    SUMMARY_FILE,
-    add_to_step_summary,
-    github_annotations,
-    junit,
-    markdown,
-    reported_errors,
-)
+from autotune.check.output import SUMMARY_FILE, add_to_step_summary, github_annotations, junit, markdown
 from autotune.check.result import verdict_of
+from autotune.cli.check import reported_errors
 from autotune.cli.main import main
 from autotune.errors import NotComparable
 from tests.check.sample_documents import check_result, gate

@@ -33,7 +33,7 @@ from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.training import trainer
-from autotune.training.draft_task import DraftTask
+from autotune.training.draft_task import DraftTask, TriedStep
 from autotune.training.examples import Example
 from autotune.training.log import logged
 from autotune.training.recipe import Recipe, Stage
@@ -367,6 +367,90 @@ def test_answers_and_training_are_announced(recipe: Callable[..., Path], monkeyp
         float(match[1].replace(",", "")) for text in messages if (match := re.search(r"\(([\d,]+) tokens/s", text))
     ]
     assert len(rates) == 2 and 0.05 < rates[0] / rates[1] < 20, "an answer on the disk takes no time"
+
+
+def test_the_weights_of_the_best_evaluation_are_kept(
+    recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those of the last stage, also if the run is killed between; trackers read the figures at the steps of all."""
+    monkeypatch.setattr(trainer, "CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr(trainer, "LOG_EVERY", 1)
+    states: list[dict[str, torch.Tensor]] = []
+    agreements = [0.99, 0.5, 0.9, 0.6, 0.9, 0.4]
+    tracked: list[tuple[int, float]] = []
+
+    def evaluate(self: DraftTask) -> dict[str, float]:
+        if len(states) == 5:
+            states.append({})
+            raise _Killed
+        states.append({name: tensor.clone() for name, tensor in self.module.state_dict().items()})
+        return {"held_out_agreement": agreements[len(states) - 1 - (len(states) > 6)]}
+
+    monkeypatch.setattr(DraftTask, "evaluate", evaluate)
+    monkeypatch.setattr(trainer.Accelerator, "log", lambda _, values, step: tracked.append((step, len(values))))
+    path = recipe(stages=[{**STAGE, "steps": 1}, {**STAGE, "steps": 5}])
+    with pytest.raises(_Killed):
+        train(path)
+    messages: list[str] = []
+    folder = train(path, notify=messages.append)
+    assert re.search(
+        r"those of step 2 of the last stage, whose held-out agreement is the highest: 90\.0%", "".join(messages)
+    )
+    kept = load_file(folder / "model.safetensors")
+    for number, is_kept in ((2, True), (0, False), (-1, False)):
+        assert is_kept == all(
+            torch.equal(kept[name], states[number][name].to(kept[name].dtype)) for name in states[number]
+        )
+    assert sorted({step for step, _ in tracked}) == [1, 2, 3, 4, 5, 6]
+
+
+def test_recipes_of_one_file_of_examples_share_a_cache(
+    recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From whichever folder they are trained."""
+    recipe()
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        content = recipe(data={"file": "../examples.jsonl"}, stages=[STAGE]).read_text()
+        (tmp_path / name / "recipe.yaml").write_text(content)
+        monkeypatch.chdir(tmp_path / name)
+        train(Path("recipe.yaml"))
+        found = sorted(tmp_path.rglob(".autotune/*/*"))
+        assert found and all(file.parents[2] == tmp_path for file in found)
+
+
+def test_one_thread_is_taken_where_several_are_slower(
+    recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a resumed run keeps its number, so that it reaches the same weights."""
+    seconds = {1: 0.5, 2: 1.0}
+    seen: list[int] = []
+    monkeypatch.setattr("autotune.training.draft_task.usable_threads", torch.get_num_threads)
+
+    def tried(*_: Any) -> TriedStep:
+        return TriedStep("a batch", 0.0, seconds[torch.get_num_threads()], 1)
+
+    monkeypatch.setattr(DraftTask, "_try_step", tried)
+    loss = DraftTask.loss
+    monkeypatch.setattr(DraftTask, "loss", lambda *given: (seen.append(torch.get_num_threads()), loss(*given))[1])
+    monkeypatch.setattr(trainer, "CHECKPOINT_EVERY", 1)
+
+    def end_second_step(stage: str, *_: Any) -> None:
+        if len(seen) == 2:
+            raise _Killed
+
+    before, path = torch.get_num_threads(), recipe(stages=[{**STAGE, "steps": 3}])
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(_Killed):
+            train(path, progress=end_second_step)
+        seconds[1] = 2.0
+        train(path)
+        assert (torch.get_num_threads(), seen) == (2, [1, 1, 1, 1])
+        train(path, output=path.parent / "new")
+        assert seen[4:] == [2, 2, 2]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_log_counts_the_distilled_layer_of_every_step(
