@@ -77,6 +77,14 @@ def command(context: click.Context, /, as_json: bool, engine: EngineName | None,
     from autotune.search.settings import check_settings
 
     settings = make_settings(SearchSettings, values)
+    if settings.random_weights:
+        from autotune.console import Console
+        from autotune.search.pair_prices import price_pair
+
+        table = price_pair(settings, Console())
+        if as_json:
+            click.echo(table.dump())
+        return
     check_settings(settings)
     require_models(settings.target, settings.drafts)
     require_workload(settings.workload, settings.workload_format)

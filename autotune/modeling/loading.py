@@ -155,6 +155,7 @@ def load_model(
     """Load a model for inference. GGUF weights are dequantized.
 
     Args:
+        device: ``meta`` for a model without weights, of which the sizes are asked for, with ``random_weights``.
         dtype: None: the checkpoint's. GGUF files, whose weights have none of their own, are loaded in bfloat16 where
             the device multiplies it natively.
         random_weights: make the weights at random. Only the config is needed, and latency does not depend on weights.
@@ -192,7 +193,8 @@ def load_model(
                     f"{name}: weights of a quantized model cannot be made at random; give its checkpoint, or a config without "
                     "quantization_config"
                 )
-            check_room(device, {"weights": _weight_bytes(factory, config, options)}, what=name, advice=advice)
+            if device != "meta":
+                check_room(device, {"weights": _weight_bytes(factory, config, options)}, what=name, advice=advice)
             with torch.device(device):  # a processor takes minutes for billions of weights
                 model = factory.from_config(config, dtype=options.get("dtype", config.dtype)).to(device)
         else:
@@ -224,7 +226,8 @@ def load_model(
             decompress(model)
     choose_attention(device)
     model.eval().requires_grad_(False)
-    _check_runs(model, dtype, name)
+    if device != "meta":
+        _check_runs(model, dtype, name)
     return model
 
 
