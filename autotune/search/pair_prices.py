@@ -19,10 +19,9 @@ from autotune.modeling.target import Target
 from autotune.search.cost_tables import print_table
 from autotune.search.settings import SearchSettings
 
+# Drafted tokens and levels of the trees in the tables: chains, and trees with levels of equal width.
 SHAPES = ((1, 1), (3, 3), (5, 5), (8, 8), (16, 4), (32, 6), (64, 8))
-"""Drafted tokens and levels of the trees in the tables: chains, and trees with levels of equal width."""
-GIVEN_TOKENS = (2, 3, 4)
-"""Tokens per round whose speedups are printed."""
+GIVEN_M = (2, 3, 4)  # tokens per round whose speedups are printed
 KV_LENGTH = 1024
 
 
@@ -68,34 +67,22 @@ def price_pair(settings: SearchSettings, console: Console) -> CostTable:
 
 
 def _print_rounds(table: CostTable, costs: DraftCosts, console: Console) -> None:
-    """Print, for trees of a draft, the tokens per round from which they are faster than plain decoding, and the speedup
-    that other numbers of tokens would give.
+    """Print, for trees of a draft, the tokens per round (M) from which they are faster than plain decoding, and the
+    speedups at other M.
     """
-    plain_ms, rounds_ms = _round_ms(table, costs)
-    rows = []
-    for (num_tokens, num_levels), ms in zip(SHAPES, rounds_ms, strict=True):
-        kind = "chain" if num_tokens == num_levels else f"tree of {num_levels} levels"
-        given = (f"{m * plain_ms / ms:.2f}x" if m <= num_levels + 1 else "-" for m in GIVEN_TOKENS)
-        least = ms / plain_ms
-        needed = f"{least:.2f}" if least <= num_levels + 1 else "never"
-        rows.append([f"{kind}, {num_tokens}", f"{ms:.1f}", needed, *given])
+    prices = table.prices(costs.draft, max_tokens=1 + SHAPES[-1][0], max_kv_length=KV_LENGTH, subnet=costs.subnet)
+    column = KV_LENGTH // prices.kv_step - 1
+    plain_ms, rows = prices.decode_ms[column], []
+    for tokens, levels in SHAPES:
+        levels_ms = prices.draft_first_ms[1, column] + (levels - 1) * prices.draft_level_ms[tokens // levels, column]
+        overhead_ms = costs.overhead.round_ms + costs.overhead.level_ms * levels
+        ms = levels_ms + prices.verify_ms[1 + tokens, column] + overhead_ms
+        name = f"chain, {tokens}" if tokens == levels else f"tree of {levels} levels, {tokens}"
+        needed = f"{ms / plain_ms:.2f}" if ms / plain_ms <= levels + 1 else "never"
+        speedups = (f"{m * plain_ms / ms:.2f}x" if m <= levels + 1 else "-" for m in GIVEN_M)
+        rows.append([name, f"{ms:.1f}", needed, *speedups])
     console.table(
         f"{costs.name}: rounds at KV length {KV_LENGTH}, where a plain step takes {plain_ms:.1f} ms",
-        ["drafted tokens", "ms", "M to pay", *(f"at M {m}" for m in GIVEN_TOKENS)],
+        ["drafted tokens", "ms", "M to pay", *(f"at M {m}" for m in GIVEN_M)],
         rows,
     )
-
-
-def _round_ms(table: CostTable, costs: DraftCosts) -> tuple[float, list[float]]:
-    """Latency of a plain step and of a round with each of ``SHAPES``."""
-    prices = table.prices(costs.draft, max_tokens=1 + SHAPES[-1][0], max_kv_length=KV_LENGTH, subnet=costs.subnet)
-    column, overhead = KV_LENGTH // prices.kv_step - 1, prices.overhead
-    rounds = [
-        prices.draft_first_ms[1, column]
-        + (levels - 1) * prices.draft_level_ms[tokens // levels, column]
-        + prices.verify_ms[1 + tokens, column]
-        + overhead.round_ms
-        + overhead.level_ms * levels
-        for tokens, levels in SHAPES
-    ]
-    return float(prices.decode_ms[column]), [float(ms) for ms in rounds]
