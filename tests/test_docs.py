@@ -278,3 +278,26 @@ def test_quick_start_in_processes_of_its_own(tmp_path: Path, postgresql: str) ->
             assert point["measured"] is None and point["predicted"]["estimated"]
     (tmp_path / "example.py").write_text(blocks(README, "python")[0])
     assert run(f"{sys.executable} example.py").strip()
+
+
+@pytest.mark.nightly
+def test_the_commands_that_repeat_a_paper_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with the bundled pair, 12 tokens of a few prompts, and recipes of two steps."""
+    monkeypatch.chdir(tmp_path)
+    rows = []
+    for number, prompt in enumerate(load_workload("digits", "evaluate", num_prompts=12).prompts):
+        prompt.images[0].save(f"{number}.png")
+        split = ["train", "tune", "evaluate"][number % 3]
+        rows.append({"prompt": prompt.settings.text, "images": [f"{number}.png"], "max_new_tokens": 12, "split": split})
+    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    names = {"TARGET": "digits/target", "SMALL": "digits/independent", "30m": "60s"}
+    page = re.sub("|".join(names), lambda found: names[found[0]], PAGES["repeat-a-paper.md"])
+    (recipe,) = (re.sub(r"steps: \d+", "steps: 2", block) for block in blocks(page, "yaml"))
+    for kind in ("star", "dream", "specvlm"):
+        text = recipe if kind == "star" else recipe.replace(", subnets: random", "")
+        Path(f"{kind}.yaml").write_text(text.replace("model: star", f"model: {kind}"))
+    for command in commands(page):
+        verb = shlex.split(command)[1]
+        few = {"bench": ["--prompts", "2", "--max-new-tokens", "12"], "search": ["--trials", "2", "--jobs", "1"]}
+        done = CliRunner().invoke(main, [*shlex.split(command)[1:], *few.get(verb, [])])
+        assert done.exit_code == 0, f"{command}: {done.output}"

@@ -136,10 +136,10 @@ class Trace:
                 self.forest.retrieved[answer],
                 self.forest.match_length[answer],
             )
-            length, *others = (int(getattr(self, name)[p]) for name in PER_PROMPT)
+            numbers = {name: int(getattr(self, name)[p]) for name in PER_PROMPT}
             end = int(self.prompt_length[: p + 1].sum())
-            tokens = self.prompt_tokens[end - length : end]
-            parts.append(RecordedPrompt(forest, length, *others, tokens))
+            tokens = self.prompt_tokens[end - numbers["prompt_length"] : end]
+            parts.append(RecordedPrompt(forest, **numbers, prompt_tokens=tokens))
         names, tasks = ([values[p] for p in prompts] for values in (header.prompts, header.tasks))
         return join(header.model_copy(update={"prompts": names, "tasks": tasks}), parts)
 

@@ -96,6 +96,14 @@ def command(
     from autotune.search.settings import check_settings
 
     settings = make_settings(SearchSettings, values)
+    if settings.random_weights:
+        from autotune.console import Console
+        from autotune.search.pair_prices import price_pair
+
+        table = price_pair(settings, Console(is_verbose))
+        if as_json:
+            click.echo(table.dump())
+        return
     settings = check_settings(settings)
     require_workload(settings.workload, settings.workload_format)
     is_given = context.get_parameter_source("target") is not ParameterSource.DEFAULT

@@ -152,6 +152,7 @@ def load_model(
     """Load a model for inference. GGUF weights are dequantized.
 
     Args:
+        device: ``meta`` for a model without weights, of which the sizes are asked for, with ``random_weights``.
         dtype: None: the checkpoint's. GGUF files, whose weights have none of their own, are loaded in bfloat16 where
             the device multiplies it natively.
         random_weights: make the weights at random. Only the config is needed, and latency does not depend on weights.

@@ -167,8 +167,8 @@ def num_patches(config: Any, inputs: Mapping[str, Any]) -> int:
     vision = getattr(config, "vision_config", None)
     height, width = np.broadcast_to(getattr(vision, "patch_size", USUAL_PATCH), 2).tolist()
     values = 3 * height * width * (getattr(vision, "temporal_patch_size", 1) or 1)
-    pixels = [inputs[name] for name, _ in _MODALITIES.values() if inputs.get(name) is not None]
-    return round(sum(of_modality.numel() for of_modality in pixels) / values)
+    pixels = (inputs.get(name) for name, _ in _MODALITIES.values())
+    return round(sum(of_modality.numel() for of_modality in pixels if of_modality is not None) / values)
 
 
 def placeholders_of(config: Any) -> frozenset[int]:

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.nn import ModuleList
+
 from autotune.modeling.clock import now_ms
 
 # Attribute names in transformers' model classes; the first one found counts. Qwen's ``visual`` includes its projector.
@@ -34,10 +36,8 @@ def vision_parts(model: Any) -> list[Any]:
 
 def vision_layers(model: Any) -> int:
     """Layers of the vision tower: the longest list of modules in it; 0 for text models."""
-    from torch.nn import ModuleList
-
-    parts = (module for part in vision_parts(model) for module in part.modules())
-    return max((len(module) for module in parts if isinstance(module, ModuleList)), default=0)
+    modules = (module for part in vision_parts(model) for module in part.modules())
+    return max((len(module) for module in modules if isinstance(module, ModuleList)), default=0)
 
 
 def timed_vision(model: Any) -> AbstractContextManager[ForwardClock]:

@@ -95,10 +95,10 @@ def screen_units(
     fastest first.
     """
     deadline, limit, num_processes = times
-    variants, *described = given
+    variants, table, workload, folder = given
     records: dict[str, Record] = {}
     of_drafts = [next(variant for variant in variants if variant[0] == draft) for draft in dict(variants)]
-    first, screen_first = _screening_units(model_pool, of_drafts, *described, FIRST_PROMPTS, FIRST_BOUNDS)
+    first, screen_first = _screening_units(model_pool, of_drafts, table, workload, folder, FIRST_PROMPTS, FIRST_BOUNDS)
     for number, (key, group) in enumerate(first.items()):
         until = limit if number else math.inf
         records |= ledger.work("first chains", {key: partial(screen_first, group)}, deadline=until)

@@ -124,6 +124,11 @@ class SearchSettings(Document):
         None, "Write a row for every replayed configuration to a .csv or .parquet file.", rare=True
     )
     has_default_drafts: bool = setting(False, "Whether drafts that do not fit the target are left out.", option=None)
+    random_weights: bool = setting(
+        False,
+        "Price the models on the card that --gpu names, from their configs alone; what is accepted needs their weights.",
+        rare=True,
+    )
     num_tune_prompts: int = setting(48, "Number of prompts that choose the configuration.", option=None, ge=1)
     num_evaluate_prompts: int = setting(64, "Number of held-out prompts for the evaluation.", option=None, ge=1)
     folder: Path = setting(WORKSPACE, "Folder in which studies keep their documents.", option=None)
@@ -145,7 +150,7 @@ class SearchSettings(Document):
         words = ["autotune", "search"]
         for name, field in type(self).model_fields.items():
             option, value = option_name(name, field), getattr(self, name)
-            if option is None or value is None or value == ():
+            if option is None or value is None or value is False or value == ():
                 continue
             texts = {
                 "budget_s": f"{self.budget_s:g}s",

@@ -1,0 +1,88 @@
+"""Prices of models on a GPU, from their configs alone: ``autotune search --gpu h100 --random-weights``.
+
+What a draft's tokens are worth is not known without weights, so nothing is chosen: tables say how many tokens a round
+of each tree must commit to be faster than plain decoding.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autotune.console import Console
+from autotune.cost.roofline import estimate_table, find_limits
+from autotune.cost.table import CostTable, DraftCosts
+from autotune.drafters.checkpoint import load_draft
+from autotune.errors import UserError
+from autotune.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
+from autotune.modeling.loading import load_model, reference
+from autotune.modeling.target import Target
+from autotune.search.cost_tables import print_table
+from autotune.search.settings import SearchSettings
+
+# Drafted tokens and levels of the trees in the tables: chains, and trees with levels of equal width.
+SHAPES = ((1, 1), (3, 3), (5, 5), (8, 8), (16, 4), (32, 6), (64, 8))
+GIVEN_M = (2, 3, 4)  # tokens per round whose speedups are printed
+KV_LENGTH = 1024
+
+
+def price_pair(settings: SearchSettings, console: Console) -> CostTable:
+    """Print what a target and its drafts cost on the card of the settings, and what must be accepted for a gain.
+
+    Raises:
+        UserError: no card with a datasheet is named, or a model cannot be made from its config.
+    """
+    limits = find_limits(settings.gpu or "")
+    if limits is None:
+        raise UserError(
+            f"--random-weights: prices models on a card with a datasheet; got --gpu {settings.gpu}; name a card, such as --gpu h100"
+        )
+    with torch.device(META):  # sizes are all that is needed
+        target = Target(load_model(settings.target, device=META, dtype=settings.dtype, random_weights=True))
+        drafts = {name: load_draft(name, target, random_weights=True) for name in settings.drafts}
+    is_eager = target.has_states or any(draft.has_states for draft in drafts.values())
+    mode = EAGER if is_eager else CUDA_GRAPH if settings.mode == AUTO else settings.mode
+    table = estimate_table(
+        settings.gpu,
+        target=reference(settings.target, weights=False),
+        target_shape=target.shape,
+        drafts=[(reference(name, weights=False), draft.subnet, draft.shape) for name, draft in drafts.items()],
+        precision=target.text.precision,
+        mode=mode,
+        capture_sizes=capture_sizes_for(mode, settings.capture_sizes),
+    )
+    print_table(table, console)
+    for costs in table.drafts:
+        _print_rounds(table, costs, console)
+    shapes = (target.shape, *(draft.shape for draft in drafts.values()))
+    weights_gb = sum((s.text_parameters + s.vision_parameters) * s.bytes_per_parameter for s in shapes) / 1e9
+    if weights_gb > limits.memory_gb:
+        console.say(
+            f"the weights take {weights_gb:.0f} GB, and {settings.gpu} has {limits.memory_gb:.0f} GB: they do not fit on one"
+        )
+    console.say(
+        "estimated from sizes and a datasheet. Random weights accept nothing of each other, so no gain is claimed: with the "
+        f"weights, autotune search --target {settings.target} --gpu {settings.gpu} finds what is accepted"
+    )
+    return table
+
+
+def _print_rounds(table: CostTable, costs: DraftCosts, console: Console) -> None:
+    """Print, for trees of a draft, the tokens per round (M) from which they are faster than plain decoding, and the
+    speedups at other M.
+    """
+    prices = table.prices(costs.draft, max_tokens=1 + SHAPES[-1][0], max_kv_length=KV_LENGTH, subnet=costs.subnet)
+    column = KV_LENGTH // prices.kv_step - 1
+    plain_ms, rows = prices.decode_ms[column], []
+    for tokens, levels in SHAPES:
+        levels_ms = prices.draft_first_ms[1, column] + (levels - 1) * prices.draft_level_ms[tokens // levels, column]
+        overhead_ms = costs.overhead.round_ms + costs.overhead.level_ms * levels
+        ms = levels_ms + prices.verify_ms[1 + tokens, column] + overhead_ms
+        name = f"chain, {tokens}" if tokens == levels else f"tree of {levels} levels, {tokens}"
+        needed = f"{ms / plain_ms:.2f}" if ms / plain_ms <= levels + 1 else "never"
+        speedups = (f"{m * plain_ms / ms:.2f}x" if m <= levels + 1 else "-" for m in GIVEN_M)
+        rows.append([name, f"{ms:.1f}", needed, *speedups])
+    console.table(
+        f"{costs.name}: rounds at KV length {KV_LENGTH}, where a plain step takes {plain_ms:.1f} ms",
+        ["drafted tokens", "ms", "M to pay", *(f"at M {m}" for m in GIVEN_M)],
+        rows,
+    )

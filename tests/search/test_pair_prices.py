@@ -1,0 +1,54 @@
+"""Prices of a pair on a card, from its configs alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from autotune.cli.main import main
+from autotune.cost.roofline import find_limits, step_ms
+from autotune.cost.table import CostTable
+from autotune.execution import CUDA_GRAPH
+from tests.tiny_models import Pair
+
+
+@pytest.fixture(scope="module")
+def configs(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Folders of a target, a draft model and a star draft, which hold a config alone."""
+    root = tmp_path_factory.mktemp("configs")
+    for name, source in (("target", pair.target_folder), ("draft", pair.draft_folder)):
+        (root / name).mkdir()
+        shutil.copy(source / "config.json", root / name)
+    return [str(root / name) for name in ("target", "draft")]
+
+
+def test_a_pair_is_priced_by_its_configs(configs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round costs its steps and its overhead, by hand; no speedup is claimed that a round cannot have."""
+    monkeypatch.chdir(tmp_path)
+    target, draft = configs
+    words = ["search", "--target", target, "--draft", draft, "--draft", "retrieval", "--gpu", "h100"]
+    done = CliRunner().invoke(main, [*words, "--random-weights", "--json"])
+    assert done.exit_code == 0, done.output
+    table, limits = CostTable.parse(json.loads(done.stdout), source="here"), find_limits("h100")
+    assert table.estimated and table.target_shape is not None and table.target_shape.vision_layers == 1
+    assert limits is not None and table.prefill.image_ms == limits.eager_layer_ms
+    draft_shape = table.drafts[0].shape
+    assert draft_shape is not None and not any(tmp_path.iterdir()), "no profile is written"
+    plain, drafted = (step_ms(shape, limits, 1, 1024, CUDA_GRAPH) for shape in (table.target_shape, draft_shape))
+    round_ms = 3 * drafted + plain + limits.round_ms * (1 + 3 / 8)
+    row = re.search(r"chain, 3 +([\d.]+) +([\d.]+|never) +(\S+) +(\S+) +(\S+)", done.stderr)
+    assert row is not None and float(row[1]) == pytest.approx(round_ms, abs=0.06)
+    assert float(row[3].rstrip("x")) == pytest.approx(2 * plain / round_ms, abs=0.01)
+    assert re.search(r"chain, 1 +\S+ +\S+ +\S+ +- +-", done.stderr), "a round of one drafted token commits at most two"
+    assert "no gain is claimed" in " ".join(done.stderr.split()) and "retrieval: rounds" in done.stderr
+
+
+@pytest.mark.parametrize("gpu", [[], ["--gpu", "cpu"]])
+def test_a_card_must_be_named(configs: list[str], gpu: list[str]) -> None:
+    done = CliRunner().invoke(main, ["search", "--target", configs[0], "--random-weights", *gpu])
+    assert done.exit_code == 2 and "name a card, such as --gpu h100" in " ".join(done.output.split())
