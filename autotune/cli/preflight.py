@@ -41,7 +41,7 @@ def template_variables(profile: Path, given: Variables | None) -> Variables:
 
 
 def workload_for(profile: Path, name: str | None, format: Format | None = None) -> str:
-    """The workload that the user named, the profile's own where its name alone finds it, or the default of its target."""
+    """The workload that the user named, the profile's own if it is bundled or shipped, or the default of its target."""
     document = None if is_engine_profile(profile) else require_profile(profile)
     if name is not None:
         require_workload(name, format)
@@ -59,7 +59,7 @@ def workload_for(profile: Path, name: str | None, format: Format | None = None) 
 
 
 def require_workload(name: str, format: Format | None = None) -> None:
-    """Check that a workload's file can be parsed, or is there if it is bundled or shipped. Its images are read later."""
+    """Check that a workload's file can be parsed, or is there if it is bundled. Images are read later."""
     from autotune.workloads.formats import read_prompts
     from autotune.workloads.hub import local_file
     from autotune.workloads.workload import BUNDLED, bundled_file, shipped_files
