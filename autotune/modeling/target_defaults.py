@@ -97,7 +97,7 @@ def _is_head(folder: Path, target: str, sizes: Mapping[str, Any]) -> bool:
         layer = config.get("transformer_layer_config") or config
         verifier = (config.get("speculators_config") or {}).get("verifier", {}).get("name_or_path")
         read = config.get("target_hidden_size") or layer.get("hidden_size"), layer.get("vocab_size")
-        is_named = verifier is not None and target.partition("@")[0] in (verifier, verifier.rpartition("/")[2])
+        is_named = verifier is not None and Path(verifier).name == Path(target.partition("@")[0]).name
         has_sizes = hidden is not None and read == (hidden, sizes.get("vocab_size"))
         if is_own_draft(config):
             layers = config.get("num_target_layers")

@@ -66,8 +66,11 @@ def test_a_study_is_a_folder_of_the_workspace() -> None:
 
 def test_drafts_and_prompts_default_to_those_of_the_targets_pair() -> None:
     assert (SearchSettings().drafts, SearchSettings().workload) == (DEFAULT_DRAFTS, "digits")
-    other = SearchSettings(target="some/model", drafts=("some/draft",))
-    assert (other.drafts, other.workload) == (("some/draft",), "digits")
+    other = SearchSettings(target="some/model", drafts=("some/draft",), workload="chat")
+    assert (other.drafts, other.workload) == (("some/draft",), "chat")
+    assert SearchSettings().has_default_drafts and not other.has_default_drafts
+    with pytest.raises(UserError, match="some/model: the Hugging Face Hub does not answer"):  # of its drafts
+        SearchSettings(target="some/model", workload="chat")
     smollm2 = SearchSettings(target="smollm2")
     assert smollm2.workload == "smollm2" and smollm2.drafts[-1] == RETRIEVAL
     assert all(name.startswith("smollm2/") for name in smollm2.drafts[:-1])
@@ -95,10 +98,18 @@ def test_stored_heads_of_a_packaged_model_are_its_default_drafts(
         assert "workload.jsonl, is missing; name another --workload" in done.output
 
 
-def test_a_profile_is_measured_on_the_prompts_of_its_pair(tmp_path: Path) -> None:
-    for target, workload in (("digits/target", "digits"), ("smollm2", "smollm2"), ("some/model", "digits")):
+def test_a_profile_is_measured_on_its_own_prompts_or_those_of_its_pair(tmp_path: Path) -> None:
+    for target, own, workload in (
+        ("digits/target", "mine.jsonl", "digits"),
+        ("smollm2", "mine.jsonl", "smollm2"),
+        ("some/model", "digits", "digits"),
+        ("some/model", "chat,code", "chat,code"),
+        ("smollm2", "summarize", "summarize"),
+    ):
         path = tmp_path / "profile.json"
-        decoding_profile(ModelReference(id=target, sha256="")).save(path)
+        profile = decoding_profile(ModelReference(id=target, sha256=""))
+        used = profile.workload.model_copy(update={"name": own})
+        profile.model_copy(update={"workload": used}).save(path)
         assert workload_for(path, None) == workload
     assert workload_for(path, "digits") == "digits"
     with pytest.raises(UserError, match=r"missing\.jsonl"):

@@ -205,7 +205,7 @@ def test_an_engine_of_this_machine_is_asked_without_a_proxy(variable: str, monke
 def test_an_engine_elsewhere_is_asked_by_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
-    with pytest.raises(UserError, match="no engine answers .*Connection refused"):
+    with pytest.raises(UserError, match=r"no engine answers .*Connection refused"):
         EngineClient("http://engine.example:8000")
 
 
