@@ -177,7 +177,7 @@ def test_engines_load_models_of_the_hub_by_their_ids(hub: Hub) -> None:
     assert VllmEngine.find_model(IDS[1], local_only=True) == (IDS[1], ModelReference(id=IDS[1], sha256=""))
     assert len(hub.requests) == num_requests
     for find in (VllmEngine.find_model, lambda name: VllmEngine.find_draft(name, IDS[0])):
-        with pytest.raises(UserError, match="did you mean 'Qwen/Qwen3-0.6B'"):
+        with pytest.raises(UserError, match=r"did you mean 'Qwen/Qwen3-0\.6B'"):
             find("Qwen/Qwen3-0.6")
 
 

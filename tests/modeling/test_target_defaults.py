@@ -111,7 +111,7 @@ def test_drafts_beside_a_target_of_this_machine_compete(cache: Path) -> None:
 
 
 def test_the_sizes_of_a_gguf_file_choose_its_heads(cache: Path) -> None:
-    """Of the packaged file by its path, which is no bundled name; its header alone is read."""
+    """The packaged file has no bundled name by its path; its header alone is read."""
     from autotune.modeling.gguf import find_gguf, gguf_sizes
 
     path = find_gguf("smollm2")
