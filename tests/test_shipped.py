@@ -69,6 +69,8 @@ def test_wheel_is_complete() -> None:
     assert {"autotune/cli/main.py", "autotune/report/page.html", "autotune/report/page.css"} <= files
     assert {f"autotune/_data/search_spaces/{name}.yaml" for name in ("quick", "full")} <= files
     assert "autotune/_data/drafts/digits/star/model.safetensors" in files
+    prompts = {path.relative_to(ROOT).as_posix() for path in (ROOT / "autotune/workloads/prompts").rglob("*.*")}
+    assert len(prompts) >= 16 and prompts <= files
     assert {
         "autotune/_data/drafts/digits/workload.jsonl",
         "autotune/_data/drafts/digits/images/tune-0-read.png",

@@ -53,7 +53,7 @@ def workload_for(profile: Path, name: str | None, format: Format | None = None) 
 
 
 def require_workload(name: str, format: Format | None = None) -> None:
-    """Check that a workload's file can be parsed, or is there if it comes with autotune. Its images are read later."""
+    """Check that a workload's file can be parsed, or is there if it is bundled. Images are read later."""
     from autotune.workloads.formats import read_prompts
     from autotune.workloads.hub import local_file
     from autotune.workloads.workload import BUNDLED, bundled_file, shipped_files

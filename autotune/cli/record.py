@@ -63,8 +63,8 @@ def command(target: str, drafts: tuple[str, ...], workload: str, output: Path, a
     prompts = load_workload(workload, "tune", num_prompts=num_prompts, format=format)
     if choices["temperature"] is not None:
         prompts = prompts.sampled(choices["temperature"])
-    options_of_pool: dict[str, Any] = {"dtype": choices["dtype"], "console": console, "leaves_out": not are_named}
-    model_pool = ModelPool(target, drafts, choose_device(choices["device"]), **options_of_pool)
+    device, dtype = choose_device(choices["device"]), choices["dtype"]
+    model_pool = ModelPool(target, drafts, device, dtype=dtype, console=console, leaves_out=not are_named)
     prompts = prompts.cut(num_prompts, choices["max_new_tokens"]).with_variables(choices["chat_template_kwargs"])
     prompts = prompts.fitting(model_pool.processor, model_pool.target.max_context, console.say)
     prompts = model_pool.recorder(output).follow(prompts)

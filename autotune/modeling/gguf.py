@@ -134,19 +134,8 @@ def gguf_sizes(model: Path) -> dict[str, int]:
     """
     with model.open("rb") as file:
         head = file.read(1 << 20)
-    sizes = {}
-    for key, mark in SIZE_MARKS.items():
-        _, found, value = head.partition(mark)
-        if found:
-            sizes[key] = int.from_bytes(value[:4], "little")
-    return sizes
-
-
-def hide_progress() -> None:
-    """Let transformers show no progress of its conversion of GGUF files, which no setting of it switches off."""
-    from transformers import modeling_gguf_pytorch_utils as conversion
-
-    conversion.tqdm = lambda tensors, **_: tensors
+    found = {key: head.partition(mark)[2][:4] for key, mark in SIZE_MARKS.items() if mark in head}
+    return {key: int.from_bytes(value, "little") for key, value in found.items()}
 
 
 def read_metadata(path: Path, name: str) -> Mapping[str, Any]:

@@ -6,7 +6,6 @@ import difflib
 import functools
 import glob
 import json
-import logging
 import os
 import re
 import sys
@@ -44,7 +43,6 @@ class Repository:
         self.name, self.id, self.revision = name, match["repository"], match["revision"]
         self._snapshot = functools.partial(snapshot_download, self.id, revision=self.revision)
         self._is_local = local_only
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of every request that it repeats
         timeout = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", TIMEOUT_S))
         try:
             if local_only:
@@ -131,17 +129,18 @@ def is_cached(name: str) -> bool:
     ).is_dir()
 
 
-def cached_ids() -> list[str]:
-    """The ids of the models in the Hub's cache."""
+def cached_models() -> dict[str, Path]:
+    """The folders of the models in the Hub's cache, of their main revision, by id."""
     from huggingface_hub import constants
 
-    folders = Path(constants.HF_HUB_CACHE).glob("models--*--*")
-    return sorted(path.name.removeprefix("models--").replace("--", "/", 1) for path in folders)
+    found = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*/refs/main"))
+    ids = (path.parents[1].name.removeprefix("models--").replace("--", "/", 1) for path in found)
+    return {id: path.parents[1] / "snapshots" / path.read_text() for id, path in zip(ids, found, strict=True)}
 
 
 def suggestion(name: str) -> str:
     """``did you mean 'OWNER/NAME'?`` for an id in the cache or the documentation that is similar; else empty."""
-    known = {*KNOWN_MODELS, *cached_ids()} - {name}
+    known = {*KNOWN_MODELS, *cached_models()} - {name}
     names = {word.lower(): id for id in sorted(known) for word in (id, id.partition("/")[2])}
     similar = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.75)
     return f"did you mean {names[similar[0]]!r}?" if similar else ""

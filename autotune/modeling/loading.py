@@ -13,16 +13,7 @@ from autotune.documents.draft_kinds import TOKEN_DRAFTS, is_own_draft, refuse_df
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
 from autotune.files import data_root, known_sha256_of, read_json
-from autotune.modeling.gguf import (
-    PACKAGED,
-    UNQUANTIZED,
-    file_type,
-    find_gguf,
-    gguf_errors,
-    gguf_models,
-    hide_progress,
-    read_metadata,
-)
+from autotune.modeling.gguf import PACKAGED, UNQUANTIZED, file_type, find_gguf, gguf_errors, gguf_models, read_metadata
 from autotune.modeling.hub import is_cached, is_id, listed, repository, suggestion, weight_files
 from autotune.modeling.known_models import KNOWN_MODELS
 from autotune.modeling.processors import image_processor_class
@@ -181,7 +172,9 @@ def load_model(
         _check_sizes(config, name=name)
         is_quantized = quantization_of(config) is not None
         if gguf:
-            hide_progress()
+            from transformers import modeling_gguf_pytorch_utils as conversion
+
+            conversion.tqdm = lambda tensors, **_: tensors  # no setting of transformers hides this progress
             # A config that is given is not parsed again, which takes seconds. Transformers would keep weights packed
             # where it finds kernels for them.
             dense = {"config": config, "quantization_config": GgufConfig(dequantize=True)}

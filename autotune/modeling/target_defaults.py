@@ -4,16 +4,25 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from autotune.documents.draft_kinds import MTP_PROMISES, is_eagle3, is_own_draft
+from autotune.errors import UserError
 from autotune.files import read_json
 from autotune.modeling.gguf import PACKAGED, gguf_sizes
-from autotune.modeling.hub import cached_ids
-from autotune.modeling.loading import DEFAULT_DRAFTS, DEFAULT_PAIR, MTP_SUFFIX, RETRIEVAL, bundled_models, resolve
+from autotune.modeling.hub import cached_models
+from autotune.modeling.loading import (
+    DEFAULT_DRAFTS,
+    DEFAULT_PAIR,
+    MTP_SUFFIX,
+    RETRIEVAL,
+    bundled_models,
+    load_errors,
+    resolve,
+)
 from autotune.workloads.workload import SHIPPED
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -31,8 +40,7 @@ def default_workload(target: str) -> str:
         return target
     if target in bundled_models():
         return DEFAULT_PAIR
-    sets = SHIPPED if "vision_config" in _sizes_of(target)[1] else SHIPPED[:-1]
-    return ",".join(sets)
+    return ",".join(SHIPPED if "vision_config" in _sizes_of(target)[1] else SHIPPED[:-1])
 
 
 def default_drafts(target: str) -> tuple[str, ...]:
@@ -49,7 +57,7 @@ def default_drafts(target: str) -> tuple[str, ...]:
         return DEFAULT_DRAFTS
     folder, sizes = _sizes_of(target)
     own = [target + MTP_SUFFIX] if _has_own_head(folder, sizes) else []
-    heads = [name for name, config in (*_cached(), *_beside(target)) if _is_for(config, target, sizes)]
+    heads = [name for name, path in _folders(target).items() if _is_head(path, target, sizes)]
     return (*own, *heads, RETRIEVAL)
 
 
@@ -58,14 +66,9 @@ def _sizes_of(target: str) -> tuple[Path, Mapping[str, Any]]:
     path = Path(resolve(target, weights=False))
     if path.is_file():
         return path.parent, gguf_sizes(path)
-    config = _config_in(path)
-    text = config.get("text_config")
-    return path, config | (text if isinstance(text, dict) else {})
-
-
-def _config_in(folder: Path) -> dict[str, Any]:
-    config = read_json(folder / CONFIG)
-    return config if isinstance(config, dict) else {}
+    with load_errors(target):
+        config = read_json(path / CONFIG)
+        return path, config | (config.get("text_config") or {})
 
 
 def _has_own_head(folder: Path, sizes: Mapping[str, Any]) -> bool:
@@ -80,33 +83,25 @@ def _has_own_head(folder: Path, sizes: Mapping[str, Any]) -> bool:
     return any("mtp." in name or (is_promised and after_the_last in name) for name in names)
 
 
-def _cached() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Models in the Hub's cache with their weights: id and config."""
-    from huggingface_hub import try_to_load_from_cache
-
-    for id in cached_ids():
-        path = try_to_load_from_cache(id, CONFIG)
-        if isinstance(path, str) and any(file.suffix in WEIGHTS for file in Path(path).parent.iterdir()):
-            yield id, _config_in(Path(path).parent)
+def _folders(target: str) -> Mapping[str, Path]:
+    """Models in the Hub's cache, and folders next to a target of this machine, by name."""
+    beside = Path(target).parent.glob(f"*/{CONFIG}") if Path(target).exists() else ()
+    return cached_models() | {str(path.parent): path.parent for path in sorted(beside)}
 
 
-def _beside(target: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Folders next to a target of this machine: name and config."""
-    if Path(target).exists():
-        for path in sorted(Path(target).parent.glob(f"*/{CONFIG}")):
-            yield str(path.parent), _config_in(path.parent)
-
-
-def _is_for(config: dict[str, Any], target: str, sizes: Mapping[str, Any]) -> bool:
-    """Whether a config is of a head that names a target, or that has its sizes."""
+def _is_head(folder: Path, target: str, sizes: Mapping[str, Any]) -> bool:
+    """Whether a folder holds a head that names a target, or that has its sizes, and the head's weights."""
     hidden = sizes.get("hidden_size")
-    if is_own_draft(config):
-        return (config.get("hidden_size"), config.get("num_target_layers")) == (hidden, sizes.get("num_hidden_layers"))
-    with suppress(AttributeError, TypeError):  # a config of other types than a head's
+    with suppress(UserError, OSError, AttributeError, TypeError):  # other models may be incomplete or damaged
+        config = read_json(folder / CONFIG)
         layer = config.get("transformer_layer_config") or config
         verifier = (config.get("speculators_config") or {}).get("verifier", {}).get("name_or_path")
-        read = config.get("target_hidden_size") or layer.get("hidden_size")
-        is_named = verifier is not None and target.partition("@")[0] in (verifier, verifier.rpartition("/")[2])
-        has_sizes = hidden is not None and (read, layer.get("vocab_size")) == (hidden, sizes.get("vocab_size"))
-        return is_eagle3(config) and (is_named or has_sizes)
+        read = config.get("target_hidden_size") or layer.get("hidden_size"), layer.get("vocab_size")
+        is_named = verifier is not None and Path(verifier).name == Path(target.partition("@")[0]).name
+        has_sizes = hidden is not None and read == (hidden, sizes.get("vocab_size"))
+        if is_own_draft(config):
+            layers = config.get("num_target_layers")
+            return (config.get("hidden_size"), layers) == (hidden, sizes.get("num_hidden_layers"))
+        has_weights = any(file.suffix in WEIGHTS for file in folder.iterdir())
+        return is_eagle3(config) and has_weights and (is_named or has_sizes)
     return False

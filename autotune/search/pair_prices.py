@@ -14,7 +14,7 @@ from autotune.cost.table import CostTable, DraftCosts
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
-from autotune.modeling.loading import load_model, reference
+from autotune.modeling.loading import META, load_model, reference
 from autotune.modeling.target import Target
 from autotune.search.cost_tables import print_table
 from autotune.search.settings import SearchSettings
@@ -31,7 +31,8 @@ def price_pair(settings: SearchSettings, console: Console) -> CostTable:
     Raises:
         UserError: no card with a datasheet is named, or a model cannot be made from its config.
     """
-    limits = find_limits(settings.gpu or "")
+    card = settings.gpu or ""
+    limits = find_limits(card)
     if limits is None:
         raise UserError(
             f"--random-weights: prices models on a card with a datasheet; got --gpu {settings.gpu}; name a card, such as --gpu h100"
@@ -42,7 +43,7 @@ def price_pair(settings: SearchSettings, console: Console) -> CostTable:
     is_eager = target.has_states or any(draft.has_states for draft in drafts.values())
     mode = EAGER if is_eager else CUDA_GRAPH if settings.mode == AUTO else settings.mode
     table = estimate_table(
-        settings.gpu,
+        card,
         target=reference(settings.target, weights=False),
         target_shape=target.shape,
         drafts=[(reference(name, weights=False), draft.subnet, draft.shape) for name, draft in drafts.items()],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import posixpath
 import re
 from pathlib import Path
@@ -29,35 +28,22 @@ def local_file(address: str | Path) -> Path:
             f"{address}: a file on the Hub is hf://datasets/OWNER/NAME/PATH; complete the address, such as "
             "hf://datasets/owner/benchmark/question.jsonl"
         )
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
-    answers = _hub_answers(match["repo"], match["revision"])
-    options: dict[str, Any] = {"repo_type": "dataset", "revision": match["revision"], "local_files_only": not answers}
+    source: dict[str, Any] = {"repo_type": "dataset", "revision": match["revision"]}
     try:
-        path = hf_hub_download(match["repo"], match["file"], **options)
-    except (OSError, EntryNotFoundError, HFValidationError) as error:
+        path = try_to_load_from_cache(match["repo"], match["file"], **source)
+        if isinstance(path, str):
+            return Path(path)
+        # Asked once: a download would repeat its requests for half a minute and more.
+        HfApi().dataset_info(match["repo"], revision=match["revision"], timeout=TIMEOUT_S)
+        path = hf_hub_download(match["repo"], match["file"], **source)
+    except Exception as error:  # httpx2 and huggingface_hub raise many kinds
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
-        reason = reason if answers else "the Hugging Face Hub does not answer"
         raise UserError(
             f"{address}: cannot be downloaded ({reason}); check the address and the network, or give a local copy of the file"
         ) from None
     return Path(path)
-
-
-@functools.cache
-def _hub_answers(repo: str, revision: str | None) -> bool:
-    """Whether the Hub answers. It is asked once for a dataset: each download would try for half a minute and more."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT_S)
-    except HfHubHTTPError:  # the download tells what is wrong
-        return True
-    except Exception:  # httpx2 and huggingface_hub raise many kinds
-        return False
-    return True
 
 
 def sibling(address: str | Path, name: str) -> str | Path:

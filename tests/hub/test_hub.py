@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.modeling import hub as hub_models
 from autotune.modeling.gguf import find_gguf
 from autotune.modeling.loading import load_model, load_processor, reference, resolve
 from autotune.modeling.target import Target
+from autotune.serving.engine import ServingEngine
+from autotune.serving.llama_server import LlamaEngine
+from autotune.serving.vllm_server import VllmEngine
 from tests.hub.conftest import asked
 from tests.hub.server import Hub
 from tests.tiny_models import Pair
@@ -162,3 +166,27 @@ def test_gguf_files_are_chosen_by_name_or_quantization(hub: Hub, tmp_path: Path)
     assert "in 2 parts" in refusal("a/M-1.5-GGUF:BF16")
     found = find_gguf("a/M-1.5-GGUF:BF16", is_split=True)
     assert found is not None and [path.name for path in sorted(found.parent.glob("*BF16*"))] == parts
+
+
+def test_engines_load_models_of_the_hub_by_their_ids(hub: Hub) -> None:
+    """Target and draft are the cached files that this runtime loads; a server at an address has its own."""
+    name, reference_of = VllmEngine.find_model(IDS[0]) or ("", None)
+    assert name == str(Path(resolve(IDS[0])).resolve()) and reference_of == reference(IDS[0])
+    assert VllmEngine.find_draft(IDS[2], IDS[0]) == ("draft_model", Path(resolve(IDS[2])).resolve())
+    num_requests = len(hub.requests)
+    assert VllmEngine.find_model(IDS[1], local_only=True) == (IDS[1], ModelReference(id=IDS[1], sha256=""))
+    assert len(hub.requests) == num_requests
+    for find in (VllmEngine.find_model, lambda name: VllmEngine.find_draft(name, IDS[0])):
+        with pytest.raises(UserError, match=r"did you mean 'Qwen/Qwen3-0\.6B'"):
+            find("Qwen/Qwen3-0.6")
+
+
+@pytest.mark.parametrize(
+    ("engine", "advice"), [(VllmEngine, "pip install vllm"), (LlamaEngine, "github.com/ggml-org/llama.cpp")]
+)
+def test_a_missing_engine_says_how_to_get_one(engine: type[ServingEngine], advice: str) -> None:
+    with pytest.raises(
+        UserError, match=rf"nowhere: no such executable; .*{advice}.*--engine-command or --url"
+    ) as error:
+        engine.find("nowhere", "model")
+    assert "make" not in str(error.value)

@@ -155,6 +155,12 @@ def test_a_gguf_file_is_a_target(tiny: tuple[Path, Any], processor: Any) -> None
         assert torch.equal(found.sequences, plain)
 
 
+def test_loading_prints_no_progress_of_transformers(tiny: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    load_processor(str(tiny[0]))
+    load_model(str(tiny[0]))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_folder_names_its_gguf_file(tiny: tuple[Path, Any]) -> None:
     path, _ = tiny
     assert resolve(str(path.parent)) == resolve(str(path)) == str(path)

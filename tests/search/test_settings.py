@@ -144,6 +144,11 @@ def test_a_file_that_is_no_profile_is_not_replaced(
 
 def test_drafts_and_prompts_default_to_those_of_the_targets_pair() -> None:
     assert (SearchSettings().drafts, SearchSettings().workload) == (DEFAULT_DRAFTS, "digits")
+    other = SearchSettings(target="some/model", drafts=("some/draft",), workload="chat")
+    assert (other.drafts, other.workload) == (("some/draft",), "chat")
+    assert SearchSettings().has_default_drafts and not other.has_default_drafts
+    with pytest.raises(UserError, match="some/model: the Hugging Face Hub does not answer"):  # of its drafts
+        SearchSettings(target="some/model", workload="chat")
     smollm2 = SearchSettings(target="smollm2")
     assert smollm2.workload == "smollm2" and smollm2.drafts[-1] == RETRIEVAL
     assert all(name.startswith("smollm2/") for name in smollm2.drafts[:-1])
@@ -176,7 +181,12 @@ def test_a_profile_is_measured_on_its_own_prompts(tmp_path: Path, monkeypatch: p
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     path = tmp_path / "profile.json"
-    for name, expected in (("smollm2", "smollm2"), ("a.jsonl", str(tmp_path / "a.jsonl")), ("b.jsonl", "b.jsonl")):
+    for name, expected in (
+        ("smollm2", "smollm2"),
+        ("chat,code", "chat,code"),
+        ("a.jsonl", str(tmp_path / "a.jsonl")),
+        ("b.jsonl", "b.jsonl"),
+    ):
         profile = decoding_profile(ModelReference(id="some/model", sha256=""))
         own = profile.workload.model_copy(update={"name": name})
         profile.model_copy(update={"workload": own}).save(path)

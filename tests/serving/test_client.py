@@ -196,6 +196,19 @@ def test_what_no_engine_replies_is_one_line_with_the_address_and_the_rule() -> N
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 600, (path, reply)
 
 
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "all_proxy"])
+def test_an_engine_of_this_machine_is_asked_without_a_proxy(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    ask({})
+
+
+def test_an_engine_elsewhere_is_asked_by_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with pytest.raises(UserError, match=r"no engine answers .*Connection refused"):
+        EngineClient("http://engine.example:8000")
+
+
 def test_an_endless_reply_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.serving.client.MOST_BYTES", 100)
     with pytest.raises(UserError, match=r"no engine answers .its reply is longer than 100 bytes"):

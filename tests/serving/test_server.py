@@ -55,8 +55,9 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_engine_runs_the_exported_command_and_is_stopped(script: Path) -> None:
-    """With its workers, also where what uses it fails."""
+def test_an_engine_runs_the_exported_command_and_is_stopped(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its workers, also where what uses it fails, and where a proxy is set for other machines."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     words = [str(script), *shlex.split(COMMAND)[1:], "--max-num-seqs", "4"]
     with pytest.raises(RuntimeError, match="a bench that fails"), running(words, "vllm") as (url, _):
         client = EngineClient(url)

@@ -320,6 +320,7 @@ def test_files_on_the_hub_are_downloaded_with_their_images(tmp_path: Path, monke
         asked.append((repo, file, repo_type, revision))
         return str(tmp_path / file)
 
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     address = "hf://datasets/owner/mmspec@v1/test/mmspec.jsonl"
     workload = load_workload(address, "evaluate", num_prompts=1, is_whole=True)
@@ -331,7 +332,7 @@ def test_files_on_the_hub_are_downloaded_with_their_images(tmp_path: Path, monke
 
 
 def test_without_a_network_the_hub_is_refused_in_one_line() -> None:
-    """The tests are offline, see ``conftest.py``."""
+    """The tests are offline, see ``conftest.py``; without that, a Hub that does not answer is asked once."""
     with pytest.raises(UserError, match=r"question\.jsonl: cannot be downloaded .*give a local copy") as error:
         load_workload("hf://datasets/nobody/nothing/question.jsonl", "tune")
     assert "\n" not in str(error.value)
@@ -339,6 +340,16 @@ def test_without_a_network_the_hub_is_refused_in_one_line() -> None:
         hub.local_file("hf://datasets/nobody/nothing")
     with pytest.raises(UserError, match="a file on the Hub is hf://"):
         hub.local_file("hf://datasets/nobody/nothing/../../x")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """A download would ask six times, with a line each."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("asked again"))
+    with pytest.raises(UserError, match=r"question\.jsonl: cannot be downloaded .*give a local copy"):
+        hub.local_file("hf://datasets/nobody/nothing/question.jsonl")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_file_on_the_hub_names_no_files_of_this_machine() -> None:

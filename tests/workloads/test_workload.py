@@ -9,7 +9,7 @@ import zlib
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from PIL import Image
@@ -19,7 +19,7 @@ from autotune.errors import UserError
 from autotune.workloads.chat import chat_text
 from autotune.workloads.pixels import load_image
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
-from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
+from autotune.workloads.workload import SHIPPED, Workload, WorkloadSplit, load_workload, shipped_files
 from tests.sample_documents import write_image, write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS
 
@@ -346,3 +346,49 @@ def test_tasks_of_the_bundled_workload_alternate() -> None:
     assert first.tasks == ["read", "count", "sum", "sort", "add", "multiply", "describe", "continue"]
     assert [bool(prompt.pixels) for prompt in first.prompts] == [task != "continue" for task in first.tasks]
     assert names(load_workload("digits", "tune", num_prompts=13))[:8] == names(first)
+
+
+def test_shipped_sets_are_named_in_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their prompts are taken in turn, a file of that name wins, and a folder of that name does not."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code").mkdir()
+    for split in get_args(WorkloadSplit):
+        workload = load_workload("chat,code", split, num_prompts=4)
+        assert workload.name == "chat,code" and workload.tasks == ["chat", "code"]
+        assert [prompt.settings.task for prompt in workload.prompts] == ["chat", "code"] * 2
+    (tmp_path / "chat").write_text("\n".join(json.dumps({"prompt": one}) for one in "ab"))
+    assert [prompt.settings.prompt for prompt in load_workload("chat", "tune").prompts] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("chta", "no such file, and 'chta' is no shipped set of prompts; did you mean 'chat'?"),
+        ("chat,cod", "'cod' is no shipped set of prompts; did you mean 'code'?"),
+        ("digit", "did you mean 'digits'?"),
+        ("digits,chat", "'digits' is no shipped set of prompts; known: chat, code, images, summarize"),
+        ("chat,", "no such file"),
+    ],
+)
+def test_an_unknown_set_of_prompts_is_one_line(name: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_workload(name, "tune")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_shipped_prompts_are_whole_small_and_have_both_splits() -> None:
+    """Every prompt is of its set's task, no photo is in both splits, and the images are at most 3 MB."""
+    photos = {}
+    for name in SHIPPED:
+        splits = {split: load_workload(name, split).prompts for split in get_args(WorkloadSplit)}
+        assert {prompt.settings.task for prompts in splits.values() for prompt in prompts} == {name}
+        assert all(len(prompts) >= 15 for prompts in splits.values())
+        assert all(96 <= prompt.settings.max_new_tokens <= 256 for prompts in splits.values() for prompt in prompts)
+        photos = {
+            split: {path for prompt in prompts for path in prompt.settings.images} for split, prompts in splits.items()
+        }
+    assert photos["tune"] and not photos["tune"] & photos["evaluate"]
+    (folder,) = {path.parent for path in shipped_files(",".join(SHIPPED))}
+    assert sum(path.stat().st_size for path in (folder / "images").iterdir()) < 3_000_000
+    sources = (folder / "README.md").read_text()
+    assert all(f"`{path.name}`" in sources for path in (folder / "images").iterdir())
