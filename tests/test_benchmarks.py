@@ -97,8 +97,8 @@ def test_a_stage_that_fails_or_is_late_ends_alone(tmp_path: Path) -> None:
         return gpu_battery.run(stage, tmp_path / "stage.json", seconds=seconds, package=package, **options)
 
     assert ends("micro.operations", 0.2) == "late, ended after its 0 s"
-    assert ends("micro.nothing", 60).startswith("failed (AttributeError")
-    assert ends("micro.env", 60, other.parent) == "failed (ValueError: of another folder)"
+    assert ends("micro.nothing", 600).startswith("failed (AttributeError")
+    assert ends("micro.env", 600, other.parent) == "failed (ValueError: of another folder)"
     late = ["--output", str(tmp_path), "--stages", "env,micro", "--limit", "1"]
     done = CliRunner().invoke(gpu_battery.main, late)
     assert done.exit_code == 1 and done.output.count("skipped, no time is left") == 2

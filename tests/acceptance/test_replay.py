@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from autotune.acceptance.replay import _level_price, plain_decode_ms, replay
+from autotune.acceptance.replay import Replay, _level_price, plain_decode_ms, replay
 from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, bounds_for, join
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.table import DensePrices
@@ -106,8 +106,10 @@ def decode(decoder: Decoder, prompt: WorkloadPrompt, processor: Any) -> Decoding
 
 def assert_rounds_are_the_decoders(
     trace: Trace, configuration: Configuration, decoder: Decoder, workload: Workload, processor: Any
-) -> None:
-    """Compare rounds, accepted lengths, draft forwards, verified nodes and tokens of every prompt."""
+) -> Replay:
+    """Compare rounds, accepted lengths, draft forwards, verified nodes and tokens of every prompt; returns the
+    replayed ones.
+    """
     fallback = configuration.fallback
     decoder.configure(configuration.tree, visual_keep=configuration.visual_keep, fallback=fallback)
     policy = parse_policy(configuration.tree)
@@ -121,6 +123,7 @@ def assert_rounds_are_the_decoders(
         counted = (replayed.rounds[p], replayed.draft_forwards[p], replayed.verified_nodes[p], replayed.tokens[p])
         assert counted == (stats.rounds, stats.draft_forwards, sum(stats.verified_nodes), stats.new_tokens - 1)
         assert replayed.plain_steps[p] == stats.plain_steps
+    return replayed
 
 
 def test_replay_counts_the_rounds_of_the_decoder(
@@ -129,8 +132,7 @@ def test_replay_counts_the_rounds_of_the_decoder(
     num_plain_steps, num_missing = 0, 0
     for configuration in random_configurations():
         trace = traces[configuration.visual_keep]
-        assert_rounds_are_the_decoders(trace, configuration, decoder, workload, processor)
-        replayed = replay(trace, parse_policy(configuration.tree), free_prices(), configuration.fallback)
+        replayed = assert_rounds_are_the_decoders(trace, configuration, decoder, workload, processor)
         num_plain_steps += replayed.plain_steps.sum()
         num_missing += (replayed.missing > 0).sum() * (configuration.tree["policy"] in BEAMS)
     assert num_plain_steps > 0 and num_missing < 3, "prompts that a beam leaves are not compared"
@@ -151,8 +153,7 @@ def test_replay_counts_the_rounds_of_a_retrieval_draft(
     for number in range(of_each * len(POLICIES)):
         tree = random_tree_policy(list(POLICIES)[number % len(POLICIES)], rng, SIZES)
         configuration = Configuration(tree=tree, fallback=random_price(rng) if number % 4 == 1 else None)
-        assert_rounds_are_the_decoders(trace, configuration, decoder, workload, processor)
-        replayed = replay(trace, parse_policy(tree), free_prices(), configuration.fallback)
+        replayed = assert_rounds_are_the_decoders(trace, configuration, decoder, workload, processor)
         num_accepted += sum(int(lengths.sum()) for lengths in replayed.accepted_lengths)
         num_roots_alone += int((replayed.verified_nodes < replayed.rounds).sum())
     assert num_accepted > 10 * of_each and num_roots_alone > 0
@@ -201,8 +202,7 @@ def test_replay_counts_the_rounds_of_sampled_requests(
     num_missing, num_different = 0, 0
     for configuration in configurations:
         trace = traces[configuration.visual_keep]
-        assert_rounds_are_the_decoders(trace, configuration, decoder, sampled_workload, processor)
-        replayed = replay(trace, parse_policy(configuration.tree), free_prices(), configuration.fallback)
+        replayed = assert_rounds_are_the_decoders(trace, configuration, decoder, sampled_workload, processor)
         num_missing += (replayed.missing > 0).sum() * (configuration.tree["policy"] in BEAMS)
         if configuration.tree["policy"] == "chain":
             decoder.configure(configuration.tree, visual_keep=configuration.visual_keep, coupled=False)

@@ -43,7 +43,7 @@ def useless_draft() -> Any:
 def test_a_fallback_changes_no_token(pair: Pair, prompts: dict[str, Inputs]) -> None:
     """Neither with a draft that mostly helps nor with a useless one, whose requests fall back to plain steps."""
     plain, useless = Decoder(pair.target), useless_draft()
-    settings = [{"max_new_tokens": 60, "temperature": temperature, "seed": 3} for temperature in (0.0, 1.0)]
+    settings = [{"max_new_tokens": 40, "temperature": temperature, "seed": 3} for temperature in (0.0, 1.0)]
     expected = [plain.generate(**prompts["image"], **setting).sequences for setting in settings]
     for number, tree in enumerate(TREES.values()):
         for draft in (pair.draft, useless):
@@ -51,7 +51,7 @@ def test_a_fallback_changes_no_token(pair: Pair, prompts: dict[str, Inputs]) -> 
             out = decoder.generate(**prompts["image"], **settings[number % 2])
             assert torch.equal(out.sequences, expected[number % 2])
             assert out.stats.rounds == out.stats.target_forwards >= out.stats.plain_steps
-        assert out.stats.plain_steps > 30
+        assert out.stats.plain_steps > 20
 
 
 def test_a_useless_draft_is_probed_less_and_less_often(pair: Pair, prompts: dict[str, Inputs]) -> None:

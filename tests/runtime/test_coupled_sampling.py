@@ -80,7 +80,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole(
     """So that the draft's scores have the target's temperature, warpers and noise, in eager steps and over static
     buffers.
     """
-    for number, name in enumerate(PROMPTS):
+    for number, name in enumerate(PROMPTS if mode == "eager" else PROMPTS[1:2]):
         decoder = Decoder(pair.target, pair.target, tree=CHAIN, mode=mode)
         lengths = decoder.generate(**prompts[name], max_new_tokens=16 + number, **settings).stats.accepted_lengths
         assert lengths[:-1] == [5] * (len(lengths) - 1) and len(lengths) > 2

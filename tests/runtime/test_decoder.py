@@ -102,7 +102,7 @@ def test_a_draft_that_is_always_right_is_accepted_whole(pair: Pair, prompts: dic
     assert out.stats.accepted_lengths == [4] * 4
 
 
-@pytest.mark.parametrize("num_seeds", [300, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_seeds", [200, pytest.param(1000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "tree", [{"policy": "sage", "k": 4, "w_min": 3}, {"policy": "chain", "depth": 2}], ids=["sage", "chain"]
 )

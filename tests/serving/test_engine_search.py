@@ -26,6 +26,7 @@ from autotune.documents.engine_profile import OPTIONS, TYPES, EngineProfile, Ser
 from autotune.files import user_cache
 from autotune.modeling.gguf import find_gguf
 from autotune.serving import llama_server
+from autotune.serving.engine import EngineServer
 from autotune.serving.engine_search import recommend, speculation_space
 from autotune.serving.llama_server import PRICED_BY, LlamaEngine, llama_arguments
 from autotune.serving.ngram_drafters import POOL_FACTOR, POOL_SLOTS, KnownRequest, iterated
@@ -169,6 +170,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.chmod(0o755)
     monkeypatch.setattr(llama_server, "SIZES", (2, 4, 12))
     monkeypatch.setattr(llama_server, "LENGTHS", (4, 16, 48))
+    monkeypatch.setattr(EngineServer, "cpu_ms", lambda server: 0.0)  # what it takes to play back says nothing
     return tmp_path
 
 

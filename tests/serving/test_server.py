@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from autotune.errors import UserError
 from autotune.serving.client import EngineClient
+from autotune.serving.engine import EngineServer
 from autotune.serving.server import refusal, running
 
 COMMAND = """vllm serve a/target --dtype float32 --speculative-config '{"model": "a draft"}'"""
@@ -129,3 +133,14 @@ def test_the_cause_of_a_failure_is_found_in_the_log() -> None:
         ((), "it says nothing"),
     ):
         assert refusal("\n".join(lines)) == cause, lines
+
+
+def test_the_cpu_time_of_a_server_is_that_of_its_process_and_workers() -> None:
+    burn = "import time\nwhile time.process_time() < 0.2: pass\nprint(flush=True)\ninput()"
+    server: Any = SimpleNamespace(process=SimpleNamespace(pid=os.getpid()))
+    before = EngineServer.cpu_ms(server)
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        assert EngineServer.cpu_ms(server) - before >= 150
+        worker.communicate(b"\n")

@@ -85,7 +85,7 @@ def test_teacher_outputs_equal_what_each_family_generates(name: str, tmp_path: P
         random_picture(rng, (40, 30)).save(tmp_path / image)
     prompts = ["What is 2 + 2?", "Describe the picture, please.", "Compare both of these.", "Frame 12 shows"]
     images_of = [images[:1], images[1:], images, []] if family.sees else [[]] * 4
-    lines = [{"prompt": p, "images": i, "max_new_tokens": 8} for p, i in zip(prompts, images_of, strict=True)]
+    lines = [{"prompt": p, "images": i, "max_new_tokens": 5} for p, i in zip(prompts, images_of, strict=True)]
     path = write(tmp_path, lines)
     recorder = Recorder(Target(model), reference(str(tmp_path / "target")), processor, tmp_path)
     training, held_out = read(path, recorder, batch_size=3)
@@ -96,7 +96,7 @@ def test_teacher_outputs_equal_what_each_family_generates(name: str, tmp_path: P
     for row, line in enumerate(sorted(training, key=lambda line: line.length)):
         inputs = load_prompt(path, line.number, line.settings).inputs(processor)
         with torch.no_grad():
-            sequence = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0]
+            sequence = model.generate(**inputs, max_new_tokens=5, do_sample=False)[0]
             teacher_logprobs = teacher_batch.head(last[row, teacher_batch.loss_mask[row]]).argmax(-1)
         num_prompt_tokens = inputs["input_ids"].shape[1]
         assert batch[row].prompt.tokens.tolist() == sequence[:-1].tolist()
