@@ -422,7 +422,7 @@ def test_recipes_of_one_file_of_examples_share_a_cache(
 def test_one_thread_is_taken_where_several_are_slower(
     recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a resumed run keeps its number, so that it reaches the same weights."""
+    """A resumed run keeps its number, so that it reaches the same weights."""
     seconds = {1: 0.5, 2: 1.0}
     seen: list[int] = []
     monkeypatch.setattr("autotune.training.draft_task.usable_threads", torch.get_num_threads)
