@@ -227,7 +227,7 @@ def screened_subnet(draft: str, speedup: float, **choices: Any) -> ScreenedSubne
 def test_screening_compares_with_one_share_of_heads(capsys: pytest.CaptureFixture[str]) -> None:
     choices = [("a", 2.125, (0.5, 1.0, 1.0)), ("a", 2.0, 0.5), ("a", 1.5, None), ("b", 1.2, None)]
     ranked = [screened_subnet(draft, speedup, heads=heads) for draft, speedup, heads in choices]
-    print_screened(ranked, [ranked[0].variant], Console())
+    print_screened(ranked, [ranked[0].variant], Console(verbose=True))
     printed = " ".join(capsys.readouterr().err.split())
     assert "a: best of 3 subnets 2.125x (heads=0.5/1/1, M 2.00)" in printed
     assert "best of the 2 with one share of heads in all blocks 2.000x (heads=0.5, M 2.00)" in printed
