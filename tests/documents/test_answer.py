@@ -225,7 +225,9 @@ def test_a_search_ends_with_its_answer_on_standard_output(
     path = tmp_path / "p.json"
     done = CliRunner().invoke(main, ["search", *models, "-o", str(path), *options])
     assert done.exit_code == 0, done.output
-    assert done.stdout == (profile.dump() if options == ["--json"] else "\n".join(["", *answer_of(profile, path)])) + "\n"
+    assert (
+        done.stdout == (profile.dump() if options == ["--json"] else "\n".join(["", *answer_of(profile, path)])) + "\n"
+    )
     assert done.output.endswith(done.stdout) and "decoding profile written to" in done.stderr
 
 

@@ -63,7 +63,9 @@ def test_a_forecast_loads_no_weights(settings: dict[str, Any], monkeypatch: pyte
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "config.json").write_text((Path(name) / "config.json").read_text())
     models = {"target": str(tmp_path / "0"), "drafts": (str(tmp_path / "1"),)}
-    estimate = forecast_of(SearchSettings(**{**settings, **models, "gpu": "h100", "changes": ("policy=chain", "depth=2")}))
+    estimate = forecast_of(
+        SearchSettings(**{**settings, **models, "gpu": "h100", "changes": ("policy=chain", "depth=2")})
+    )
     assert "space: quick, with the policies chain" in estimate
     assert [line.split(":")[0].strip() for line in estimate if line.startswith("  ")] == [
         "screening",
