@@ -1,4 +1,4 @@
-"""What a search begins with: its prompts, its models, and the draft variants of its space."""
+"""The prompts and models of a search, and the draft variants of its space."""
 
 from __future__ import annotations
 
