@@ -23,7 +23,7 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import HF_ASSISTED
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.drafters.independent import IndependentDraft
-from autotune.evaluation.arms import Arm, HuggingFaceArm
+from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import summarize
 from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor
@@ -72,8 +72,10 @@ def measure(
     """A row for each arm of one draft at one temperature."""
     decoder = Decoder(target, draft, processor=processor)
     runner = ArmRunner(decoder, processor)
-    chain = runner.arm(f"chain-{depth}", Configuration(tree={"policy": "chain", "depth": depth}))
-    arms: list[Arm] = [runner.plain, runner.uncoupled_arm(chain), chain]
+    chain_tree = {"policy": "chain", "depth": depth}
+    chain = runner.arm(f"chain-{depth}", Configuration(tree=chain_tree))
+    uncoupled = Decoder(target, draft, tree=chain_tree, coupled=False, processor=processor)
+    arms: list[Arm] = [runner.plain, DecoderArm(f"{chain.name}-uncoupled", uncoupled), chain]
     if isinstance(draft, IndependentDraft):
         arms.append(HuggingFaceArm(HF_ASSISTED, target.model, draft.model))
     with console.stage(f"{name} at {temperature:g}") as update:

@@ -29,18 +29,6 @@ from autotune.search.settings import SearchSettings
     help="Draft of the published configurations, such as retrieval.",
 )
 @click.option(
-    "--lossy-sweep",
-    is_flag=True,
-    hidden=True,
-    help="Measure WETAP's lossy acceptance at several thresholds: tokens per round, perplexity and agreement.",
-)
-@click.option(
-    "--uncoupled",
-    is_flag=True,
-    hidden=True,
-    help="Also measure every drafting arm without coupled sampling, which drafts with the target's noise.",
-)
-@click.option(
     "--seed", type=int, default=0, show_default=True, hidden=True, help="Random seed of the order of the runs."
 )
 @options.device

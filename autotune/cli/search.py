@@ -118,7 +118,7 @@ def command(
     if is_plan:
         from autotune.search.forecast import forecast
 
-        lines = forecast(settings)
+        lines = forecast(settings, Console(is_verbose))
         options.print_json({"plan": lines}) if as_json else click.echo("\n".join(lines))
         return
 

@@ -19,8 +19,6 @@ COLUMNS = 80
 """Most characters of a line. Only the path of a file can make a line longer, because commands are copied."""
 JUDGING, DECIDING = 16, 8
 """Held-out prompts and prompts of finalists, with fewer of which an answer is called a guess."""
-STUDENT_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
-"""97.5 % quantiles of Student's t, from one degree of freedom to ``JUDGING - 2``."""
 
 
 def answer_of(profile: DecodingProfile, path: Path) -> list[str]:
@@ -106,11 +104,14 @@ def _interval(gain: Gain) -> tuple[float, float]:
     """The gain's interval. Bootstrap intervals of few prompts are too short, and are widened as Student's t is wider
     than a normal distribution (Hesterberg, 2015).
     """
-    if gain.num_prompts == 1:
-        return 0.0, math.inf
     if not 0 < gain.num_prompts < JUDGING:
         return gain.ci95
-    factor = STUDENT_T[gain.num_prompts - 2] / 1.96 * (gain.num_prompts / (gain.num_prompts - 1)) ** 0.5
+    if gain.num_prompts == 1:
+        return 0.0, math.inf
+    from scipy.stats import norm, t
+
+    quantiles = t.ppf(0.975, gain.num_prompts - 1) / norm.ppf(0.975)
+    factor = quantiles * (gain.num_prompts / (gain.num_prompts - 1)) ** 0.5
     low, high = (gain.speedup * (end / gain.speedup) ** factor for end in gain.ci95)
     return low, high
 

@@ -186,7 +186,7 @@ class ServedLoad(Document):
     """Requests with plain decoding's answer, one request at a time."""
 
 
-class EngineProfile(Document, kind="engine-profile", version=5, made_by="autotune search --engine"):
+class EngineProfile(Document, kind="engine-profile", version=6, made_by="autotune search --engine"):
     """The fastest speculation settings of one engine for a model, a workload and a machine; or that it should
     be off.
     """
@@ -202,7 +202,6 @@ class EngineProfile(Document, kind="engine-profile", version=5, made_by="autotun
     """Starts the engine as recommended."""
     speculation: Speculation | None
     """The recommended settings; None: leave speculation off."""
-    verdict: str
     workload: str
     workload_sha256: str
     hardware: Fingerprint

@@ -93,16 +93,13 @@ ABLATIONS: dict[str, PublishedDefault] = {
         "WETAP, table 2, without pruning by probability and length: pruned by probability alone",
         is_compared=False,
     ),
-    **{
-        name: PublishedDefault(
-            {"policy": "wetap"},
-            "WETAP, section 3.3: acceptance from deep to shallow levels by eq. 9, whose threshold the paper does not give; "
-            "the output is not the target's own",
-            threshold=threshold,
-            is_compared=False,
-        )
-        for name, threshold in {"wetap-lossy": 1.0, "wetap-lossy-0.5": 0.5, "wetap-lossy-0.1": 0.1}.items()
-    },
+    "wetap-lossy": PublishedDefault(
+        {"policy": "wetap"},
+        "WETAP, section 3.3: acceptance from deep to shallow levels by eq. 9, whose threshold the paper does not give; "
+        "the output is not the target's own",
+        threshold=1.0,
+        is_compared=False,
+    ),
 }
 """Variants of a paper's default: those that the paper compares it with, and those with its own lossy acceptance."""
 
@@ -130,5 +127,3 @@ ARM_NAMES = (AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *NAMED)
 """Every arm of ``autotune bench --arms``."""
 COMPARED = (AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *COMPARED_DEFAULTS)
 """The arms that a profile is compared with unasked: all of them keep the target's own output."""
-LOSSY_SWEEP = ("wetap", "wetap-lossy", "wetap-lossy-0.5", "wetap-lossy-0.1")
-"""WETAP with lossless verification, and with its own at falling thresholds."""

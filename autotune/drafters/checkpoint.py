@@ -86,11 +86,11 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     Args:
         subnet: heads, injection layer, vocabulary, weights and operator of the compressor to use. Its share of visual
             tokens applies later, prompt by prompt.
-        random_weights: as in ``load_model``.
+        random_weights: as in ``load_model``; EAGLE-3 heads keep their weights, which alone have their sizes.
 
     Raises:
-        UserError: an unknown or a dflash draft, a draft for another target, a subnet that it does not have, an EAGLE-3
-            head with random weights, or a GPU that does not multiply the data type of the weights.
+        UserError: an unknown or a dflash draft, a draft for another target, a subnet that it does not have, or a GPU
+            that does not multiply the data type of the weights.
     """
     subnet = subnet or Subnet()
     if name.endswith(MTP_SUFFIX):
@@ -103,6 +103,8 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
                 {},
             )
             refuse_dflash(name, config)
+            if is_eagle3(config):  # its sizes are those of its weights
+                folder = Path(resolve(name))
         if not (is_own_draft(config) or is_eagle3(config)):
             return _load_whole(name, target, subnet, config.get("model_type"), random_weights=random_weights)
         with load_errors(name):
@@ -153,7 +155,7 @@ def load_feature_network(folder: Path, target: Target, *, random_weights: bool =
     """The network in a draft's folder, of whatever kind its config names."""
     content = read_json(folder / CONFIG)
     if is_eagle3(content):
-        return load_eagle3(folder, content, target, random_weights=random_weights)
+        return load_eagle3(folder, content, target)
     if content.get("kind") == MtpNetwork.kind:
         return load_mtp(folder, target, random_weights=random_weights)
     return load_network(folder, random_weights=random_weights)

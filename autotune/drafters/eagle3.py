@@ -313,19 +313,13 @@ def _layer_config(content: Mapping[str, Any], *, source: Path) -> Eagle3LayerCon
     return layer
 
 
-def load_eagle3(
-    folder: Path, content: Mapping[str, Any], target: Target, *, random_weights: bool = False
-) -> Eagle3Network:
+def load_eagle3(folder: Path, content: Mapping[str, Any], target: Target) -> Eagle3Network:
     """Load the head in a folder with the ``config.json`` ``content``.
 
     Raises:
-        UserError: no safetensors file, tensors of another kind of model, a head for another target, a rotary embedding
-            that is not known, or random weights.
+        UserError: no safetensors file, tensors of another kind of model, a head for another target, or a rotary
+            embedding that is not known.
     """
-    if random_weights:
-        raise UserError(
-            f"{folder}: the sizes of an EAGLE-3 head are read from its weights; leave --random-weights out, or name a draft of another kind"
-        )
     hidden_size, num_layers = target.text.config.hidden_size, len(target.text.layers)
     named = read_tensors(folder, "an EAGLE-3 head").items()
     tensors = {re.sub(LAYER_PREFIXES, "layer.", name): tensor for name, tensor in named if name != "t2d"}

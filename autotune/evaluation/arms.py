@@ -16,7 +16,6 @@ from autotune.workloads.prompt import Prompt
 from autotune.workloads.workload import WARM_UP_TOKENS
 
 WARM_UP_S = 1.0
-UNCOUPLED = "-uncoupled"  # ends the names of arms without coupled sampling
 
 
 class Arm(Protocol):

@@ -29,13 +29,10 @@ from autotune.evaluation.bench_tables import (
     is_lossy_arm,
     points_used,
     pool_counts,
-    print_acceptance,
     print_arms,
     print_benchmark,
     print_lengths,
-    print_lossy_sweep,
     print_tasks,
-    print_time_shares,
     speedups_by_task,
 )
 from autotune.evaluation.runner import SLOW_FORWARD, SLOW_PREFILL, ArmRunner
@@ -75,7 +72,8 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
         console.say(f"{name} is left out: {reason}")
     for name, note in chosen.notes.items():
         console.say(f"{name}: {note}")
-    runs, contention = _measure(runner, _all_arms(chosen, runner, settings), prompts, settings, console)
+    arms = [*chosen.arms, DecoderArm(TUNED, decoder)] if decoder.draft is not None else chosen.arms
+    runs, contention = _measure(runner, arms, prompts, settings, console)
     if runner.num_repeated:
         console.say(
             f"{runner.num_repeated} runs were measured again: their prefill took {SLOW_PREFILL:g} times the "
@@ -89,7 +87,7 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
     if degenerate is not None:
         console.say(degenerate)
     results = BenchResults(runs, prompts, settings.seed)
-    results.print(console, lossy_sweep=settings.lossy_sweep)
+    results.print(console)
     return {
         "provenance": stamp(contention).model_dump(mode="json"),
         "hardware": fingerprint(str(decoder.target.device)).model_dump(mode="json"),
@@ -107,25 +105,18 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
 
 def _runner(decoder: Decoder, settings: BenchSettings) -> ArmRunner:
     """The runner of the arms, which computes perplexities where an arm or a point is lossy."""
-    if decoder.draft is None and settings.draft is None and any(name in NAMED for name in settings.named):
+    if decoder.draft is None and settings.draft is None and any(name in NAMED for name in settings.given_arms or ()):
         raise UserError(
             "this profile decodes without a draft, so trees cannot be compared with it; "
             f"bench it --arms {AR},{HF},{PROMPT_LOOKUP}, or name a --draft"
         )
     own_draft = None if settings.draft is None else load_draft(settings.draft, decoder.target)
     assert decoder.profile is not None
-    is_lossy = any(map(is_lossy_arm, settings.named)) or not all(point.lossless for point in decoder.profile.points)
+    is_lossy = any(map(is_lossy_arm, settings.given_arms or ())) or not all(
+        point.lossless for point in decoder.profile.points
+    )
     draft_of = None if own_draft is None else lambda configuration: own_draft
     return ArmRunner(decoder, decoder.processor, with_perplexity=is_lossy, draft_of=draft_of)
-
-
-def _all_arms(chosen: ChosenArms, runner: ArmRunner, settings: BenchSettings) -> list[Arm]:
-    """The chosen arms, the profile's own, and those without coupled sampling."""
-    arms = [*chosen.arms, DecoderArm(TUNED, runner.decoder)] if runner.decoder.draft is not None else chosen.arms
-    if not settings.uncoupled:
-        return arms
-    drafting = [arm for arm in arms if isinstance(arm, DecoderArm) and arm.decoder.draft is not None]
-    return [*arms, *(runner.uncoupled_arm(arm) for arm in drafting if not is_lossy_arm(arm.name))]
 
 
 def _measure(
@@ -157,19 +148,13 @@ class BenchResults:
         self.time_shares = {name: shares for name, of_arm in runs.items() if (shares := time_shares(of_arm))}
         self.counts = {name: pool_counts(of_arm) for name, of_arm in runs.items()}
 
-    def print(self, console: Console, *, lossy_sweep: bool) -> None:
-        """Print the tables; ``lossy_sweep`` adds the table of ``LOSSY_SWEEP``."""
+    def print(self, console: Console) -> None:
+        """Print the tables."""
         print_arms(self.summaries, console)
         print_tasks(self.by_task, console)
         if self.format != OWN:
             print_benchmark(self.format, self.benchmark, console)
-        if lossy_sweep:
-            print_lossy_sweep(self.summaries, console)
         print_lengths(self.by_length, console)
-        if console.verbose:
-            print_time_shares(self.time_shares, console)
-        if console.verbose and TUNED in self.counts:
-            print_acceptance(TUNED, self.counts[TUNED], console)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotune.documents.decoding_profile import AR
-from autotune.documents.published_defaults import ARM_NAMES, COMPARED, LOSSY_SWEEP
+from autotune.documents.published_defaults import ARM_NAMES, COMPARED
 from autotune.errors import UserError, nearest
 from autotune.modeling.loading import Dtype
 from autotune.workloads.chat import Variables
@@ -53,10 +53,6 @@ class BenchSettings:
     """Names in ``ARM_NAMES``; None compares with the names in ``COMPARED`` that can run."""
     draft: str | None = None
     """Draft of the published configurations; None: the profile's."""
-    lossy_sweep: bool = False
-    """Also measure ``LOSSY_SWEEP``; without ``given_arms``, nothing else."""
-    uncoupled: bool = False
-    """Also measure every arm that drafts without coupled sampling."""
     seed: int = 0
     """Seed of the order of the runs."""
     device: str = "auto"
@@ -71,11 +67,6 @@ class BenchSettings:
                 raise UserError(f"--arms {name}: no such arm; {nearest(name, ARM_NAMES)}")
 
     @property
-    def named(self) -> tuple[str, ...]:
-        """The arms that were asked for."""
-        return (*(self.given_arms or ()), *(LOSSY_SWEEP if self.lossy_sweep else ()))
-
-    @property
     def arms(self) -> tuple[str, ...]:
         """Names of all arms except the profile's own, plain decoding first."""
-        return (AR, *(COMPARED if self.given_arms is None and not self.lossy_sweep else self.named))
+        return (AR, *(COMPARED if self.given_arms is None else self.given_arms))

@@ -11,11 +11,10 @@ import numpy as np
 
 from autotune.console import Console
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
-from autotune.documents.published_defaults import LOSSY_SWEEP, NAMED
+from autotune.documents.published_defaults import NAMED
 from autotune.documents.run import Run, length_bands, runs_dataframe
 from autotune.evaluation.summary import Summary, speedup
 from autotune.trees.acceptance_counts import AcceptanceCounts
-from autotune.trees.verification import LosslessVerification, WetapVerification
 from autotune.workloads.prompt import WorkloadPrompt
 
 if TYPE_CHECKING:
@@ -55,14 +54,6 @@ ARM_COLUMNS: dict[str, Callable[[Summary], str]] = {
     "perplexity": lambda s: "-" if s.perplexity is None else f"{s.perplexity:.3f}",
     "agreement": lambda s: "-" if s.agreement is None else f"{100 * s.agreement:.1f} %",
 }
-DETAILS: dict[str, Callable[[Summary], str]] = {
-    "per prompt": lambda s: f"{s.median_speedup:.2f}x",
-    "prefill ms": lambda s: f"{s.prefill_ms:.1f}",
-    "vision ms": lambda s: f"{s.vision_ms:.1f}",
-    "draft prefill ms": lambda s: f"{s.draft_prefill_ms:.1f}",
-    "outside models": lambda s: "-" if s.outside_share is None else f"{100 * s.outside_share:.1f} %",
-    "us a round": lambda s: "-" if s.outside_us_per_round is None else f"{s.outside_us_per_round:.0f}",
-}
 QUALITY = ("perplexity", "agreement")  # columns of comparisons with lossy arms
 
 
@@ -70,24 +61,9 @@ def print_arms(summaries: Sequence[Summary], console: Console) -> None:
     """Print a row for each arm."""
     first = summaries[0]
     columns = {name: cell for name, cell in ARM_COLUMNS.items() if name not in QUALITY or first.perplexity is not None}
-    columns |= DETAILS if console.verbose else {}
     rows = [[s.name, *(cell(s) for cell in columns.values())] for s in summaries]
     title = f"Decoding {first.num_prompts} prompts, {first.num_tokens} tokens; speedup over ar with its 95 % interval"
     _print_arm_table(title, columns, rows, console)
-
-
-def print_lossy_sweep(summaries: Sequence[Summary], console: Console) -> None:
-    """Print WETAP's tokens per round, and what they cost in quality, by the threshold of its acceptance (eq. 9)."""
-    columns = ("M", *QUALITY, "same output", "speedup")
-    by_name = {summary.name: summary for summary in summaries}
-    rows = []
-    for name in (AR, *LOSSY_SWEEP):
-        verification = NAMED[name].verification if name in NAMED else LosslessVerification()
-        rule = "plain decoding" if name == AR else "lossless"
-        if isinstance(verification, WetapVerification):
-            rule = f"LOSSY, threshold {verification.threshold:g}"
-        rows.append([rule, *(ARM_COLUMNS[column](by_name[name]) for column in columns)])
-    console.table("WETAP by acceptance", ["acceptance", *columns], rows)
 
 
 def is_lossy_arm(name: str) -> bool:
@@ -173,33 +149,12 @@ def print_lengths(by_length: DataFrame, console: Console) -> None:
         _print_figures(title, by_length, "length", "tokens_per_round", "M ", console)
 
 
-def print_time_shares(shares: dict[str, dict[str, float]], console: Console) -> None:
-    """Print the share of each part of an arm's time, prefill included."""
-    if shares:
-        rows = [[name, *(f"{100 * share:.1f} %" for share in parts.values())] for name, parts in shares.items()]
-        _print_arm_table("Shares of the total time", next(iter(shares.values())), rows, console)
-
-
 def pool_counts(runs: Sequence[Run]) -> AcceptanceCounts:
     """Acceptance counts, summed over runs."""
     counts = AcceptanceCounts()
     for run in runs:
         counts.add(AcceptanceCounts.from_json(run.acceptance_counts))
     return counts
-
-
-def print_acceptance(name: str, acceptance: AcceptanceCounts, console: Console) -> None:
-    """Print accepted shares of offered tokens by depth and by rank."""
-    rows = []
-    for table, counts in acceptance.to_json().items():
-        shares = [f"{100 * accepted / offered:.0f} %" if offered else "-" for offered, accepted in counts]
-        rows.append([table.replace("_", " "), *shares])
-    width = max(map(len, rows))
-    console.table(
-        f"Draft of {name}: accepted of offered, from depth 1 and from the most probable on",
-        ["", *(str(number) for number in range(1, width))],
-        [[*row, *[""] * (width - len(row))] for row in rows],
-    )
 
 
 def _print_figures(title: str, table: DataFrame, column: str, tokens: str, mark: str, console: Console) -> None:

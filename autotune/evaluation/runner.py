@@ -27,7 +27,7 @@ from autotune.documents.run import Run
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import errors_about
-from autotune.evaluation.arms import UNCOUPLED, Arm, DecoderArm
+from autotune.evaluation.arms import Arm, DecoderArm
 from autotune.evaluation.perplexity import quality
 from autotune.execution import CAPTURED
 from autotune.files import append_line, content_key, read_lines
@@ -117,11 +117,6 @@ class ArmRunner:
         draft = RetrievalDraft(max_match=PROMPT_LOOKUP_MATCH)
         decoder = self._decoder([_loaded(PROMPT_LOOKUP_CHAIN, draft)])
         return DecoderArm(PROMPT_LOOKUP, decoder, key=f"{PROMPT_LOOKUP}-{PROMPT_LOOKUP_CHAIN.key}")
-
-    def uncoupled_arm(self, arm: DecoderArm) -> DecoderArm:
-        """Decodes as ``arm`` does, without coupled sampling."""
-        points = [point.uncoupled() for point in arm.decoder.points]
-        return DecoderArm(arm.name + UNCOUPLED, self._decoder(points), key=arm.key + UNCOUPLED)
 
     def _decoder(self, points: Sequence[LoadedPoint]) -> Decoder:
         """A decoder like the runner's own, with other points."""

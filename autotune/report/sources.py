@@ -16,16 +16,11 @@ from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, read_lines
 from autotune.prediction.evaluator import Candidate, Evaluator
-from autotune.study.document import StudyDocument, load_study, newest_profile
-from autotune.study.folder import find_study, likeness_to, load_headers, load_tables, points_of_prompts
+from autotune.study.document import StudyDocument, files_by_age, load_study, newest_profile
+from autotune.study.folder import find_study, points_of_prompts
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, screened_in
 from autotune.study.storage import LEDGER, RUNS, STUDY, study_folder
-
-WITHOUT_DOCUMENT = (
-    "The study has no document of this search, which lists its records, so no records are shown. Running the same autotune "
-    "search again writes it without repeating any work."
-)
 
 
 @dataclass(frozen=True)
@@ -103,31 +98,27 @@ def find_sources(given: Path, *, study: str | None = None, storage: str | None =
     if given.is_dir():
         if study is not None:
             raise UserError(f"--study {study}: {given} is a study folder itself; give a profile, or leave --study out")
-        if not any(path for pattern in ("*.cost.json", "study*.json") for path in given.glob(pattern)):
-            raise UserError(
-                f"{given}: a study folder holds a cost table and {STUDY}, and this folder has neither; give a folder of "
-                f"{WORKSPACE}/, or a profile"
-            )
+        if (newest := load_study(given)) is None:
+            raise UserError(f"{given}: a study folder holds {STUDY}; give a folder of {WORKSPACE}/, or a profile")
         path = newest_profile(given)
-        return _read_study(None if path is None else DecodingProfile.load(path), path, given, storage)
+        return _read_study(None if path is None else DecodingProfile.load(path), path, given, newest, storage)
     profile = DecodingProfile.load(given)
-    if study is None:
-        found = find_study(profile, given)
-        return _read_study(profile, given, found, storage) if found else Sources(profile=profile, profile_path=given)
-    folder = study_folder(study, given.parent / WORKSPACE, WORKSPACE)
+    folder = find_study(profile, given) if study is None else study_folder(study, given.parent / WORKSPACE, WORKSPACE)
+    if folder is None:
+        return Sources(profile=profile, profile_path=given)
     if not folder.is_dir():
         raise UserError(f"--study {study}: no such folder; give the one in {WORKSPACE}/ that autotune search named")
-    if likeness_to(profile, folder) is None:
+    if (own := load_study(folder, profile)) is None:
         raise UserError(
             f"--study {study}: its documents belong to another target, device or workload than {given}; give that profile's "
             "own study"
         )
-    return _read_study(profile, given, folder, storage)
+    return _read_study(profile, given, folder, own, storage)
 
 
-def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path, storage: str | None) -> Sources:
-    study = load_study(folder, profile)
-    notes = [] if study is not None else [WITHOUT_DOCUMENT]
+def _read_study(
+    profile: DecodingProfile | None, path: Path | None, folder: Path, study: StudyDocument, storage: str | None
+) -> Sources:
     has_ledger = storage is not None or (folder / LEDGER).exists()
     ledger = Ledger(folder / LEDGER if storage is None else storage, must_exist=True) if has_ledger else None
     with ledger.reading() if ledger is not None else nullcontext():
@@ -137,17 +128,23 @@ def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path
             for record in _records(ledger, study, "trees")
             for content in record.get("fastest", ())
         ]
-    if study is not None and study.records.get("trees") and not candidates:
+    notes = []
+    if study.records.get("trees") and not candidates:
         notes.append(
             "The study's records are not in its folder: if workers shared a database, give its URL with --storage."
         )
+    tables = [
+        table
+        for table in map(CostTable.load, files_by_age(folder, "*.cost.json"))
+        if table.content_hash == study.cost_table
+    ]
     return Sources(
         profile=profile,
         profile_path=path,
         folder=folder,
         study=study,
-        table=_cost_table(folder, study, profile),
-        traces=_traces(folder, study, profile),
+        table=tables[0] if tables else None,
+        traces=[load_trace(folder / name) for name in study.traces if (folder / name).exists()],
         screened=list({s.variant: s for s in subnets}.values()),
         candidates=sorted({c.key: c for c in candidates}.values(), key=lambda c: c.rank),
         runs=read_lines(folder / RUNS),
@@ -155,34 +152,5 @@ def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path
     )
 
 
-def _traces(folder: Path, study: StudyDocument | None, profile: DecodingProfile | None) -> list[Trace]:
-    """The traces that the search replayed; until its study document names them, those of its tuning prompts; without a
-    study document and a profile, the traces of the newest trace's prompts.
-    """
-    headers = load_headers(folder)  # may include traces of other searches
-    if study is not None and study.traces:
-        headers = {path: header for path, header in headers.items() if str(path.relative_to(folder)) in study.traces}
-    workload_sha256 = study.tune_sha256 if study else profile.workload.tune_sha256 if profile else None
-    if workload_sha256 is None and headers:
-        workload_sha256 = [*headers.values()][-1].workload_sha256
-    return [
-        load_trace(path)
-        for path, header in headers.items()
-        if header.workload_sha256 == workload_sha256 and header.visual_input == "features"
-    ]
-
-
-def _cost_table(folder: Path, study: StudyDocument | None, profile: DecodingProfile | None) -> CostTable | None:
-    """The cost table that the search used; without a study document, the newest one of the profile's device."""
-    tables = load_tables(folder)
-    if study is not None:
-        tables = [table for table in tables if table.content_hash == study.cost_table]
-    elif profile is not None:
-        tables = [table for table in tables if table.device.key == profile.hardware.key]
-    return tables[0] if tables else None
-
-
-def _records(ledger: Ledger | None, study: StudyDocument | None, stage: str) -> list[Record]:
-    if ledger is None or study is None:
-        return []
-    return list(ledger.records(study.records.get(stage, [])).values())
+def _records(ledger: Ledger | None, study: StudyDocument, stage: str) -> list[Record]:
+    return [] if ledger is None else list(ledger.records(study.records.get(stage, [])).values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -73,13 +72,6 @@ class LoadedPoint:
         is lossless, and coupling is not switched off.
         """
         return sampler if self.is_coupled and sampler.temperature >= COUPLED_TEMPERATURE else None
-
-    def uncoupled(self) -> LoadedPoint:
-        """The same point without coupled sampling, with a fallback of its own."""
-        point = copy.copy(self)
-        point.grower, point.fallback = TreeGrower(self.policy), Fallback(self.fallback.price)
-        point.is_coupled = False
-        return point
 
 
 def check_paths(points: Iterable[LoadedPoint], target: Target) -> None:

@@ -201,19 +201,6 @@ def print_table(table: CostTable, console: Console) -> None:
         if not isinstance(part, Surface):
             found = f"leave-one-out error {percent(part.held_out_error)}, uncertainty {percent(part.uncertainty)}"
             console.detail(f"{name}: {part.describe()} ({found})")
-    for costs in table.drafts:
-        if costs.num_parameters and costs.kv_bytes_per_token is not None:
-            size = f"{costs.num_parameters / 1e6:.3g}M own parameters"
-            console.detail(f"{costs.name}: {size}, {costs.kv_bytes_per_token} bytes of KV cache per token")
-    ratios = [f"{c.verify_ratio:.2f} after {c.name}" for c in table.drafts if round(c.verify_ratio, 2) != 1.0]
-    if ratios:
-        console.detail(f"verification as a multiple of the table's, which is the mean over drafts: {', '.join(ratios)}")
-    for kind, field in (("leave-one-out error", "held_out_error"), ("uncertainty", "uncertainty")):
-        by_part = {name: value for name, part in table.parts.items() if (value := getattr(part, field)) is not None}
-        if by_part:
-            median, (worst, largest) = np.median([*by_part.values()]), max(by_part.items(), key=lambda item: item[1])
-            parts = f"over {len(by_part)} parts, largest {percent(largest)} ({worst})"
-            console.detail(f"{kind}: median {percent(float(median))} {parts}")
     if not table.estimated:
         disturbed = f"the device's speed changed during {table.disturbed_samples} of them"
         console.detail(f"{table.num_samples} steps timed; {disturbed}")

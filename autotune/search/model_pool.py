@@ -22,7 +22,7 @@ from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
 from autotune.execution import EAGER, STEPS_VERSION, capture_sizes_for
 from autotune.files import content_key
-from autotune.modeling.loading import Dtype, load_model, load_processor, reference
+from autotune.modeling.loading import META, Dtype, load_model, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
@@ -65,6 +65,7 @@ class ModelPool:
         dtype: Dtype | None = None,
         *,
         random_weights: bool = False,
+        sizes_alone: bool = False,
         console: Console | None = None,
         leaves_out: bool = False,
     ) -> None:
@@ -72,17 +73,20 @@ class ModelPool:
         drafts. Workers know neither ``random_weights`` nor ``console``.
 
         Args:
+            sizes_alone: make models of their configs, which have sizes and decode nothing, as of the ``device``.
             leaves_out: leave a draft out that cannot be loaded or does not fit, with a line to ``console``.
 
         Raises:
             UserError: the target cannot be loaded, or a draft cannot or does not fit.
         """
         self.num_cores = usable_threads()
+        random_weights = random_weights or sizes_alone
         self.target_reference = reference(target, weights=not random_weights)
         self._random_weights = random_weights
+        self.device_name = device
         self.processor = load_processor(target, or_bundled=random_weights)
         options: dict[str, Any] = {"dtype": dtype, "random_weights": random_weights, "console": console}
-        self.target = Target(load_model(target, device=device, **options))
+        self.target = Target(load_model(target, device=META if sizes_alone else device, **options))
         self.answer_keys = AnswerKeys(self.target, self.processor)
         self.device = fingerprint(device)
         self._subnets: dict[DraftVariant, LoadedDraft] = {}
@@ -125,11 +129,22 @@ class ModelPool:
         """Number of workers in addition to this process, and of CPU threads for each, as far as memory allows; no
         workers on an accelerator.
         """
-        if self.target.device.type != "cpu":
+        if self.device_name != "cpu":
             return 0, self.num_cores
-        own_bytes = weight_bytes(self.target.model) + sum(draft.weight_bytes for draft in self._full_drafts.values())
-        num_workers = workers_for(jobs or self.num_cores, own_bytes)
+        own_bytes = self.target_bytes + self.draft_bytes + PROCESS_BYTES
+        num_fitting = 1 + int(MEMORY_SHARE * free_memory("cpu") / own_bytes)
+        num_workers = min(min(jobs or self.num_cores, num_fitting) - 1, MAX_WORKERS)
         return num_workers, max(1, self.num_cores // (1 + num_workers))
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of the target's weights."""
+        return weight_bytes(self.target.model)
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the weights of all drafts."""
+        return sum(draft.weight_bytes for draft in self._full_drafts.values())
 
     @property
     def precision(self) -> str:
@@ -253,11 +268,3 @@ def variants_of(space: SearchSpace, drafts: Mapping[str, LoadedDraft]) -> list[D
         for id, draft in drafts.items()
         for subnet in (space if draft.sees_images else blind).subnets(id, draft.subnet, *draft.dimensions)
     ]
-
-
-def workers_for(jobs: int, model_bytes: int) -> int:
-    """Number of workers on the CPU, in addition to this process, for ``jobs`` processes of which each loads models of
-    ``model_bytes``.
-    """
-    fitting = 1 + int(MEMORY_SHARE * free_memory("cpu") / (model_bytes + PROCESS_BYTES))
-    return min(min(jobs, fitting) - 1, MAX_WORKERS)

@@ -6,18 +6,15 @@ of each tree must commit to be faster than plain decoding.
 
 from __future__ import annotations
 
-import torch
-
 from autotune.console import Console
-from autotune.cost.roofline import estimate_table, find_limits
+from autotune.cost.roofline import find_limits
 from autotune.cost.table import CostTable, DraftCosts
-from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
-from autotune.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
-from autotune.modeling.loading import META, load_model, reference
-from autotune.modeling.target import Target
-from autotune.search.cost_tables import print_table
+from autotune.execution import EAGER
+from autotune.search.cost_tables import priced_variants, print_table, table_for_gpu
+from autotune.search.inputs import load_models
 from autotune.search.settings import SearchSettings
+from autotune.search.space import subnets_of_drafts
 
 # Drafted tokens and levels of the trees in the tables: chains, and trees with levels of equal width.
 SHAPES = ((1, 1), (3, 3), (5, 5), (8, 8), (16, 4), (32, 6), (64, 8))
@@ -37,25 +34,13 @@ def price_pair(settings: SearchSettings, console: Console) -> CostTable:
         raise UserError(
             f"--random-weights: prices models on a card with a datasheet; got --gpu {settings.gpu}; name a card, such as --gpu h100"
         )
-    with torch.device(META):  # sizes are all that is needed
-        target = Target(load_model(settings.target, device=META, dtype=settings.dtype, random_weights=True))
-        drafts = {name: load_draft(name, target, random_weights=True) for name in settings.drafts}
-    is_eager = target.has_states or any(draft.has_states for draft in drafts.values())
-    mode = EAGER if is_eager else CUDA_GRAPH if settings.mode == AUTO else settings.mode
-    table = estimate_table(
-        card,
-        target=reference(settings.target, weights=False),
-        target_shape=target.shape,
-        drafts=[(reference(name, weights=False), draft.subnet, draft.shape) for name, draft in drafts.items()],
-        precision=target.text.precision,
-        mode=mode,
-        capture_sizes=capture_sizes_for(mode, settings.capture_sizes),
-    )
+    pool = load_models(settings, "cpu", console, mode=EAGER, sizes_alone=True)
+    variants = priced_variants(pool.subnets(subnets_of_drafts(settings.changes)))
+    table = table_for_gpu(card, pool, variants, settings.mode, say=console.say)
     print_table(table, console)
     for costs in table.drafts:
         _print_rounds(table, costs, console)
-    shapes = (target.shape, *(draft.shape for draft in drafts.values()))
-    weights_gb = sum((s.text_parameters + s.vision_parameters) * s.bytes_per_parameter for s in shapes) / 1e9
+    weights_gb = (pool.target_bytes + pool.draft_bytes) / 1e9
     if weights_gb > limits.memory_gb:
         console.say(
             f"the weights take {weights_gb:.0f} GB, and {settings.gpu} has {limits.memory_gb:.0f} GB: they do not fit on one"

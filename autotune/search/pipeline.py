@@ -10,29 +10,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from autotune.acceptance.trace import Trace
 from autotune.console import Console
 from autotune.contention_monitor import wait_until_idle
-from autotune.cost.table import TOKENS, CostTable
-from autotune.device import choose_device
+from autotune.cost.table import CostTable
 from autotune.documents.configuration import DraftVariant, variants_json
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.documents.subnet import Subnet
-from autotune.execution import AUTO, EAGER
 from autotune.files import content_key, write_table
 from autotune.measuring.settings import CostSettings
-from autotune.modeling.loading import RETRIEVAL
 from autotune.prediction.evaluator import Evaluator
 from autotune.search.cost_tables import local_table, priced_variants, print_table, table_for_gpu
-from autotune.search.model_pool import ModelPool
-from autotune.search.plan import UNTIMED_STAGES, Plan, SearchSize, StageClock, make_plan, measure_rates
+from autotune.search.inputs import SearchInputs
+from autotune.search.plan import UNTIMED_STAGES, Plan, StageClock, make_plan, measure_rates
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.screening import print_screened, screen, survivors
-from autotune.search.settings import SearchSettings, check_settings, device_for
-from autotune.search.space import bounds_of, load_space
+from autotune.search.settings import SearchSettings, check_settings
 from autotune.search.thresholds import ANSWERS_SHARE, CONFIRMING, MIN_TREE_SEARCH_S, STAGES
 from autotune.search.traces import degenerate_in, print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, search_trees
@@ -42,7 +38,6 @@ from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record
 from autotune.study.storage import LEDGER, study_folder
 from autotune.trees.policy import compile_steps
-from autotune.workloads.workload import Workload, load_workload, shipped_files
 
 
 def search(settings: SearchSettings, console: Console) -> DecodingProfile:
@@ -84,59 +79,27 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     return profile
 
 
-class _SearchRun:
-    """The models, prompts and study of one search, and its stages."""
+class _SearchRun(SearchInputs):
+    """The study of one search, and its stages."""
 
     def __init__(self, settings: SearchSettings, console: Console) -> None:
-        self.settings = settings
-        self.console = console
         self.stage_seconds: dict[str, float] = {}
-        self.tune = self._load_prompts("tune", settings.num_tune_prompts)
-        self.evaluate = self._load_prompts("evaluate", settings.num_evaluate_prompts)
-        if shipped_files(settings.workload):
-            console.say(f"prompts    {settings.workload}, shipped with autotune; give your own with --workload FILE")
-        if settings.has_default_drafts and settings.drafts == (RETRIEVAL,):
-            console.say(
-                f"drafts     {RETRIEVAL} alone: no head of this target is here; name one with --draft, or train one"
-            )
-        has_images = any(prompt.pixels for prompt in (*self.tune.prompts, *self.evaluate.prompts))
-        space = load_space(settings.space, settings.changes)
-        self.space = space if has_images else space.without_images()
-        self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
-        self.device = device_for(settings.gpu, settings.device)
         shared_ledger = None if settings.storage is None else Ledger(settings.storage)  # fails before models are loaded
         loading, thread = time.monotonic(), ThreadPoolExecutor(1)
         compiled = thread.submit(compile_steps)
         thread.shutdown(wait=False)  # an error of a model is not kept waiting
-        execution = settings.capture_sizes, settings.mode if self.device else EAGER, settings.dtype
-        local = self.device or ("cpu" if settings.device == AUTO else choose_device(settings.device))
-        options: dict[str, Any] = {"console": console, "leaves_out": settings.has_default_drafts}
-        self.model_pool = ModelPool(settings.target, settings.drafts, local, *execution, **options)
-        self.settings = settings = settings.model_copy(update={"drafts": tuple(self.model_pool.references)})
+        super().__init__(settings, console)
         compiled.result()
-        fit = self.model_pool.processor, self.model_pool.target.max_context, console.say
-        self.tune, self.evaluate = self.tune.fitting(*fit), self.evaluate.fitting(*fit)
         self.loading_s = time.monotonic() - loading
-        if self.model_pool.has_states:
-            self.space = self.space.chains()
-            self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
-            console.say("recurrent or convolution states follow one path: only chains are searched, no trees")
-        self.variants = self.model_pool.subnets(self.space)
+        self.settings_key = settings.key
+        settings = self.settings
         named = f"{settings.target.replace('/', '-')}-{self.model_pool.key}"
         self.folder = study_folder(settings.study or named, settings.folder)
-        self.settings_key = settings.key
         self.key = content_key([self.settings_key, self.model_pool.key])  # of the files of this search alone
         self.ledger = shared_ledger or Ledger(self.folder / LEDGER)
         self.study: dict[str, Any] = {}  # of the study document, once the cost table is there
         console.say(f"target {settings.target}, draft {', '.join(settings.drafts)}, workload {settings.workload}")
         console.say(f"study in {self.folder}")
-
-    def _load_prompts(self, split: Literal["tune", "evaluate"], count: int) -> Workload:
-        settings = self.settings
-        workload = load_workload(settings.workload, split, num_prompts=count, format=settings.workload_format)
-        workload = workload.cut(len(workload.prompts), settings.max_new_tokens)
-        workload = workload.with_variables(settings.chat_template_kwargs)
-        return workload if settings.temperature is None else workload.sampled(settings.temperature)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -162,16 +125,7 @@ class _SearchRun:
     def make_plan(self) -> None:
         """Cut the workloads to what fits into the budget."""
         settings, pool, keys_of = self.settings, self.model_pool, self.model_pool.answer_keys.of_workload
-        size = SearchSize(
-            num_priced=len(priced_variants(self.variants)),
-            num_variants=len(self.variants),
-            num_drafts=len(pool.references),
-            num_survivors=min(len(self.variants), max(self.space.survivors, len(pool.references))),
-            answer_tokens=[prompt.settings.max_new_tokens for prompt in self.tune.prompts],
-            num_evaluate_prompts=len(self.evaluate.prompts),
-            num_processes=1 + pool.worker_limits(settings.jobs)[0],
-            is_measured=self.device is not None,
-        )
+        size = self.size
 
         def make() -> Record:
             rates = measure_rates(pool.plain_decoder(), self.tune)

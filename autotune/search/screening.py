@@ -257,19 +257,3 @@ def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVar
         rows,
     )
     console.labels({f"{n}": f"{subnet.draft} {subnet.subnet.label}".strip() for n, subnet in enumerate(found, 1)})
-    for draft in dict.fromkeys(subnet.draft for subnet in screened):
-        _print_equal_shares([subnet for subnet in screened if subnet.draft == draft], console)
-
-
-def _print_equal_shares(screened: Sequence[ScreenedSubnet], console: Console) -> None:
-    """Compare a draft's best subnet with the best of those that keep one share of heads in all blocks, fastest
-    first.
-    """
-    equal = [subnet for subnet in screened if len(set(subnet.subnet.head_shares)) == 1]
-    if 0 < len(equal) < len(screened):
-        best, best_equal = screened[0].speedup, equal[0].speedup
-        console.detail(
-            f"{screened[0].draft}: best of {len(screened)} subnets {best:.3f}x ({screened[0].subnet.label or 'whole'}, "
-            f"M {screened[0].tokens_per_round:.2f}); best of the {len(equal)} with one share of heads in all blocks "
-            f"{best_equal:.3f}x ({equal[0].subnet.label or 'whole'}, M {equal[0].tokens_per_round:.2f})"
-        )

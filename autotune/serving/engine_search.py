@@ -174,7 +174,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         arms, runs = confirm(
             engine, by_name, held_out.prompts, prices, console, seed=settings.seed, record=unfinished, stops_early=True
         )
-        chosen, verdict = recommend(arms)
+        chosen = recommended(arms)
         best = chosen or max(arms[1:], key=lambda arm: arm.counts.drafted).speculation or default
         answers = max(runs[best.label].by_server, key=len)[:SELF_TEST]
         for size in settings.requests_at_once:
@@ -182,10 +182,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
             shown: Arms = {OFF: [], best.label: [best], at_once.label: [at_once]}
             loads += measure_loads(engine, shown, [*plain.answers, *runs[OFF].answers], size, console)
     else:
-        chosen, gain = best if fastest[0].speedup > 1 else None, f"{fastest[0].speedup:.2f}x of no speculation"
-        verdict = (
-            f"{best.label} is predicted at {gain}, which --url does not confirm: a running server keeps its settings"
-        )
+        chosen = best if fastest[0].speedup > 1 else None
     profile = EngineProfile(
         provenance=stamp(settings_key=key),
         engine=kind.name,
@@ -194,7 +191,6 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
         arguments=list(engine.arguments) if engine else [],
         command=(engine or kind(Path(kind.program), model, ())).words([chosen] if engine and chosen else []),
         speculation=chosen,
-        verdict=verdict,
         workload=tune.name,
         workload_sha256=tune.sha256,
         hardware=cpu_fingerprint(num_cores()),
@@ -353,10 +349,7 @@ def best_default(fastest: Sequence[PredictedSettings]) -> Speculation:
     return next(one.speculation for one in fastest if one.speculation.is_default)
 
 
-def recommend(arms: Sequence[ConfirmedArm]) -> tuple[Speculation | None, str]:
-    """The recommended settings and the verdict: off unless the interval of the fastest arm lies above 1."""
-    best, worst = (pick(arms[1:], key=lambda arm: arm.measured) for pick in (max, min))
-    shown = f"{best.label} {best.measured:.2f}x ({best.ci95[0]:.2f} to {best.ci95[1]:.2f})"
-    if best.ci95[0] > 1.0:
-        return best.speculation, f"{shown} of no speculation"
-    return None, f"leave speculation off: the fastest that was measured is {shown}; {worst.label} {worst.measured:.2f}x"
+def recommended(arms: Sequence[ConfirmedArm]) -> Speculation | None:
+    """The settings of the fastest arm, if its interval lies above 1; None: leave speculation off."""
+    best = max(arms[1:], key=lambda arm: arm.measured)
+    return best.speculation if best.ci95[0] > 1.0 else None

@@ -77,13 +77,18 @@ class StudyDocument(Document, kind="study", made_by="autotune search"):
     stage_seconds: dict[str, float] = Field(default_factory=dict)
     """Duration of each stage in the latest run of the search, in which finished work is not repeated."""
 
-    def likeness(self, profile: DecodingProfile) -> tuple[bool, bool, bool]:
-        """Sort key of the documents that may belong to a profile, the greatest for its own."""
-        return (
-            self.profile == profile.content_hash,
-            self.provenance.settings_key == profile.provenance.settings_key,
-            self.hardware.key == profile.hardware.key,
-        )
+    def may_be_of(self, profile: DecodingProfile) -> bool:
+        """Whether the search had the profile's target, device and tuning prompts, and all of its drafts."""
+        searched = self.target.sha256, self.hardware.key, self.tune_sha256
+        drafts = {(draft.reference.id, draft.reference.sha256) for draft in self.drafts}
+        chosen = {(point.draft.id, point.draft.sha256) for point in profile.points if point.draft is not None}
+        known = profile.target.sha256, profile.hardware.key, profile.workload.tune_sha256
+        return searched == known and chosen <= drafts
+
+    def likeness(self, profile: DecodingProfile) -> tuple[bool, bool]:
+        """Sort key of the documents that may be of a profile, the greatest for its own."""
+        is_same = self.provenance.settings_key == profile.provenance.settings_key
+        return self.profile == profile.content_hash, is_same
 
 
 def files_by_age(folder: Path, pattern: str) -> list[Path]:
@@ -94,13 +99,12 @@ def files_by_age(folder: Path, pattern: str) -> list[Path]:
 def load_study(folder: Path, profile: DecodingProfile | None = None) -> StudyDocument | None:
     """The newest study document of a folder, or the one of a profile's search; None if there is none.
 
-    A profile that was edited, or is of an earlier run of the same search, has the newest one of its settings and
-    prompts.
+    A profile that was edited, or is of an earlier run of the same search, has the newest one of its settings.
     """
     studies = [StudyDocument.load(path) for path in reversed(files_by_age(folder, "study*.json"))]
     if profile is None:
         return next(iter(studies), None)
-    own = [study for study in studies if study.tune_sha256 == profile.workload.tune_sha256]
+    own = [study for study in studies if study.may_be_of(profile)]
     return max(own, key=lambda study: study.likeness(profile), default=None)
 
 

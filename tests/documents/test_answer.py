@@ -292,7 +292,6 @@ def test_the_answer_of_a_search_in_an_engine(name: str) -> None:
         arguments=[],
         command=["vllm", "serve"],
         speculation=chosen,
-        verdict="",
         workload="chat,code",
         workload_sha256="d" * 64,
         hardware=DEVICE,

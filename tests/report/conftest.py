@@ -136,6 +136,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
         tune_sha256=workload.sha256,
         space=space.name,
         cost_table=table.content_hash,
+        traces=[f"traces/evil-draft/{trace.header.subnet.name}.trace.json" for trace in traces],
         records=ledger.used_keys,
         optuna_study=found.optuna_study,
         finalists=[finalist, finalist.model_copy(update={"is_eliminated": True, "speedup": 1.4, "ci95": (1.2, 1.6)})],

@@ -6,6 +6,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from autotune.report.sources import Sources, find_sources
 from autotune.study.frames import Study
 from autotune.study.storage import PROFILE, STUDY
 from autotune.trees.policy import parse_policy
-from tests.report.conftest import QUESTION, MadeStudy
+from tests.report.conftest import EVIL, QUESTION, MadeStudy
 from tests.sample_documents import DEVICE, decoding_profile, write_workload
 
 
@@ -116,28 +117,26 @@ def test_traces_are_those_that_the_search_replayed(copied: MadeStudy) -> None:
 def test_unreadable_study_is_ignored_unless_given(copied: MadeStudy) -> None:
     old = copied.folder.with_name("old-study")
     old.mkdir()
-    (old / "0123.cost.json").write_text('{"schema": "autotune.cost-table/1"}')
+    (old / STUDY).write_text('{"schema": "autotune.study/1"}')
     assert find_sources(copied.profile_path).folder == copied.folder
-    with pytest.raises(UserError, match=r"old-study/0123\.cost\.json: "):
+    with pytest.raises(UserError, match=r"old-study/study\.json: "):
         find_sources(copied.profile_path, study=str(old))
 
 
 def test_records_of_other_searches_are_ignored(copied: MadeStudy) -> None:
-    """Without a study document all records are ignored."""
     few = copied.study.model_copy(update={"records": {"subnets": copied.study.records["subnets"][:3]}})
     few.save(copied.folder / STUDY)
     assert len(find_sources(copied.folder).screened) == 3
+
+
+@pytest.mark.parametrize("changes", [{"tune_sha256": "f" * 64}, {"target": EVIL}, {"drafts": []}])
+def test_a_folder_without_a_study_document_of_the_search_is_not_its_study(
+    copied: MadeStudy, changes: dict[str, Any]
+) -> None:
+    copied.study.model_copy(update=changes).save(copied.folder / STUDY)
+    assert find_sources(copied.profile_path).folder is None
     (copied.folder / STUDY).unlink()
-    found = find_sources(copied.folder)
-    assert not found.screened and not found.candidates and found.traces
-    assert "lists its records" in found.notes[0]
-
-
-def test_study_document_of_another_workload_is_ignored(copied: MadeStudy) -> None:
-    copied.study.model_copy(update={"tune_sha256": "f" * 64}).save(copied.folder / STUDY)
-    found = find_sources(copied.profile_path)
-    assert found.study is None and len(found.traces) == 2
-    assert "has no document of this search" in found.notes[0]
+    assert find_sources(copied.profile_path).folder is None
 
 
 def test_records_in_a_shared_database_need_storage(copied: MadeStudy, tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_wrong_paths_are_refused(copied: MadeStudy) -> None:
     shutil.copy(copied.folder / "0123.cost.json", home)
     cases = [
         ("nothing.json", None, "no such file"),
-        ("empty", None, "this folder has neither; give a folder of .autotune/, or a profile"),
+        ("empty", None, "a study folder holds study.json; give a folder of .autotune/, or a profile"),
         ("0123.cost.json", None, "schema must be 'autotune.decoding-profile/1'"),
         ("profile.json", "nowhere", "--study nowhere: no such folder"),
         (".autotune/tests-target-0123", "empty", "is a study folder itself"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from autotune.cli.main import main
+from autotune.console import Console
 from autotune.device import gib
 from autotune.modeling.quantization import weight_bytes
 from autotune.search import forecast as forecasts
@@ -28,6 +30,10 @@ def _bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecasts, "copy_gb_per_second", lambda device: 20.0)
 
 
+def forecast_of(settings: SearchSettings) -> list[str]:
+    return forecast(settings, Console())
+
+
 @pytest.fixture
 def settings(pair: Pair, tmp_path: Path) -> dict[str, Any]:
     lines = [{"prompt": f"Count {n}.", "max_new_tokens": 32} for n in range(24)]
@@ -36,7 +42,7 @@ def settings(pair: Pair, tmp_path: Path) -> dict[str, Any]:
 
 
 def test_a_forecast_is_of_the_models_that_a_search_loads(settings: dict[str, Any]) -> None:
-    lines = forecast(SearchSettings(**settings))
+    lines = forecast_of(SearchSettings(**settings))
     pool = ModelPool(settings["target"], settings["drafts"], "cpu")
     variants = pool.subnets(load_space("quick").without_images())
     assert f"tried: {len(variants)} choices of drafts, of which 2 keep their trees" in lines
@@ -57,7 +63,9 @@ def test_a_forecast_loads_no_weights(settings: dict[str, Any], monkeypatch: pyte
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "config.json").write_text((Path(name) / "config.json").read_text())
     models = {"target": str(tmp_path / "0"), "drafts": (str(tmp_path / "1"),)}
-    estimate = forecast(SearchSettings(**{**settings, **models, "gpu": "h100", "changes": ("policy=chain", "depth=2")}))
+    estimate = forecast_of(
+        SearchSettings(**{**settings, **models, "gpu": "h100", "changes": ("policy=chain", "depth=2")})
+    )
     assert "space: quick, with the policies chain" in estimate
     assert [line.split(":")[0].strip() for line in estimate if line.startswith("  ")] == [
         "screening",
@@ -82,7 +90,7 @@ def test_plan_prints_the_forecast_and_starts_nothing(
 
 def test_a_head_of_a_target_is_read_for_its_sizes(pair: Pair, settings: dict[str, Any], tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", next(iter(PUBLISHED)))
-    lines = forecast(SearchSettings(**{**settings, "drafts": (str(head),)}))
+    lines = forecast_of(SearchSettings(**{**settings, "drafts": (str(head),)}))
     pool = ModelPool(settings["target"], [str(head)], "cpu")
     assert f"draft: {head}, {len(pool.subnets(load_space('quick').without_images()))} choice of it" in lines
 
@@ -91,8 +99,8 @@ def test_a_quantized_target_has_a_forecast(settings: dict[str, Any], tmp_path: P
     """Its weights are not there; the sizes are of weights that are not packed."""
     config = json.loads((Path(settings["target"]) / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
-    (tmp_path / "packed").mkdir()
+    shutil.copytree(settings["target"], tmp_path / "packed", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
-    whole = forecast(SearchSettings(**{**settings, "drafts": ("retrieval",)}))
-    packed = forecast(SearchSettings(**{**settings, "drafts": ("retrieval",), "target": str(tmp_path / "packed")}))
+    whole = forecast_of(SearchSettings(**{**settings, "drafts": ("retrieval",)}))
+    packed = forecast_of(SearchSettings(**{**settings, "drafts": ("retrieval",), "target": str(tmp_path / "packed")}))
     assert packed[1:] == whole[1:]

@@ -26,7 +26,7 @@ from autotune.search import screening
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
 from autotune.search.model_pool import _run_task as run_worker
-from autotune.search.screening import DEPTHS, MAX_TOGETHER, print_screened, screen, screen_units, survivors
+from autotune.search.screening import DEPTHS, MAX_TOGETHER, screen, screen_units, survivors
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.thresholds import MIN_TRACED_PROMPTS
 from autotune.search.traces import Recording, record_in_worker, record_traces
@@ -222,16 +222,6 @@ def test_promising_subnets_are_screened_first(
 def screened_subnet(draft: str, speedup: float, **choices: Any) -> ScreenedSubnet:
     subnet = Subnet(**choices)
     return ScreenedSubnet(draft=draft, subnet=subnet, depth=1, tokens_per_round=2, ms_per_token=1, speedup=speedup)
-
-
-def test_screening_compares_with_one_share_of_heads(capsys: pytest.CaptureFixture[str]) -> None:
-    choices = [("a", 2.125, (0.5, 1.0, 1.0)), ("a", 2.0, 0.5), ("a", 1.5, None), ("b", 1.2, None)]
-    ranked = [screened_subnet(draft, speedup, heads=heads) for draft, speedup, heads in choices]
-    print_screened(ranked, [ranked[0].variant], Console(verbose=True))
-    printed = " ".join(capsys.readouterr().err.split())
-    assert "a: best of 3 subnets 2.125x (heads=0.5/1/1, M 2.00)" in printed
-    assert "best of the 2 with one share of heads in all blocks 2.000x (heads=0.5, M 2.00)" in printed
-    assert "b: best" not in printed, "it has no other subnets"
 
 
 def test_records_of_workers_are_reused(

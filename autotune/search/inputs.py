@@ -1,0 +1,91 @@
+"""The prompts and models of a search, and the draft variants of its space."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.console import Console
+from autotune.cost.table import TOKENS
+from autotune.device import choose_device
+from autotune.execution import AUTO, EAGER
+from autotune.modeling.loading import RETRIEVAL
+from autotune.search.cost_tables import priced_variants
+from autotune.search.model_pool import ModelPool
+from autotune.search.plan import SearchSize
+from autotune.search.settings import SearchSettings, device_for
+from autotune.search.space import bounds_of, load_space
+from autotune.workloads.workload import Workload, WorkloadSplit, load_workload, shipped_files
+
+
+def load_prompts(settings: SearchSettings, split: WorkloadSplit, count: int | None = None) -> Workload:
+    """At most ``count`` prompts of a split, with the lengths, temperature and template variables of the settings."""
+    workload = load_workload(settings.workload, split, num_prompts=count, format=settings.workload_format)
+    workload = workload.cut(len(workload.prompts), settings.max_new_tokens)
+    workload = workload.with_variables(settings.chat_template_kwargs)
+    return workload if settings.temperature is None else workload.sampled(settings.temperature)
+
+
+def load_models(
+    settings: SearchSettings, device: str, console: Console, *, mode: str | None = None, sizes_alone: bool = False
+) -> ModelPool:
+    """The target and the drafts of the settings. Default drafts that do not fit the target are left out.
+
+    Args:
+        mode: None: that of the settings.
+        sizes_alone: as in ``ModelPool``.
+    """
+    execution = settings.capture_sizes, mode or settings.mode, settings.dtype
+    options: dict[str, Any] = {"random_weights": settings.random_weights, "sizes_alone": sizes_alone}
+    options |= {"console": console, "leaves_out": settings.has_default_drafts}
+    return ModelPool(settings.target, settings.drafts, device, *execution, **options)
+
+
+class SearchInputs:
+    """The prompts, space and models of a search.
+
+    Attributes:
+        device: the local device that is tuned for; None where another card is, for which nothing is timed.
+        variants: the draft variants of the space.
+    """
+
+    def __init__(self, settings: SearchSettings, console: Console, *, sizes_alone: bool = False) -> None:
+        self.console = console
+        self.tune = load_prompts(settings, "tune", settings.num_tune_prompts)
+        self.evaluate = load_prompts(settings, "evaluate", settings.num_evaluate_prompts)
+        if shipped_files(settings.workload):
+            console.say(f"prompts    {settings.workload}, shipped with autotune; give your own with --workload FILE")
+        if settings.has_default_drafts and settings.drafts == (RETRIEVAL,):
+            console.say(
+                f"drafts     {RETRIEVAL} alone: no head of this target is here; name one with --draft, or train one"
+            )
+        has_images = any(prompt.pixels for prompt in (*self.tune.prompts, *self.evaluate.prompts))
+        space = load_space(settings.space, settings.changes)
+        self.space = space if has_images else space.without_images()
+        most_tokens = max(settings.capture_sizes, default=TOKENS[-1])
+        self.bounds = bounds_of(self.space, most_tokens)
+        self.device = device_for(settings.gpu, settings.device)
+        local = self.device or ("cpu" if settings.device == AUTO else choose_device(settings.device))
+        mode = None if self.device and not sizes_alone else EAGER
+        self.model_pool = pool = load_models(settings, local, console, mode=mode, sizes_alone=sizes_alone)
+        self.settings = settings.model_copy(update={"drafts": tuple(pool.references)})
+        fit = pool.processor, pool.target.max_context, console.say
+        self.tune, self.evaluate = self.tune.fitting(*fit), self.evaluate.fitting(*fit)
+        if pool.has_states:
+            self.space = self.space.chains()
+            self.bounds = bounds_of(self.space, most_tokens)
+            console.say("recurrent or convolution states follow one path: only chains are searched, no trees")
+        self.variants = pool.subnets(self.space)
+
+    @property
+    def size(self) -> SearchSize:
+        """The size of the search, if it cuts nothing."""
+        return SearchSize(
+            num_priced=len(priced_variants(self.variants)),
+            num_variants=len(self.variants),
+            num_drafts=len(self.model_pool.references),
+            num_survivors=min(len(self.variants), max(self.space.survivors, len(self.model_pool.references))),
+            answer_tokens=[prompt.settings.max_new_tokens for prompt in self.tune.prompts],
+            num_evaluate_prompts=len(self.evaluate.prompts),
+            num_processes=1 + self.model_pool.worker_limits(self.settings.jobs)[0],
+            is_measured=self.device is not None,
+        )
