@@ -10,21 +10,78 @@ risk, and pairs treated as independent of their launch. Takes about 10 minutes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+from numpy.typing import NDArray
 from scipy.signal import lfilter
 
-from autotune.check.sequential import PAIRS_PER_LAUNCH, Design, Floats, Noise, Shares, replayed, simulate
+from autotune.check.sequential import PAIRS_PER_LAUNCH, Design, Floats, Verdict, interim_analysis
 from autotune.files import read_json
 
 RECORDED = Path(__file__).with_name("check_noise.json")
 DESIGN = Design()
 CURVE = (0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.10)
+Noise = Callable[[np.random.Generator, int, int], Floats]
+"""Log-ratios of an unchanged program: (generator, checks, pairs) to [checks, pairs]."""
+BATCH = 500  # checks simulated at once, as many as fit the cache
+
+
+@dataclass(frozen=True)
+class Shares:
+    failed: float
+    passed: float
+    mean_pairs: float
+
+
+def simulate(noise: Noise, slowdown: float, design: Design, *, num_checks: int, seed: int = 0) -> Shares:
+    """Simulate checks of a program that is slower by ``slowdown``."""
+    rng = np.random.default_rng(seed)
+    failed = passed = num_pairs = 0
+    for begin in range(0, num_checks, BATCH):
+        x = noise(rng, min(BATCH, num_checks - begin), design.max_pairs) + np.log1p(slowdown)
+        verdicts, used = decide(x, design)
+        failed += int((verdicts == Verdict.FAIL).sum())
+        passed += int((verdicts == Verdict.PASS).sum())
+        num_pairs += int(used.sum())
+    return Shares(failed / num_checks, passed / num_checks, num_pairs / num_checks)
+
+
+def replayed(launches: Sequence[Floats], *, random_sign: bool = True) -> Noise:
+    """Noise drawn from recorded launches of equal sides, with a random sign, because the sides are interchangeable."""
+    complete = np.array([launch for launch in launches if len(launch) == PAIRS_PER_LAUNCH])
+    signs = np.array([-1.0, 1.0] if random_sign else [1.0])
+
+    def noise(rng: np.random.Generator, num_checks: int, num_pairs: int) -> Floats:
+        shape = (num_checks, -(-num_pairs // PAIRS_PER_LAUNCH))
+        drawn = complete[rng.integers(len(complete), size=shape)] * rng.choice(signs, size=(*shape, 1))
+        return np.asarray(drawn.reshape(num_checks, -1)[:, :num_pairs])
+
+    return noise
+
+
+def decide(x: Floats, design: Design) -> tuple[NDArray[np.object_], NDArray[np.int64]]:
+    """Verdicts [checks] and numbers of pairs used [checks] of complete checks x[checks, pairs] with complete
+    launches.
+    """
+    verdicts = np.full(len(x), Verdict.CONTINUE, dtype=object)
+    used = np.full(len(x), design.max_pairs)
+    for number, num_pairs in enumerate(design.analyses):
+        open_checks = np.flatnonzero(verdicts == Verdict.CONTINUE)
+        if not len(open_checks):
+            break
+        analysis = interim_analysis(x[open_checks, :num_pairs], launches_of(num_pairs), number, design)
+        verdicts[open_checks] = analysis.verdicts
+        used[open_checks] = num_pairs
+    return verdicts, used
+
+
+def launches_of(num_pairs: int) -> NDArray[np.int64]:
+    return np.arange(num_pairs) // PAIRS_PER_LAUNCH
 
 
 @dataclass(frozen=True)
@@ -124,7 +181,7 @@ def variants() -> dict[str, tuple[Design, Callable[[str], Noise]]]:
 
 
 def spread(noise: Noise) -> float:
-    """Interquartile range of log-ratios, which ``autotune check --aa`` prints."""
+    """Interquartile range of log-ratios."""
     low, high = np.quantile(noise(np.random.default_rng(0), 100, DESIGN.max_pairs), [0.25, 0.75])
     return float(high - low)
 

@@ -16,7 +16,7 @@ from autotune.check.pairs import PairRunner
 from autotune.check.result import BASE_COUNTS, TIME, Gate, Timing
 from autotune.check.revision import checked_out
 from autotune.check.sequential import Design
-from autotune.check.timing import TooFewPairs, machine_gate, run_pairs, time_gate, timing_of
+from autotune.check.timing import TooFewPairs, run_pairs, time_gate, timing_of
 from autotune.check.worker_process import Launch, Side, WorkerProcess, WorkerRequest
 from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
@@ -36,7 +36,6 @@ class Sides:
     base: Side
     head: Side
     profiles: tuple[DecodingProfile, DecodingProfile]
-    is_aa: bool = False
 
     @property
     def have_same_trees(self) -> bool:
@@ -60,7 +59,7 @@ class Sides:
     def key(self, run: LocalRun, seed: int) -> str:
         """Key of the comparison's pairs: the same command continues with them."""
         profiles = [profile.model_dump(mode="json", exclude={"evidence"}) for profile in self.profiles]
-        codes = [code_hash(self.base), code_hash(self.head), self.base.label, self.is_aa, self.head.dtype]
+        codes = [code_hash(self.base), code_hash(self.head), self.base.label, self.head.dtype]
         return content_key([*codes, *profiles, run.workload.sha256, seed, run.hardware.key])
 
 
@@ -69,16 +68,11 @@ def code_hash(side: Side) -> str:
 
 
 @contextmanager
-def open_sides(against: str | None, profile: Path, folder: Path, dtype: Dtype | None = None) -> Iterator[Sides]:
-    """Base and head. The base is the profile ``against`` if that is a file, otherwise a git revision; None: the
-    head.
-    """
+def open_sides(against: str, profile: Path, folder: Path, dtype: Dtype | None = None) -> Iterator[Sides]:
+    """Base and head. The base is the profile ``against`` if that is a file, otherwise a git revision."""
     head_profile = DecodingProfile.load(profile)
     copy = _without_evidence(profile, folder / "head.json")
     head = Side(name="head", label="the current version", profile=copy, dtype=dtype)
-    if against is None:
-        yield Sides(replace(head, name="base"), head, (head_profile, head_profile), is_aa=True)
-        return
     opened: AbstractContextManager[Side] = checked_out(against, profile, head, folder)
     if Path(against).is_file():
         opened = nullcontext(replace(head, name="base", label=against, profile=Path(against)))
@@ -164,9 +158,9 @@ class Comparison:
             worker.close()
 
     def time_gate(self, run: LocalRun, requests: list[WorkerRequest], *, budget_s: float) -> tuple[Gate, Timing | None]:
-        """The gate on the head's time compared with the base's. An A/A run never stops early: it measures the noise."""
+        """The gate on the head's time compared with the base's."""
         sides, workload = self.sides, run.workload.name
-        if sides.are_equal and not sides.is_aa:
+        if sides.are_equal:
             same = f"{sides.base.label} has the same code, models, required packages and choices: nothing to time"
             return Gate(name=TIME, workload=workload, verdict="passed", summary=same), None
         are_lossless = all(point.lossless for profile in sides.profiles for point in profile.points)
@@ -185,19 +179,13 @@ class Comparison:
         with self.console.stage(f"pairs of {workload}", self.design.max_pairs) as update, runner:
             try:
                 outcome = run_pairs(
-                    runner,
-                    self.design,
-                    budget_s=budget_s,
-                    stops_early=not sides.is_aa,
-                    report=lambda done: update(done, self.design.max_pairs, ""),
+                    runner, self.design, budget_s=budget_s, report=lambda done: update(done, self.design.max_pairs, "")
                 )
             except TooFewPairs as error:
                 return Gate(name=TIME, workload=workload, verdict="inconclusive", summary=str(error)), None
         timing = timing_of(runner, outcome, self.design)
         if not outcome.out_of_time:  # the next check must measure again
             ledger.rename(ledger.with_name(f"{ledger.stem}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"))
-        if sides.is_aa:
-            return machine_gate(timing, outcome, workload, self.design), timing
         return time_gate(timing, outcome, workload), timing
 
 

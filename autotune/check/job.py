@@ -39,12 +39,8 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-check-")))
         sides = None
-        if settings.is_timed:
+        if settings.against is not None:
             sides = stack.enter_context(open_sides(settings.against, settings.profile, folder, settings.dtype))
-        if changes := profile.provenance.changes(stamp()):
-            console.say(
-                f"changed since {settings.profile} was made: {changes}; what this costs is seen by --min-speedup, or by a new search"
-            )
         runs, evidence, processor = _decode_all(settings, profile, workloads, device, console)
         gates = [gate for run, proof in zip(runs, evidence, strict=True) for gate in _local_gates(settings, run, proof)]
         timings: list[Timing | None] = [None] * len(runs)
@@ -136,7 +132,7 @@ def _compare(
     budget_s: float,
 ) -> list[Timing | None]:
     """Compare counts with the base, then times if no gate has failed. Adds the gates to ``gates``."""
-    if not comparison.sides.is_aa and not has_failed(gates):
+    if not has_failed(gates):
         gates += [comparison.counts_gate(run, of_run) for run, of_run in zip(runs, requests, strict=True)]
     if has_failed(gates):
         gates += [run.skipped_gate(TIME, "decided without timing") for run in runs]

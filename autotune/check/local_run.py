@@ -187,7 +187,7 @@ def evidence_for(
             return f"{difference}, or the date that its chat template writes"
         raise NotComparable(f"{difference}; restore the files, or search again")
     searched = profile.workload.name
-    if workload.name != searched and (settings.is_timed or settings.min_speedup is not None):
+    if workload.name != searched and (settings.against is not None or settings.min_speedup is not None):
         return f"the profile's evidence is about {searched}, not about this workload"
     difference = f"its evidence is about {searched}"
     if workload.name == searched:

@@ -15,7 +15,6 @@ slower several times as often as stated (``benchmarks/check_power.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -28,9 +27,6 @@ from autotune.evaluation.summary import spent_share
 
 Floats = NDArray[np.float64]
 PAIRS_PER_LAUNCH = 5
-Noise = Callable[[np.random.Generator, int, int], Floats]
-"""Log-ratios of an unchanged program: (generator, checks, pairs) to [checks, pairs]."""
-BATCH = 500  # checks simulated at once, as many as fit the cache
 
 
 class Verdict(Enum):
@@ -106,26 +102,6 @@ def p_value(x: Floats, launches: NDArray[Any] | None) -> Floats:
     return np.asarray(wilcoxon(x, alternative="greater", method="exact", axis=-1).pvalue)
 
 
-def decide(x: Floats, design: Design) -> tuple[NDArray[np.object_], NDArray[np.int64]]:
-    """Verdicts [checks] and numbers of pairs used [checks] of complete checks x[checks, pairs] with complete
-    launches.
-    """
-    verdicts = np.full(len(x), Verdict.CONTINUE, dtype=object)
-    used = np.full(len(x), design.max_pairs)
-    for number, num_pairs in enumerate(design.analyses):
-        open_checks = np.flatnonzero(verdicts == Verdict.CONTINUE)
-        if not len(open_checks):
-            break
-        analysis = interim_analysis(x[open_checks, :num_pairs], launches_of(num_pairs), number, design)
-        verdicts[open_checks] = analysis.verdicts
-        used[open_checks] = num_pairs
-    return verdicts, used
-
-
-def launches_of(num_pairs: int) -> NDArray[np.int64]:
-    return np.arange(num_pairs) // PAIRS_PER_LAUNCH
-
-
 def estimate(x: Floats, launches: NDArray[np.int64]) -> tuple[float, tuple[float, float]]:
     """The Hodges-Lehmann estimate of the slowdown (0.05 is 5 %), and the interval of all values that the test keeps."""
     low, high = (math.expm1(_confidence_limit(x, launches, sign)) for sign in (-1, 1))
@@ -149,36 +125,3 @@ def _confidence_limit(x: Floats, launches: NDArray[np.int64], sign: int) -> floa
         last = int(np.flatnonzero(is_kept)[-1]) if is_kept.any() else 0
         inside, outside = float(grid[last]), float(grid[min(last + 1, 16)])
     return inside
-
-
-@dataclass(frozen=True)
-class Shares:
-    failed: float
-    passed: float
-    mean_pairs: float
-
-
-def simulate(noise: Noise, slowdown: float, design: Design, *, num_checks: int, seed: int = 0) -> Shares:
-    """Simulate checks of a program that is slower by ``slowdown``."""
-    rng = np.random.default_rng(seed)
-    failed = passed = num_pairs = 0
-    for begin in range(0, num_checks, BATCH):
-        x = noise(rng, min(BATCH, num_checks - begin), design.max_pairs) + np.log1p(slowdown)
-        verdicts, used = decide(x, design)
-        failed += int((verdicts == Verdict.FAIL).sum())
-        passed += int((verdicts == Verdict.PASS).sum())
-        num_pairs += int(used.sum())
-    return Shares(failed / num_checks, passed / num_checks, num_pairs / num_checks)
-
-
-def replayed(launches: Sequence[Floats], *, random_sign: bool = True) -> Noise:
-    """Noise drawn from recorded launches of equal sides, with a random sign, because the sides are interchangeable."""
-    complete = np.array([launch for launch in launches if len(launch) == PAIRS_PER_LAUNCH])
-    signs = np.array([-1.0, 1.0] if random_sign else [1.0])
-
-    def noise(rng: np.random.Generator, num_checks: int, num_pairs: int) -> Floats:
-        shape = (num_checks, -(-num_pairs // PAIRS_PER_LAUNCH))
-        drawn = complete[rng.integers(len(complete), size=shape)] * rng.choice(signs, size=(*shape, 1))
-        return np.asarray(drawn.reshape(num_checks, -1)[:, :num_pairs])
-
-    return noise

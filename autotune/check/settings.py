@@ -37,15 +37,9 @@ class CheckSettings(BaseModel):
         None, "Fail if the whole confidence interval of the speedup over plain decoding is below this.", gt=0
     )
     against: str | None = setting(None, "Git revision or profile to compare with: fail if significantly slower.")
-    tests_machine: bool = setting(
-        False,
-        "A/A test: compare the profile with itself, to see what can be detected on this machine.",
-        option="aa",
-        rare=True,
-    )
     limit: float = setting(0.05, "Slowdown that must be detected.", unit="fraction", rare=True)
     tolerance: float = setting(0.01, "Slowdown that is acceptable.", unit="fraction", ge=0, rare=True)
-    budget_s: float = setting(480.0, "Time limit of the pairs of --against and --aa.", option="budget", unit="s", gt=0)
+    budget_s: float = setting(480.0, "Time limit of the pairs of --against.", option="budget", unit="s", gt=0)
     on_inconclusive: Literal["fail", "warn"] = setting("fail", "Exit with 3 (fail) or 0 (warn) if inconclusive.")
     seed: int = setting(0, "Seed of all random orders.", rare=True)
     device: str = setting("auto", "auto, cpu or cuda:N.")
@@ -54,18 +48,12 @@ class CheckSettings(BaseModel):
     markdown: Path | None = setting(None, "Markdown file to write.")
     github: bool = setting(False, "Annotate the run, and add to its summary, on GitHub Actions.")
 
-    @property
-    def is_timed(self) -> bool:
-        return self.against is not None or self.tests_machine
-
     def require_consistent(self) -> None:
         if not self.tolerance < self.limit:
             raise UserError(
                 f"--tolerance must be below --limit; got {100 * self.tolerance:g} % and {100 * self.limit:g} %; "
                 "give for example --tolerance 1% --limit 5%"
             )
-        if self.against is not None and self.tests_machine:
-            raise UserError("--aa compares the profile with itself; drop it, or drop --against")
         if len(set(self.workloads)) < len(self.workloads):
             raise UserError(f"--workload {self.workloads[0]} is given twice; give each workload once")
         for option, path in (("--junit", self.junit), ("--markdown", self.markdown)):

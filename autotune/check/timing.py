@@ -19,15 +19,8 @@ from autotune.check.sequential import (
     estimate,
     hodges_lehmann,
     interim_analysis,
-    replayed,
-    simulate,
 )
 from autotune.errors import UserError
-
-AA_CHECKS = 2000  # simulated from the noise of an A/A run
-# Of a machine that is suitable for checks.
-MAX_FALSE_ALARMS = 0.01
-MIN_DETECTION = 0.95
 
 
 class TooFewPairs(UserError):
@@ -44,12 +37,7 @@ class Outcome:
 
 
 def run_pairs(
-    runner: PairRunner,
-    design: Design,
-    *,
-    budget_s: float,
-    stops_early: bool = True,
-    report: Callable[[int], None] = lambda done: None,
+    runner: PairRunner, design: Design, *, budget_s: float, report: Callable[[int], None] = lambda done: None
 ) -> Outcome:
     """Decode pairs up to each interim analysis until one decides.
 
@@ -74,7 +62,7 @@ def run_pairs(
             runner.run_to(num_pairs, report)
         pairs = runner.pairs[:num_pairs]
         analysis = interim_analysis(log_ratios(pairs), launches(pairs), number, design)
-        if stops_early and analysis.verdict is not Verdict.CONTINUE:
+        if analysis.verdict is not Verdict.CONTINUE:
             break
     assert analysis is not None
     return Outcome(analysis, out_of_time=False)
@@ -133,34 +121,6 @@ def time_gate(timing: Timing, outcome: Outcome, workload: str) -> Gate:
         details.append(f"plain decoding, as a control: {100 * plain:+.1f} %; speedup of head: {timing.speedup:.2f}x")
     summary = f"{_describe(timing)} after {len(timing.pairs)} pairs: {reason}"
     return Gate(name=TIME, workload=workload, verdict=verdict, summary=summary, details=details)
-
-
-def machine_gate(timing: Timing, outcome: Outcome, workload: str, design: Design) -> Gate:
-    """The gate of an A/A run: equal sides must not differ, and simulated checks with their noise must be right."""
-    pairs = timing.pairs
-    x, launch = log_ratios(pairs), launches(pairs)
-    noise = replayed([x[launch == number] for number in np.unique(launch)])
-    shares = {change: simulate(noise, change, design, num_checks=AA_CHECKS) for change in (0.0, design.limit)}
-    is_suitable = (
-        outcome.analysis.verdict is not Verdict.FAIL
-        and shares[0.0].failed <= MAX_FALSE_ALARMS
-        and shares[design.limit].failed >= MIN_DETECTION
-    )
-    low, high = np.quantile(x, [0.25, 0.75])
-    details = [f"pairs of the same program differ by {100 * (high - low):.1f} % (interquartile range)"]
-    for change, share in shares.items():
-        details.append(
-            f"simulated with this noise, a change of {100 * change:g} % fails {100 * share.failed:.1f} % of checks, "
-            f"passes {100 * share.passed:.1f} %, after {share.mean_pairs:.0f} pairs"
-        )
-    return Gate(
-        name=TIME,
-        workload=workload,
-        verdict="passed" if is_suitable else "inconclusive",
-        summary=f"A/A, {_describe(timing)} after {len(pairs)} pairs: {'' if is_suitable else 'not '}suitable for detecting "
-        f"a slowdown of {100 * design.limit:g} %",
-        details=details,
-    )
 
 
 def _describe(timing: Timing) -> str:

@@ -224,10 +224,9 @@ def test_a_lower_accepted_length_fails_without_timing(world: Path, monkeypatch: 
     assert verdicts(check("proven.json")) == {"lossless": "passed", "counts": "passed"}
     accept_less(monkeypatch)
     monkeypatch.setattr(comparison, "WorkerProcess", None)
-    for asked in ({"tests_machine": True}, {"against": "lossless.json"}):
-        found = check("proven.json", **asked)
-        assert found.exit_code == 1
-        assert verdicts(found) == {"lossless": "passed", "counts": "failed", "time against the base": "skipped"}
+    found = check("proven.json", against="lossless.json")
+    assert found.exit_code == 1
+    assert verdicts(found) == {"lossless": "passed", "counts": "failed", "time against the base": "skipped"}
     assert "worse counts" in found.verdict and "accepted tokens" in gate(found, "counts").details[0]
 
 
@@ -389,16 +388,6 @@ def test_a_head_that_accepts_less_than_its_base_fails_without_timing(world: Path
     numbers = iter(range(1000))
     workers.edit = lambda side, found: found.model_copy(update={"target_forwards": 1 + next(numbers) % 3})
     assert "are not reproducible" in gate(check("lossless.json", against="lossless.json"), "counts of the base").summary
-
-
-def test_an_aa_run_tests_the_machine(world: Path, workers: type[InProcess]) -> None:
-    found = check("lossless.json", tests_machine=True)
-    assert found.exit_code == 0 and gate(found, "time against the base").summary.startswith("A/A, head ")
-    assert "counts of the base" not in verdicts(found)
-    workers.slowdown = 0.05
-    found = check("lossless.json", tests_machine=True)
-    assert found.exit_code == 3 and found.verdict.startswith("inconclusive: A/A")
-    assert check("lossless.json", tests_machine=True, on_inconclusive="warn").exit_code == 0
 
 
 @pytest.mark.parametrize("what", ["target", "precision", "device"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autotune.check.sequential import Design, Shares, replayed, simulate
-from benchmarks.check_power import BY_PAIR, EVERY_LAUNCH, SCENARIOS, noises, recorded
+from autotune.check.sequential import Design
+from benchmarks.check_power import BY_PAIR, EVERY_LAUNCH, SCENARIOS, Shares, noises, recorded, replayed, simulate
 
 CHECKS = 200
 UNLIKE_PROCESSES = SCENARIOS["unlike processes"].noise()

@@ -352,7 +352,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["check", "profile.json", "--workload", "workload.jsonl", "--against", "workload.jsonl"],
         r"workload\.jsonl: not a complete JSON document",
     ),
-    "A/A and a base": (["check", "profile.json", "--against", "main", "--aa"], "--aa compares the profile with itself; drop it, or drop --against"),
     "a workload twice": (["check", "profile.json", *2 * ["--workload", "a"]], "--workload a is given twice; give each workload once"),
     "Markdown in a folder": (["check", "profile.json", "--markdown", "no-model"], "the output must be a file; got a folder"),
     "unwritable JUnit": (
