@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,17 +70,14 @@ def test_plain_lines_show_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys:
     assert len(lines) > 30 and not any("400/400" in line for line in lines)
 
 
-def test_progress_shows_loss_and_agreement(recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_progress_shows_loss_and_agreement(recipe: Callable[..., Path], tmp_path: Path, capsys: Any) -> None:
     path = recipe(stages=[{**STAGE, "steps": 4, "subnets": "random"}] * 2)
-    messages: list[str] = []
-    plain = SimpleNamespace(_rich=None, say=messages.append, stage=console.Console.stage)
-    plain.stage = lambda name: console.Console.stage(plain, name)  # type: ignore[arg-type]
-    train_with_progress(path, None, plain)  # type: ignore[arg-type]
-    text = "\n".join(messages)
+    train_with_progress(path, None, console.Console())
+    text = capsys.readouterr().err.strip()
     assert re.search(
         r"^memory on cpu: a step on 2 examples of up to \d+ tokens takes .*iB, models included; .* are free", text, re.M
     )
     assert re.search(r"tests/star stage 1/2: 2/4 loss \d+\.\d{3}, agreement \d\.\d{3}$", text, re.M)
     assert re.search(r"tests/star stage 2/2: 2/4 loss \d+\.\d{3}", text, re.M)
-    assert messages[-1] == f"weights and training log written to {tmp_path}"
+    assert text.splitlines()[-1] == f"weights and training log written to {tmp_path}"
     assert {"config.json", "model.safetensors", "training.jsonl"} <= {file.name for file in tmp_path.iterdir()}
