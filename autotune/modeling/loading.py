@@ -164,7 +164,7 @@ def load_model(
     advice = "free some, or load a smaller model"
     logging.disable_progress_bar()
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    with load_errors(name), gguf_errors(Path(gguf["gguf_file"]), name) if gguf else nullcontext():
+    with load_errors(name), gguf_errors(name) if gguf else nullcontext():
         if not gguf:
             _check_type(Path(source), name)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **gguf)
@@ -362,7 +362,7 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
 
     source, gguf = _pretrained(name, weights=False)
     if gguf:
-        with load_errors(name), gguf_errors(Path(gguf["gguf_file"]), name):
+        with load_errors(name), gguf_errors(name):
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **gguf)
     if or_bundled and not _has_tokenizer(name):
         return load_processor(BUNDLED_TARGET).tokenizer
