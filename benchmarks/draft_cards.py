@@ -41,12 +41,11 @@ from autotune.modeling.target_defaults import default_workload
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
 from autotune.training.examples import JsonlExamples, read_examples
-from autotune.training.log import logged
 from autotune.training.teacher import Teacher
 from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt
 from autotune.workloads.workload import bundled_file, load_workload
-from benchmarks.evidence.training_curve import distilled_layers, draw_curve
+from benchmarks.evidence.training_curve import distilled_layers, draw_curve, logged
 
 TREE = {"policy": "eagle2", "k": 4, "depth": 6, "budget": 32}
 ROWS, OPERATOR_ROWS = "acceptance.jsonl", "operators.jsonl"

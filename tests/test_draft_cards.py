@@ -17,9 +17,8 @@ torch = pytest.importorskip("torch", exc_type=ImportError)
 
 from autotune.drafters.checkpoint import CONFIGS, load_network  # noqa: E402
 from autotune.drafters.dream import DreamConfig, DreamNetwork  # noqa: E402
-from autotune.training.log import logged  # noqa: E402
 from benchmarks.draft_cards import ablation_section, layer_section  # noqa: E402
-from benchmarks.evidence.training_curve import distilled_layers, draw_curve  # noqa: E402
+from benchmarks.evidence.training_curve import distilled_layers, draw_curve, logged  # noqa: E402
 
 DREAM = data_root() / "drafts" / "digits" / "dream"
 

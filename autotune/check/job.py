@@ -41,10 +41,6 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         sides = None
         if settings.against is not None:
             sides = stack.enter_context(open_sides(settings.against, settings.profile, folder, settings.dtype))
-        if changes := profile.provenance.changes(stamp()):
-            console.say(
-                f"changed since {settings.profile} was made: {changes}; what this costs is seen by --min-speedup, or by a new search"
-            )
         runs, evidence, processor = _decode_all(settings, profile, workloads, device, console)
         gates = [gate for run, proof in zip(runs, evidence, strict=True) for gate in _local_gates(settings, run, proof)]
         timings: list[Timing | None] = [None] * len(runs)

@@ -152,7 +152,7 @@ def read_metadata(path: Path, name: str) -> Mapping[str, Any]:
         raise UserError(f"{name}: GGUF files need the package gguf; run pip install 'autotune-speculative[gguf]'")
     from transformers.integrations.gguf import read_gguf_metadata
 
-    with gguf_errors(path, name):
+    with gguf_errors(name):
         metadata, _ = read_gguf_metadata(str(path))
     if (count := metadata.get("split.count", 1)) > 1:
         number = metadata.get("split.no", 0) + 1
@@ -174,27 +174,13 @@ def file_type(metadata: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def gguf_errors(path: Path, name: str) -> Iterator[None]:
-    """Turn errors of reading a file into one line, which tells a damaged file from one that transformers does not
-    support.
+def gguf_errors(name: str) -> Iterator[None]:
+    """Turn errors of reading a file, which may be damaged or of a kind that transformers does not support, into one
+    line.
     """
     try:
         yield
     except _READ_ERRORS as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    else:
-        return
-    if _is_whole(path):
-        step = "give a GGUF file of another architecture or quantization, or the model's safetensors"
-        raise UserError(f"{name}: transformers cannot load this GGUF file ({reason}); {step}")
-    raise UserError(f"{name}: truncated, damaged or no GGUF file ({reason}); download it again")
-
-
-def _is_whole(path: Path) -> bool:
-    from gguf import GGUFReader
-
-    try:
-        GGUFReader(path)
-        return True
-    except _READ_ERRORS:
-        return False
+        step = "download it again if it may be damaged, or give another architecture or quantization, or safetensors"
+        raise UserError(f"{name}: transformers cannot load this GGUF file ({reason}); {step}") from None

@@ -24,7 +24,7 @@ from autotune.modeling.quantization import (
     quantization_of,
     usable_quantizer,
 )
-from autotune.modeling.weight_files import check_weights, check_whole
+from autotune.modeling.weight_files import check_weights
 
 if TYPE_CHECKING:
     from autotune.console import Console
@@ -164,7 +164,7 @@ def load_model(
     advice = "free some, or load a smaller model"
     logging.disable_progress_bar()
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    with load_errors(name), gguf_errors(Path(gguf["gguf_file"]), name) if gguf else nullcontext():
+    with load_errors(name), gguf_errors(name) if gguf else nullcontext():
         if not gguf:
             _check_type(Path(source), name)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **gguf)
@@ -191,8 +191,6 @@ def load_model(
                 model = factory.from_config(config, dtype=options.get("dtype", config.dtype)).to(device)
         else:
             files = [] if gguf else weight_files(Path(source))
-            for path in files:
-                check_whole(path)
             weights = sum(path.stat().st_size for path in files)
             is_dense = is_quantized and is_dense_once_loaded(usable_quantizer(config, name=name, device=device))
             if is_dense or (options and not is_quantized):
@@ -214,7 +212,7 @@ def load_model(
                 **options,
             )
             check_packed_weights(info["missing_keys"], info["unexpected_keys"], name=name)
-            check_weights(model, info, name=name)
+            check_weights(info, name=name)
             decompress(model)
     choose_attention(device)
     model.eval().requires_grad_(False)
@@ -364,7 +362,7 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
 
     source, gguf = _pretrained(name, weights=False)
     if gguf:
-        with load_errors(name), gguf_errors(Path(gguf["gguf_file"]), name):
+        with load_errors(name), gguf_errors(name):
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **gguf)
     if or_bundled and not _has_tokenizer(name):
         return load_processor(BUNDLED_TARGET).tokenizer

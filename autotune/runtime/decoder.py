@@ -21,7 +21,6 @@ from autotune.modeling.threads import limited_threads
 from autotune.runtime.generate_args import (
     Call,
     Request,
-    check_names,
     check_tokens,
     check_values,
     generation_settings,
@@ -255,11 +254,10 @@ class Decoder:
     def _prepare(self, inputs: dict[str, Any], seed: int, workload: str | None) -> Call:
         """Let Hugging Face's generate prepare a call, so that all of its settings keep their meaning."""
         model = self.target.model
-        check_names(model, inputs)
         if inputs.get("input_ids") is None:
             names = ", ".join(name for name, value in inputs.items() if value is not None)
             raise UserError(f"generate needs input_ids, as the target's processor makes them; got {names or 'nothing'}")
-        check_values({**inputs, "seed": seed, "workload": workload})
+        check_values(inputs)
         config = inputs.get("generation_config") or model.generation_config
         inputs = generation_settings(config, inputs)
         return prepare_call(model, self, self.processor, inputs, seed=seed, workload=workload)

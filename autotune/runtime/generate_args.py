@@ -8,16 +8,15 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers import StoppingCriteriaList, StopStringCriteria
 
 from autotune.documents.condition import first_match
 from autotune.drafters.draft import Draft
-from autotune.errors import UserError, nearest
+from autotune.errors import UserError
 from autotune.modeling.prompt import EncodedPrompt, visual_tokens
 from autotune.modeling.target import Target
 from autotune.runtime.points import LoadedPoint
@@ -44,14 +43,6 @@ _VISION_INPUTS = (
     *("vision_feature_layer", "vision_feature_select_strategy"),
 )
 _TOKEN_TYPES = (torch.int64, torch.int32)
-_INTEGERS = ("max_new_tokens", "max_length", "min_new_tokens", "top_k", "no_repeat_ngram_size", "num_beams", "seed")
-_TYPES: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(_INTEGERS, (Integral, "an integer")),
-    **dict.fromkeys(("temperature", "top_p", "max_time"), (Real, "a number")),
-    **dict.fromkeys(("logits_processor", "stopping_criteria"), ((list, tuple), "a list")),
-    **{"stop_strings": ((str, list, tuple), "text or a list"), "workload": (str, "text")},
-    "generation_config": (GenerationConfig, "a GenerationConfig"),
-}
 # Settings of a model's own generation config that no request asked for, with those that decode one sequence token by
 # token. The first ones change the answer.
 _OTHER_SEARCHES = {"num_beams": 1, "num_return_sequences": 1, "penalty_alpha": 0.0, "dola_layers": None}
@@ -61,7 +52,6 @@ _IN_PLACE: dict[str, Any] = {
     **dict.fromkeys(_OUTPUTS, False),
     "cache_implementation": "dynamic",
 }
-_ARGUMENTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 
 
 @dataclass
@@ -196,23 +186,8 @@ def takes_vision_inputs(method: Callable[P, T]) -> Callable[P, T]:
     return method
 
 
-def check_names(model: Any, names: Iterable[str]) -> None:
-    """Refuse a name that is neither a setting nor an input of the model: transformers would ignore it."""
-    known = _known_names(model.__class__)
-    for name in names:
-        if name not in known:
-            raise UserError(f"generate takes no {name!r}; {nearest(name, [*known, 'seed', 'streamer', 'workload'])}")
-
-
-@functools.cache
-def _known_names(model_class: Any) -> tuple[str, ...]:
-    settings = [name for name in GenerationConfig().to_dict() if name != "transformers_version"]
-    inputs = [name for name in inspect.signature(model_class.forward).parameters if name != "self"]
-    return (*inputs, *settings, *_ARGUMENTS)
-
-
 def check_values(values: Mapping[str, Any]) -> None:
-    """Refuse tokens, masks and settings of wrong types, which fail far from here or mean something else to torch."""
+    """Refuse tokens and masks of wrong types, which fail far from here or mean something else to torch."""
     tokens, mask = values["input_ids"], values.get("attention_mask")
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or 0 in tokens.shape or tokens.dtype not in _TOKEN_TYPES:
         found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
@@ -224,10 +199,6 @@ def check_values(values: Mapping[str, Any]) -> None:
         raise UserError(f"attention_mask is as large as input_ids, {list(tokens.shape)}; got {found}; give another")
     if mask is not None and not bool(mask.bool().any(1).all()):
         raise UserError("every prompt has a token to attend to; attention_mask has a row of zeros; drop that prompt")
-    for name, (kind, rule) in _TYPES.items():
-        value = values.get(name)
-        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise UserError(f"{name} must be {rule}; got {' '.join(repr(value).split()):.60}; convert it")
 
 
 def check_tokens(model: Any, inputs: Mapping[str, Any]) -> None:
@@ -323,8 +294,7 @@ def prepared_call(
 ) -> Call:
     """Make a ``Call`` from what generate passes to a custom method. Sampling without a seed draws one from torch."""
     _check_call(config, inputs, processors, stops)
-    values = {name: getattr(config, name, None) for name in _TYPES} | inputs
-    check_values(values | {"seed": seed, "workload": workload})
+    check_values(inputs)
     if not inputs.get("mm_encoder_outputs"):  # generate adds an empty one
         inputs.pop("mm_encoder_outputs", None)
     eos = config.eos_token_id

@@ -24,9 +24,8 @@ from autotune.contention_monitor import ContentionMonitor
 from autotune.errors import UserError
 from autotune.files import append_line, content_key, sha256_of
 from autotune.modeling.loading import Dtype
-from autotune.modeling.weight_files import check_finite, save_tensors
+from autotune.modeling.weight_files import save_tensors
 from autotune.training.draft_task import CHAIN_DEPTH, DraftTask, autocast_dtype
-from autotune.training.log import AGREEMENT_METRIC, expected_agreement
 from autotune.training.recipe import Recipe, Stage
 
 CHECKPOINT_EVERY = 100  # steps
@@ -37,7 +36,8 @@ MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Muon: ("momentum_buffer",),
 }
 """State of a parameter in each optimizer."""
-SHOWN_METRICS = ("loss", "agreement", "held_out_agreement", "expected_agreement")  # in the progress bar
+AGREEMENT_METRIC = "held_out_agreement"  # by which weights are kept
+SHOWN_METRICS = ("loss", "agreement", AGREEMENT_METRIC)  # in the progress bar
 Progress = Callable[[str, int, int, dict[str, float]], None]
 """Called as progress(stage name, step, steps, metrics)."""
 
@@ -92,7 +92,7 @@ class Checkpoint:
 
     def load_model(self, module: nn.Module) -> None:
         with self._reading():
-            check_finite(tensors := load_file(self.path), source=self.path)
+            tensors = load_file(self.path)
             state = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
             missing, unexpected = module.load_state_dict(state, strict=False)
             if wrong := [*unexpected, *sorted(own_names(module) & set(missing))]:
@@ -202,8 +202,6 @@ class Trainer:
                     layers.clear()
                 append_line(self.log, {**record, **metrics, "seconds": time.perf_counter() - started})
                 self.accelerator.log(metrics, sum(one.steps for one in self.recipe.stages[:number]) + num_done)
-                if expected := expected_agreement(self.log, [stage.steps for stage in self.recipe.stages]):
-                    held_out["expected_agreement"] = expected[0]
             if num_done % CHECKPOINT_EVERY == 0 and not is_last:
                 self.checkpoint.save(module, optimizers, number, num_done)
         if self.accelerator.is_main_process:
@@ -277,12 +275,6 @@ def train(
         memory = task.try_largest_batches()
         if notify is not None:
             notify(memory)
-            expected = expected_agreement(log, [stage.steps for stage in recipe.stages])
-            if expected is not None and trainer.checkpoint.position() != (0, 0):
-                notify(
-                    f"held-out agreement to expect at the end: {expected[0]:.0%}, within {expected[1]:.0%} on the bundled drafts' logs (a line "
-                    "through its log-odds so far over the logarithm of the steps)"
-                )
         trainer.run()
         if not accelerator.is_main_process:
             return output

@@ -49,11 +49,6 @@ class ChainPolicy(TreePolicy):
         """The depth, even where it is the default, and a floor where there is one."""
         return {"depth": self.depth} | super().changed
 
-    @property
-    def has_floor(self) -> bool:
-        """Whether the draft's confidence decides how long a chain is, or whether it is verified."""
-        return self.p_min > 0.0 or self.n_min > 0
-
 
 @compiled
 def grow(params: Floats, tree: Tree, work: Workspace, proposals: Proposals) -> int:

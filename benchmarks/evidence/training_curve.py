@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from autotune.files import write_bytes
-from autotune.training.log import AGREEMENT_METRIC, logged
+from autotune.files import read_lines, write_bytes
 
+AGREEMENT_METRIC = "held_out_agreement"
 AGREEMENT = "agreement with the target"
 # Panels, with the label and style of each logged metric; the few held-out points have markers.
 PANELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
@@ -23,6 +23,16 @@ PANELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "held_out_own_agreement": ("held out, own features", {"color": "tab:orange", "marker": "s", "markersize": 4}),
     },
 }
+
+
+def logged(log: Path) -> list[dict[str, Any]]:
+    """The steps of a log in order. After a restart from a checkpoint, repeated steps replace the earlier ones."""
+    steps: list[dict[str, Any]] = []
+    for record in read_lines(log):
+        while steps and (steps[-1]["stage"], steps[-1]["step"]) >= (record["stage"], record["step"]):
+            steps.pop()
+        steps.append(record)
+    return steps
 
 
 def distilled_layers(steps: Iterable[dict[str, Any]]) -> dict[int, int]:

@@ -212,14 +212,12 @@ def test_what_is_wrong_with_a_gguf_file_is_told(
     folder.mkdir()
     for name in ("a.gguf", "b.gguf"):
         (folder / name).touch()
-    damaged = "truncated, damaged or no GGUF file .*; download it again"
+    damaged = "transformers cannot load this GGUF file .*; download it again if it may be damaged"
     cases = {
         file("weights", content[:-1000]): damaged,
         file("header", content[:700]): damaged,
         file("page", b"<html>no such file</html>" * 9): damaged,
-        file(
-            "other", architecture="rwkv6"
-        ): "architecture rwkv6 is not supported yet.*; give a GGUF file of another architecture",
+        file("other", architecture="rwkv6"): "architecture rwkv6 is not supported yet.*or give another architecture",
         file("lacking", without="1.mlp.up_proj"): r"lacks 1 weights of the model, model.layers.1.mlp.up_proj.weight",
         file("part", split=3): "part 1 of 3 of a split model.*; join them with llama-gguf-split --merge",
         str(folder): r"this one has 2 \(a.gguf, b.gguf\); name the file",

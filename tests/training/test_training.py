@@ -35,7 +35,6 @@ from autotune.runtime.decoder import Decoder
 from autotune.training import trainer
 from autotune.training.draft_task import DraftTask, TriedStep
 from autotune.training.examples import Example
-from autotune.training.log import logged
 from autotune.training.recipe import Recipe, Stage
 from autotune.training.teacher import Teacher, TeacherBatches
 from autotune.training.trainer import Checkpoint, make_optimizers, train
@@ -316,7 +315,6 @@ def test_a_damaged_checkpoint_is_one_line(recipe: Callable[..., Path]) -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({first: None}, {}, rf"damaged \({first[6:]} is missing"),
         ({first: torch.zeros(3)}, {}, "damaged .*size mismatch"),
-        ({first: tensors[first] * torch.nan}, {}, f"the weights {first} are not finite; restore the file"),
         ({"model.x": torch.zeros(1)}, {}, r"damaged \(x is missing, or none of the draft's\); delete it to start over"),
         ({}, {"stage": "x"}, "damaged .*; delete it to start over"),
         ({}, {"step": None}, "damaged .*; delete it to start over"),
@@ -337,12 +335,6 @@ def test_moments_of_another_network_are_refused(tmp_path: Path) -> None:
     checkpoint.load_optimizers(module, [torch.optim.AdamW(module.parameters())])
     with pytest.raises(UserError, match=r"damaged \(moments of weight have another shape\); delete it to start over"):
         checkpoint.load_optimizers(other, [torch.optim.AdamW(other.parameters())])
-
-
-def test_lines_of_a_log_without_a_step_are_no_steps(tmp_path: Path) -> None:
-    lines = '{"loss": 1.0}\n{"stage": 0, "step": 25, "loss": 2.0}\n{"stage": 0}\n'
-    (tmp_path / "training.jsonl").write_text(lines)
-    assert [record["loss"] for record in logged(tmp_path / "training.jsonl")] == [2.0]
 
 
 def test_answers_and_training_are_announced(recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
