@@ -203,7 +203,7 @@ class Rehearsal(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name == "_has_compatible_shallow_copy_type":
             return False
-        flat = list(_leaves((args, kwargs)))
+        flat = _leaves((args, kwargs))
         tensors = [value for value in flat if isinstance(value, Tensor)]
         ours = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
         asked = self._asked_device(kwargs, flat)
@@ -225,8 +225,8 @@ class Rehearsal(TorchDispatchMode):
         if name in READS:
             return outputs
         wrapped = self._wrapped(func, host_args, host_kwargs, outputs, ours, device)
-        made = [tensor for tensor in _leaves(wrapped) if isinstance(tensor, DeviceTensor)]
-        self._num_operations += self.cuda.capture is None and not is_view(func, ours, made)
+        if self.cuda.capture is None:
+            self._num_operations += not is_view(func, ours, _device_tensors(wrapped))
         return wrapped
 
     def _asked_device(self, kwargs: dict[str, Any], flat: list[Any]) -> torch.device | None:
@@ -289,18 +289,21 @@ class Rehearsal(TorchDispatchMode):
         wrapped = _mapped(wrap, outputs)
         if self.cuda.capture is not None and device.index != self.cuda.capture_index:
             self.cuda.refuse(f"work on {device} is not captured on cuda:{self.cuda.capture_index}")
-        self._record(Call(function, args, kwargs, outputs), ours)
+        if self.cuda.capture is not None:
+            repeats = function._schema.is_mutable or not is_view(function, ours, _device_tensors(wrapped))
+            self._record(Call(function, args, kwargs, outputs), ours, repeats=repeats)
         return wrapped
 
-    def _record(self, call: Call, ours: list[DeviceTensor]) -> None:
-        """Make a call part of the capture, if there is one."""
+    def _record(self, call: Call, ours: list[DeviceTensor], *, repeats: bool = True) -> None:
+        """Make a call part of the capture, if there is one. Views stay views: no replay ``repeats`` them."""
         if (capture := self.cuda.capture) is None:
             return
         for tensor in ours:
-            if tensor.allocation.pool is None:
+            if tensor.allocation.pool is None and id(tensor.allocation) not in capture.reads:
                 what = f"{tuple(tensor.shape)} read @ {caller()}"
-                capture.reads.setdefault(id(tensor.allocation), (weakref.ref(tensor.allocation), what))
-        capture.calls.append(call)
+                capture.reads[id(tensor.allocation)] = weakref.ref(tensor.allocation), what
+        if repeats:
+            capture.calls.append(call)
 
     # -------- transfers
 
@@ -377,16 +380,19 @@ def is_view(func: Any, inputs: list[DeviceTensor], outputs: list[DeviceTensor]) 
     return not outputs or (not is_in_place and all(id(tensor.allocation) in own for tensor in outputs))
 
 
-def _leaves(values: Any) -> Iterator[Any]:
+def _leaves(values: Any) -> list[Any]:
     """All values in nested lists, tuples and dictionaries."""
-    if isinstance(values, list | tuple):
-        for value in values:
-            yield from _leaves(value)
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from _leaves(value)
-    else:
-        yield values
+    found: list[Any] = []
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, list | tuple | dict):
+            found.extend(_leaves(value))
+        else:
+            found.append(value)
+    return found
+
+
+def _device_tensors(values: Any) -> list[DeviceTensor]:
+    return [value for value in _leaves([values]) if isinstance(value, DeviceTensor)]
 
 
 def _mapped(convert: Callable[[Any], Any], values: Any) -> Any:
