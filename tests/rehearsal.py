@@ -195,6 +195,10 @@ class Rehearsal(TorchDispatchMode):
 
     # -------- dispatch
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing traces through it; torch would leave dynamo for every operation, which takes longer
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
 
@@ -286,7 +290,7 @@ class Rehearsal(TorchDispatchMode):
             allocation = allocations.get(storage.data_ptr()) if storage.nbytes() else None
             return DeviceTensor(value, allocation or self.cuda.allocate(value, device), device)
 
-        wrapped = _mapped(wrap, outputs)
+        wrapped = wrap(outputs) if isinstance(outputs, Tensor) else _mapped(wrap, outputs)
         if self.cuda.capture is not None and device.index != self.cuda.capture_index:
             self.cuda.refuse(f"work on {device} is not captured on cuda:{self.cuda.capture_index}")
         if self.cuda.capture is not None:
@@ -385,13 +389,16 @@ def _leaves(values: Any) -> list[Any]:
     found: list[Any] = []
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, list | tuple | dict):
-            found.extend(_leaves(value))
+            if value:
+                found.extend(_leaves(value))
         else:
             found.append(value)
     return found
 
 
 def _device_tensors(values: Any) -> list[DeviceTensor]:
+    if isinstance(values, DeviceTensor):
+        return [values]
     return [value for value in _leaves([values]) if isinstance(value, DeviceTensor)]
 
 
@@ -404,11 +411,17 @@ def _mapped(convert: Callable[[Any], Any], values: Any) -> Any:
     return convert(values)
 
 
-def _on_host(args: Any, kwargs: Any) -> Any:
-    def convert(value: Any) -> Any:
-        if isinstance(value, DeviceTensor):
-            return value.host
-        return CPU if isinstance(value, torch.device) else value
+def _host(value: Any) -> Any:
+    """A value of an operation, or a list or tuple of them, as the host's memory."""
+    if isinstance(value, DeviceTensor):
+        return value.host
+    if isinstance(value, list | tuple):
+        return type(value)([_host(one) for one in value])
+    return CPU if isinstance(value, torch.device) else value
 
-    args, kwargs = _mapped(convert, (args, kwargs))
-    return args, kwargs | {"device": CPU} if kwargs.get("device") is not None else kwargs
+
+def _on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    host_kwargs = {name: _host(value) for name, value in kwargs.items()}
+    if kwargs.get("device") is not None:
+        host_kwargs["device"] = CPU
+    return tuple([_host(value) for value in args]), host_kwargs
