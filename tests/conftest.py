@@ -4,6 +4,7 @@ torch.
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import logging
 import os
@@ -68,6 +69,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "gpu" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what imports have made, which lives to the end, out of garbage collections: each would pass over it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

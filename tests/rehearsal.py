@@ -195,6 +195,10 @@ class Rehearsal(TorchDispatchMode):
 
     # -------- dispatch
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing traces through it; torch would leave dynamo for every operation, which takes longer
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
 
@@ -203,7 +207,7 @@ class Rehearsal(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name == "_has_compatible_shallow_copy_type":
             return False
-        flat = list(_leaves((args, kwargs)))
+        flat = _leaves((args, kwargs))
         tensors = [value for value in flat if isinstance(value, Tensor)]
         ours = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
         asked = self._asked_device(kwargs, flat)
@@ -225,8 +229,8 @@ class Rehearsal(TorchDispatchMode):
         if name in READS:
             return outputs
         wrapped = self._wrapped(func, host_args, host_kwargs, outputs, ours, device)
-        made = [tensor for tensor in _leaves(wrapped) if isinstance(tensor, DeviceTensor)]
-        self._num_operations += self.cuda.capture is None and not is_view(func, ours, made)
+        if self.cuda.capture is None:
+            self._num_operations += not is_view(func, ours, _device_tensors(wrapped))
         return wrapped
 
     def _asked_device(self, kwargs: dict[str, Any], flat: list[Any]) -> torch.device | None:
@@ -286,21 +290,24 @@ class Rehearsal(TorchDispatchMode):
             allocation = allocations.get(storage.data_ptr()) if storage.nbytes() else None
             return DeviceTensor(value, allocation or self.cuda.allocate(value, device), device)
 
-        wrapped = _mapped(wrap, outputs)
+        wrapped = wrap(outputs) if isinstance(outputs, Tensor) else _mapped(wrap, outputs)
         if self.cuda.capture is not None and device.index != self.cuda.capture_index:
             self.cuda.refuse(f"work on {device} is not captured on cuda:{self.cuda.capture_index}")
-        self._record(Call(function, args, kwargs, outputs), ours)
+        if self.cuda.capture is not None:
+            repeats = function._schema.is_mutable or not is_view(function, ours, _device_tensors(wrapped))
+            self._record(Call(function, args, kwargs, outputs), ours, repeats=repeats)
         return wrapped
 
-    def _record(self, call: Call, ours: list[DeviceTensor]) -> None:
-        """Make a call part of the capture, if there is one."""
+    def _record(self, call: Call, ours: list[DeviceTensor], *, repeats: bool = True) -> None:
+        """Make a call part of the capture, if there is one. Views stay views: no replay ``repeats`` them."""
         if (capture := self.cuda.capture) is None:
             return
         for tensor in ours:
-            if tensor.allocation.pool is None:
+            if tensor.allocation.pool is None and id(tensor.allocation) not in capture.reads:
                 what = f"{tuple(tensor.shape)} read @ {caller()}"
-                capture.reads.setdefault(id(tensor.allocation), (weakref.ref(tensor.allocation), what))
-        capture.calls.append(call)
+                capture.reads[id(tensor.allocation)] = weakref.ref(tensor.allocation), what
+        if repeats:
+            capture.calls.append(call)
 
     # -------- transfers
 
@@ -377,16 +384,22 @@ def is_view(func: Any, inputs: list[DeviceTensor], outputs: list[DeviceTensor]) 
     return not outputs or (not is_in_place and all(id(tensor.allocation) in own for tensor in outputs))
 
 
-def _leaves(values: Any) -> Iterator[Any]:
+def _leaves(values: Any) -> list[Any]:
     """All values in nested lists, tuples and dictionaries."""
-    if isinstance(values, list | tuple):
-        for value in values:
-            yield from _leaves(value)
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from _leaves(value)
-    else:
-        yield values
+    found: list[Any] = []
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, list | tuple | dict):
+            if value:
+                found.extend(_leaves(value))
+        else:
+            found.append(value)
+    return found
+
+
+def _device_tensors(values: Any) -> list[DeviceTensor]:
+    if isinstance(values, DeviceTensor):
+        return [values]
+    return [value for value in _leaves([values]) if isinstance(value, DeviceTensor)]
 
 
 def _mapped(convert: Callable[[Any], Any], values: Any) -> Any:
@@ -398,11 +411,17 @@ def _mapped(convert: Callable[[Any], Any], values: Any) -> Any:
     return convert(values)
 
 
-def _on_host(args: Any, kwargs: Any) -> Any:
-    def convert(value: Any) -> Any:
-        if isinstance(value, DeviceTensor):
-            return value.host
-        return CPU if isinstance(value, torch.device) else value
+def _host(value: Any) -> Any:
+    """A value of an operation, or a list or tuple of them, as the host's memory."""
+    if isinstance(value, DeviceTensor):
+        return value.host
+    if isinstance(value, list | tuple):
+        return type(value)([_host(one) for one in value])
+    return CPU if isinstance(value, torch.device) else value
 
-    args, kwargs = _mapped(convert, (args, kwargs))
-    return args, kwargs | {"device": CPU} if kwargs.get("device") is not None else kwargs
+
+def _on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    host_kwargs = {name: _host(value) for name, value in kwargs.items()}
+    if kwargs.get("device") is not None:
+        host_kwargs["device"] = CPU
+    return tuple([_host(value) for value in args]), host_kwargs

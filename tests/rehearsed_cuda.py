@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.imports import ROOT
 
@@ -269,6 +270,11 @@ class CUDAGraph:
         for allocation, what in self.reads.values():
             if allocation() is None:
                 raise CudaError(f"a replay reads memory that was freed: {what}")
+        with _disable_current_modes():  # the rehearsal checked each call at its capture
+            self._repeat()
+
+    def _repeat(self) -> None:
+        device = self.current
         for call in self.calls:
             device.num_transfers[call.transfer or ""] += 1
             if call.transfer == "to_device":
@@ -278,6 +284,8 @@ class CUDAGraph:
                 poison(call.args[0])
                 continue
             outputs = call.function(*call.args, **call.kwargs)
+            if outputs is call.outputs:  # in place
+                continue
             for captured, again in zip(tensors_of(call.outputs), tensors_of(outputs), strict=True):
                 if captured.data_ptr() != again.data_ptr():  # no view, and not in place
                     captured.copy_(again)

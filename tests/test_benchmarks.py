@@ -76,13 +76,30 @@ def assert_rounds(found: dict[str, Any], switches: set[str]) -> None:
     assert not any(row["captures"] for row in found["late captures"])
 
 
-def test_the_gpu_battery_compares_with_another_package(tmp_path: Path) -> None:
+def test_the_gpu_battery_compares_with_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rounds are measured in this process, which has loaded everything that they need."""
+    in_a_process, packages = gpu_battery.run, {}
+
+    def run(stage: gpu_battery.Stage, file: Path, *given: Any, **options: Any) -> str:
+        packages[file.stem] = options["package"]
+        if not stage.function.startswith("rounds."):
+            return in_a_process(stage, file, *given, **options)
+        switches, _, work = given
+        monkeypatch.chdir(work)
+        job = {"function": stage.function, "file": str(file), "switches": switches, "dry": True}
+        monkeypatch.setattr("sys.argv", ["stage", json.dumps(job)])
+        importlib.import_module("benchmarks.gpu.stage").main()
+        monkeypatch.chdir(tmp_path)
+        return "done"
+
+    monkeypatch.setattr(gpu_battery, "run", run)
     options = ["--stages", "env,rounds", "--switch", "base,captured", "--base", str(BENCHMARKS.parent)]
     printed, found = battery(tmp_path, *options)
     assert re.findall(r"^(\S+): done", printed, re.M) == ["env", "rounds-base", "rounds"]
     assert set(found["env"]) == {"card", "versions", "copy_tb_s", "addition_ns"}
     assert_rounds(found["rounds-base"], {"base"})
     assert_rounds(found["rounds"], {"captured"})
+    assert packages == {"env": None, "rounds-base": BENCHMARKS.parent, "rounds": None}
 
 
 def test_a_stage_that_fails_or_is_late_ends_alone(tmp_path: Path) -> None:
