@@ -20,7 +20,7 @@ ENGINES = ("llama.cpp", "vllm")
 OF_ENGINES = ("target", "workload", "workload_format", "max_new_tokens", "seed", "output")
 """Options that a search in an engine takes."""
 DEMONSTRATION = "no --target: tuning the bundled demonstration `digits`; give --target MODEL for a model of your own"
-ONLY_ENGINES = ("engine_command", "requests_at_once")
+ONLY_ENGINES = ("engine_command", "url", "requests_at_once")
 
 
 @click.command(cls=Verb, short_help="Find the fastest draft and token tree; write a profile.")
@@ -38,6 +38,12 @@ ONLY_ENGINES = ("engine_command", "requests_at_once")
     hidden=True,
     help="Executable of the engine with further arguments, in one word, such as 'llama-server -t 4'.  [default: llama-server or "
     "vllm on the PATH, or the one that make engines built]",
+)
+@click.option(
+    "--url",
+    default=None,
+    hidden=True,
+    help="Address of an engine that runs, http://HOST:PORT, instead of starting one.",
 )
 @options.requests_at_once
 @click.option("--plan", "is_plan", is_flag=True, help="Print what would be tried, its time and memory, and stop.")

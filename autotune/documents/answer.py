@@ -60,19 +60,24 @@ def answer_of(profile: DecodingProfile, path: Path) -> list[str]:
 def answer_of_engine(profile: EngineProfile, path: Path) -> list[str]:
     """The answer of a search in an engine. The profile holds the command that starts its server."""
     chosen, command = profile.speculation, shlex.quote(str(path))
-    best = max(profile.arms[1:], key=lambda arm: arm.measured)
-    gain = _gain(best.measured, best.ci95, best.timed)
+    if profile.arms:
+        best = max(profile.arms[1:], key=lambda arm: arm.measured)
+        label, gain = best.label, _gain(best.measured, best.ci95, best.timed)
+        guess = ", a guess" if best.timed < JUDGING else ""
+        basis = f"Measured on {{}}: {_prompts(best.timed, 'held-out ')} of {{}}{guess}."
+        following = f"autotune run {command} --prompt TEXT starts its server and answers"
+    else:
+        label = profile.fastest[0].speculation.label
+        gain = _gain(profile.fastest[0].speedup, profile.fastest[0].ci95)
+        basis, following = "Not measured: estimated on {} for {}.", "the same search without --url measures it"
     if chosen is None:
-        lines = [f"Leave speculation off in {profile.engine}.", f"At best, {best.label} is {_times(gain)} as fast."]
+        lines = [f"Leave speculation off in {profile.engine}.", f"At best, {label} is {_times(gain)} as fast."]
     else:
         draft = _line(" drafted by {}", chosen.model, columns=40) if chosen.model else ""
         default = ", by its defaults" if chosen.is_default else ""
         lines = [f"Chosen for {profile.engine}: {chosen.label}{draft}{default}."]
         lines.append(f"{_times(gain)} as fast as no speculation.")
-    guess = ", a guess" if best.timed < JUDGING else ""
-    basis = f"Measured on {{}}: {_prompts(best.timed, 'held-out ')} of {{}}{guess}."
-    following = f"Next: autotune run {command} --prompt TEXT starts its server and answers."
-    return [*lines, _line(basis, profile.hardware.model, profile.workload), following]
+    return [*lines, _line(basis, profile.hardware.model, profile.workload), f"Next: {following}."]
 
 
 def _over_plain(profile: DecodingProfile, chosen: OperatingPoint | None) -> Gain:

@@ -222,8 +222,8 @@ class EngineProfile(Document, kind="engine-profile", version=6, made_by="autotun
     """Time of passes without speculation over theirs, in an engine that runs another loop then; else 1."""
     draft_ms: tuple[float, float]
     """Time of a draft model for a verification, and for each draft token; 0 without one."""
-    arms: list[ConfirmedArm] = Field(min_length=2)
-    """No speculation first."""
+    arms: list[ConfirmedArm]
+    """Empty where a server that ran was not to be started anew."""
     loads: list[ServedLoad]
     """Empty unless ``--requests-at-once`` asked for them."""
     checked: Speculation

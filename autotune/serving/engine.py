@@ -59,6 +59,8 @@ class EngineServer(EngineHttp, ABC):
     """The settings of a server that was started here."""
     process: subprocess.Popen[bytes] | None = None
     """None of a server that was not started here."""
+    priced_by: ClassVar[str]
+    """Arguments with which a server drafts as ``verify`` needs."""
     longest: ClassVar[int]
     """Most tokens of a verification that is priced."""
     spins_s: ClassVar[float] = 0.0
@@ -93,8 +95,8 @@ class EngineServer(EngineHttp, ABC):
 
     @abstractmethod
     def verify(self, prompt: list[int], n: int) -> ServedAnswer:
-        """A request that is exactly one verification of ``n`` tokens after its first token, in a server with the
-        settings of ``ServingEngine.pricing``; or one that drafted another number of tokens than n - 1.
+        """A request that is exactly one verification of ``n`` tokens after its first token, in a server that drafts as
+        ``priced_by`` says; or one that drafted another number of tokens than n - 1.
         """
 
     @abstractmethod
@@ -163,7 +165,7 @@ class ServingEngine(ABC):
         found = shutil.which(words[0]) or (built if words[0] == cls.program and built.exists() else None)
         if found is None:
             raise UserError(
-                f"{words[0] or '--engine-command'}: no such executable; {cls.install}, or give --engine-command"
+                f"{words[0] or '--engine-command'}: no such executable; {cls.install}, or give --engine-command or --url"
             )
         for word in words[1:]:
             if word.startswith("--spec") or word.partition("=")[0].replace("_", "-") in cls.own_arguments:
@@ -172,8 +174,11 @@ class ServingEngine(ABC):
 
     @classmethod
     @abstractmethod
-    def find_model(cls, target: str) -> tuple[str, ModelReference] | None:
+    def find_model(cls, target: str, *, local_only: bool = False) -> tuple[str, ModelReference] | None:
         """The name that the engine is given for a target, and the target's weights; None if it cannot load them.
+
+        Args:
+            local_only: download nothing, because the engine runs elsewhere.
 
         Raises:
             UserError: there is no such model on the Hugging Face Hub.

@@ -83,6 +83,7 @@ class EngineSearchSettings:
     workload: str
     workload_format: Format | None = None
     engine_command: str | None = None
+    url: str | None = None
     max_new_tokens: int | None = None
     draft: str | None = None
     """A draft model whose chains are tuned beside the n-grams."""
@@ -116,66 +117,79 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
     key = settings.key
     output = choose_output(settings.output, PROFILE, key)
     kind = ENGINES[settings.engine]
-    if (found := kind.find_model(settings.target)) is None:
+    if (found := kind.find_model(settings.target, local_only=settings.url is not None)) is None:
         raise UserError(f"--target {settings.target}: {kind.name} loads {kind.models}; give one")
-    model, target = found
+    (model, target), types, engine = found, list(TYPES[kind.name]), None
     chains = kind.chains(settings.draft, model) if settings.draft else []
     tune, held_out = _prompts(settings, "tune"), _prompts(settings, "evaluate")
-    engine = kind.find(settings.engine_command, model)
-    types = engine.types()
+    if settings.url is None:
+        engine = kind.find(settings.engine_command, model)
+        types = engine.types()
+    elif settings.requests_at_once or chains:
+        option = "--draft" if chains else "--requests-at-once"
+        raise UserError(f"{option}: a server at --url keeps its settings; leave one of the two out")
     left_out = {name: "the build does not have it" for name in TYPES[kind.name] if name not in types}
     if left_out:
         console.say(f"left out   {', '.join(left_out)}: this {kind.program} does not have it (docs/engines.md)")
     tested = [one for one in kind.pricing if one.type in types]
-    with engine.started() as server:
-        build = engine.build_of(server)
+    with ExitStack() as stack:
+        server = stack.enter_context(engine.started()) if engine else kind.server(settings.url or "")
+        build, where = (engine.build_of(server), engine.arguments) if engine else (server.build, (settings.url,))
         first = server.prompt_tokens(tune.prompts[0])  # by the engine's chat template and tokenizer
-        folder = WORKSPACE / "engines" / content_key([target.sha256 or target.id, build, list(engine.arguments), first])
+        folder = WORKSPACE / "engines" / content_key([target.sha256 or target.id, build, list(where), first])
         plain, again = _plain(server, tune.prompts, folder, console)
     unfinished = folder / "served.jsonl"
     with ExitStack() as stack:
-        alone = [name for name in types if name not in {one.type for one in tested}]
-        tests = {"all types in one server" if len(tested) > 1 else f"{tested[0].type}": tested}
-        tests |= {name: [Speculation(type=name, options=OPTIONS[name])] for name in alone}
-        servers = {name: stack.enter_context(engine.started(one)) for name, one in tests.items()}
-        runs, differing = self_test(engine, tests, servers, tune.prompts, console, unfinished)
-        left_out |= differing
-        server = next(iter(servers.values()))
-        served = [row for one in runs.values() for row in one.rows if is_exact(*row)]
+        served: list[Replayed] = []
+        if engine:
+            alone = [name for name in types if name not in {one.type for one in tested}]
+            tests = {"all types in one server" if len(tested) > 1 else f"{tested[0].type}": tested}
+            tests |= {name: [Speculation(type=name, options=OPTIONS[name])] for name in alone}
+            servers = {name: stack.enter_context(engine.started(one)) for name, one in tests.items()}
+            runs, differing = self_test(engine, tests, servers, tune.prompts, console, unfinished)
+            left_out |= differing
+            server = next(iter(servers.values()))
+            served = [row for one in runs.values() for row in one.rows if is_exact(*row)]
         asked = sorted((answer.prompt_tokens for answer in plain.answers), key=len)
         with console.stage("prices of forward passes") as update:  # after the shortest and the longest prompt
             steps = measure_verifications(server, asked[:: max(1, len(asked) - 1)], update, seed=settings.seed)
-    plainly = with_replays(again, [], plain.context)
-    prices = _prices(steps, plainly, served, console, has_one_loop=kind.has_one_loop)
+    one_loop = kind.has_one_loop or engine is None  # a server at --url drafts in its plain answers too
+    prices = _prices(steps, with_replays(again, [], plain.context), served, console, has_one_loop=one_loop)
     space = speculation_space(kind, [name for name in types if name not in left_out])
     long = None
-    if chains:
+    if engine and chains:
         prices, long = _draft_prices(engine, chains, tune.prompts, prices, console, unfinished)
         space += chains
     replayed = _replayed(space, plain, long, console)
     fastest = _fastest(replayed, plain, prices, console)
-    default = best_default(fastest)
-    others = [one.speculation for one in fastest if one.speculation != default]
-    finalists = [default, *others[:1], *[one for one in others if one.type != others[0].type][:1]]
-    by_name: Arms = {OFF: []} | {one.label: [one] for one in finalists}
-    arms, runs = confirm(
-        engine, by_name, held_out.prompts, prices, console, seed=settings.seed, record=unfinished, stops_early=True
-    )
-    chosen = recommended(arms)
-    best = chosen or max(arms[1:], key=lambda arm: arm.counts.drafted).speculation or default
-    answers = max(runs[best.label].by_server, key=len)[:SELF_TEST]
+    arms: list[ConfirmedArm] = []
     loads: list[ServedLoad] = []
-    for size in settings.requests_at_once:
-        at_once = _fastest(replayed, plain, replace(prices, at_once=size), console)[0].speculation
-        shown: Arms = {OFF: [], best.label: [best], at_once.label: [at_once]}
-        loads += measure_loads(engine, shown, [*plain.answers, *runs[OFF].answers], size, console)
+    best = fastest[0].speculation
+    answers: list[ServedAnswer] = []
+    if engine:
+        default = best_default(fastest)
+        others = [one.speculation for one in fastest if one.speculation != default]
+        finalists = [default, *others[:1], *[one for one in others if one.type != others[0].type][:1]]
+        by_name: Arms = {OFF: []} | {one.label: [one] for one in finalists}
+        arms, runs = confirm(
+            engine, by_name, held_out.prompts, prices, console, seed=settings.seed, record=unfinished, stops_early=True
+        )
+        chosen = recommended(arms)
+        best = chosen or max(arms[1:], key=lambda arm: arm.counts.drafted).speculation or default
+        answers = max(runs[best.label].by_server, key=len)[:SELF_TEST]
+        for size in settings.requests_at_once:
+            at_once = _fastest(replayed, plain, replace(prices, at_once=size), console)[0].speculation
+            shown: Arms = {OFF: [], best.label: [best], at_once.label: [at_once]}
+            loads += measure_loads(engine, shown, [*plain.answers, *runs[OFF].answers], size, console)
+    else:
+        chosen = best if fastest[0].speedup > 1 else None
     profile = EngineProfile(
         provenance=stamp(settings_key=key),
         engine=kind.name,
         build=build,
         target=target,
-        arguments=list(engine.arguments),
-        command=engine.words([chosen] if chosen else []),
+        arguments=list(engine.arguments) if engine else [],
+        command=(engine or kind(Path(kind.program), model, ())).words([chosen] if engine and chosen else []),
         speculation=chosen,
         workload=tune.name,
         workload_sha256=tune.sha256,

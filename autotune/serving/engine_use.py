@@ -39,9 +39,11 @@ def check_engine(source: Path, given: str | None, console: Console) -> int:
 
     Raises:
         NotComparable: the server's answers differ from the profile's, so that its counts may.
-        UserError: the engine cannot be started.
+        UserError: the profile holds no counts, or the engine cannot be started.
     """
     profile = EngineProfile.load(source)
+    if not profile.answers:
+        raise UserError(f"{source}: holds no counts, because it was made with --url; search again without --url")
     known = ArmRuns([profile.checked], [profile.answers], profile.counts, profile.context)
     is_replayed = known.exact == len(profile.answers)
     with engine_of(profile, given).started([profile.checked]) as server:

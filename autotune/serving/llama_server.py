@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,7 @@ def llama_arguments(speculations: Sequence[Speculation]) -> list[str]:
 class LlamaServer(EngineServer):
     """A client of one llama-server, whose first slot it uses."""
 
+    priced_by = shlex.join(llama_arguments([PRICED_BY]))
     longest = int(PRICED_BY.options["n-max"])
 
     def __init__(self, url: str) -> None:
@@ -166,7 +168,7 @@ class LlamaEngine(ServingEngine):
         return found
 
     @classmethod
-    def find_model(cls, target: str) -> tuple[str, ModelReference] | None:
+    def find_model(cls, target: str, *, local_only: bool = False) -> tuple[str, ModelReference] | None:
         if (path := find_gguf(target, is_split=True)) is None:
             return None
         return str(path.resolve()), ModelReference(id=target, sha256=known_sha256_of(path))

@@ -39,8 +39,8 @@ def measure_verifications(
             answer = server.verify(prompt, n)
             if (answer.drafted, len(answer.tokens)) != (n - 1, n + 1):
                 raise UserError(
-                    f"{server.url}: a request for one verification of {n} tokens drafted {answer.drafted}; this build "
-                    "drafts otherwise: give another in --engine-command"
+                    f"{server.url}: a request for one verification of {n} tokens drafted {answer.drafted}; start the server with "
+                    f"{server.priced_by}"
                 )
             wall[n, len(prompt)].append(answer.wall_ms)
             cpu[n, len(prompt)].append(answer.cpu_ms)

@@ -48,6 +48,7 @@ SUFFIX_FACTORS, SUFFIX_PROBABILITIES = (0.5, 1.0, 2.0, 4.0), (0.05, 0.1, 0.2, 0.
 class VllmServer(EngineClient, EngineServer):
     """A client of one vLLM, whose counters are read before and after each request."""
 
+    priced_by = "{} '{}'".format(*vllm_arguments([PRICED_BY]))
     longest = int(PRICED_BY.options["num_speculative_tokens"]) + 1
     spins_s = 1.2
 
@@ -160,9 +161,11 @@ class VllmEngine(ServingEngine):
     has_one_loop = False  # it schedules a pass while the last one runs, unless it speculates by n-grams or suffixes
 
     @classmethod
-    def find_model(cls, target: str) -> tuple[str, ModelReference] | None:
+    def find_model(cls, target: str, *, local_only: bool = False) -> tuple[str, ModelReference] | None:
         path = Path(bundled_models().get(target, target))
         if is_id(target) and not path.exists() and path.suffix != SUFFIX:
+            if local_only:
+                return target, ModelReference(id=target, sha256="")
             path = Path(resolve(target))
         return (str(path.resolve()), reference(target)) if (path / "config.json").exists() else None
 

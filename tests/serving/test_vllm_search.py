@@ -8,8 +8,10 @@ import os
 import random
 import re
 import sys
+import threading
 from collections import Counter
 from dataclasses import replace
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ from autotune.documents.engine_profile import (
     SpeculationCounts,
     SpeculationType,
 )
+from autotune.export.vllm import vllm_arguments
 from autotune.files import user_cache
 from autotune.serving import engine_runs, vllm_server
 from autotune.serving.engine import EngineServer
@@ -38,8 +41,9 @@ from autotune.serving.engine_runs import serve_in_turns
 from autotune.serving.engine_search import speculation_space
 from autotune.serving.ngram_drafters import KnownRequest
 from autotune.serving.ngram_replay import FirstDrafter, RequestReplay, replay_speculation, total
+from autotune.serving.server import running
 from autotune.serving.verification_prices import VerificationPrices, served_prices
-from autotune.serving.vllm_server import VllmEngine
+from autotune.serving.vllm_server import PRICED_BY, VllmEngine
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS
 from tests.serving.recorded_vllm import COMMAND, TRANSCRIPT
@@ -509,6 +513,11 @@ def test_answers_of_one_token_are_told_in_one_line(folder: Path) -> None:
         ),
         (("--draft", "draft"), '{"kind": "mtp"}', "vLLM runs mtp heads of Llama and Qwen2 targets, not of gemma3"),
         (("--draft", "a", "--draft", "b"), "", "--draft: a search in vllm tunes one draft model; give one"),
+        (
+            ("--draft", "draft", "--url", "http://x"),
+            '{"vocab_size": 9}',
+            "--draft: a server at --url keeps its settings",
+        ),
     ],
 )
 def test_drafts_that_vllm_does_not_run_are_told_in_one_line(
@@ -531,6 +540,22 @@ def test_a_search_goes_on_where_it_was_ended(folder: Path) -> None:
     ended = searched(folder, server="--dies")
     assert ended.exit_code == 2 and answers.read_text().startswith(recorded)
     assert len(answers.read_text().splitlines()) == 4
+
+
+@pytest.mark.nightly
+def test_a_server_that_runs_is_priced_and_not_confirmed(folder: Path) -> None:
+    def at(url: str) -> Result:
+        where = ("--target", "model", "--workload", "prompts.jsonl", "--url", url)
+        return autotune("search", "--engine", "vllm", *where)
+
+    start = (str(folder / "vllm"), "serve", "model", "--served-model-name", "x")
+    with running([*start, *vllm_arguments([PRICED_BY])], "vllm") as (url, _):
+        assert at(url).exit_code == 0
+    profile = EngineProfile.load("profile.json")
+    assert profile.speculation and not profile.arms
+    with running([*start], "vllm") as (url, _):
+        unpriced = at(url)
+    assert unpriced.exit_code == 2 and "start the server with --speculative-config" in said(unpriced)
 
 
 @pytest.mark.parametrize(
@@ -564,6 +589,15 @@ def test_files_that_cannot_be_used_are_told_in_one_line(folder: Path, file: str,
     (folder / file).write_bytes(content)
     done = searched(folder)
     assert done.exit_code == 2 and message in said(done), done.output
+
+
+def test_a_page_of_another_program_is_no_vllm(folder: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_address[1]}"
+        done = autotune("search", "--engine", "vllm", "--target", "model", "--workload", "prompts.jsonl", "--url", url)
+        other.shutdown()
+    assert done.exit_code == 2 and "/metrics: the engine answers 404" in said(done)
 
 
 @pytest.mark.nightly
