@@ -20,28 +20,17 @@ class Summary:
     """An arm against plain decoding on the same prompts.
 
     Speedups are ratios of decoding time per token, pooled: times and tokens are summed over prompts before they are
-    divided. Times in milliseconds are medians over prompts.
+    divided.
     """
 
     name: str
     speedup: float
     ci95: tuple[float, float]
-    median_speedup: float
-    """Median of the speedups of single prompts."""
     tokens_per_second: float
     tokens_per_round: float | None
-    prefill_ms: float
-    """Prefill of the target without vision."""
-    vision_ms: float
-    draft_prefill_ms: float
-    decode_ms: float
-    """From the first token to the last, including the draft's prefill."""
     num_prompts: int
     num_tokens: int
     identical_outputs: int
-    outside_share: float | None
-    """Share of decoding time outside the two models; None where times inside the models are not measured."""
-    outside_us_per_round: float | None
     perplexity: float | None
     """Under the target, pooled over the tokens of all answers; None where it was not requested."""
     agreement: float | None
@@ -54,31 +43,21 @@ def summarize(name: str, runs: Sequence[Run], baseline: Sequence[Run], *, seed: 
     Raises:
         UserError: no answer has more than one token.
     """
-    ms, tokens, baseline_ms, baseline_tokens = decoded_pairs(runs, baseline)
-    if not len(ms):
+    if not decoded_pairs(runs, baseline).size:
         raise UserError("every answer has one token, so nothing was decoded that could be timed; raise max_new_tokens")
     total_ms = sum(run.decode_ms for run in runs)
     num_tokens = sum(run.new_tokens - 1 for run in runs)
     rounds = sum(run.rounds for run in runs)
-    outside_ms = sum(run.decode_ms - run.draft_prefill_ms - run.draft_ms - run.verify_ms for run in runs)
-    is_measured = any(run.verify_ms > 0 for run in runs)
     log_perplexity = _mean_over_tokens(runs, [run.perplexity and math.log(run.perplexity) for run in runs])
     return Summary(
         name=name,
         speedup=speedup(runs, baseline),
         ci95=time_ratio(baseline, runs, seed=seed),
-        median_speedup=float(np.median((baseline_ms / baseline_tokens) / (ms / tokens))),
         tokens_per_second=1e3 * num_tokens / total_ms,
         tokens_per_round=num_tokens / rounds if rounds else None,
-        prefill_ms=float(np.median([run.target_prefill_ms - run.vision_ms for run in runs])),
-        vision_ms=float(np.median([run.vision_ms for run in runs])),
-        draft_prefill_ms=float(np.median([run.draft_prefill_ms for run in runs])),
-        decode_ms=float(np.median([run.decode_ms for run in runs])),
         num_prompts=len(runs),
         num_tokens=num_tokens,
         identical_outputs=sum(a.tokens_sha256 == b.tokens_sha256 for a, b in zip(runs, baseline, strict=True)),
-        outside_share=outside_ms / total_ms if is_measured else None,
-        outside_us_per_round=1e3 * outside_ms / rounds if is_measured and rounds else None,
         perplexity=None if log_perplexity is None else math.exp(log_perplexity),
         agreement=_mean_over_tokens(runs, [run.agreement for run in runs]),
     )

@@ -73,5 +73,4 @@ def _drafts(sources: Sources) -> list[tuple[ModelReference, str]]:
     if sources.study is not None:
         return [(entry.reference, entry.kind) for entry in sources.study.drafts]
     named = {p.draft.id: ModelReference(id=p.draft.id, sha256=p.draft.sha256) for p in sources.points if p.draft}
-    named |= {trace.header.draft.id: trace.header.draft for trace in sources.traces}
     return [(reference, sources.kinds.get(draft, "")) for draft, reference in named.items()]

@@ -62,10 +62,7 @@ class Sources:
     @functools.cached_property
     def drafts(self) -> list[str]:
         """Ids of the drafts, in the order in which the user named them."""
-        if self.study is not None:
-            return [entry.reference.id for entry in self.study.drafts]
-        priced = [costs.draft.id for costs in self.table.drafts] if self.table is not None else []
-        return list(dict.fromkeys([*priced, *(s.draft for s in self.screened)]))
+        return [] if self.study is None else [entry.reference.id for entry in self.study.drafts]
 
     def trace_of(self, point: OperatingPoint) -> Trace | None:
         wanted = None if point.draft is None else (point.draft.id, point.draft.subnet)

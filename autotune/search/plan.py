@@ -22,6 +22,7 @@ from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.search import thresholds
+from autotune.search.screening import FIRST_PROMPTS, FIRST_TOKENS, NUM_PROMPTS, NUM_TOKENS
 from autotune.search.thresholds import ANSWERS_SHARE, KEPT_PROMPTS, KEPT_TOKENS, LEAST_TOKENS, STAGES
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
@@ -37,11 +38,7 @@ TABLE_STEPS = 90
 TABLE_STEPS_OF_DRAFT = 30
 FULL_TABLE = 8  # times the smallest
 TRACE_STEPS = 1.0  # of a draft's proposals at one position of an answer
-SCREENED_TOKENS = 8 * 64
 SCREENING_STEPS = 0.18  # of a chain at one position of an answer
-# Of the cheap chain of each draft (``screening.FIRST_BOUNDS``).
-FIRST_PROMPTS = 2
-FIRST_TOKENS = 2 * 16
 FULL_FINALIST_RUNS = 13 * 32  # arms times prompts
 EVALUATED_ARMS = 4  # plain decoding, the profile, the best default and Hugging Face
 
@@ -126,7 +123,7 @@ class SearchSize:
     def screening_s(self, rates: Rates) -> float:
         """Estimated duration of screening all variants, in seconds; 0 where all of them are searched."""
         num_screened = self.num_variants if self.num_variants > self.num_survivors else 0
-        return num_screened * SCREENED_TOKENS * SCREENING_STEPS * rates.step_s / self.num_processes
+        return num_screened * NUM_PROMPTS * NUM_TOKENS * SCREENING_STEPS * rates.step_s / self.num_processes
 
     def kept_s(self, rates: Rates, num_tokens: float, kept_prompts: KeptPrompts) -> dict[str, float]:
         """Estimated duration of the least of each stage, in seconds, with answers of ``num_tokens`` and drafts that
@@ -137,7 +134,9 @@ class SearchSize:
         traced_s = answer_s + self.num_survivors * num_tokens * TRACE_STEPS * rates.step_s
         kept = {"traces": thresholds.MIN_TRACED_PROMPTS * traced_s}
         if self.num_variants > self.num_survivors:
-            chains_s = 2 * FIRST_PROMPTS * rates.prefill_s + FIRST_TOKENS * SCREENING_STEPS * rates.step_s
+            chains_s = (
+                2 * FIRST_PROMPTS * rates.prefill_s + FIRST_PROMPTS * FIRST_TOKENS * SCREENING_STEPS * rates.step_s
+            )
             kept["screening"] = self.num_drafts * chains_s
         if self.is_measured:
             kept["cost table"] = rates.table_s(self.num_priced)

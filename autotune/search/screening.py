@@ -37,8 +37,8 @@ DEPTHS = range(1, 9)  # of the chains
 NUM_PROMPTS = 8
 NUM_TOKENS = 64  # of each answer, the same for all subnets
 BOUNDS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_tokens": NUM_TOKENS})
-FIRST_PROMPTS = 2  # of the cheap chain of each draft
-FIRST_BOUNDS = BOUNDS.model_copy(update={"answer_tokens": 16})
+FIRST_PROMPTS, FIRST_TOKENS = 2, 16  # of the cheap chain of each draft
+FIRST_BOUNDS = BOUNDS.model_copy(update={"answer_tokens": FIRST_TOKENS})
 MAX_TOGETHER = 8  # subnets in a unit of work
 ROUND_SIZE = 4  # units of each process between two rankings
 
@@ -226,7 +226,9 @@ def _best_chain(evaluator: Evaluator, draft: str, subnet: Subnet) -> ScreenedSub
 
 
 def _ranked(records: Mapping[str, Record]) -> list[ScreenedSubnet]:
-    """The variants, the fastest first: of several records of one, the last counts, so the first chain only alone."""
+    """The screened variants, the fastest first. The last of several records of a variant counts: not the first chain
+    where the whole subnet was screened.
+    """
     screened = {subnet.variant: subnet for record in records.values() for subnet in screened_in(record)}
     return sorted(screened.values(), key=lambda subnet: subnet.rank)
 

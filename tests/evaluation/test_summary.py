@@ -78,26 +78,16 @@ def test_the_seed_determines_the_interval() -> None:
 
 def test_a_summary_by_hand() -> None:
     """Times and tokens are summed before they are divided: 400 / 150, not the mean of 2 and 3."""
-    times = {"draft_ms": 40.0, "verify_ms": 45.0, "target_prefill_ms": 30.0, "vision_ms": 6.0}
-    runs = [
-        run(50.0, tokens=11, rounds=5, draft_prefill_ms=5.0, draft_ms=10.0, verify_ms=20.0, target_prefill_ms=9.0),
-        run(100.0, tokens=21, rounds=5, output="other", **times),
-    ]
+    runs = [run(50.0, tokens=11, rounds=5), run(100.0, tokens=21, rounds=5, output="other")]
     baseline = [run(100.0, tokens=11, rounds=10), run(300.0, tokens=21, rounds=20)]
     found = summarize("tuned", runs, baseline)
     assert (found.name, found.num_prompts, found.num_tokens) == ("tuned", 2, 30)
     assert found.speedup == speedup(runs, baseline) == pytest.approx(400 / 150)
     assert found.ci95 == pytest.approx((2.0, 3.0))
-    assert found.median_speedup == pytest.approx(2.5)
     assert found.tokens_per_second == pytest.approx(1000 * 30 / 150)
     assert found.tokens_per_round == 3.0
-    assert (found.prefill_ms, found.vision_ms) == ((9.0 + 24.0) / 2, 3.0), "prefill without vision"
-    assert (found.draft_prefill_ms, found.decode_ms) == (2.5, 75.0)
     assert found.identical_outputs == 1
-    assert found.outside_share == pytest.approx((15 + 15) / 150)
-    # Without rounds there are no tokens per round, and without parts no time outside the models.
     assert summarize(AR, [run(1.0, rounds=0)], [run(1.0)]).tokens_per_round is None
-    assert summarize("hf", [run(1.0, verify_ms=0.0)], [run(1.0)]).outside_share is None
 
 
 def test_a_lossy_arm_is_compared_per_token() -> None:
@@ -105,7 +95,7 @@ def test_a_lossy_arm_is_compared_per_token() -> None:
     baseline = [run(100.0, tokens=11), run(300.0, tokens=31)]
     lossy = [run(50.0, tokens=6, output="short"), run(150.0, tokens=16, output="short")]
     found = summarize("lossy", lossy, baseline)
-    assert (found.speedup, found.median_speedup) == pytest.approx((1.0, 1.0))
+    assert found.speedup == pytest.approx(1.0)
     assert found.ci95 == pytest.approx((1.0, 1.0)) and found.identical_outputs == 0
     # Twice the speed at 15 instead of 40 tokens: (400 / 40) / (75 / 15).
     lossy = [run(25.0, tokens=6), run(50.0, tokens=11)]
@@ -116,7 +106,7 @@ def test_answers_of_one_token_do_not_count() -> None:
     """Their only token is the prefill's."""
     baseline, runs = [run(100.0), run(0.0, tokens=1, rounds=0)], [run(50.0), run(0.0, tokens=1, rounds=0)]
     found = summarize("tuned", runs, baseline)
-    assert (found.speedup, found.median_speedup, found.ci95) == (2.0, 2.0, (2.0, 2.0)) and found.num_prompts == 2
+    assert (found.speedup, found.ci95) == (2.0, (2.0, 2.0)) and found.num_prompts == 2
     # Nor does an answer that is longer where plain decoding's has one token.
     assert speedup([run(50.0), run(7.0)], baseline) == 2.0
     with pytest.raises(UserError, match=r"every answer has one token, so nothing was decoded .* raise max_new_tokens"):
