@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from autotune.cli.verb import Verb
 from autotune.errors import UserError
 from autotune.files import write_errors
 from autotune.option_fields import make_settings
+from autotune.study.outputs import require_replaceable
 
 
 @contextmanager
@@ -24,6 +25,7 @@ def reported_errors(junit: Path | None, github: bool) -> Iterator[None]:
     it does not stand for a check that was killed.
     """
     if junit is not None and junit.is_file():
+        require_replaceable(junit, "--junit")
         with write_errors(junit):
             junit.unlink()
     try:
@@ -32,7 +34,8 @@ def reported_errors(junit: Path | None, github: bool) -> Iterator[None]:
         if junit is not None or github:
             from autotune.check.output import report_error
 
-            report_error(error, junit, github)
+            with suppress(UserError):  # a report that cannot be written does not hide the error
+                report_error(error, junit, github)
         raise
 
 
@@ -57,24 +60,21 @@ def command(as_json: bool, engine_command: str | None, **values: Any) -> None:
             from autotune.console import Console
             from autotune.serving.engine_use import check_engine
 
-            if settings.junit or settings.markdown:
-                raise UserError(
-                    f"{settings.profile}: the check of an engine writes no report; leave --junit and --markdown out"
-                )
+            if settings.junit:
+                raise UserError(f"{settings.profile}: the check of an engine writes no report; leave --junit out")
             sys.exit(check_engine(settings.profile, engine_command, Console()))
         require_profile(settings.profile)
         for workload in settings.workloads:
             require_workload(workload, settings.workload_format)
 
         from autotune.check.job import run_check
-        from autotune.check.output import add_to_step_summary, github_annotations
+        from autotune.check.output import github_annotations
         from autotune.console import Console
 
         result = run_check(settings, Console())
     if settings.github:
         for line in github_annotations(result):
             click.echo(line, err=True)
-        add_to_step_summary(result)
     if as_json:
         click.echo(result.dump())
     sys.exit(result.exit_code)
