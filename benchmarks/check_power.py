@@ -20,15 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.signal import lfilter
 
-from autotune.check.sequential import PAIRS_PER_LAUNCH, Design, Floats, Verdict, interim_analysis
+from autotune.check.sequential import PAIRS_PER_LAUNCH, Design, Floats, Verdict, interim_analysis, launches_of
 from autotune.files import read_json
 
 RECORDED = Path(__file__).with_name("check_noise.json")
 DESIGN = Design()
+BATCH = 500  # checks simulated at once, as many as fit the cache
 CURVE = (0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.10)
+
+
 Noise = Callable[[np.random.Generator, int, int], Floats]
 """Log-ratios of an unchanged program: (generator, checks, pairs) to [checks, pairs]."""
-BATCH = 500  # checks simulated at once, as many as fit the cache
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,6 @@ def decide(x: Floats, design: Design) -> tuple[NDArray[np.object_], NDArray[np.i
         verdicts[open_checks] = analysis.verdicts
         used[open_checks] = num_pairs
     return verdicts, used
-
-
-def launches_of(num_pairs: int) -> NDArray[np.int64]:
-    return np.arange(num_pairs) // PAIRS_PER_LAUNCH
 
 
 @dataclass(frozen=True)

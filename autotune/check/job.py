@@ -14,7 +14,7 @@ import torch
 
 from autotune.check.comparison import Comparison, launcher, open_sides, write_requests
 from autotune.check.local_run import LocalRun, decode_locally, evidence_for
-from autotune.check.output import junit, markdown
+from autotune.check.output import junit
 from autotune.check.result import COUNTS, TIME, CheckResult, Gate, Timing, verdict_of
 from autotune.check.sequential import Design
 from autotune.check.settings import CheckSettings
@@ -63,8 +63,6 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     )
     if settings.junit is not None:
         write_bytes(settings.junit, junit(result))
-    if settings.markdown is not None:
-        write_bytes(settings.markdown, markdown(result).encode())
     if changes := profile.provenance.changes(stamp()):
         console.say(
             f"changed since {settings.profile} was made: {changes}; what this costs is seen by --min-speedup, or by a new search"

@@ -1,20 +1,16 @@
-"""A check's result for other programs: JUnit XML, Markdown, and annotations on GitHub Actions."""
+"""A check's result for other programs: JUnit XML, and annotations on GitHub Actions."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
-from autotune.check.result import CheckResult, Timing
+from autotune.check.result import CheckResult
 from autotune.documents.provenance import stamp
 from autotune.files import write_bytes
 
-MARKS = {"passed": "✅", "warned": "⚠️", "failed": "❌", "inconclusive": "❔", "skipped": "➖"}  # noqa: RUF001
 LEVELS = {"failed": "error", "inconclusive": "warning", "warned": "warning"}  # of GitHub's annotations
-SUMMARY_FILE = "GITHUB_STEP_SUMMARY"
 
 
 def junit(result: CheckResult) -> bytes:
@@ -64,54 +60,6 @@ def report_error(error: Exception, junit: Path | None, github: bool) -> None:
         print(f"::error title=autotune check::{_escaped(f'{type(error).__name__}: {error}')}", file=sys.stderr)
 
 
-def markdown(result: CheckResult) -> str:
-    """A page for a pull request or a step's summary."""
-    against = f" against {result.against}" if result.against else ""
-    lines = [
-        f"### autotune check: {result.verdict.partition(':')[0]}",
-        "",
-        f"`{result.profile}`{against} on {result.hardware.model}, {result.hardware.num_cores} cores",
-        "",
-        "| | gate | workload | |",
-        "|---|---|---|---|",
-    ]
-    for gate in result.gates:
-        cells = (f"{MARKS[gate.verdict]} {gate.verdict}", gate.name, gate.workload, gate.summary)
-        lines.append(f"| {' | '.join(map(_cell, cells))} |")
-    for workload in result.workloads:
-        low, high = workload.ci95
-        lines += [
-            "",
-            f"{workload.name}: {workload.speedup:.2f}x over plain decoding ({low:.2f}-{high:.2f}), "
-            f"{workload.identical_outputs}/{workload.num_prompts} outputs identical, {workload.precision}",
-        ]
-        if workload.timing is not None:
-            lines += ["", *_timing_table(workload.timing)]
-    for gate in result.gates:
-        if gate.details:
-            lines += ["", f"<details><summary>{gate.name}, {_cell(gate.workload)}</summary>", ""]
-            lines += [*(f"- {_cell(detail)}" for detail in gate.details), "", "</details>"]
-    return "\n".join(lines) + "\n"
-
-
-def _timing_table(timing: Timing) -> list[str]:
-    low, high = timing.ci95
-    columns = {
-        "base": _cell(timing.base),
-        "head": _cell(timing.head),
-        "pairs": str(len(timing.pairs)),
-        "slowdown": f"{100 * timing.slowdown:+.1f} %",
-        "95 % interval": f"{100 * low:+.1f} to {100 * high:+.1f} %",
-        f"p (at most {100 * timing.tolerance:g} %)": f"{timing.p_within_tolerance:.2g}",
-        f"p (at least {100 * timing.limit:g} %)": f"{timing.p_beyond_limit:.2g}",
-    }
-    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", f"| {' | '.join(columns.values())} |"]
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
 def github_annotations(result: CheckResult) -> list[str]:
     """GitHub workflow commands, one per gate that failed, warned or is inconclusive."""
     lines = []
@@ -125,10 +73,3 @@ def github_annotations(result: CheckResult) -> list[str]:
 
 def _escaped(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def add_to_step_summary(result: CheckResult, environment: Mapping[str, str] = os.environ) -> None:
-    """Append the page to the summary of the step, on GitHub Actions."""
-    if environment.get(SUMMARY_FILE):
-        with Path(environment[SUMMARY_FILE]).open("a", encoding="utf-8") as file:
-            file.write(markdown(result))

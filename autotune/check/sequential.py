@@ -102,6 +102,10 @@ def p_value(x: Floats, launches: NDArray[Any] | None) -> Floats:
     return np.asarray(wilcoxon(x, alternative="greater", method="exact", axis=-1).pvalue)
 
 
+def launches_of(num_pairs: int) -> NDArray[np.int64]:
+    return np.arange(num_pairs) // PAIRS_PER_LAUNCH
+
+
 def estimate(x: Floats, launches: NDArray[np.int64]) -> tuple[float, tuple[float, float]]:
     """The Hodges-Lehmann estimate of the slowdown (0.05 is 5 %), and the interval of all values that the test keeps."""
     low, high = (math.expm1(_confidence_limit(x, launches, sign)) for sign in (-1, 1))

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from autotune.errors import UserError
 from autotune.modeling.loading import Dtype
 from autotune.option_fields import setting
-from autotune.study.outputs import require_replaceable
 from autotune.workloads.formats import Format
 
 
@@ -56,6 +55,3 @@ class CheckSettings(BaseModel):
             )
         if len(set(self.workloads)) < len(self.workloads):
             raise UserError(f"--workload {self.workloads[0]} is given twice; give each workload once")
-        for option, path in (("--junit", self.junit), ("--markdown", self.markdown)):
-            if path is not None:
-                require_replaceable(path, option)

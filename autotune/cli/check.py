@@ -60,24 +60,21 @@ def command(as_json: bool, engine_command: str | None, **values: Any) -> None:
             from autotune.console import Console
             from autotune.serving.engine_use import check_engine
 
-            if settings.junit or settings.markdown:
-                raise UserError(
-                    f"{settings.profile}: the check of an engine writes no report; leave --junit and --markdown out"
-                )
+            if settings.junit:
+                raise UserError(f"{settings.profile}: the check of an engine writes no report; leave --junit out")
             sys.exit(check_engine(settings.profile, engine_command, Console()))
         require_profile(settings.profile)
         for workload in settings.workloads:
             require_workload(workload, settings.workload_format)
 
         from autotune.check.job import run_check
-        from autotune.check.output import add_to_step_summary, github_annotations
+        from autotune.check.output import github_annotations
         from autotune.console import Console
 
         result = run_check(settings, Console())
     if settings.github:
         for line in github_annotations(result):
             click.echo(line, err=True)
-        add_to_step_summary(result)
     if as_json:
         click.echo(result.dump())
     sys.exit(result.exit_code)

@@ -16,7 +16,7 @@ MODELS, SETTINGS, OUTPUT = "Models, prompts and device", "Settings", "Output and
 GROUPS = {
     MODELS: ("target", "draft", "prompt", "image", "workload", "whole", "prompts", "engine", "gpu", "device"),
     SETTINGS: (),
-    OUTPUT: ("output", "table", "junit", "markdown", "github", "plan", "config", "verbose", "json", "help"),
+    OUTPUT: ("output", "table", "junit", "github", "plan", "config", "verbose", "json", "help"),
 }
 """Options by the groups of ``--help``. Those that are not named here are settings."""
 

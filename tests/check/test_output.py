@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from autotune.check.output import SUMMARY_FILE, add_to_step_summary, github_annotations, junit, markdown
+from autotune.check.output import github_annotations, junit
 from autotune.check.result import verdict_of
 from autotune.cli.check import reported_errors
 from autotune.cli.main import main
@@ -67,15 +67,6 @@ def test_a_mistake_in_the_command_is_reported(words: tuple[str, ...], tmp_path: 
     assert done.exit_code == 2 and error is not None and str(error.get("message")) in done.stderr
 
 
-def test_markdown_has_a_row_for_each_gate_and_the_timing() -> None:
-    page = markdown(check_result(*GATES, verdict="failed: slower", exit_code=1))
-    assert page.startswith("### autotune check: failed\n")
-    rows = [line for line in page.splitlines() if line.startswith("| ") and "digits" in line]
-    assert len(rows) == len(GATES) and all(row.count("|") - row.count("\\|") == 5 for row in rows)
-    assert "| main (0123456789) | the current version | 1 | +8.0 % | +7.0 to +9.0 % | 1e-05 | 1 |" in page
-    assert "- a: rounds 1 -> 2" in page
-
-
 def test_github_annotates_gates_that_did_not_pass() -> None:
     lines = github_annotations(check_result(*GATES))
     assert lines == [
@@ -83,13 +74,6 @@ def test_github_annotates_gates_that_did_not_pass() -> None:
         '::error title=autotune check%3A time against the base::digits: slower | by <8 %25> & "more"%0Aplain decoding: +0.1 %25',
         "::warning title=autotune check%3A minimum speedup::digits: it inconclusive",
     ]
-
-
-def test_the_page_is_appended_to_the_summary_of_the_step(tmp_path: Path) -> None:
-    (tmp_path / "summary.md").write_text("before\n")
-    add_to_step_summary(check_result(*GATES), {SUMMARY_FILE: str(tmp_path / "summary.md")})
-    assert (tmp_path / "summary.md").read_text().startswith("before\n### autotune check")
-    add_to_step_summary(check_result(*GATES), {})  # not on GitHub
 
 
 def test_all_gates_make_one_exit_code() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,10 +25,10 @@ def noisy(slowdown: float, jitter: float, *, seed: int = 0) -> World:
     return World(ms=lambda side, prompt: 100.0 * (1 + slowdown * (side == "head")) * draws.lognormvariate(0.0, jitter))
 
 
-def timed(world: World, folder: Path, budget_s: float = UNLIMITED) -> tuple[PairRunner, Outcome]:
+def timed(world: World, folder: Path, budget_s: float = UNLIMITED, **options: Any) -> tuple[PairRunner, Outcome]:
     ledger = folder / "pairs.jsonl"
     with PairRunner(BASE, HEAD, world.launch, requests(), seed=0, ledger=ledger, clock=world.clock) as runner:
-        return runner, run_pairs(runner, DESIGN, budget_s=budget_s)
+        return runner, run_pairs(runner, DESIGN, budget_s=budget_s, **options)
 
 
 def judged(world: World, folder: Path, budget_s: float = UNLIMITED) -> Gate:

@@ -13,6 +13,7 @@ import time
 from contextlib import closing, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import psutil
 
@@ -29,7 +30,7 @@ from tests.training.conftest import write_examples, write_recipe
 ASKED = {"prompt": "USER: Count to ten. ASSISTANT:", "max_tokens": 20, "temperature": 0.0}
 OUTPUTS = {
     "search": ["profile.json"],
-    "check": ["junit.xml", "check.md"],
+    "check": ["junit.xml"],
     "train": ["draft/model.safetensors", "draft/config.json"],
 }
 
@@ -45,7 +46,7 @@ def small_commands(pair: Pair, folder: Path) -> dict[str, tuple[object, ...]]:
     small = ["--space", "small.yaml", "--trials", "8", "--budget", "40s"]  # a bound that busy machines keep too
     return {
         "search": ("search", *models, *workload, *small, "-o", "profile.json"),
-        "check": ("check", "tree.json", *workload, "--junit", "junit.xml", "--markdown", "check.md"),
+        "check": ("check", "tree.json", *workload, "--junit", "junit.xml"),
         "train": ("train", "recipe.yaml", "-o", "draft"),
         "run": ("run", "tree.json", *workload),
         "serve": ("serve", "tree.json", "--port", "0", "--json"),
@@ -87,9 +88,8 @@ def result(verb: str, folder: Path) -> object:
     if verb == "search":
         return DecodingProfile.load(folder / "profile.json").points
     if verb == "check":
-        return [
-            line.split("|")[1:4] for line in (folder / "check.md").read_text().splitlines() if line.startswith("| ")
-        ]
+        cases = ElementTree.parse(folder / "junit.xml").iter("testcase")
+        return [(case.get("classname"), case.get("name"), [part.tag for part in case]) for case in cases]
     return hashlib.sha256((folder / "draft/model.safetensors").read_bytes()).hexdigest()
 
 

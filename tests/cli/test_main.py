@@ -353,7 +353,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         r"workload\.jsonl: not a complete JSON document",
     ),
     "a workload twice": (["check", "profile.json", *2 * ["--workload", "a"]], "--workload a is given twice; give each workload once"),
-    "Markdown in a folder": (["check", "profile.json", "--markdown", "no-model"], "the output must be a file; got a folder"),
     "unwritable JUnit": (
         ["check", "profile.json", "--workload", "workload.jsonl", "--junit", "file/junit.xml"],
         r"file/junit\.xml: cannot be written .* with --junit",
