@@ -63,10 +63,9 @@ FIXED_SHAPES = ("chain", "static")
 
 
 def random_configurations(of_each: int = 3, seed: int = 0) -> list[Configuration]:
-    """So many of every policy, with every visual keep; a fallback now and then."""
-    rng, configurations = random.Random(seed), []
-    keeps = itertools.islice(itertools.cycle(KEEPS), of_each)
-    for number, (name, keep) in enumerate(itertools.product(POLICIES, keeps)):
+    """So many of every policy, with the visual keeps in turn; a fallback now and then."""
+    rng, configurations, keeps = random.Random(seed), [], itertools.cycle(KEEPS)
+    for number, (name, keep) in enumerate(zip(sorted([*POLICIES] * of_each), keeps, strict=False)):
         configurations.append(
             Configuration(
                 tree=random_tree_policy(name, rng, SIZES),
@@ -130,7 +129,7 @@ def test_replay_counts_the_rounds_of_the_decoder(
     traces: dict[float, Trace], decoder: Decoder, workload: Workload, processor: Any
 ) -> None:
     num_plain_steps, num_missing = 0, 0
-    for configuration in random_configurations():
+    for configuration in random_configurations(of_each=2):
         trace = traces[configuration.visual_keep]
         replayed = assert_rounds_are_the_decoders(trace, configuration, decoder, workload, processor)
         num_plain_steps += replayed.plain_steps.sum()
@@ -138,7 +137,7 @@ def test_replay_counts_the_rounds_of_the_decoder(
     assert num_plain_steps > 0 and num_missing < 3, "prompts that a beam leaves are not compared"
 
 
-@pytest.mark.parametrize("of_each", [3, pytest.param(10, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("of_each", [2, pytest.param(10, marks=pytest.mark.nightly)])
 def test_replay_counts_the_rounds_of_a_retrieval_draft(
     of_each: int, recorder: Recorder, target: Target, workload: Workload, processor: Any
 ) -> None:
@@ -192,7 +191,7 @@ def sampled_workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
     return load_workload(str(write_workload(folder, lines)), "tune")
 
 
-@pytest.mark.parametrize("of_each", [3, pytest.param(10, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("of_each", [2, pytest.param(10, marks=pytest.mark.nightly)])
 def test_replay_counts_the_rounds_of_sampled_requests(
     of_each: int, record: Callable[..., Trace], sampled_workload: Workload, decoder: Decoder, processor: Any
 ) -> None:
@@ -208,7 +207,7 @@ def test_replay_counts_the_rounds_of_sampled_requests(
             decoder.configure(configuration.tree, visual_keep=configuration.visual_keep, coupled=False)
             lengths = [decode(decoder, prompt, processor).accepted_lengths for prompt in sampled_workload.prompts]
             num_different += lengths != [found.tolist() for found in replayed.accepted_lengths]
-    assert num_missing < 12, "prompts that a beam leaves are not compared"
+    assert num_missing < 4 * of_each, "prompts that a beam leaves are not compared"
     assert num_different > of_each / 2, "of the chains; otherwise the proposals need not be coupled"
 
 

@@ -41,6 +41,7 @@ from tests.sample_documents import write_image, write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS, Pair
 
 SETTINGS = CostSettings(kv_lengths=(32, 64, 128), max_samples=2, time_limit_s=60)
+FEW_LENGTHS = CostSettings(kv_lengths=(32, 128), max_samples=1, time_limit_s=60)
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +315,7 @@ def test_a_draft_without_a_model_is_timed_like_others(pair: Pair, workload: Work
     target, named = Target(pair.target), reference(RETRIEVAL)
     draft = load_draft(RETRIEVAL, target)
     table = measure_costs(
-        target, reference(str(pair.target_folder)), [(draft, named)], processor, workload, settings=SETTINGS
+        target, reference(str(pair.target_folder)), [(draft, named)], processor, workload, settings=FEW_LENGTHS
     )
     (costs,) = table.drafts
     assert costs.draft == named and (costs.num_parameters, costs.kv_bytes_per_token) == (0, 0)
@@ -355,7 +356,7 @@ def test_subnets_have_costs_of_their_own(pair: Pair, workload: Workload, process
     whole, half = (load_draft(str(tmp_path), target, Subnet(heads=heads)) for heads in (None, 0.5))
     references = reference(str(pair.target_folder)), reference(str(tmp_path))
     drafts = [(draft, references[1]) for draft in (whole, half)]
-    table = measure_costs(target, references[0], drafts, processor, workload, settings=SETTINGS)
+    table = measure_costs(target, references[0], drafts, processor, workload, settings=FEW_LENGTHS)
     rows = [table.costs_of(references[1], subnet) for subnet in (Subnet(), Subnet(heads=0.5))]
     assert [row.heads for row in rows] == [None, 0.5]
     assert [row.shape.crossing_share for row in rows if row.shape is not None] == [1 / 3, 1 / 3]

@@ -38,6 +38,7 @@ QUICK = ("gemma3_text", "qwen2_5_vl")
 INJECTION = {"star": 2, "dream": 4, "specvlm": NUM_LAYERS}
 OTHER_NETWORKS = [("mtp", 5), *((kind, 0) for kind in INJECTION)]
 SEVERAL_SHAPES = ("gemma4_text", "gemma4_text_large", "gemma4", "gemma4_large", "gemma4_unified")
+TRACED_ONCE = ("gemma3_text",)  # by dynamo alone, whose graphs are counted; the others by AOT autograd too
 FAMILY = [pytest.param(name, marks=[pytest.mark.nightly] * (name not in QUICK)) for name in FAMILIES]
 
 
@@ -104,7 +105,7 @@ def test_one_function_runs_all_layers(name: str) -> None:
         torch.testing.assert_close(all_outputs(model), expected, rtol=0, atol=0)
         assert counters["stats"]["unique_graphs"] == 0
         return
-    layers, before = compile_steps(model, backend="aot_eager"), attributes(model)
+    layers, before = compile_steps(model, backend="eager" if name in TRACED_ONCE else "aot_eager"), attributes(model)
     torch.testing.assert_close(all_outputs(model), expected)
     assert attributes(model) == before
     assert 0 < counters["stats"]["unique_graphs"] <= MOST_GRAPHS

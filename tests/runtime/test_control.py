@@ -46,10 +46,10 @@ def test_a_fallback_changes_no_token(pair: Pair, prompts: dict[str, Inputs]) -> 
     settings = [{"max_new_tokens": 40, "temperature": temperature, "seed": 3} for temperature in (0.0, 1.0)]
     expected = [plain.generate(**prompts["image"], **setting).sequences for setting in settings]
     for number, tree in enumerate(TREES.values()):
-        for draft in (pair.draft, useless):
+        for draft, num_tokens in ((pair.draft, 20), (useless, 40)):
             decoder = Decoder(pair.target, draft, tree=tree, fallback=COSTLY)
-            out = decoder.generate(**prompts["image"], **settings[number % 2])
-            assert torch.equal(out.sequences, expected[number % 2])
+            out = decoder.generate(**prompts["image"], **settings[number % 2] | {"max_new_tokens": num_tokens})
+            assert torch.equal(out.sequences, expected[number % 2][:, : out.sequences.shape[1]])
             assert out.stats.rounds == out.stats.target_forwards >= out.stats.plain_steps
         assert out.stats.plain_steps > 20
 
@@ -82,7 +82,7 @@ def test_capture_sizes_change_no_token(pair: Pair, prompts: dict[str, Inputs]) -
             for capture_sizes in ((), (8, 3, 64, 16))
         )
         settings: dict[str, Any] = ({}, {"temperature": 1.0, "seed": 4})[number % 2]
-        expected, found = (d.generate(**prompts["image"], max_new_tokens=30, **settings) for d in (plain, rounded))
+        expected, found = (d.generate(**prompts["image"], max_new_tokens=14, **settings) for d in (plain, rounded))
         assert torch.equal(expected.sequences, found.sequences)
         assert expected.stats.accepted_lengths == found.stats.accepted_lengths
         assert expected.stats.verified_nodes == found.stats.verified_nodes
