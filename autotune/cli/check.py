@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ def reported_errors(junit: Path | None, github: bool) -> Iterator[None]:
         if junit is not None or github:
             from autotune.check.output import report_error
 
-            report_error(error, junit, github)
+            with suppress(UserError):  # a report that cannot be written does not hide the error
+                report_error(error, junit, github)
         raise
 
 

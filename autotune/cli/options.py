@@ -106,8 +106,8 @@ class TableFile(click.Path):
 workload = click.option(
     "--workload",
     default=None,
-    show_default="the workload of the target's pair",
-    help="'digits', 'smollm2', or a file of prompts, which may be hf://datasets/...: our JSONL, or the file of a public benchmark.",
+    show_default="those of the profile, or of the target",
+    help="Prompts: a file, which may be hf://datasets/... (our JSONL, or the file of a public benchmark), or shipped ones by name: chat,code,summarize,images.",
 )
 workload_format = click.option(
     "--format",

@@ -30,14 +30,14 @@ ONLY_ENGINES = ("engine_command", "url", "requests_at_once")
     "--engine",
     type=click.Choice(ENGINES),
     default=None,
-    help="Tune the speculation of this serving engine instead of this runtime's: by n-grams, and in vllm by a --draft; needs --target and --workload.",
+    help="Tune the speculation of this serving engine instead of this runtime's: by n-grams, and in vllm by a --draft; needs --target.",
 )
 @click.option(
     "--engine-command",
     default=None,
     hidden=True,
     help="Executable of the engine with further arguments, in one word, such as 'llama-server -t 4'.  [default: llama-server or "
-    "vllm on the PATH, or the one that make engines built]",
+    "vllm on the PATH]",
 )
 @click.option(
     "--url",
@@ -61,6 +61,8 @@ def command(
 
     own = {name: values.pop(name) for name in ONLY_ENGINES}
     if engine is not None:
+        from autotune.workloads.workload import TEXTS
+
         given = [p for p in context.params if context.get_parameter_source(p) is not ParameterSource.DEFAULT]
         known = {*OF_ENGINES, *ONLY_ENGINES, "drafts", "engine", "as_json", "is_verbose"}
         named = {option.name: option for option in options_of(context.command)}
@@ -71,8 +73,9 @@ def command(
         drafts = values["drafts"] if "drafts" in given else ()
         if len(drafts) > 1:
             raise UserError(f"--draft: a search in {engine} tunes one draft model; give one")
-        if missing := [name for name in ("target", "workload") if name not in given]:
-            raise UserError(f"--engine {engine} needs --{missing[0]}; give a model and a file of prompts")
+        if "target" not in given:
+            raise UserError(f"--engine {engine} needs --target; give a model that the engine loads")
+        values["workload"] = values["workload"] or ",".join(TEXTS)
         require_workload(values["workload"], values["workload_format"])
         click.echo(f"tuning {values['target']} in {engine}", err=True)
 

@@ -23,7 +23,7 @@ from autotune.modeling.loading import (
     load_errors,
     resolve,
 )
-from autotune.workloads.workload import SHIPPED
+from autotune.workloads.workload import SHIPPED, TEXTS
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin")  # suffixes
@@ -40,7 +40,7 @@ def default_workload(target: str) -> str:
         return target
     if target in bundled_models():
         return DEFAULT_PAIR
-    return ",".join(SHIPPED if "vision_config" in _sizes_of(target)[1] else SHIPPED[:-1])
+    return ",".join(SHIPPED if "vision_config" in _sizes_of(target)[1] else TEXTS)
 
 
 def default_drafts(target: str) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from autotune.search.thresholds import MAX_PRICED
 from autotune.study.ledger import Ledger, Record
 from autotune.workloads.workload import Workload
 
-PRINTED_SIZES = (1, 4, 8, 16, 32, 64)  # tokens
+PRINTED_SIZES = (1, 4, 16, 64)  # tokens
 
 
 def table_for_gpu(

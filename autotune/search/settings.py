@@ -51,12 +51,12 @@ class SearchSettings(Document):
     )
     drafts: tuple[str, ...] = setting(
         (),
-        "Draft: a bundled name, a path, a Hugging Face id, one of these followed by :mtp for the multi-token prediction head of its checkpoint, or retrieval; may be repeated; default: all drafts bundled with the target's pair, and retrieval.",
+        "Draft: a path, a Hugging Face id, a bundled name, one of these followed by :mtp for the multi-token prediction head of its checkpoint, or retrieval; may be repeated; default: the target's own head, heads of this target in the Hub's cache, and retrieval.",
         option="draft",
     )
     workload: str = setting(
         "",
-        "Prompts: 'digits', 'smollm2', or a file, which may be hf://datasets/...: our JSONL, or the file of a public benchmark; default: the prompts of the target's pair.",
+        "Prompts: a file, which may be hf://datasets/... (our JSONL, or the file of a public benchmark), or shipped ones by name: chat,code,summarize,images; default: the shipped ones that the target can read.",
     )
     workload_format: Format | None = setting(
         None, "Format of the workload's file; default: found out from its first row.", option="format", rare=True

@@ -35,7 +35,8 @@ WorkloadSplit = Literal["tune", "evaluate"]
 BUNDLED = ("digits", "smollm2")
 """Bundled workloads, each named after its target. A workload is the file ``workload.jsonl`` beside the target's drafts.
 """
-SHIPPED = ("chat", "code", "summarize", "images")
+TEXTS = ("chat", "code", "summarize")
+SHIPPED = (*TEXTS, "images")
 """Sets of prompts in the folder ``prompts``, named one by one or in a list with commas."""
 WARM_UP_TOKENS = 32  # tokens decoded to warm up an arm
 

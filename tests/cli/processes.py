@@ -42,10 +42,19 @@ def start_command(
     return process
 
 
-def run_command(*arguments: object, folder: Path) -> Done:
+def search_briefly() -> None:
+    """Bound what a search measures, so that it ends early in a budget that a busy machine keeps too."""
+    from autotune.measuring.settings import CostSettings
+    from autotune.search import thresholds
+
+    CostSettings.time_limit_s = 3.0
+    thresholds.MAX_PASSES = 1
+
+
+def run_command(*arguments: object, folder: Path, prepare: Callable[[], None] | None = None) -> Done:
     """Run ``autotune`` with these arguments in a folder, to its end."""
     log = folder / ".command"
-    process = start_command(*arguments, folder=folder, log=log)
+    process = start_command(*arguments, folder=folder, log=log, prepare=prepare)
     process.join()
     assert process.exitcode is not None
     texts = [log.with_suffix(suffix).read_text() for suffix in (".out", ".err")]

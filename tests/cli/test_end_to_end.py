@@ -16,7 +16,7 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.modeling.loading import reference
 from autotune.workloads.workload import load_workload
-from tests.cli.processes import run_command, start_command
+from tests.cli.processes import run_command, search_briefly, start_command
 from tests.sample_documents import decoding_profile, write_image, write_workload
 from tests.tiny_models import Pair
 
@@ -52,7 +52,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     workload = write_small_job(tmp_path)
 
     def stage(*arguments: object) -> Any:
-        done = run_command(*arguments, "--json", folder=tmp_path)
+        done = run_command(*arguments, "--json", folder=tmp_path, prepare=search_briefly)
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr and "Warning" not in done.stderr
         return json.loads(done.stdout)
@@ -79,7 +79,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     assert header.workload_sha256 == load_workload(workload[1], "tune").sampled(0.0).cut(4, 5).sha256
     assert header.visual_input == "placeholders"
 
-    small = ["--space", "small.yaml", "--trials", "8", "--budget", "20s"]
+    small = ["--space", "small.yaml", "--trials", "8", "--budget", "1h"]
     profile = stage("search", *models, *workload, *small, "-o", "profile.json", "--table", "trials.csv")
     assert {"speedup", "policy", "d_max"} <= set(pd.read_csv(tmp_path / "trials.csv").columns)
     assert profile == json.loads((tmp_path / "profile.json").read_text())
@@ -140,13 +140,13 @@ def progress(study: Path) -> int:
 def test_kill_9_loses_no_finished_work(pair: Pair, tmp_path: Path) -> None:
     """A search is killed after random amounts of work and then finishes: nothing that was on disk is made again."""
     models = ["--target", pair.target_folder, "--draft", pair.draft_folder]
-    small = ["--space", "small.yaml", "--trials", "8", "--budget", "8s", "--study", "study", "-o", "profile.json"]
+    small = ["--space", "small.yaml", "--trials", "8", "--budget", "1h", "--study", "study", "-o", "profile.json"]
     command = ["search", *models, *write_small_job(tmp_path), *small]
     study = tmp_path / ".autotune" / "study"
     kept: dict[Path, int] = {}
     was_killed = 0
     for amount in sorted(random.Random(0).sample(range(1, 45), 4)):
-        process = start_command(*command, folder=tmp_path)
+        process = start_command(*command, folder=tmp_path, prepare=search_briefly)
         while process.exitcode is None and progress(study) < amount:
             time.sleep(0.01)
         process.kill()
@@ -156,7 +156,7 @@ def test_kill_9_loses_no_finished_work(pair: Pair, tmp_path: Path) -> None:
         records = [path for kind in ("answers", "forests") for path in (study / kind).rglob("*") if path.is_file()]
         kept |= {path: path.stat().st_mtime_ns for path in records if not path.name.startswith(".")} | kept
     assert was_killed >= 2 and kept
-    done = run_command(*command, folder=tmp_path)
+    done = run_command(*command, folder=tmp_path, prepare=search_briefly)
     assert done.returncode == 0, done.stderr
     assert_complete(tmp_path / "profile.json")
     assert {path: path.stat().st_mtime_ns for path in kept} == kept

@@ -13,9 +13,11 @@ from PIL import Image
 
 from autotune.api.requests import ChatRequest
 from autotune.cli.main import main
+from autotune.measuring.settings import CostSettings
 from autotune.modeling import tree_model
 from autotune.modeling.loading import load_processor
 from autotune.modeling.prompt import token_rows
+from autotune.search import thresholds
 from tests.hub.server import Hub
 from tests.sample_documents import write_image
 
@@ -45,11 +47,11 @@ FAMILIES = (
 
 
 def write_job(folder: Path, *, has_image: bool) -> None:
-    """Six prompts of 12 tokens, and a small space."""
+    """Six prompts of 8 tokens, and a small space."""
     images = [write_image(folder / "picture.png", 0)] if has_image else []
     splits = ["tune", "evaluate"] * 3
     rows = [
-        {"prompt": question, "images": images, "max_new_tokens": 12, "split": split}
+        {"prompt": question, "images": images, "max_new_tokens": 8, "split": split}
         for question, split in zip(QUESTIONS, splits, strict=True)
     ]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -95,9 +97,11 @@ def run(*words: object) -> str:
     "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in SEARCHED)) for name in FAMILIES]
 )
 def test_every_verb_reads_the_tokens_of_transformers(
-    name: str, public_hub: Hub, encoded: list[tuple[int, ...]], tmp_path: Path
+    name: str, public_hub: Hub, encoded: list[tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
+    monkeypatch.setattr(CostSettings, "time_limit_s", 3.0)  # of a budget that a busy machine keeps too
+    monkeypatch.setattr(thresholds, "MAX_PASSES", 1)
     processor = load_processor(name)
     write_job(tmp_path, has_image=hasattr(processor, "image_processor"))
     expected = tokens_of_transformers(processor, tmp_path)
@@ -110,7 +114,7 @@ def test_every_verb_reads_the_tokens_of_transformers(
         return output
 
     verb("record", *common, "-o", "traces")
-    verb("search", *common, "--space", "small.yaml", "--trials", "6", "--budget", "90s", "-o", "profile.json")
+    verb("search", *common, "--space", "small.yaml", "--trials", "2", "--budget", "1h", "-o", "profile.json")
     verb("run", "profile.json", "--workload", "prompts.jsonl")
     verb("bench", "profile.json", "--workload", "prompts.jsonl", "--draft", "retrieval", "--arms", "ar,hf,chain")
     verb("check", "profile.json", "--workload", "prompts.jsonl")

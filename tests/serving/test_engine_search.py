@@ -407,7 +407,7 @@ def test_a_profile_refuses_images_and_sampling(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--engine", "llama.cpp", "--target", "x.gguf"), "needs --workload"),
+        (("--engine", "llama.cpp"), "needs --target"),
         (("--url", "http://127.0.0.1:9"), "add --engine llama.cpp or vllm"),
     ],
 )
