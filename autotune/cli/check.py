@@ -16,6 +16,7 @@ from autotune.cli.verb import Verb
 from autotune.errors import UserError
 from autotune.files import write_errors
 from autotune.option_fields import make_settings
+from autotune.study.outputs import require_replaceable
 
 
 @contextmanager
@@ -24,6 +25,7 @@ def reported_errors(junit: Path | None, github: bool) -> Iterator[None]:
     it does not stand for a check that was killed.
     """
     if junit is not None and junit.is_file():
+        require_replaceable(junit, "--junit")
         with write_errors(junit):
             junit.unlink()
     try:

@@ -21,9 +21,9 @@ def command(recipe: Path, output: Path | None, dtype: Dtype | None) -> None:
     from autotune.study.outputs import require_replaceable
     from autotune.training.recipe import require_trainable
 
-    require_trainable(recipe)
     if output is not None and not (output / ".checkpoint").exists():
         require_replaceable(output / "model.safetensors", "-o", key="")
+    require_trainable(recipe)
 
     from autotune.console import Console
     from autotune.training.trainer import train_with_progress

@@ -45,8 +45,8 @@ def answer_of(profile: DecodingProfile, path: Path) -> list[str]:
         num_deciding = DECIDING if evidence.shrinkage is None else evidence.shrinkage.num_runs or DECIDING
         guess = ", a guess" if len(evidence.prompts) < JUDGING else ""
         guess += f", chosen by {num_deciding}" if num_deciding < DECIDING else ""
-        text = f"Measured on {{}}: {_prompts(len(evidence.prompts), 'held-out ')} of {{}}{guess}."
-        basis = _line(text, profile.hardware.model, profile.workload.name)
+        text = f"Measured on {_prompts(len(evidence.prompts), 'held-out ')} of {{}}{guess}."
+        basis = _line(text, profile.workload.name)
         more = "a larger --budget" if profile.workload.num_evaluate_prompts >= JUDGING else "more prompts"
         further = f"the same search with {more}" if guess else f"autotune bench {command}"
         following = f"{'search with another --draft' if is_plain else f'autotune run {command}'}, or {further}"
@@ -66,12 +66,13 @@ def answer_of_engine(profile: EngineProfile, path: Path) -> list[str]:
         best = max(profile.arms[1:], key=lambda arm: arm.measured)
         label, gain = best.label, _gain(best.measured, best.ci95, best.timed)
         guess = ", a guess" if best.timed < JUDGING else ""
-        basis = f"Measured on {{}}: {_prompts(best.timed, 'held-out ')} of {{}}{guess}."
+        basis = _line(f"Measured on {_prompts(best.timed, 'held-out ')} of {{}}{guess}.", profile.workload)
         following = f"autotune run {command} --prompt TEXT starts its server and answers"
     else:
         label = profile.fastest[0].speculation.label
         gain = _gain(profile.fastest[0].speedup, profile.fastest[0].ci95)
-        basis, following = "Not measured: estimated on {} for {}.", "the same search without --url measures it"
+        basis = _line("Not measured: estimated on {} for {}.", profile.hardware.model, profile.workload)
+        following = "the same search without --url measures it"
     if chosen is None:
         lines = [f"Leave speculation off in {profile.engine}.", f"At best, {label} is {_times(gain)} as fast."]
     else:
@@ -79,7 +80,7 @@ def answer_of_engine(profile: EngineProfile, path: Path) -> list[str]:
         default = ", by its defaults" if chosen.is_default else ""
         lines = [f"Chosen for {profile.engine}: {chosen.label}{draft}{default}."]
         lines.append(f"{_times(gain)} as fast as no speculation.")
-    return [*lines, _line(basis, profile.hardware.model, profile.workload), f"Next: {following}."]
+    return [*lines, basis, f"Next: {following}."]
 
 
 def _over_plain(profile: DecodingProfile, chosen: OperatingPoint | None) -> Gain:

@@ -114,9 +114,9 @@ def _print_gains(gains: Sequence[Gain], best_default: str | None, console: Conso
     for task in dict.fromkeys(gain.task for gain in gains):
         cells = [by_cell.get((task, name or "")) for name in columns]
         texts = ["-" if g is None else f"{g.speedup:.2f}x ({g.ci95[0]:.2f}-{g.ci95[1]:.2f})" for g in cells]
-        rows.append([f"{task} ({max(g.num_prompts for g in cells if g is not None)} prompts)", *texts])
+        rows.append([f"{task} ({max(g.num_prompts for g in cells if g is not None)})", *texts])
     title = "What tuning gained on held-out prompts, with 95 % intervals"
-    console.table(title, ["task", *(over[name] for name in columns)], rows, emphasised=len(rows) - 1)
+    console.table(title, ["task (prompts)", *(over[name] for name in columns)], rows, emphasised=len(rows) - 1)
 
 
 def with_evidence(

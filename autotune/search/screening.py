@@ -226,7 +226,7 @@ def _best_chain(evaluator: Evaluator, draft: str, subnet: Subnet) -> ScreenedSub
 
 
 def _ranked(records: Mapping[str, Record]) -> list[ScreenedSubnet]:
-    """Of several records of a variant, the last one counts: not the first chain where the whole subnet was screened."""
+    """The variants, the fastest first: of several records of one, the last counts, so the first chain only alone."""
     screened = {subnet.variant: subnet for record in records.values() for subnet in screened_in(record)}
     return sorted(screened.values(), key=lambda subnet: subnet.rank)
 

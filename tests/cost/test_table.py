@@ -18,7 +18,7 @@ from tests.sample_documents import DEVICE, DRAFT, TARGET, cost_table, surface
 
 
 def fit_prefill(samples: list[tuple[int, int, float]]) -> PrefillCost:
-    """Of (tokens, patches, ms)."""
+    """Fit samples of (tokens, patches, ms)."""
     (cost,) = fit_costs(PrefillCost, [[(n, int(patches > 0), patches, ms) for n, patches, ms in samples]])
     return cost
 

@@ -24,7 +24,7 @@ from tests.tiny_models import Pair
 
 EAGLE3 = ModelReference(id="yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", sha256="b" * 64)
 SAGE = {"policy": "sage"}
-MEASURED = "Measured on An abacus: 16 held-out prompts of by hand."
+MEASURED = "Measured on 16 held-out prompts of by hand."
 NEXT = "Next: autotune run profile.json, or autotune bench profile.json."
 OTHER_DRAFT = "Next: search with another --draft, or autotune bench profile.json."
 AGAIN = "Next: autotune run profile.json, or the same search with a larger --budget."
@@ -152,7 +152,7 @@ PROFILES = {
             CHAIN,
             "1.52x (1.30 to 1.77 on 4 prompts) as fast as plain decoding.",
             "1.08x (1.02 to 1.14 on 4 prompts) as fast as eagle2, the best default.",
-            "Measured on An abacus: 4 held-out prompts of by hand, a guess, chosen by 2.",
+            "Measured on 4 held-out prompts of by hand, a guess, chosen by 2.",
             AGAIN,
         ],
     ),
@@ -162,7 +162,7 @@ PROFILES = {
             CHAIN,
             "1.52x (0.00 to inf on 1 prompt) as fast as plain decoding, which may be chance.",
             "Not better than the best default, eagle2: 1.20x (0.00 to inf on 1 prompt).",
-            "Measured on An abacus: 1 held-out prompt of by hand, a guess.",
+            "Measured on 1 held-out prompt of by hand, a guess.",
             "Next: autotune run profile.json, or the same search with more prompts.",
         ],
     ),
@@ -225,7 +225,8 @@ def test_a_search_ends_with_its_answer_on_standard_output(
     path = tmp_path / "p.json"
     done = CliRunner().invoke(main, ["search", *models, "-o", str(path), *options])
     assert done.exit_code == 0, done.output
-    assert done.stdout == (profile.dump() if options == ["--json"] else "\n".join(answer_of(profile, path))) + "\n"
+    expected = profile.dump() if options == ["--json"] else "\n".join(["", *answer_of(profile, path)])
+    assert done.stdout == expected + "\n"
     assert done.output.endswith(done.stdout) and "decoding profile written to" in done.stderr
 
 
@@ -240,7 +241,7 @@ ENGINES: dict[str, tuple[Speculation | None, Speculation, tuple[float, float, fl
         [
             "Leave speculation off in vllm.",
             "At best, suffix(24,1,0.1,8) is 0.98x (0.96 to 1.08) as fast.",
-            "Measured on An abacus: 60 held-out prompts of chat,code.",
+            "Measured on 60 held-out prompts of chat,code.",
         ],
     ),
     "settings of a type": (
@@ -251,7 +252,7 @@ ENGINES: dict[str, tuple[Speculation | None, Speculation, tuple[float, float, fl
         [
             "Chosen for vllm: suffix(24,1,0.1,8).",
             "1.48x (1.22 to 1.89 on 9 prompts) as fast as no speculation.",
-            "Measured on An abacus: 9 held-out prompts of chat,code, a guess.",
+            "Measured on 9 held-out prompts of chat,code, a guess.",
         ],
     ),
     "a draft model": (
@@ -262,7 +263,7 @@ ENGINES: dict[str, tuple[Speculation | None, Speculation, tuple[float, float, fl
         [
             "Chosen for vllm: draft_model(3) drafted by Qwen/Qwen3-0.6B, by its defaults.",
             "1.48x (1.27 to 1.80) as fast as no speculation.",
-            "Measured on An abacus: 60 held-out prompts of chat,code.",
+            "Measured on 60 held-out prompts of chat,code.",
         ],
     ),
     "a server that was not started": (

@@ -70,7 +70,7 @@ def test_every_search_in_a_folder_keeps_its_results(
     base = {**models, "gpu": "h100", "workload": "workload.jsonl", "space": "small.yaml", "study": "one"}
     common: dict[str, Any] = {**base, "budget_s": 60.0, "num_trials": 1, "jobs": 1}
     runs: list[tuple[dict[str, Any], str]] = [
-        ({"gpu": "cpu"}, "profile.json"),
+        ({"gpu": None, "device": "cpu"}, "profile.json"),
         ({}, "profile-h100.json"),
         ({"workload": "fewer.jsonl", "budget_s": 90.0}, "profile-h100-2.json"),
         ({"gpu": "a100", "target": str(other), "drafts": ("retrieval",)}, "profile-a100.json"),
