@@ -6,17 +6,15 @@ of each tree must commit to be faster than plain decoding.
 
 from __future__ import annotations
 
-import torch
-
 from autotune.console import Console
 from autotune.cost.roofline import estimate_table, find_limits
 from autotune.cost.table import CostTable, DraftCosts
-from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
 from autotune.modeling.loading import META, load_model, reference
 from autotune.modeling.target import Target
 from autotune.search.cost_tables import print_table
+from autotune.search.forecast import sized_draft
 from autotune.search.settings import SearchSettings
 
 # Drafted tokens and levels of the trees in the tables: chains, and trees with levels of equal width.
@@ -37,9 +35,8 @@ def price_pair(settings: SearchSettings, console: Console) -> CostTable:
         raise UserError(
             f"--random-weights: prices models on a card with a datasheet; got --gpu {settings.gpu}; name a card, such as --gpu h100"
         )
-    with torch.device(META):  # sizes are all that is needed
-        target = Target(load_model(settings.target, device=META, dtype=settings.dtype, random_weights=True))
-        drafts = {name: load_draft(name, target, random_weights=True) for name in settings.drafts}
+    target = Target(load_model(settings.target, device=META, dtype=settings.dtype, random_weights=True))
+    drafts = {name: sized_draft(name, target) for name in settings.drafts}
     is_eager = target.has_states or any(draft.has_states for draft in drafts.values())
     mode = EAGER if is_eager else CUDA_GRAPH if settings.mode == AUTO else settings.mode
     table = estimate_table(

@@ -104,6 +104,8 @@ def _vision_head(folder: Path) -> None:
         folder,
         "SpecForge/qwen2-5-vl-7b",
         SimpleNamespace(text=SimpleNamespace(config=text), vocab_size=text.vocab_size),
+        bos_token_id=None,  # the published ones are not in the small vocabulary
+        eos_token_id=None,
     )
 
 

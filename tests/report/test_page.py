@@ -202,7 +202,7 @@ def test_page_of_a_profile_alone_says_what_is_missing(made: MadeStudy, tmp_path:
 def test_page_of_a_predicted_profile_says_so(tmp_path: Path) -> None:
     decoding_profile().save(tmp_path / "p.json")
     page = Page(render(Content(find_sources(tmp_path / "p.json"))))
-    assert "Not measured: estimated for" in page.text and "Predicted speedup" in page.text and "2.00x" in page.text
+    assert "Estimated from the datasheet of" in page.text and "Predicted speedup" in page.text and "2.00x" in page.text
 
 
 def test_pages_without_images_have_no_word_about_them(text: str, tmp_path: Path) -> None:
