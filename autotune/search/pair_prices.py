@@ -80,7 +80,7 @@ def _print_rounds(table: CostTable, costs: DraftCosts, console: Console) -> None
         speedups = (f"{m * plain_ms / ms:.2f}x" if m <= levels + 1 else "-" for m in GIVEN_M)
         rows.append([name, f"{ms:.1f}", needed, *speedups])
     console.table(
-        f"{costs.name}: rounds at KV length {KV_LENGTH}, where a plain step takes {plain_ms:.1f} ms",
+        f"{costs.name}: rounds at KV length {KV_LENGTH}, where a plain step takes {plain_ms:.1f} ms (M: tokens a round)",
         ["drafted tokens", "ms", "M to pay", *(f"at M {m}" for m in GIVEN_M)],
         rows,
     )
