@@ -45,7 +45,7 @@ def forecast(settings: SearchSettings) -> list[str]:
     is_measured = device_for(settings.gpu, settings.device) is not None
     device = choose_device(settings.device)
     target = Target(load_model(settings.target, device=META, dtype=settings.dtype, random_weights=True))
-    drafts = {name: sized_draft(name, target) for name in settings.drafts}
+    drafts = {name: _without_weights(name, target) for name in settings.drafts}
     space = load_space(settings.space, settings.changes)
     if not any(prompt.pixels for prompt in (*tune.prompts, *evaluate.prompts)):
         space = space.without_images()
@@ -91,8 +91,8 @@ def forecast(settings: SearchSettings) -> list[str]:
     ]
 
 
-def sized_draft(name: str, target: Target) -> LoadedDraft:
-    """A draft with sizes alone, or an EAGLE-3 head, whose sizes only its weights have."""
+def _without_weights(name: str, target: Target) -> LoadedDraft:
+    """A draft with sizes alone."""
     has_config = name not in TOKEN_DRAFTS and not name.endswith(MTP_SUFFIX)
     read = read_config(name, random_weights=True) if has_config else None
     return load_draft(name, target, random_weights=read is None or not is_eagle3(read[1]))

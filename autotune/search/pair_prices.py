@@ -6,15 +6,17 @@ of each tree must commit to be faster than plain decoding.
 
 from __future__ import annotations
 
+import torch
+
 from autotune.console import Console
 from autotune.cost.roofline import estimate_table, find_limits
 from autotune.cost.table import CostTable, DraftCosts
+from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
 from autotune.modeling.loading import META, load_model, reference
 from autotune.modeling.target import Target
 from autotune.search.cost_tables import print_table
-from autotune.search.forecast import sized_draft
 from autotune.search.settings import SearchSettings
 
 # Drafted tokens and levels of the trees in the tables: chains, and trees with levels of equal width.
@@ -35,8 +37,9 @@ def price_pair(settings: SearchSettings, console: Console) -> CostTable:
         raise UserError(
             f"--random-weights: prices models on a card with a datasheet; got --gpu {settings.gpu}; name a card, such as --gpu h100"
         )
-    target = Target(load_model(settings.target, device=META, dtype=settings.dtype, random_weights=True))
-    drafts = {name: sized_draft(name, target) for name in settings.drafts}
+    with torch.device(META):  # sizes are all that is needed
+        target = Target(load_model(settings.target, device=META, dtype=settings.dtype, random_weights=True))
+        drafts = {name: load_draft(name, target, random_weights=True) for name in settings.drafts}
     is_eager = target.has_states or any(draft.has_states for draft in drafts.values())
     mode = EAGER if is_eager else CUDA_GRAPH if settings.mode == AUTO else settings.mode
     table = estimate_table(
@@ -80,7 +83,7 @@ def _print_rounds(table: CostTable, costs: DraftCosts, console: Console) -> None
         speedups = (f"{m * plain_ms / ms:.2f}x" if m <= levels + 1 else "-" for m in GIVEN_M)
         rows.append([name, f"{ms:.1f}", needed, *speedups])
     console.table(
-        f"{costs.name}: rounds at KV length {KV_LENGTH}, where a plain step takes {plain_ms:.1f} ms (M: tokens a round)",
+        f"{costs.name}: rounds at KV length {KV_LENGTH}, where a plain step takes {plain_ms:.1f} ms",
         ["drafted tokens", "ms", "M to pay", *(f"at M {m}" for m in GIVEN_M)],
         rows,
     )

@@ -94,10 +94,10 @@ class _SearchRun:
         self.tune = self._load_prompts("tune", settings.num_tune_prompts)
         self.evaluate = self._load_prompts("evaluate", settings.num_evaluate_prompts)
         if shipped_files(settings.workload):
-            console.say(f"prompts: {settings.workload}, shipped with autotune; give your own with --workload FILE")
+            console.say(f"prompts    {settings.workload}, shipped with autotune; give your own with --workload FILE")
         if settings.has_default_drafts and settings.drafts == (RETRIEVAL,):
             console.say(
-                f"drafts: {RETRIEVAL} alone, because no head of this target is here; name one with --draft, or train one"
+                f"drafts     {RETRIEVAL} alone: no head of this target is here; name one with --draft, or train one"
             )
         has_images = any(prompt.pixels for prompt in (*self.tune.prompts, *self.evaluate.prompts))
         space = load_space(settings.space, settings.changes)
@@ -105,7 +105,6 @@ class _SearchRun:
         self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
         self.device = device_for(settings.gpu, settings.device)
         shared_ledger = None if settings.storage is None else Ledger(settings.storage)  # fails before models are loaded
-        console.say(f"loading {settings.target} and {', '.join(settings.drafts)}")
         loading, thread = time.monotonic(), ThreadPoolExecutor(1)
         compiled = thread.submit(compile_steps)
         thread.shutdown(wait=False)  # an error of a model is not kept waiting
