@@ -45,7 +45,7 @@ def degenerate_answers(answers: Sequence[Sequence[int] | Ints], limits: Sequence
         if is_so.any() and is_so.mean() >= WORTH_SAYING:
             parts.append(f"{is_so.sum()} of {len(answers)} answers {what}")
     if not parts and len(answers) and ((lengths >= limit) & (limit > 1) & (limit <= SHORT_LIMIT)).all():
-        return f"all {len(answers)} answers are cut after {limit.max()} tokens or fewer; speedups on longer ones may be others: raise --max-new-tokens"
+        return f"all {len(answers)} answers are cut after {limit.max()} tokens or fewer; speedups on longer ones may be others: give a larger --budget or --max-new-tokens"
     if not parts:
         return None
     return (

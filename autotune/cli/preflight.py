@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from autotune.cli.options import PROMPT_CHOICES
 from autotune.files import read_json
@@ -52,16 +52,28 @@ def workload_for(profile: Path, name: str | None, format: Format | None = None) 
     return workload_beside(profile, own)
 
 
-def require_workload(name: str, format: Format | None = None) -> None:
-    """Check that a workload's file can be parsed, or is there if it is bundled. Images are read later."""
+def require_workload(name: str, format: Format | None = None, *, both_splits: bool = False) -> None:
+    """Check that a workload's file can be parsed and has the prompts of a search, or is there if it is bundled.
+    Images are read later.
+    """
     from autotune.workloads.formats import read_prompts
     from autotune.workloads.hub import local_file
-    from autotune.workloads.workload import BUNDLED, bundled_file, shipped_files
+    from autotune.workloads.workload import (
+        BUNDLED,
+        WorkloadSplit,
+        bundled_file,
+        by_split,
+        shipped_files,
+        without_prompts,
+    )
 
     if name in BUNDLED:
         bundled_file(name)
     elif not shipped_files(name):
-        read_prompts(local_file(name), format)
+        known, rows = read_prompts(local_file(name), format)
+        missing = [split for split in get_args(WorkloadSplit) if both_splits and not by_split(rows)[split]]
+        if missing:
+            raise without_prompts(name, missing[0], known)
 
 
 def require_models(target: str, drafts: Sequence[str]) -> None:

@@ -76,7 +76,7 @@ def command(
         if "target" not in given:
             raise UserError(f"--engine {engine} needs --target; give a model that the engine loads")
         values["workload"] = values["workload"] or ",".join(TEXTS)
-        require_workload(values["workload"], values["workload_format"])
+        require_workload(values["workload"], values["workload_format"], both_splits=True)
         click.echo(f"tuning {values['target']} in {engine}", err=True)
 
         from autotune.console import Console
@@ -100,6 +100,8 @@ def command(
 
     settings = make_settings(SearchSettings, values)
     if settings.random_weights:
+        click.echo(f"pricing {settings.target} on {settings.gpu} by its config", err=True)
+
         from autotune.console import Console
         from autotune.search.pair_prices import price_pair
 
@@ -108,7 +110,7 @@ def command(
             click.echo(table.dump())
         return
     settings = check_settings(settings)
-    require_workload(settings.workload, settings.workload_format)
+    require_workload(settings.workload, settings.workload_format, both_splits=True)
     is_given = context.get_parameter_source("target") is not ParameterSource.DEFAULT
     click.echo(f"tuning {settings.target}" if is_given else DEMONSTRATION, err=True)
     require_models(settings.target, settings.drafts)

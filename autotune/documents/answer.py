@@ -32,12 +32,12 @@ def answer_of(profile: DecodingProfile, path: Path) -> list[str]:
     is_measured = any(point.measured for point in profile.points)
     chosen = next((point for point in reversed(profile.points) if point.draft is not None), None)
     gain = _over_plain(profile, chosen)
-    plain = "Hugging Face's generate" if gain.over == HF else "plain decoding"
+    plain = "Hugging Face" if gain.over == HF else "plain decoding"
     if is_plain := chosen is None or gain.speedup < 1.0:
-        lines = [f"Plain decoding is the fastest{'' if gain.over == AR else f': use {plain}'}."]
+        lines = ["Plain decoding is the fastest" + ("." if gain.over == AR else f": use {plain}'s generate.")]
         lines += [f"The fastest draft is {_times(gain)} as fast."] if gain.num_prompts else []
     else:
-        doubt = ", which may be chance" if _interval(gain)[0] <= 1.0 else ""
+        doubt = ", perhaps by chance" if _interval(gain)[0] <= 1.0 else ""
         lines = [*_choice(profile, chosen), f"{_times(gain)} as fast as {plain}{doubt}.", *_over_default(evidence)]
     if is_measured:
         num_deciding = DECIDING if evidence.shrinkage is None else evidence.shrinkage.num_runs or DECIDING
@@ -50,8 +50,8 @@ def answer_of(profile: DecodingProfile, path: Path) -> list[str]:
         following = f"{'search with another --draft' if is_plain else f'autotune run {command}'}, or {further}"
     else:
         is_estimated = any(point.predicted and point.predicted.estimated for point in profile.points)
-        source = "its datasheet" if is_estimated else "a measured table"
-        text = f"Not measured: estimated for {{}} from {source} and {_prompts(profile.workload.num_tune_prompts)}."
+        source = "the datasheet" if is_estimated else "a measured table"
+        text = f"Estimated from {source} of {{}} and {_prompts(profile.workload.num_tune_prompts)}."
         basis = _line(text, profile.hardware.model)
         following = "the same search on that device, without --gpu, measures the profile"
     return [*lines, basis, f"Next: {following}."]

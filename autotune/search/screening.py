@@ -70,7 +70,7 @@ def screen(
     given = (variants, table, workload, folder)
     times = (deadline, limit, num_processes)
     with (
-        console.stage("screening") as update,
+        console.stage("screening", len(_recorded_together(model_pool, variants))) as update,
         model_pool.worker_pool(jobs, screen_units, ledger, given, times, deadline=deadline) as workers,
     ):
         screened = screen_units(model_pool, 0, ledger, given, times, workers.reporting(update))

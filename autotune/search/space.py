@@ -196,7 +196,9 @@ class SearchSpace(Document, kind="search-space"):
         """
         content = json.loads(self.dump())
         for change in changes:
-            name, _, text = change.partition("=")
+            name, sign, text = change.partition("=")
+            if not sign:
+                raise UserError(f"--set {change}: a name and a value are needed; give for example heads=1.0,0.5")
             policy, _, parameter = name.rpartition(".")
             owners = [own for kind, own in content["trees"].items() if policy in ("", kind) and parameter in own]
             if not owners and name not in (*NAMES, "policy"):

@@ -161,9 +161,7 @@ def load_workload(
         return Workload(name, split, tuple(prompt for prompt in in_turn if prompt is not None)[:num_prompts])
     path = local_file(name)
     known, rows = read_prompts(path, format)
-    parts: dict[str, list[tuple[int, Prompt]]] = {"tune": [], "evaluate": [], "train": []}
-    for i, (number, settings) in enumerate(rows):
-        parts[settings.split or ("evaluate" if i % 2 else "tune")].append((number, settings))
+    parts = by_split(rows)
     wanted = [row for row in rows if row[1].split != "train"] if is_whole else parts[split]
     loaded = (load_turns(name, *row) for row in wanted)
     if known == OWN:  # every image is read: files of two names may hold one image, and a prompt is in one split only
@@ -174,9 +172,22 @@ def load_workload(
         loaded = (by_row[number] for number, _ in wanted if by_row[number][-1].sha256 not in excluded)
     chosen = tuple(itertools.islice(itertools.chain.from_iterable(loaded), num_prompts))
     if not chosen:
-        mark = f', or mark some with "split": "{split}"' if known == OWN else ""
-        raise UserError(f"{name}: a workload needs prompts in both splits; none is in {split!r}; add prompts{mark}")
+        raise without_prompts(name, split, known)
     return Workload(path.name, split, chosen, known)
+
+
+def by_split(rows: list[tuple[int, Prompt]]) -> dict[str, list[tuple[int, Prompt]]]:
+    """The numbered prompts of a file by their splits; those without a split alternate."""
+    parts: dict[str, list[tuple[int, Prompt]]] = {"tune": [], "evaluate": [], "train": []}
+    for i, (number, settings) in enumerate(rows):
+        parts[settings.split or ("evaluate" if i % 2 else "tune")].append((number, settings))
+    return parts
+
+
+def without_prompts(name: str, split: WorkloadSplit, format: Format) -> UserError:
+    """The refusal of a file without prompts in a split."""
+    mark = f', or mark some with "split": "{split}"' if format == OWN else ""
+    return UserError(f"{name}: a workload needs prompts in both splits; none is in {split!r}; add prompts{mark}")
 
 
 def shipped_files(name: str) -> list[Path]:

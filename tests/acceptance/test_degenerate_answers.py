@@ -44,7 +44,11 @@ def test_a_loop(answer: list[int], expected: bool) -> None:
         ([VARIED] * 15 + [LOOP] * 5, 120, "5 of 20 answers repeat one token or a short loop; drafts look faster"),
         ([VARIED] * 8 + [LOOP, [2]], 120, "1 of 10 answers repeat .* loop, and 1 of 10 answers are empty; drafts"),
         ([VARIED[:1]] * 4, 1, None),
-        ([VARIED[:12]] * 4, 12, "all 4 answers are cut after 12 tokens or fewer; .* raise --max-new-tokens"),
+        (
+            [VARIED[:12]] * 4,
+            12,
+            "all 4 answers are cut after 12 tokens or fewer; .* a larger --budget or --max-new-tokens",
+        ),
         ([VARIED[:12]] * 3 + [VARIED[:11]], 12, None),
         ([], 12, None),
     ],

@@ -74,6 +74,8 @@ INSTANT = {
     "search --set d_mx=8": "--set d_mx=8: space quick has no dimension 'd_mx'; did you mean 'd_max'",
     "search --set heads=7": "--set heads=7: heads.0.*less than or equal to 1; got 7",
     "search --set policy=sag": "did you mean 'sage'",
+    "search --set heads": "--set heads: a name and a value are needed; give for example heads=",
+    "search --workload tune.jsonl": "tune.jsonl: a workload needs prompts in both splits; none is in 'evaluate'",
     "search --set heads={": "--set heads={: no value of YAML",
     "record --set d_max=8": "has no dimension 'd_max'",
     "measure --set haeds=1": "did you mean 'heads'",
@@ -105,6 +107,7 @@ for command, message in {INSTANT!r}.items():
 
 
 def test_obvious_mistakes_are_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    write_workload(tmp_path, [{"prompt": "Go on.", "split": "tune"}] * 2).rename(tmp_path / "tune.jsonl")
     command = [sys.executable, "-c", INSTANT_PROGRAM]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -7,10 +7,13 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import families
+from tests.drafters.test_eagle3 import write_head
 from tests.hub import published, tiny
 
 PLAIN = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -94,6 +97,18 @@ def _draft_head(architecture: str, **config: object) -> Callable[[Path], None]:
     return write
 
 
+def _vision_head(folder: Path) -> None:
+    """The EAGLE-3 head of Qwen2.5-VL-7B with its published config, random weights and the sizes of the tiny target."""
+    text = families.FAMILIES["qwen2_5_vl"].model(tiny.NUM_LAYERS).config.get_text_config()
+    write_head(
+        folder,
+        "SpecForge/qwen2-5-vl-7b",
+        SimpleNamespace(text=SimpleNamespace(config=text), vocab_size=text.vocab_size),
+        bos_token_id=None,  # the published ones are not in the small vocabulary
+        eos_token_id=None,
+    )
+
+
 ODD: dict[str, Callable[[Path], None]] = {
     "odd/sharded": _sharded,
     "odd/without-a-shard": _without_a_shard,
@@ -104,7 +119,7 @@ ODD: dict[str, Callable[[Path], None]] = {
     "odd/remote-code": _remote_code,
     "odd/without-config": _without_config,
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": _draft_head("LlamaForCausalLMEagle3", draft_vocab_size=32000),
-    "Rayzl/qwen2.5-vl-7b-eagle3-sgl": _draft_head("LlamaForCausalLMEagle3", draft_vocab_size=32000),
+    "Rayzl/qwen2.5-vl-7b-eagle3-sgl": _vision_head,
     "z-lab/Qwen3-8B-DFlash-b16": _draft_head("DFlashDraftModel", block_size=16, model_type="qwen3"),
     GATED: lambda folder: tiny.save("meta-llama/Llama-3.1-70B-Instruct", folder),
 }

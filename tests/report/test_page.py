@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from autotune.cli.main import main
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.report.content import Content
+from autotune.report.figures import Series, lines
 from autotune.report.page import render
 from autotune.report.sources import Sources, find_sources
 from tests.report.conftest import EVIL, QUESTION, MadeStudy
@@ -202,7 +203,7 @@ def test_page_of_a_profile_alone_says_what_is_missing(made: MadeStudy, tmp_path:
 def test_page_of_a_predicted_profile_says_so(tmp_path: Path) -> None:
     decoding_profile().save(tmp_path / "p.json")
     page = Page(render(Content(find_sources(tmp_path / "p.json"))))
-    assert "Not measured: estimated for" in page.text and "Predicted speedup" in page.text and "2.00x" in page.text
+    assert "Estimated from a" in page.text and "Predicted speedup" in page.text and "2.00x" in page.text
 
 
 def test_pages_without_images_have_no_word_about_them(text: str, tmp_path: Path) -> None:
@@ -248,6 +249,11 @@ def test_command_line_writes_the_page(made: MadeStudy, tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["report", str(made.profile_path), "-o", str(output)])
     assert done.exit_code == 0 and done.stdout == f"{output}\n"
     assert output.read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_draft_that_never_agrees_is_drawn_without_a_warning() -> None:
+    lines([Series("retrieval", [1, 2], [0.0, 0.0])], x="rank", y="share")
 
 
 def test_same_documents_give_the_same_page(made: MadeStudy, text: str) -> None:

@@ -86,5 +86,7 @@ def test_every_search_in_a_folder_keeps_its_results(
     assert len(known) == 4 and len(list((tmp_path / ".autotune" / "one").glob("study-*.json"))) == 4
     assert {name: known_of(Path(name)) for name in known} == known
     for name in known:
-        page = CliRunner().invoke(main, ["report", name, "-o", "page.html"])
+        page = CliRunner().invoke(main, ["report", name])
         assert page.exit_code == 0 and "study in .autotune/one" in page.output, page.output
+    pages = {"report.html", "report-h100.html", "report-h100-2.html", "report-a100.html"}
+    assert {path.name for path in Path().glob("*.html")} == pages

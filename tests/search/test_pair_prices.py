@@ -14,6 +14,7 @@ from autotune.cli.main import main
 from autotune.cost.roofline import find_limits, step_ms
 from autotune.cost.table import CostTable
 from autotune.execution import CUDA_GRAPH
+from tests.drafters.test_eagle3 import write_head
 from tests.tiny_models import Pair
 
 
@@ -46,6 +47,16 @@ def test_a_pair_is_priced_by_its_configs(configs: list[str], tmp_path: Path, mon
     assert float(row[3].rstrip("x")) == pytest.approx(2 * plain / round_ms, abs=0.01)
     assert re.search(r"chain, 1 +\S+ +\S+ +\S+ +- +-", done.stderr), "a round of one drafted token commits at most two"
     assert "no gain is claimed" in " ".join(done.stderr.split()) and "retrieval: rounds" in done.stderr
+
+
+def test_a_published_head_beside_the_target_is_priced_by_its_weights(configs: list[str], tmp_path: Path) -> None:
+    """It is a default draft, and its sizes are in its weights alone."""
+    shutil.copytree(configs[0], tmp_path / "target")
+    write_head(tmp_path / "head", "SpecForge/qwen2-5-vl-7b")
+    words = ["search", "--target", str(tmp_path / "target"), "--gpu", "h100", "--random-weights"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0 and "head: rounds" in done.stderr, done.output
+    assert done.stderr.startswith(f"pricing {words[2]} on h100"), "before torch is imported"
 
 
 @pytest.mark.parametrize("gpu", [[], ["--gpu", "cpu"]])
