@@ -12,7 +12,7 @@ from typing import Protocol
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.console import JustifyMethod
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -126,15 +126,16 @@ class Console:
         columns = (
             TextColumn("{task.description:24}", markup=False),
             BarColumn(bar_width=16),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}", markup=False),
             TextColumn("{task.fields[left]} {task.fields[note]}", markup=False),
         )
         with Progress(*columns, console=self._rich, transient=True) as progress:
-            bar = progress.add_task(name, total=total, note="", left="")
+            bar = progress.add_task(name, total=total, count="" if total is None else f"0/{total}", note="", left="")
 
             def show(done: int, total: int, note: str, seconds: float | None) -> None:
                 left = "" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02} left"
-                progress.update(bar, completed=done, total=total, note=note, left=left)
+                count = f"{done:>{len(str(total))}}/{total}"
+                progress.update(bar, completed=done, total=total, count=count, note=note, left=left)
 
             yield show
 

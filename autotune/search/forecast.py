@@ -73,22 +73,23 @@ def forecast(settings: SearchSettings) -> list[str]:
     total = num_processes * sum(sizes.values())
     rates = estimated_rates(target, tune, copy_gb_per_second(device))
     plan = make_plan(size, rates, seconds=settings.budget_s)
-    return [
+    lines = [
         f"target: {settings.target}",
         *(
             f"draft: {name}, {number} {'choice' if number == 1 else 'choices'} of it"
             for name, number in of_drafts.items()
         ),
         f"space: {space.name}, with the policies {', '.join(space.trees)}",
-        f"tried: {size.num_variants} choices of drafts, of which {size.num_survivors} keep their trees",
+        f"tried: {size.num_variants} choices of drafts, of which {size.num_survivors} get a search of their trees",
         f"prompts: {settings.workload}, {len(tune.prompts)} to tune and {len(evaluate.prompts)} to judge",
         f"memory on {device}: {', '.join(f'{name} {gib(number)}' for name, number in sizes.items())}",
         f"memory in all: {gib(total)} in {num_processes} process{'es' * (num_processes > 1)}; {gib(free)} are free",
-        "time, by a rough estimate from the sizes of the models and the memory's bandwidth:",
+        "time, by a rough estimate from the models' sizes and the memory's bandwidth:",
         *(f"  {stage}: {seconds:.0f} s" for stage, seconds in stage_seconds(plan, size).items()),
-        *textwrap.wrap(plan.describe(size), 80),
+        *plan.describe(size).split("\n"),
         "nothing was started; leave --plan out to search",
     ]
+    return [part for line in lines for part in textwrap.wrap(line, 80, break_on_hyphens=False, break_long_words=False)]
 
 
 def _without_weights(name: str, target: Target) -> LoadedDraft:
