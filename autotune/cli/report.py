@@ -12,7 +12,7 @@ from autotune.cli.verb import Verb
 
 @click.command(cls=Verb, short_help="Write an HTML page that explains a profile.")
 @click.argument("source", metavar="PROFILE|STUDY", type=click.Path(path_type=Path))
-@options.output("report.html", "Page to write.")
+@options.output(None, "Page to write; default: report.html, and report-CARD.html of profile-CARD.json.")
 @click.option(
     "--study",
     default=None,
@@ -20,13 +20,16 @@ from autotune.cli.verb import Verb
 )
 @click.option("--storage", default=None, help="Database of the study, if workers shared one.")
 @click.option("--workload", default=None, help="Workload file of the search, if it was moved.")
-def command(source: Path, output: Path, study: str | None, storage: str | None, workload: str | None) -> None:
+def command(source: Path, output: Path | None, study: str | None, storage: str | None, workload: str | None) -> None:
     """Write a page that explains a profile: one HTML file that opens offline."""
     from autotune.cli.preflight import is_engine_profile
     from autotune.console import Console
     from autotune.report.page import write_engine_report, write_report
     from autotune.study.document import newest_profile
 
+    output = output or Path(
+        f"report{source.stem.removeprefix('profile') if source.stem.startswith('profile') else ''}.html"
+    )
     profile = newest_profile(source) if source.is_dir() else source
     if profile is not None and profile.is_file() and profile.suffix == ".json" and is_engine_profile(profile):
         write_engine_report(profile, output, Console())

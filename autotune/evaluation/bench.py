@@ -71,8 +71,9 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
     prompts = prompts.fitting(decoder.processor, decoder.target.max_context, console.say)
     runner = _runner(decoder, settings)
     chosen = choose_arms(settings.arms, runner, prompts)
-    for name, reason in chosen.unavailable.items():
-        console.say(f"{name} is left out: {reason}")
+    for reason in dict.fromkeys(chosen.unavailable.values()):
+        names = ", ".join(name for name, own in chosen.unavailable.items() if own == reason)
+        console.say(f"left out: {names}; {reason}")
     for name, note in chosen.notes.items():
         console.say(f"{name}: {note}")
     runs, contention = _measure(runner, _all_arms(chosen, runner, settings), prompts, settings, console)

@@ -82,7 +82,9 @@ class Repository:
         if is_needed:
             from autotune.console import Console
 
-            Console().say(f"{self.name}: downloading {len(files)} files of weights from the Hugging Face Hub")
+            Console().say(
+                f"{self.name}: downloading {len(files)} file{'s' * (len(files) > 1)} from the Hugging Face Hub"
+            )
         try:
             return Path(self._snapshot(local_files_only=self._is_local, **options))
         except Exception as error:

@@ -115,7 +115,7 @@ def lines(
         axes.minorticks_off()
     ticks = [2**i for i in range(9) if 2**i <= 1.05 * max_x] if is_log else [*range(1, max_x + 1)]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.set_ylim(0.0, 1.07 * max(max(line.y) for line in series))
+    axes.set_ylim(0.0, 1.07 * max(max(line.y) for line in series) or 1.0)  # all may be 0
     axes.set(xlabel=x, ylabel=y)
     if len(series) > 1:
         _legend(figure, axes)

@@ -109,7 +109,7 @@ def test_a_profile_without_a_draft_is_compared_with_arms_without_one(
     assert [arm["name"] for arm in result["arms"]] == [AR, HF, PROMPT_LOOKUP]
     reason = "the profile decodes without a draft"
     assert result["unavailable"] == dict.fromkeys([HF_ASSISTED, *COMPARED_DEFAULTS], reason)
-    assert f"chain is left out: {reason}\n" in capsys.readouterr().err
+    assert f"left out: {', '.join(result['unavailable'])}; {reason}\n" in capsys.readouterr().err
 
 
 def test_published_configurations_may_have_another_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,9 @@ def test_the_tables_show_the_figures(capsys: pytest.CaptureFixture[str]) -> None
         tuned, name="hf", outside_share=None, outside_us_per_round=None, tokens_per_round=None
     )
     print_arms([unmeasured, tuned], console)
-    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().err.splitlines() if line.strip()}
+    printed = capsys.readouterr().err
+    rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.strip()}
+    assert "hf: Hugging Face's generate\nM: mean number of tokens of a round\n" in printed and "ar: " not in printed
     expected = ["2.67x", "2.00-3.00", "2.50x", "4.00", "1333", "20.0", "10.0", "5.0", "6.7", "%", "200", "2/2"]
     assert rows[TUNED] == expected
     assert rows["hf"] == [*expected[:3], "-", *expected[4:8], "-", "-", "2/2"]
