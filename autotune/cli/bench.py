@@ -62,6 +62,7 @@ def command(profile: Path, arms: str | None, table: Path | None, as_json: bool, 
 
     given = None if arms is None else tuple(name.strip() for name in arms.split(",") if name.strip())
     settings = BenchSettings(prompts, given, **choices)
+    click.echo(f"measuring {profile}", err=True)
 
     from autotune.console import Console
     from autotune.documents.run import runs_dataframe

@@ -67,6 +67,8 @@ def command(as_json: bool, engine_command: str | None, **values: Any) -> None:
         for workload in settings.workloads:
             require_workload(workload, settings.workload_format)
 
+        click.echo(f"checking {settings.profile}", err=True)
+
         from autotune.check.job import run_check
         from autotune.check.output import github_annotations
         from autotune.console import Console

@@ -52,6 +52,7 @@ def command(target: str | None, drafts: tuple[str, ...], workload: str | None, a
     from autotune.modeling.loading import DEFAULT_PAIR, resolve
     from autotune.modeling.target_defaults import default_workload
 
+    click.echo(f"examining this machine{f' and {target}' if target else ''}", err=True)
     if target is not None:
         resolve(target, weights=not choices["random_weights"])
     elif drafts:

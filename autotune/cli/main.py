@@ -21,7 +21,7 @@ from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.errors import UserError, masked, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
-CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree", "huggingface_hub")
+CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree", "huggingface_hub", "transformers.integrations.hub_kernels")
 FAULT = 70  # the exit code of a fault of the program: EX_SOFTWARE of sysexits.h
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 VERBS = ("doctor", "search", "run", "serve", "bench", "check", "report", "export", "train", "measure", "record")

@@ -74,6 +74,8 @@ def _answers(
     profile: Path, prompts: list[WorkloadPrompt], is_engine: bool, engine_command: str | None, **choices: Any
 ) -> Iterator[dict[str, Any]]:
     if not is_engine:
+        click.echo(f"loading the models of {profile}", err=True)
+
         from autotune.evaluation.answers import answer_prompts
 
         yield from answer_prompts(profile, prompts, **choices)

@@ -48,6 +48,7 @@ def command(
     if settings.api_key == "":
         raise UserError("--api-key: a key has one character at least; got none; give another, or leave it out")
     document = require_profile(profile)
+    click.echo(f"loading the models of {profile}", err=True)
     target = document.target.id
     try:
         from autotune.api.server import ApiServer, listen

@@ -59,7 +59,7 @@ def examine(
         rate = copy_gb_per_second(chosen)
     found_target = None
     if target is not None:
-        with console.stage("target"):
+        with console.stage("loading the models"):
             loaded = Target(
                 load_model(target, device=chosen, dtype=dtype, random_weights=random_weights, console=console)
             )
@@ -71,14 +71,15 @@ def examine(
             limit = NUM_PROMPTS if hasattr(processor, "image_processor") else None
             prompts = load_workload(workload, "tune", num_prompts=limit, format=workload_format).first_turns()
             prompts = prompts.readable_by(processor).cut(NUM_PROMPTS, num_tokens)
-            found_target = examine_target(
-                loaded,
-                reference(target, weights=not random_weights),
-                prompts,
-                processor,
-                loaded_drafts,
-                num_tokens=num_tokens,
-            )
+        found_target = examine_target(
+            loaded,
+            reference(target, weights=not random_weights),
+            prompts,
+            processor,
+            loaded_drafts,
+            console,
+            num_tokens=num_tokens,
+        )
     contention = monitor.contention()
     diagnosis = Diagnosis(
         provenance=stamp(contention),

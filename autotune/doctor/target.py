@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autotune.console import Console
 from autotune.device import multiplies_bfloat16
 from autotune.doctor.attention import attention_uses
 from autotune.doctor.diagnosis import NearTies, StepTimes, TargetFound, TreeCheck
@@ -45,6 +46,7 @@ def examine_target(
     workload: Workload,
     processor: Any,
     drafts: Mapping[str, LoadedDraft],
+    console: Console,
     *,
     num_tokens: int,
 ) -> TargetFound:
@@ -62,23 +64,25 @@ def examine_target(
     inputs = [prompt.inputs(processor, target.device) for prompt in workload.prompts]
     (prompt,) = target.encode(inputs[0]).prompts
     shape = target.shape
-    return TargetFound(
-        model=reference,
-        model_type=target.text.config.model_type,
-        is_tested=target.text.is_tested,
-        precision=target.text.precision,
-        has_native_precision=target.dtype != torch.bfloat16 or multiplies_bfloat16(target.device),
-        weight_bytes=round(shape.text_parameters * shape.bytes_per_parameter),
-        kv_bytes_per_token=shape.kv_bytes_per_token,
-        attention=attention_uses(target, prompt, ATTENTION_TOKENS),
-        tree_check=TreeCheck(difference=difference, noise=noise, allowed=allowed),
-        near_ties=audit_near_ties(target, inputs, num_tokens, allowed=allowed),
-        mode=mode,
-        captured_steps=target.captured_steps,
-        why_masks=None if target.captured_steps is None else why_masks(target),
-        steps=tuple(time_steps(target, mode, len(prompt) + num_tokens) for mode in modes),
-        trials=try_drafts(target, drafts, processor, workload, modes) if drafts else (),
-    )
+    with console.stage("attention and forward passes"):
+        found = TargetFound(
+            model=reference,
+            model_type=target.text.config.model_type,
+            is_tested=target.text.is_tested,
+            precision=target.text.precision,
+            has_native_precision=target.dtype != torch.bfloat16 or multiplies_bfloat16(target.device),
+            weight_bytes=round(shape.text_parameters * shape.bytes_per_parameter),
+            kv_bytes_per_token=shape.kv_bytes_per_token,
+            attention=attention_uses(target, prompt, ATTENTION_TOKENS),
+            tree_check=TreeCheck(difference=difference, noise=noise, allowed=allowed),
+            near_ties=audit_near_ties(target, inputs, num_tokens, allowed=allowed),
+            mode=mode,
+            captured_steps=target.captured_steps,
+            why_masks=None if target.captured_steps is None else why_masks(target),
+            steps=tuple(time_steps(target, mode, len(prompt) + num_tokens) for mode in modes),
+        )
+    trials = try_drafts(target, drafts, processor, workload, modes, console) if drafts else ()
+    return found.model_copy(update={"trials": trials})
 
 
 def why_masks(target: Target) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from autotune.console import Console
 from autotune.doctor.diagnosis import DecodingTrial
 from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
@@ -25,7 +26,12 @@ TREE, CHAIN = PUBLISHED_DEFAULTS["eagle2"], PUBLISHED_DEFAULTS["chain"]  # model
 
 
 def try_drafts(
-    target: Target, drafts: Mapping[str, LoadedDraft], processor: Any, workload: Workload, modes: Sequence[str]
+    target: Target,
+    drafts: Mapping[str, LoadedDraft],
+    processor: Any,
+    workload: Workload,
+    modes: Sequence[str],
+    console: Console,
 ) -> tuple[DecodingTrial, ...]:
     """Decode the prompts of a workload plainly and with each draft, in each mode, prompt by prompt and in random order.
 
@@ -47,7 +53,8 @@ def try_drafts(
     captures = {key: _capture(arms[key].decoder, context) for key in reversed(arms)}  # the largest trees first
     plain = arms[None, EAGER]
     runner = ArmRunner(plain.decoder, processor)
-    runs = runner.compare([*arms.values()], workload)
+    with console.stage("decoding with drafts", len(workload.prompts)) as update:
+        runs = runner.compare([*arms.values()], workload, report=update)
     trials = []
     for (name, mode), arm in arms.items():
         own, eager = runs[arm.name], runs[arms[name, EAGER].name]

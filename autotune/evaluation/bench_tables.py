@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autotune.console import Console
-from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
+from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.published_defaults import NAMED
 from autotune.documents.run import Run, length_bands, runs_dataframe
 from autotune.evaluation.summary import Summary, speedup
@@ -46,6 +46,8 @@ def geomeans(by_task: DataFrame) -> Series[float]:
     return np.exp(np.log(by_task).mean(axis=1))
 
 
+ARM_NOTES = {AR: "plain decoding", HF: "Hugging Face's generate", "M": "mean number of tokens of a round"}
+"""Explanations below tables of arms."""
 ARM_COLUMNS: dict[str, Callable[[Summary], str]] = {
     "speedup": lambda s: f"{s.speedup:.2f}x ({s.ci95[0]:.2f}-{s.ci95[1]:.2f})",
     "M": lambda s: f"{s.tokens_per_round:.2f}" if s.tokens_per_round else "-",
@@ -64,6 +66,7 @@ def print_arms(summaries: Sequence[Summary], console: Console) -> None:
     rows = [[s.name, *(cell(s) for cell in columns.values())] for s in summaries]
     title = f"Decoding {first.num_prompts} prompts, {first.num_tokens} tokens; speedup over ar with its 95 % interval"
     _print_arm_table(title, columns, rows, console)
+    console.labels({name: note for name, note in ARM_NOTES.items() if name in (*columns, *(s.name for s in summaries))})
 
 
 def is_lossy_arm(name: str) -> bool:

@@ -70,17 +70,21 @@ class Repository:
         """
         from huggingface_hub.utils.tqdm import tqdm
 
+        is_needed = is_told and not self._is_local and not self._has(files)
+
         class Progress(tqdm):
             def __init__(self, *arguments: Any, **options: Any) -> None:
-                is_shown = is_told and sys.stderr.isatty()
-                super().__init__(*arguments, **options | {"disable": not is_shown})
+                is_shown = is_needed and sys.stderr.isatty()
+                super().__init__(*arguments, **options | {"disable": not is_shown, "leave": False})
 
         patterns = [glob.escape(file) for file in files]
         options: dict[str, Any] = {"allow_patterns": patterns, "tqdm_class": Progress}
-        if is_told and not self._is_local and not self._has(files):
+        if is_needed:
             from autotune.console import Console
 
-            Console().say(f"{self.name}: downloading {len(files)} files of weights from the Hugging Face Hub")
+            Console().say(
+                f"{self.name}: downloading {len(files)} file{'s' * (len(files) > 1)} from the Hugging Face Hub"
+            )
         try:
             return Path(self._snapshot(local_files_only=self._is_local, **options))
         except Exception as error:

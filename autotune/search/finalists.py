@@ -172,7 +172,7 @@ def measure_finalists(
         }
         if block_s([*again.values()], confirming, thresholds.MIN_PROMPTS) <= deadline - time.monotonic():
             console.say(
-                f"with the prices of these rounds, {len(leading)} other configurations may be faster: they run beside the winner"
+                f"with the prices of these rounds, other configurations may be faster: {len(leading)} run beside the winner"
             )
             _, more, winner, updated = compete(
                 again, {}, updated, min_prompts=thresholds.MIN_PROMPTS, seed=seed + 1, deadline=deadline
@@ -267,8 +267,10 @@ def _document(name: str, configuration: Configuration, measured: Race, confirmin
 def estimated_speedup(finalist: MeasuredConfiguration, evaluator: Evaluator) -> float:
     """Speedup of a finalist on the evaluator's prompts: the predicted one, times measured over predicted speedup on the
     prompts that were run (a ratio estimator). Few prompts are run, and they differ more than the predictions err.
+    Without a prediction, where the finalist's trees leave the traces of these prompts, it is the measured one.
     """
-    assert finalist.predicted_speedup is not None
+    if finalist.predicted_speedup is None:
+        return finalist.speedup
     return evaluator.evaluate(finalist.configuration).speedup * finalist.speedup / finalist.predicted_speedup
 
 

@@ -39,23 +39,24 @@ def forecast(settings: SearchSettings, console: Console) -> list[str]:
     plan = make_plan(
         size, estimated_rates(pool.target, num_read, copy_gb_per_second(device)), seconds=settings.budget_s
     )
-    return [
+    lines = [
         f"target: {settings.target}",
         *(
             f"draft: {name}, {number} {'choice' if number == 1 else 'choices'} of it"
             for name, number in Counter(name for name, _ in found.variants).items()
         ),
         f"space: {found.space.name}, with the policies {', '.join(found.space.trees)}",
-        f"tried: {size.num_variants} choices of drafts, of which {size.num_survivors} keep their trees",
+        f"tried: {size.num_variants} choices of drafts, of which {size.num_survivors} get a search of their trees",
         f"prompts: {settings.workload}, {len(found.tune.prompts)} to tune and {len(found.evaluate.prompts)} to judge",
         f"memory on {device}: {', '.join(f'{name} {gib(number)}' for name, number in sizes.items())}",
         f"memory in all: {gib(total)} in {size.num_processes} process{'es' * (size.num_processes > 1)}; "
         f"{gib(free_memory(device))} are free",
-        "time, by a rough estimate from the sizes of the models and the memory's bandwidth:",
+        "time, by a rough estimate from the models' sizes and the memory's bandwidth:",
         *(f"  {stage}: {seconds:.0f} s" for stage, seconds in stage_seconds(plan, size).items()),
-        *textwrap.wrap(plan.describe(size), 80),
+        *plan.describe(size).split("\n"),
         "nothing was started; leave --plan out to search",
     ]
+    return [part for line in lines for part in textwrap.wrap(line, 80, break_on_hyphens=False, break_long_words=False)]
 
 
 def estimated_rates(target: Target, num_read: float, gb_per_second: float) -> Rates:

@@ -24,7 +24,7 @@ from autotune.documents.decoding_profile import (
 )
 from autotune.documents.run import Run, prompt_evidence
 from autotune.evaluation.arms import DecoderArm
-from autotune.evaluation.bench_tables import ARM_COLUMNS
+from autotune.evaluation.bench_tables import ARM_COLUMNS, ARM_NOTES
 from autotune.evaluation.divergence import divergences_from_plain
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import Summary, summarize
@@ -100,7 +100,8 @@ def print_evaluation(evaluation: Evaluation, num_points: int, console: Console) 
         console.say(f"{num} outputs of {TUNED} differ from plain decoding: {parts}{late}")
     for difference in found.other:
         console.say(f"  {difference}")
-    labels = {name: configuration.label for name, configuration in evaluation.configurations.items() if configuration}
+    labels = {name: note for name, note in ARM_NOTES.items() if name in [*columns, *evaluation.summaries]}
+    labels |= {name: configuration.label for name, configuration in evaluation.configurations.items() if configuration}
     console.labels(labels | ({TUNED: f"{num_points} operating points"} if num_points > 1 else {}))
     _print_gains(evaluation.gains, evaluation.best_default, console)
 

@@ -53,10 +53,10 @@ class SearchInputs:
         self.tune = load_prompts(settings, "tune", settings.num_tune_prompts)
         self.evaluate = load_prompts(settings, "evaluate", settings.num_evaluate_prompts)
         if shipped_files(settings.workload):
-            console.say(f"prompts    {settings.workload}, shipped with autotune; give your own with --workload FILE")
+            console.say(f"prompts: {settings.workload}, shipped with autotune; give your own with --workload FILE")
         if settings.has_default_drafts and settings.drafts == (RETRIEVAL,):
             console.say(
-                f"drafts     {RETRIEVAL} alone: no head of this target is here; name one with --draft, or train one"
+                f"drafts: {RETRIEVAL} alone, because no head of this target is here; name one with --draft, or train one"
             )
         has_images = any(prompt.pixels for prompt in (*self.tune.prompts, *self.evaluate.prompts))
         space = load_space(settings.space, settings.changes)

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from torch.nn.attention import SDPBackend
 
 from autotune.cli.main import main
+from autotune.console import Console
 from autotune.device import local_devices
 from autotune.doctor import target as examination
 from autotune.doctor.attention import attention_uses
@@ -158,7 +159,9 @@ def test_drafts_decode_in_every_mode_and_broken_ones_are_told(
     drafts = {"right": IndependentDraft(pair.draft), "wrong": IndependentDraft(pair.draft)}
     wrong, result = drafts["wrong"], drafts["wrong"]._result
     monkeypatch.setattr(wrong, "_result", lambda key, step, logits: result(key, step, logits.flip(-1)))
-    plain, _, eager, captured, _, broken = try_drafts(target, drafts, tokenizer, workload, ("eager", "cuda-graph"))
+    plain, _, eager, captured, _, broken = try_drafts(
+        target, drafts, tokenizer, workload, ("eager", "cuda-graph"), Console()
+    )
     assert plain.num_captures == eager.num_captures == 0 < captured.num_captures and captured.capture_bytes > 0
     assert captured.tokens_per_round == eager.tokens_per_round and captured.rounds_over_eager == 1.0
     assert captured.why_eager is None and captured.num_near_ties == len(captured.unexplained) == 0
@@ -174,7 +177,9 @@ def test_captured_steps_run_triton_kernels_or_say_why_not(
     assert why_masks(Target(on_device(text_pair, "cuda:0").target)) == "there is no kernel for float32"
     target, tokenizer = Target(on_device(half, "cuda:0").target), load_processor(str(text_pair.target_folder))
     workload = load_workload("digits", "tune").readable_by(tokenizer).cut(1, 4)
-    found = examine_target(target, ModelReference(id="a/model", sha256=""), workload, tokenizer, {}, num_tokens=4)
+    found = examine_target(
+        target, ModelReference(id="a/model", sha256=""), workload, tokenizer, {}, Console(), num_tokens=4
+    )
     assert found.captured_steps is not None and found.why_masks == no_triton
     monkeypatch.setattr(target.text.module, "_supports_attention_backend", False)
     assert why_masks(target) == "the model's layers do not call an attention function by its name"

@@ -358,7 +358,9 @@ def test_the_tables_show_the_figures(capsys: pytest.CaptureFixture[str]) -> None
     tuned = summarize(TUNED, runs, baseline)
     unmeasured = dataclasses.replace(tuned, name="hf", tokens_per_round=None)
     print_arms([unmeasured, tuned], console)
-    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().err.splitlines() if line.strip()}
+    printed = capsys.readouterr().err
+    rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.strip()}
+    assert "hf: Hugging Face's generate\nM: mean number of tokens of a round\n" in printed and "ar: " not in printed
     expected = ["2.67x", "(2.00-3.00)", "4.00", "1333", "2/2"]
     assert rows[TUNED] == expected
     assert rows["hf"] == [*expected[:2], "-", *expected[3:]]

@@ -11,13 +11,17 @@ from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import families
 from tests.drafters.test_eagle3 import write_head
 from tests.hub import published, tiny
 
+LLAMA, QWEN = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3.5-27B"
 PLAIN = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GATED = "meta-llama/Llama-3.1-405B-Instruct"
+PT = {"format": "pt"}
 RENAMED = {"HuggingFaceTB/SmolLM2-135M-instruct-old": PLAIN}
 
 
@@ -86,6 +90,48 @@ def _without_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
 
+def _eagle3(folder: Path) -> None:
+    """A head for the tiny Llama 3.1 in the published format: the first layer of its target over embeddings alone."""
+    from autotune.drafters.eagle3 import Eagle3Network
+    from autotune.modeling.target import Target
+
+    tiny.save(LLAMA, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    spoken = torch.tensor(sorted(AutoTokenizer.from_pretrained(folder).get_vocab().values()))
+    shutil.rmtree(folder)
+    config, first = model.config, model.model.layers[0].state_dict()
+    heads = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
+    sizes = heads | {"head_size": config.head_dim, "mlp_size": config.intermediate_size}
+    head = Eagle3Network.new(sizes, Target(model), source=LLAMA)
+    with torch.no_grad():
+        for name, weight in head.layer.named_parameters():
+            if name in first:  # the features beside the embedding get no weight
+                weight.copy_(pad(first[name], (0, weight.shape[-1] - first[name].shape[-1])))
+        head.fc.weight.zero_()
+    head.keep_tokens(spoken, head.lm_head.weight[spoken])
+    head.save(folder)
+
+
+def _own_mtp(folder: Path) -> None:
+    """A Qwen 3.5 whose checkpoint has the head that its config promises: its last layer over embedding and features."""
+    tiny.save(QWEN, folder)
+    weights, last = load_file(folder / "model.safetensors"), f"model.layers.{tiny.NUM_LAYERS - 1}."
+    head = {f"mtp.layers.0.{key.removeprefix(last)}": weights[key] for key in weights if key.startswith(last)}
+    norm = weights["model.norm.weight"]
+    head |= {f"mtp.{key}.weight": norm for key in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    head["mtp.fc.weight"] = torch.cat([torch.eye(len(norm))] * 2, -1)
+    save_file({key: weight.clone() for key, weight in (weights | head).items()}, folder / "model.safetensors", PT)
+
+
+def _gguf(folder: Path) -> None:
+    """A GGUF file, and no other file."""
+    from tests.modeling.test_gguf import write_gguf
+    from tests.tiny_models import new_tokenizer
+
+    folder.mkdir(parents=True)
+    write_gguf(folder / "SmolLM2-135M-Instruct-Q8_0.gguf", new_tokenizer())
+
+
 def _draft_head(architecture: str, **config: object) -> Callable[[Path], None]:
     """A head with the config that engines read; its weights are not there, since it is only recognised."""
 
@@ -118,7 +164,9 @@ ODD: dict[str, Callable[[Path], None]] = {
     "odd/adapter-beside": _adapter_beside,
     "odd/remote-code": _remote_code,
     "odd/without-config": _without_config,
-    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": _draft_head("LlamaForCausalLMEagle3", draft_vocab_size=32000),
+    QWEN: _own_mtp,
+    "bartowski/SmolLM2-135M-Instruct-GGUF": _gguf,
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": _eagle3,
     "Rayzl/qwen2.5-vl-7b-eagle3-sgl": _vision_head,
     "z-lab/Qwen3-8B-DFlash-b16": _draft_head("DFlashDraftModel", block_size=16, model_type="qwen3"),
     GATED: lambda folder: tiny.save("meta-llama/Llama-3.1-70B-Instruct", folder),

@@ -6,9 +6,11 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils.tqdm import tqdm
 
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
@@ -78,6 +80,25 @@ def test_only_files_that_transformers_reads_are_downloaded(hub: Hub, text_pair: 
     assert not (Path(resolve(IDS[0], weights=False)) / "model.safetensors").exists()
     names = {path.name for path in Path(resolve(IDS[0])).rglob("*") if not path.is_dir()}
     assert names == {path.name for path in text_pair.target_folder.iterdir()}
+
+
+def test_progress_is_of_a_download_alone(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model in the cache is loaded in silence, on a terminal too."""
+    shown: list[bool] = []
+    start = tqdm.__init__
+
+    def note(bar: Any, *arguments: Any, **options: Any) -> None:
+        shown.append(not options["disable"])
+        start(bar, *arguments, **options)
+
+    monkeypatch.setattr(tqdm, "__init__", note)
+    monkeypatch.setattr(hub_models.sys.stderr, "isatty", lambda: True)
+    for is_needed in (True, False):
+        shown.clear()
+        resolve(IDS[0])
+        assert ("downloading" in capsys.readouterr().err) == any(shown) == is_needed
 
 
 def test_shards_pickles_and_missing_shards(hub: Hub, text_pair: Pair, tmp_path: Path) -> None:

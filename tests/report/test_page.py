@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -273,3 +274,24 @@ def test_wrong_options_are_refused_before_the_work(made: MadeStudy, tmp_path: Pa
         done = CliRunner().invoke(main, ["report", str(profile), *map(str, options)])
         assert done.exit_code == 2 and message in done.stderr, message
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "page"),
+    [
+        ("profile.json", "report.html"),
+        ("profile-h100.json", "report-h100.html"),
+        ("p/profile-2.json", "report-2.html"),
+        ("x.json", "report.html"),
+    ],
+)
+def test_the_page_of_another_profile_is_another_file(source: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.report.page.write_report", lambda source, output, console, **options: None)
+    assert CliRunner().invoke(main, ["report", source]).stdout == f"{page}\n"
+
+
+def test_prices_of_zero_are_drawn() -> None:
+    """A datasheet prices drafts without a model at nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lines([Series("retrieval", [1, 2], [0.0, 0.0])], x="tokens", y="ms")

@@ -45,13 +45,16 @@ def test_a_forecast_is_of_the_models_that_a_search_loads(settings: dict[str, Any
     lines = forecast_of(SearchSettings(**settings))
     pool = ModelPool(settings["target"], settings["drafts"], "cpu")
     variants = pool.subnets(load_space("quick").without_images())
-    assert f"tried: {len(variants)} choices of drafts, of which 2 keep their trees" in lines
+    assert f"tried: {len(variants)} choices of drafts, of which 2 get a search of their trees" in lines
     drafts = sum(pool.draft(name).weight_bytes for name in pool.references)
     (memory,) = (line for line in lines if line.startswith("memory on cpu: "))
     assert f"target {gib(weight_bytes(pool.target.model))}, drafts {gib(drafts)}, caches of " in memory
     stages = [line.strip().partition(":") for line in lines if line.startswith("  ")]
     assert [name for name, _, _ in stages] == list(STAGES)
     assert sum(float(text.removesuffix("s")) for _, _, text in stages) == pytest.approx(300, abs=5)
+    assert all(len(line) <= 80 for line in lines if " " in line) and any(
+        line.startswith("8 prompts decide") for line in lines
+    )
     assert any("12 to tune and 12 to judge" in line for line in lines) and any(
         "rough estimate" in line for line in lines
     )
@@ -92,7 +95,7 @@ def test_a_head_of_a_target_is_read_for_its_sizes(pair: Pair, settings: dict[str
     head = write_head(tmp_path / "head", next(iter(PUBLISHED)))
     lines = forecast_of(SearchSettings(**{**settings, "drafts": (str(head),)}))
     pool = ModelPool(settings["target"], [str(head)], "cpu")
-    assert f"draft: {head}, {len(pool.subnets(load_space('quick').without_images()))} choice of it" in lines
+    assert f"draft: {head}, {len(pool.subnets(load_space('quick').without_images()))} choice of it" in " ".join(lines)
 
 
 def test_a_quantized_target_has_a_forecast(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -215,6 +215,8 @@ def test_the_estimate_is_of_all_tuning_prompts(selection: ProfileSelection, cloc
             for evaluator in (selection.evaluator, selection.prompts.confirming)
         )
         assert estimated_speedup(finalist, selection.evaluator) == pytest.approx(2.0 * there / here)
+    left = finalist.model_copy(update={"predicted_speedup": None})  # its trees leave the traces of these prompts
+    assert estimated_speedup(left, selection.evaluator) == finalist.speedup
 
 
 def test_little_time_measures_fewer_arms(
