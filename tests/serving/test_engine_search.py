@@ -194,7 +194,7 @@ def test_a_search_recommends_what_it_confirms_and_check_run_and_bench_take_its_p
     profile = EngineProfile.load("profile.json")
     assert profile.speculation is not None and profile.arms[-2].measured > 1.0
     assert all(arm.exact == arm.prompts == 4 and abs(arm.predicted / arm.measured - 1) < 0.01 for arm in profile.arms)
-    assert done.stdout.splitlines() == answer_of_engine(profile, Path("profile.json")), "and nothing else"
+    assert done.stdout.splitlines() == ["", *answer_of_engine(profile, Path("profile.json"))], "and nothing else"
     assert profile.command[-1].isdigit() and "--spec-type" in profile.command
     assert autotune("check", "profile.json").exit_code == 0
     other = autotune("check", "profile.json", "--engine-command", f"{folder / 'llama-server'} --other-rule")
@@ -377,7 +377,8 @@ def test_another_program_at_the_port_is_told_before_it_is_asked(folder: Path, mo
     with running([str(folder / "llama-server"), *ONE_SLOT], "llama-server") as (url, _):
         monkeypatch.setattr("socket.socket.getsockname", lambda _: ("127.0.0.1", int(url.rpartition(":")[2])))
         done = searched(folder)
-    assert done.exit_code == 2 and "Address already in use" in said(done)
+    # The server that was started may end before or after the other one answers.
+    assert done.exit_code == 2 and re.search("Address already in use|another program took this port", said(done))
     assert not list(folder.glob(".autotune/engines/*/*.jsonl"))
 
 
