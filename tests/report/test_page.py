@@ -282,7 +282,7 @@ def test_wrong_options_are_refused_before_the_work(made: MadeStudy, tmp_path: Pa
         ("profile.json", "report.html"),
         ("profile-h100.json", "report-h100.html"),
         ("p/profile-2.json", "report-2.html"),
-        ("x.json", "report.html"),
+        ("x.json", "x.html"),
     ],
 )
 def test_the_page_of_another_profile_is_another_file(source: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ CHANGED = PLAIN.model_copy(
 
 def test_the_command_repeats_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path(PLAIN.workload).write_text('{"prompt": "x"}\n')
+    Path(PLAIN.workload).write_text('{"prompt": "x"}\n' * 2)
     searched: list[SearchSettings] = []
 
     def search(settings: SearchSettings, console: object) -> DecodingProfile:
