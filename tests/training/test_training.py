@@ -372,7 +372,7 @@ def test_answers_and_training_are_announced(recipe: Callable[..., Path], monkeyp
 def test_the_weights_of_the_best_evaluation_are_kept(
     recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those of the last stage, also if the run is killed between; trackers read the figures at the steps of all."""
+    """The figures are those of the last stage, also if the run is killed between; trackers read them at the steps of all."""
     monkeypatch.setattr(trainer, "CHECKPOINT_EVERY", 1)
     monkeypatch.setattr(trainer, "LOG_EVERY", 1)
     states: list[dict[str, torch.Tensor]] = []
@@ -422,7 +422,7 @@ def test_recipes_of_one_file_of_examples_share_a_cache(
 def test_one_thread_is_taken_where_several_are_slower(
     recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a resumed run keeps its number, so that it reaches the same weights."""
+    """A resumed run keeps its number, so that it reaches the same weights."""
     seconds = {1: 0.5, 2: 1.0}
     seen: list[int] = []
     monkeypatch.setattr("autotune.training.draft_task.usable_threads", torch.get_num_threads)
