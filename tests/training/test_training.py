@@ -372,7 +372,7 @@ def test_answers_and_training_are_announced(recipe: Callable[..., Path], monkeyp
 def test_the_weights_of_the_best_evaluation_are_kept(
     recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The figures are those of the last stage, also if the run is killed between; trackers read them at the steps of all."""
+    """Figures are of the last stage, also if the run is killed between; trackers read them at all steps."""
     monkeypatch.setattr(trainer, "CHECKPOINT_EVERY", 1)
     monkeypatch.setattr(trainer, "LOG_EVERY", 1)
     states: list[dict[str, torch.Tensor]] = []
