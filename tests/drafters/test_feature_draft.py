@@ -283,7 +283,8 @@ def test_replay_counts_the_rounds_of_decoding(
     draft = agreeing_draft(kind, target, injection_layer=layer)
     bounds = ForestBounds(depth=5, num_proposals=16, width=128, floor=1e-30, beam=24)
     num_accepted = 0
-    for (name, inputs), settings in itertools.product(prompts.items(), SETTINGS):
+    for name, settings in zip(("text", "image", "image", "long"), itertools.cycle(SETTINGS), strict=False):
+        inputs = prompts[name]
         request = {**inputs, "max_new_tokens": 10, **settings}
         plain = Decoder(target).generate(**request)
         (read,) = target.encode(inputs).prompts
@@ -303,7 +304,7 @@ def test_replay_counts_the_rounds_of_decoding(
             assert replayed.accepted_lengths[0].tolist() == stats.accepted_lengths, (name, tree)
             assert replayed.draft_forwards[0] == stats.draft_forwards
             num_accepted += sum(stats.accepted_lengths)
-    assert num_accepted > 10
+    assert num_accepted > 6
 
 
 # -------- subnets
