@@ -86,7 +86,7 @@ def forecast(settings: SearchSettings) -> list[str]:
         f"memory in all: {gib(total)} in {num_processes} process{'es' * (num_processes > 1)}; {gib(free)} are free",
         "time, by a rough estimate from the sizes of the models and the memory's bandwidth:",
         *(f"  {stage}: {seconds:.0f} s" for stage, seconds in stage_seconds(plan, size).items()),
-        *textwrap.wrap(plan.describe(size), 80),
+        *(line for text in plan.describe(size).splitlines() for line in textwrap.wrap(text, 80)),
         "nothing was started; leave --plan out to search",
     ]
 

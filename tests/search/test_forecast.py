@@ -83,6 +83,7 @@ def test_plan_prints_the_forecast_and_starts_nothing(
 def test_a_head_of_a_target_is_read_for_its_sizes(pair: Pair, settings: dict[str, Any], tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", next(iter(PUBLISHED)))
     lines = forecast(SearchSettings(**{**settings, "drafts": (str(head),)}))
+    assert any(line[0].isdigit() and " prompts decide between" in line for line in lines), "a line of its own"
     pool = ModelPool(settings["target"], [str(head)], "cpu")
     assert f"draft: {head}, {len(pool.subnets(load_space('quick').without_images()))} choice of it" in lines
 
