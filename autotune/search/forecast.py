@@ -53,11 +53,7 @@ def forecast(settings: SearchSettings, console: Console) -> list[str]:
         f"{gib(free_memory(device))} are free",
         "time, by a rough estimate from the models' sizes and the memory's bandwidth:",
         *(f"  {stage}: {seconds:.0f} s" for stage, seconds in stage_seconds(plan, size).items()),
-<<<<<<< HEAD
         *plan.describe(size).split("\n"),
-=======
-        *(line for text in plan.describe(size).splitlines() for line in textwrap.wrap(text, 80)),
->>>>>>> playvlm
         "nothing was started; leave --plan out to search",
     ]
     return [part for line in lines for part in textwrap.wrap(line, 80, break_on_hyphens=False, break_long_words=False)]
