@@ -27,6 +27,7 @@ from autotune.files import parse_kind, read_json
 from autotune.modeling.gguf import find_gguf
 from autotune.modeling.loading import MTP_SUFFIX, load_errors, load_model, load_tokenizer, resolve
 from autotune.modeling.target import Target
+from autotune.modeling.weight_files import check_finite
 
 NETWORKS: dict[str, type[TrainableNetwork]] = {
     network.kind: network for network in (StarNetwork, DreamNetwork, SpecVlmNetwork, Eagle3Network, MtpNetwork)
@@ -108,11 +109,12 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
             return _load_whole(name, target, subnet, config.get("model_type"), random_weights=random_weights)
         with load_errors(name):
             network = load_feature_network(folder, target, random_weights=random_weights)
-    frequencies = network.token_frequencies
-    if frequencies is not None and len(frequencies) != target.vocab_size:
-        raise UserError(
-            f"{name}: {FREQUENCIES} are of {len(frequencies)} tokens, and the target has {target.vocab_size}; restore its weights"
-        )
+    if (frequencies := network.token_frequencies) is not None:
+        check_finite({FREQUENCIES: frequencies}, source=name)
+        if len(frequencies) != target.vocab_size:
+            raise UserError(
+                f"{name}: {FREQUENCIES} are of {len(frequencies)} tokens, and the target has {target.vocab_size}; restore its weights"
+            )
     if subnet.head_shares != (1.0, 1.0, 1.0):
         if not isinstance(network, StarNetwork):
             raise UserError(f"{name}: only a star draft has heads to choose; leave heads out")

@@ -22,6 +22,7 @@ from autotune.drafters.mtp import MtpConfig, MtpNetwork, set_head
 from autotune.errors import UserError
 from autotune.modeling.loading import MTP_SUFFIX, load_errors, resolve
 from autotune.modeling.target import Target
+from autotune.modeling.weight_files import check_whole
 
 _AFTER_THE_LAST = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)$")
 _OF_ITS_OWN = re.compile(r"^(?:model\.)?mtp\.(.+)$")
@@ -88,6 +89,7 @@ def _read(source: str, num_layers: int) -> dict[str, Tensor]:
     """The head's tensors, by their names in ``MtpNetwork``."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(Path(resolve(source)).glob("*.safetensors")):  # a GGUF file is loaded without its head
+        check_whole(path)
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is no dict)
                 if (own := own_name(name, num_layers)) is not None:

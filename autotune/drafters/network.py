@@ -18,6 +18,7 @@ from autotune.documents.subnet import Operator
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, DraftBlock, rotation
 from autotune.errors import UserError
 from autotune.files import Document
+from autotune.modeling.weight_files import check_finite
 
 NOT_TRAINED = -1.0  # frequency of a token
 
@@ -300,7 +301,7 @@ def set_weights(network: nn.Module, tensors: Mapping[str, Tensor], *, source: ob
     A network on the device ``meta`` is only compared with the tensors, before one is made whose sizes may be damaged.
 
     Raises:
-        UserError: missing or other tensors, or tensors of other shapes.
+        UserError: missing or other tensors, tensors of other shapes, or weights that are not finite.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -310,5 +311,6 @@ def set_weights(network: nn.Module, tensors: Mapping[str, Tensor], *, source: ob
             if name not in found or name not in shapes:
                 reason = f"{name} is {'missing' if name in shapes else 'none of them'}"
             raise UserError(f"{source}: not the tensors of {what} ({reason}); {advice}")
+    check_finite(tensors, source=source)
     if not any(tensor.is_meta for tensor in network.state_dict().values()):
         network.load_state_dict(tensors)

@@ -17,7 +17,7 @@ from autotune.drafters.network import DraftNetwork, NetworkConfig
 from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.errors import UserError
 from autotune.modeling.target import Target
-from autotune.modeling.weight_files import save_tensors
+from autotune.modeling.weight_files import check_whole, save_tensors
 
 CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
 FREQUENCIES = "token_frequencies"  # tensor of a draft's weights
@@ -126,11 +126,14 @@ def read_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
         )
     try:
         if path.name == WEIGHTS:
+            check_whole(path)
             return load_file(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         if isinstance(tensors, dict) and all(isinstance(tensor, Tensor) for tensor in tensors.values()):
             return tensors
         reason = "it holds something else"
+    except UserError:
+        raise
     except Exception as error:  # both libraries raise many kinds for damaged files
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     raise UserError(f"{path}: no tensors can be read from it ({reason}); restore the file, or save them as {WEIGHTS}")

@@ -24,7 +24,7 @@ from autotune.modeling.quantization import (
     quantization_of,
     usable_quantizer,
 )
-from autotune.modeling.weight_files import check_weights
+from autotune.modeling.weight_files import check_weights, check_whole
 
 if TYPE_CHECKING:
     from autotune.console import Console
@@ -191,6 +191,8 @@ def load_model(
                 model = factory.from_config(config, dtype=options.get("dtype", config.dtype)).to(device)
         else:
             files = [] if gguf else weight_files(Path(source))
+            for path in files:
+                check_whole(path)
             weights = sum(path.stat().st_size for path in files)
             is_dense = is_quantized and is_dense_once_loaded(usable_quantizer(config, name=name, device=device))
             if is_dense or (options and not is_quantized):
@@ -212,7 +214,7 @@ def load_model(
                 **options,
             )
             check_packed_weights(info["missing_keys"], info["unexpected_keys"], name=name)
-            check_weights(info, name=name)
+            check_weights(model, info, name=name)
             decompress(model)
     choose_attention(device)
     model.eval().requires_grad_(False)

@@ -1,13 +1,49 @@
-"""Files of weights: written whole, and refused where some of a model's are missing."""
+"""Files of weights: written whole, and refused where they are truncated or not finite."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
 from autotune.files import write_bytes
+
+
+def check_whole(path: Path) -> None:
+    """Refuse a file that is not there, or a safetensors file that ends before a tensor does, by the tensor's name.
+    Other damage is left to safetensors.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: the index of the weights names this file, which is not there; download it again")
+    end = path.stat().st_size
+    with suppress(ValueError, LookupError, TypeError, AttributeError), path.open("rb") as file:
+        begin = 8 + int.from_bytes(file.read(8), "little")
+        for name, entry in json.loads(file.read(min(begin, end) - 8)).items():
+            if name != "__metadata__" and begin + entry["data_offsets"][1] > end:
+                raise UserError(f"{path}: truncated in the weights {name}; restore the file, or download it again")
+
+
+def check_finite(tensors: Mapping[str, Any], *, source: object) -> None:
+    """Refuse weights that are not finite, of which every answer would be one token over and over."""
+    import torch
+
+    sums = {
+        name: tensor.sum(dtype=torch.float32)  # one pass without a copy, in which NaN and infinity stay
+        for name, tensor in tensors.items()
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter)  # not the packed weights of torchao
+        and tensor.is_floating_point()
+        and tensor.dtype.itemsize > 1
+        and not tensor.is_meta
+    }
+    for device in {value.device for value in sums.values()}:
+        names = [name for name, value in sums.items() if value.device == device]
+        is_finite = torch.stack([sums[name] for name in names]).isfinite().tolist()
+        if not all(is_finite):
+            damaged = f"{source}: the weights {names[is_finite.index(False)]} are not finite"
+            raise UserError(f"{damaged}; restore the file, or load another checkpoint")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None = None) -> None:
@@ -19,7 +55,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str
     write_bytes(path, save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))
 
 
-def check_weights(info: Mapping[str, Any], *, name: str) -> None:
+def check_weights(model: Any, info: Mapping[str, Any], *, name: str) -> None:
     """Refuse weights that transformers made at random because the checkpoint lacks them, or has others."""
     for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of")):
         if found := sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info[key]):
@@ -27,3 +63,4 @@ def check_weights(info: Mapping[str, Any], *, name: str) -> None:
                 f"{name}: its checkpoint {what} {len(found)} weights of the model, {', '.join(found[:3])}, which would be random; "
                 "restore the file, or load another checkpoint"
             )
+    check_finite(dict(model.named_parameters()), source=name)

@@ -24,7 +24,7 @@ from autotune.contention_monitor import ContentionMonitor
 from autotune.errors import UserError
 from autotune.files import append_line, content_key, sha256_of
 from autotune.modeling.loading import Dtype
-from autotune.modeling.weight_files import save_tensors
+from autotune.modeling.weight_files import check_finite, save_tensors
 from autotune.training.draft_task import CHAIN_DEPTH, DraftTask, autocast_dtype
 from autotune.training.recipe import Recipe, Stage
 
@@ -92,7 +92,7 @@ class Checkpoint:
 
     def load_model(self, module: nn.Module) -> None:
         with self._reading():
-            tensors = load_file(self.path)
+            check_finite(tensors := load_file(self.path), source=self.path)
             state = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
             missing, unexpected = module.load_state_dict(state, strict=False)
             if wrong := [*unexpected, *sorted(own_names(module) & set(missing))]:

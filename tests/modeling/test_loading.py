@@ -159,10 +159,16 @@ DAMAGED_TARGETS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: change_weights(f, lambda t: t.update({LAYER: t[LAYER][:3].clone()})),
         "has another shape of 1 weights",
     ),
-    "NaN": (lambda f: change_weights(f, lambda t: t[LAYER][0, 0].fill_(torch.nan)), "its states are not finite"),
-    "infinite": (lambda f: change_weights(f, lambda t: t[LAYER][0, 0].fill_(-torch.inf)), "its states are not finite"),
+    "NaN": (
+        lambda f: change_weights(f, lambda t: t[LAYER][0, 0].fill_(torch.nan)),
+        "gate_proj.weight are not finite; restore",
+    ),
+    "infinite": (
+        lambda f: change_weights(f, lambda t: t[LAYER][0, 0].fill_(-torch.inf)),
+        "gate_proj.weight are not finite",
+    ),
     **{f"cut at {size}": (partial(cut, size=size), "transformers cannot load it") for size in (0, 5, 100)},
-    "cut at 5000": (partial(cut, size=5000), "transformers cannot load it"),
+    "cut at 5000": (partial(cut, size=5000), "truncated in the weights |transformers cannot load it"),
     "pickle": (lambda f: (f / WEIGHTS).write_bytes(pickle.dumps({"a": 1})), "transformers cannot load it"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "transformers cannot load it"),
     "vocabulary": (
@@ -223,7 +229,7 @@ def test_no_code_of_a_checkpoint_is_asked_for(text_pair: Pair, tmp_path: Path, m
 
 DAMAGED_DRAFTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     **{f"cut at {size}": (partial(cut, size=size), "no tensors can be read from it") for size in (0, 5, 100)},
-    "cut at 5000": (partial(cut, size=5000), "no tensors can be read from it"),
+    "cut at 5000": (partial(cut, size=5000), "truncated in the weights "),
     "pickle": (lambda f: (f / WEIGHTS).write_bytes(pickle.dumps({"a": 1})), "no tensors can be read from it"),
     "no weights": (
         lambda f: (f / WEIGHTS).unlink(),
@@ -235,6 +241,7 @@ DAMAGED_DRAFTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: change_weights(f, lambda t: t.update({"norm.weight": torch.ones(3)})),
         r"norm.weight has shape \(3,\) in place of \(32,\)",
     ),
+    "NaN": (lambda f: change_weights(f, lambda t: t["norm.weight"].fill_(torch.nan)), "norm.weight are not finite"),
     **{
         f"{key} {value}": (
             lambda f, key=key, value=value: (f / CONFIG).write_text(

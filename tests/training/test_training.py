@@ -315,6 +315,7 @@ def test_a_damaged_checkpoint_is_one_line(recipe: Callable[..., Path]) -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({first: None}, {}, rf"damaged \({first[6:]} is missing"),
         ({first: torch.zeros(3)}, {}, "damaged .*size mismatch"),
+        ({first: tensors[first] * torch.nan}, {}, f"the weights {first} are not finite; restore the file"),
         ({"model.x": torch.zeros(1)}, {}, r"damaged \(x is missing, or none of the draft's\); delete it to start over"),
         ({}, {"stage": "x"}, "damaged .*; delete it to start over"),
         ({}, {"step": None}, "damaged .*; delete it to start over"),
