@@ -25,7 +25,7 @@ from autotune.files import write_table
 from autotune.prediction.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.screening import ScreenedSubnet, screen
-from autotune.search.space import bounds_of, load_space
+from autotune.search.space_files import bounds_of, load_space
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger

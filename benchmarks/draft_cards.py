@@ -42,8 +42,8 @@ from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
 from autotune.training.examples import JsonlExamples, read_examples
 from autotune.training.teacher import Teacher
-from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt
+from autotune.workloads.row_files import read_jsonl
 from autotune.workloads.workload import bundled_file, load_workload
 from benchmarks.evidence.training_curve import distilled_layers, draw_curve, logged
 

@@ -30,7 +30,8 @@ from autotune.files import write_table
 from autotune.prediction.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.settings import SearchSettings
-from autotune.search.space import SearchSpace, bounds_of, load_space
+from autotune.search.space import SearchSpace
+from autotune.search.space_files import bounds_of, load_space
 from autotune.search.traces import record_traces
 from autotune.study.document import load_study, newest_profile
 from autotune.trees.policy import POLICIES

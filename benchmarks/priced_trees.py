@@ -30,7 +30,8 @@ from autotune.documents.run import Run
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.prediction.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
-from autotune.search.space import SearchSpace, load_space
+from autotune.search.space import SearchSpace
+from autotune.search.space_files import load_space
 from autotune.search.tuning_prompts import confirms
 from autotune.study.document import load_study
 from autotune.trees.policy import POLICIES

@@ -23,7 +23,7 @@ from autotune.modeling.loading import BUNDLED_TARGET
 from autotune.recording.answers import ANSWERS_AT_ONCE, AnswerRecorder
 from autotune.recording.recorder import record_forest, run_target
 from autotune.search.model_pool import ModelPool
-from autotune.search.space import bounds_of, load_space
+from autotune.search.space_files import bounds_of, load_space
 from autotune.workloads.workload import load_workload
 
 DRAFTS = ("digits/independent", "digits/star", "digits/dream", "digits/specvlm")

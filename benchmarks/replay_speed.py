@@ -30,7 +30,7 @@ from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 from autotune.prediction.prices import TreePricing
 from autotune.prediction.sequoia import rank_acceptance, sequoia_trees
 from autotune.search.model_pool import ModelPool
-from autotune.search.space import load_space
+from autotune.search.space_files import load_space
 from autotune.search.traces import record_traces
 from autotune.trees.policy import POLICIES, Policy, parse_policy
 from autotune.workloads.workload import Workload, load_workload

@@ -32,7 +32,7 @@ from autotune.prediction.evaluator import Evaluator
 from autotune.search import pipeline
 from autotune.search.model_pool import ModelPool
 from autotune.search.settings import SearchSettings
-from autotune.search.space import load_space
+from autotune.search.space_files import load_space
 from autotune.study.document import load_study
 from autotune.study.storage import RUNS
 from autotune.workloads.workload import Workload, load_workload

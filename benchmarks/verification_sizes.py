@@ -28,7 +28,7 @@ from autotune.measuring.step_bench import StepBench
 from autotune.modeling.threads import limited_threads
 from autotune.prediction.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
-from autotune.search.space import load_space
+from autotune.search.space_files import load_space
 from autotune.study.document import load_study
 
 KV_LENGTH = 270

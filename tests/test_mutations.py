@@ -24,7 +24,7 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.files import data_root, read_json, read_lines, read_yaml
 from autotune.schemas import DOCUMENTS
-from autotune.search.space import load_space
+from autotune.search.space_files import load_space
 from autotune.training.recipe import Recipe
 from autotune.trees.policy import parse_policy
 from autotune.workloads.formats import FORMATS

@@ -36,7 +36,7 @@ def command(output: Path | None, table: Path | None, as_json: bool, **values: An
     """Measure a cost table: the latency of the forward passes of target and drafts on a device."""
     from autotune.cli.preflight import require_models, require_workload
     from autotune.files import WORKSPACE, content_key, write_table
-    from autotune.search.space import subnets_of_drafts
+    from autotune.search.space_files import subnets_of_drafts
     from autotune.study.outputs import choose_output
 
     settings = make_settings(SearchSettings, values)

@@ -44,7 +44,7 @@ def command(output: Path, visual_input: VisualInput, num_prompts: int, as_json: 
     """Record traces: the draft's proposals along the target's answers."""
     from autotune.cli.preflight import require_models, require_workload
     from autotune.files import require_writable
-    from autotune.search.space import subnets_of_drafts
+    from autotune.search.space_files import subnets_of_drafts
 
     require_writable(output / "keep-1.trace.json")
     settings = make_settings(SearchSettings, values)

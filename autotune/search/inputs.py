@@ -13,7 +13,7 @@ from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
 from autotune.search.plan import SearchSize
 from autotune.search.settings import SearchSettings, device_for
-from autotune.search.space import bounds_of, load_space
+from autotune.search.space_files import bounds_of, load_space
 from autotune.workloads.workload import Workload, WorkloadSplit, load_workload, shipped_files
 
 

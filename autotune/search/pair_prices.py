@@ -14,7 +14,7 @@ from autotune.execution import EAGER
 from autotune.search.cost_tables import priced_variants, print_table, table_for_gpu
 from autotune.search.inputs import load_models
 from autotune.search.settings import SearchSettings
-from autotune.search.space import subnets_of_drafts
+from autotune.search.space_files import subnets_of_drafts
 
 # Drafted tokens and levels of the trees in the tables: chains, and trees with levels of equal width.
 SHAPES = ((1, 1), (3, 3), (5, 5), (8, 8), (16, 4), (32, 6), (64, 8))

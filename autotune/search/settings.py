@@ -23,7 +23,8 @@ from autotune.files import WORKSPACE, Document, require_writable
 from autotune.modeling.loading import BUNDLED_TARGET, Dtype
 from autotune.modeling.target_defaults import default_drafts, default_workload
 from autotune.option_fields import option_name, setting
-from autotune.search.space import SearchSpace, space_path
+from autotune.search.space import SearchSpace
+from autotune.search.space_files import space_path
 from autotune.study.outputs import choose_output, settings_key
 from autotune.study.storage import PROFILE, STUDY, storage_url, study_folder
 from autotune.workloads.formats import Format

@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from autotune.cost.table import TOKENS
 from autotune.documents.subnet import (
     NUM_BLOCKS,
     OPERATORS_WITH_RATIO,
@@ -23,13 +21,12 @@ from autotune.documents.subnet import (
     Weights,
 )
 from autotune.errors import UserError, nearest
-from autotune.files import Document, content_key, data_root
+from autotune.files import Document, content_key
 from autotune.strict_parsing import parse_yaml
 
 if TYPE_CHECKING:
     import optuna
 
-    from autotune.acceptance.trace import ForestBounds
     from autotune.documents.configuration import Tree
 
 MAX_ENUMERATED = 3000
@@ -375,21 +372,6 @@ def ordered(policy: str, values: dict[str, Any]) -> Tree:
     return {"policy": policy, **values}
 
 
-def space_path(name: str) -> Path:
-    """The YAML file of a shipped search space, or the file of that name.
-
-    Raises:
-        UserError: neither exists.
-    """
-    shipped = {path.stem: path for path in (data_root() / "search_spaces").glob("*.yaml")}
-    path = shipped.get(name, Path(name))
-    if name not in shipped and not path.suffix:
-        raise UserError(f"unknown search space {name!r}; {nearest(name, shipped)}")
-    if not path.exists():
-        raise UserError(f"{path}: no such file; check the path")
-    return path
-
-
 def _value(text: str, change: str) -> Any:
     """The value of a change, as a space file has it; ``a,b`` is a list."""
     try:
@@ -397,72 +379,3 @@ def _value(text: str, change: str) -> Any:
         return [parse_yaml(one) for one in text.split(",")] if isinstance(value, str) and "," in text else value
     except ValueError as error:
         raise UserError(f"--set {change}: no value of YAML ({error}); give for example heads=1.0,0.5") from None
-
-
-def subnets_of_drafts(changes: Sequence[str] = ()) -> SearchSpace:
-    """The space of the drafts as they are, with the changes of ``SearchSpace.changed``, and without trees."""
-    whole = SearchSpace(name="of this draft", visual_keep=Dimension(choices=[1.0]), trees={"chain": {}})
-    return whole.changed(changes)
-
-
-def load_space(name: str, changes: Sequence[str] = ()) -> SearchSpace:
-    """A shipped search space by name, or a YAML file, with the changes of ``SearchSpace.changed``.
-
-    Raises:
-        UserError: no such space, an unknown policy or hyperparameter, or a value out of range.
-    """
-    from autotune.trees.policy import POLICIES, parse_policy
-
-    path = space_path(name)
-    space = SearchSpace.load(path).changed(changes)
-    for policy, dimensions in space.trees.items():
-        if policy not in POLICIES:
-            raise UserError(f"{path}: unknown tree policy {policy!r}; {nearest(policy, POLICIES)}")
-        if POLICIES[policy].is_template():
-            _check_template(policy, POLICIES[policy].template_sizes, dimensions, path)
-            continue
-        fields = [field for field in POLICIES[policy].model_fields if field != "policy"]
-        for name in dimensions:
-            if name not in fields:
-                raise UserError(f"{path}: {policy} has no hyperparameter {name!r}; {nearest(name, fields)}")
-        for name, dimension in dimensions.items():
-            for value in dimension.choices or [dimension.low, dimension.high]:
-                tree = ordered(policy, {**_largest(dimensions), name: value})
-                parse_policy(tree, source=f"{path}: {policy}")
-    return space
-
-
-def _check_template(policy: str, sizes: Mapping[str, int], dimensions: dict[str, Dimension], path: Path) -> None:
-    for name in (*dimensions, *sizes):
-        if name not in sizes:
-            raise UserError(f"{path}: {policy} trees have no dimension {name!r}; {nearest(name, sizes)}")
-        values = dimensions[name].values if name in dimensions else None
-        if not values or not all(isinstance(v, int) and 1 <= v <= sizes[name] for v in values):
-            raise UserError(
-                f"{path}: {policy} needs {name}, integers from 1 to {sizes[name]}; give it low and high, or choices"
-            )
-
-
-def _largest(dimensions: dict[str, Dimension]) -> dict[str, Any]:
-    return {name: dimension.largest for name, dimension in dimensions.items()}
-
-
-def bounds_of(space: SearchSpace, max_tokens: int = TOKENS[-1]) -> ForestBounds:
-    """Bounds of the forests that traces need for a space: of each policy with all hyperparameters at their upper ends.
-
-    Raises:
-        UserError: the space has trees with steps of more than ``max_tokens`` tokens, which the cost table does not
-            price.
-    """
-    from autotune.acceptance.trace import bounds_for
-    from autotune.trees.policy import POLICIES, parse_policy
-
-    largest = {name: POLICIES[name].largest(_largest(dimensions)) for name, dimensions in space.trees.items()}
-    policies = [parse_policy(ordered(name, values)) for name, values in largest.items()]
-    for policy in policies:
-        if policy.max_step > max_tokens:
-            raise UserError(
-                f"space {space.name}: steps are priced up to {max_tokens} tokens; {policy.policy} verifies up to "
-                f"{policy.max_nodes + 1} and drafts up to {policy.max_width} at once; narrow the space"
-            )
-    return bounds_for(policies)

@@ -35,10 +35,10 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from autotune.errors import UserError
-from autotune.files import describe, read_text
-from autotune.strict_parsing import parse_json
+from autotune.files import describe
 from autotune.workloads.chat import Message, Part
 from autotune.workloads.prompt import AnsweredPrompt, Prompt
+from autotune.workloads.row_files import read_jsonl, read_rows
 
 Format = Literal[
     "autotune", "mt-bench", "spec-bench", "mmspec", "speed-bench", "vllm", "sharegpt", "humaneval", "gsm8k"
@@ -81,7 +81,7 @@ def read_prompts(path: Path, format: Format | None = None) -> Rows:
     Raises:
         UserError: missing or empty file, an invalid row, a row of another format, or a placeholder of SPEED-Bench.
     """
-    rows = None if format == OWN else _rows(path)
+    rows = None if format == OWN else read_rows(path)
     chosen = format or (detect(rows) if rows else OWN)
     if rows is None or chosen == OWN:
         return Rows(OWN, list(read_jsonl(path, Prompt)))
@@ -95,7 +95,7 @@ def read_answered(path: Path) -> list[tuple[int, AnsweredPrompt]]:
     Raises:
         UserError: missing or empty file, or an invalid row.
     """
-    rows = _rows(path)
+    rows = read_rows(path)
     if not rows or detect(rows) != "sharegpt":
         return read_jsonl(path, AnsweredPrompt)
     return _read_rows(path, rows, "sharegpt", lambda row: row.answered())
@@ -121,30 +121,6 @@ def _read_rows(
     if not prompts:
         raise UserError(f"{path}: the file has no question; give a file of {format} with at least one")
     return prompts
-
-
-def read_jsonl(path: Path, kind_of: type[P]) -> list[tuple[int, P]]:
-    """Parse the non-empty lines of a file, with their line numbers. Images are not loaded.
-
-    Raises:
-        UserError: missing or empty file, or an invalid line.
-    """
-    records = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            parse_json(line)
-            records.append((number, kind_of.model_validate_json(line)))
-        except ValidationError as error:
-            raise UserError(f"{path}:{number}: {describe(error, kind_of)}") from None
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: every line must be a JSON object ({error}); fix that line") from None
-    if not records:
-        raise UserError(
-            f'{path}: the file is empty; add a line such as {{"prompt": "What is this?", "images": ["photo.png"]}}'
-        )
-    return records
 
 
 def detect(rows: Sequence[tuple[int, Any]]) -> Format:
@@ -180,34 +156,6 @@ def by_tasks_in_turn(rows: Sequence[tuple[int, Prompt]]) -> list[tuple[int, Prom
         split = "evaluate" if len(questions) % 2 else "tune"
         questions.append((number, prompt.model_copy(update={"split": split})))
     return [row for of_turn in itertools.zip_longest(*by_task.values()) for row in of_turn if row is not None]
-
-
-def _rows(path: Path) -> list[tuple[int, Any]] | None:
-    """The rows of a Parquet, JSON or JSONL file with their numbers, from 1 on; None if it is none of these."""
-    if path.suffix == ".parquet":
-        return list(enumerate(_parquet_rows(path), start=1))
-    text = read_text(path)
-    try:
-        if text.lstrip().startswith("["):
-            return list(enumerate(parse_json(text), start=1))
-        return [(number, parse_json(line)) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    except ValueError:
-        return None  # our own reader names the line
-
-
-def _parquet_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise UserError(f"{path}: Parquet files need pyarrow; pip install pyarrow, or give a JSONL file") from None
-    try:
-        rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; check the path") from None
-    except Exception as error:  # pyarrow's own errors are of many kinds
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{path}: not a readable Parquet file ({reason}); download it again") from None
-    return rows
 
 
 class _Part(BaseModel):

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from autotune.errors import UserError, nearest
 from autotune.files import data_root
 from autotune.workloads.chat import Variables, used_variables
-from autotune.workloads.formats import OWN, Format, read_jsonl, read_prompts
+from autotune.workloads.formats import OWN, Format, read_prompts
 from autotune.workloads.hub import local_file
 from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, can_read, load_prompt, load_turns
+from autotune.workloads.row_files import read_jsonl
 
 if TYPE_CHECKING:
     from autotune.documents.decoding_profile import WorkloadReference

@@ -21,7 +21,7 @@ from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
-from autotune.search.space import load_space
+from autotune.search.space_files import load_space
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload, load_workload
 from tests.imports import ROOT

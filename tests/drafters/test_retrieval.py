@@ -20,7 +20,7 @@ from autotune.modeling.loading import RETRIEVAL, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.search.model_pool import ModelPool
-from autotune.search.space import load_space
+from autotune.search.space_files import load_space
 from autotune.trees.limits import MAX_RETRIEVED
 from autotune.trees.tree import ROOT
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch", exc_type=ImportError)
 
 from autotune.modeling.loading import load_model, load_processor  # noqa: E402
 from autotune.training.examples import split_file  # noqa: E402
-from autotune.workloads.formats import read_jsonl  # noqa: E402
 from autotune.workloads.prompt import AnsweredPrompt, load_prompt  # noqa: E402
+from autotune.workloads.row_files import read_jsonl  # noqa: E402
 from autotune.workloads.workload import bundled_file  # noqa: E402
 from drafts.digits.make import digits, models  # noqa: E402
 from drafts.digits.make.digits import TASKS, _scan_bank, make_example  # noqa: E402

@@ -17,7 +17,7 @@ from autotune.measuring.block_log import Block, BlockLog, LogHeader, TimedJob
 from autotune.search import cost_tables
 from autotune.search.cost_tables import local_table, priced_variants, table_for_gpu
 from autotune.search.model_pool import ModelPool
-from autotune.search.space import load_space
+from autotune.search.space_files import load_space
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import Workload
 from tests.sample_documents import cost_table

@@ -28,7 +28,8 @@ from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import search
 from autotune.search.screening import _recorded_together
 from autotune.search.settings import SearchSettings
-from autotune.search.space import SearchSpace, load_space
+from autotune.search.space import SearchSpace
+from autotune.search.space_files import load_space
 from tests.cli.test_end_to_end import write_small_job
 from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import KINDS

@@ -16,7 +16,8 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
-from autotune.search.space import SearchSpace, load_space
+from autotune.search.space import SearchSpace
+from autotune.search.space_files import load_space
 from autotune.trees.chain import ChainPolicy
 from autotune.workloads.workload import load_workload
 from tests.drafters.test_feature_draft import agreeing_draft

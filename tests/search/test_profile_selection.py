@@ -27,7 +27,8 @@ from autotune.search.held_out import Evaluation, measured_point
 from autotune.search.model_pool import ModelPool
 from autotune.search.plan import StageClock
 from autotune.search.profile_selection import ProfileSelection
-from autotune.search.space import SearchSpace, bounds_of
+from autotune.search.space import SearchSpace
+from autotune.search.space_files import bounds_of
 from autotune.search.thresholds import KEPT_PROMPTS, MIN_PROMPTS
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees

@@ -27,7 +27,8 @@ from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
 from autotune.search.model_pool import _run_task as run_worker
 from autotune.search.screening import DEPTHS, MAX_TOGETHER, screen, screen_units, survivors
-from autotune.search.space import SearchSpace, load_space
+from autotune.search.space import SearchSpace
+from autotune.search.space_files import load_space
 from autotune.search.thresholds import MIN_TRACED_PROMPTS
 from autotune.search.traces import Recording, record_in_worker, record_traces
 from autotune.search.worker_pool import MAX_WORKERS

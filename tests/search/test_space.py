@@ -18,7 +18,8 @@ from autotune.documents.published_defaults import ABLATIONS, COMPARED_DEFAULTS, 
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import data_root
-from autotune.search.space import MAX_ENUMERATED, NAMES, Dimension, SearchSpace, load_space, ordered
+from autotune.search.space import MAX_ENUMERATED, NAMES, Dimension, SearchSpace, ordered
+from autotune.search.space_files import load_space
 from autotune.trees.policy import parse_policy
 
 SHIPPED = sorted(path.stem for path in (data_root() / "search_spaces").glob("*.yaml"))

@@ -20,7 +20,8 @@ from autotune.runtime.decoder import Decoder
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
 from autotune.search.screening import _recorded_together
-from autotune.search.space import SearchSpace, load_space
+from autotune.search.space import SearchSpace
+from autotune.search.space_files import load_space
 from autotune.workloads.workload import Workload, load_workload
 from tests.drafters.test_feature_draft import KINDS, agreeing_draft
 from tests.sample_documents import cost_table, write_image, write_workload

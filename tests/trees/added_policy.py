@@ -19,7 +19,7 @@ from autotune.modeling.target import Target
 from autotune.prediction.evaluator import Evaluator
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
-from autotune.search.space import bounds_of, load_space
+from autotune.search.space_files import bounds_of, load_space
 from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger
 from autotune.trees.policy import parse_policy
