@@ -24,10 +24,10 @@ def reported_errors(junit: Path | None, github: bool) -> Iterator[None]:
     """Report an error that ends a check, and raise it again. The report of an earlier check is removed first, so that
     it does not stand for a check that was killed.
     """
-    if junit is not None and junit.is_file():
+    if junit is not None:
         require_replaceable(junit, "--junit")
         with write_errors(junit):
-            junit.unlink()
+            junit.unlink(missing_ok=True)
     try:
         yield
     except Exception as error:
