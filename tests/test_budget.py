@@ -55,7 +55,7 @@ MOST_STATEMENTS = {
         "modeling": 2144,
         "prediction": 238,
         "recording": 508,
-        "report": 889,
+        "report": 890,
         "runtime": 2378,
         "search": 2296,
         "serving": 1155,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autotune.acceptance.replay import plain_decode_ms
@@ -81,7 +83,7 @@ def test_cumulative_ablation_frees_dimensions_one_by_one(sources: Sources, made:
     assert [*steps] == ["full draft", "+ visual tokens", "+ heads", "+ injection layer"]
     assert [best.ms_per_token for best in steps.values()] == pytest.approx([1.17, 1.155, 1.055, 1.005])
     other = ScreenedSubnet(draft="other", subnet=Subnet(), depth=2, tokens_per_round=2, ms_per_token=0.5, speedup=4.0)
-    steps = cumulative_ablation(Sources(screened=[*made.screened, other]))
+    steps = cumulative_ablation(replace(sources, screened=[*made.screened, other]))
     assert [*steps.items()][-1] == ("+ draft", other)
     assert cumulative_ablation(Sources()) == {}
 
