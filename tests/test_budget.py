@@ -57,7 +57,7 @@ MOST_STATEMENTS = {
         "recording": 508,
         "report": 890,
         "runtime": 2378,
-        "search": 2296,
+        "search": 2297,
         "serving": 1155,
         "study": 321,
         "training": 1181,
