@@ -65,11 +65,7 @@ MOST_STATEMENTS = {
         "workloads": 872,
         "hub": 783,
     },
-    "benchmarks": {
-        "benchmarks": 3339,
-        "evidence": 706,
-        "gpu": 374,
-    },
+    "benchmarks": {"benchmarks": 3339, "evidence": 706, "gpu": 374},
 }
 
 
