@@ -135,7 +135,7 @@ class _SearchRun(SearchInputs):
         documents = [keys_of(self.tune), keys_of(self.evaluate), asdict(size)]
         self.plan = Plan.model_validate(self.shared_decision("plan", documents, make), strict=False)
         self.console.say(self.plan.describe(size))
-        self.console.say(f"  {self.plan.rates.describe()}")
+        self.console.detail(self.plan.rates.describe())
         self.clock.set_share("screening", self.plan.screening_share)
         self.clock.kept_s = self.plan.kept_s
         limit = self.plan.max_new_tokens
