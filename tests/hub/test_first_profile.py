@@ -41,7 +41,7 @@ def test_the_profile_names_every_choice(
         Path("recipe.yaml").write_text(blocks(PAGE, "yaml")[0])
         for command in commands(PAGE):  # workers would ask the real Hub
             run(*shlex.split(command)[1:], *(["--jobs", "1"] if " search " in command else []))
-    for name in ("profile.json", "wetap.json"):
+    for name in ("profile-h100.json", "wetap.json"):
         point = DecodingProfile.load(tmp_path / name).point
         assert point.draft is not None and point.draft.kind == "star" and point.tree is not None
         assert point.draft.subnet.injection_layer is not None and point.draft.subnet.visual_keep <= 1
