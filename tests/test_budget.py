@@ -39,7 +39,7 @@ MOST_STATEMENTS = {
         "workloads": 784,
     },
     "tests": {
-        "tests": 3539,
+        "tests": 3540,
         "acceptance": 600,
         "api": 490,
         "check": 969,

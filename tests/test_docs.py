@@ -293,7 +293,9 @@ def test_the_commands_that_repeat_a_paper_run(tmp_path: Path, monkeypatch: pytes
     Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     names = {"TARGET": "digits/target", "SMALL": "digits/independent", "30m": "60s"}
     page = re.sub("|".join(names), lambda found: names[found[0]], PAGES["repeat-a-paper.md"])
-    (recipe,) = (re.sub(r"steps: \d+, batch_size: \d+", "steps: 2, batch_size: 2", block) for block in blocks(page, "yaml"))
+    (recipe,) = (
+        re.sub(r"steps: \d+, batch_size: \d+", "steps: 2, batch_size: 2", block) for block in blocks(page, "yaml")
+    )
     for kind in ("star", "dream", "specvlm"):
         text = recipe if kind == "star" else recipe.replace(", subnets: random", "")
         Path(f"{kind}.yaml").write_text(text.replace("model: star", f"model: {kind}"))
