@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.acceptance.trace import TraceHeader
 from autotune.check.result import CheckResult
 from autotune.cost.roofline import DatasheetLimits
 from autotune.cost.table import CostTable
@@ -13,6 +12,7 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.engine_profile import EngineProfile
 from autotune.drafters.checkpoint import CONFIGS
 from autotune.files import Document
+from autotune.replay.trace import TraceHeader
 from autotune.search.space import SearchSpace
 from autotune.study.document import StudyDocument
 from autotune.training.recipe import Recipe

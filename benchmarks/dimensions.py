@@ -22,7 +22,7 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.evaluation.summary import summarize
 from autotune.files import write_table
-from autotune.prediction.evaluator import Evaluator
+from autotune.replay.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.screening import ScreenedSubnet, screen
 from autotune.search.space_files import bounds_of, load_space

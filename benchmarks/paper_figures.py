@@ -22,14 +22,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from autotune.acceptance.reference_replay import ReplayedRound, rounds
-from autotune.acceptance.replay import plain_decode_ms
-from autotune.acceptance.trace import Trace
 from autotune.cost.roofline import DatasheetLimits, datasheets, find_limits, operations, step_ms
 from autotune.cost.table import ModelShape
 from autotune.documents.configuration import configuration_of
 from autotune.documents.run import length_bands, time_shares
 from autotune.files import write_table
+from autotune.replay.reference_replay import ReplayedRound, rounds
+from autotune.replay.replay import plain_decode_ms
+from autotune.replay.trace import Trace
 from autotune.report.acceptance import evidence_runs
 from autotune.report.points import heads_label
 from autotune.report.sources import Sources, find_sources

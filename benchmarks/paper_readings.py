@@ -23,7 +23,6 @@ from typing import Any
 
 import click
 
-from autotune.acceptance.trace import ForestBounds
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, Tree
@@ -31,7 +30,8 @@ from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.modeling.loading import BUNDLED_TARGET
 from autotune.modeling.target_defaults import default_workload
-from autotune.prediction.evaluator import Evaluator
+from autotune.replay.evaluator import Evaluator
+from autotune.replay.trace import ForestBounds
 from autotune.search.cost_tables import table_for_gpu
 from autotune.search.model_pool import ModelPool
 from autotune.search.traces import record_traces

@@ -27,7 +27,7 @@ from autotune.documents.decoding_profile import AR, DecodingProfile
 from autotune.documents.run import Run
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import write_table
-from autotune.prediction.evaluator import Evaluator
+from autotune.replay.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.settings import SearchSettings
 from autotune.search.space import SearchSpace

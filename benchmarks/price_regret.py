@@ -151,7 +151,6 @@ class SimulatedRunner:
 
 def work(path: Path) -> None:
     """Choose a configuration for every machine and seed; prints the true speedups of the choices and of the best."""
-    from autotune.acceptance.trace import load_trace
     from autotune.console import Console
     from autotune.cost.request_costs import Overhead, PrefillCost
     from autotune.cost.surface import Point, Surface
@@ -163,7 +162,8 @@ def work(path: Path) -> None:
     from autotune.documents.subnet import Subnet
     from autotune.measuring.sampling import Sampler
     from autotune.measuring.settings import CostSettings
-    from autotune.prediction.evaluator import Evaluator
+    from autotune.replay.evaluator import Evaluator
+    from autotune.replay.trace import load_trace
     from autotune.search.finalists import choose_finalists, confirmable, measure_finalists
     from autotune.search.tuning_prompts import TuningPrompts
     from autotune.workloads.prompt import Prompt, WorkloadPrompt

@@ -21,14 +21,14 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.acceptance.trace import load_trace
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.documents.decoding_profile import AR
 from autotune.documents.run import Run
 from autotune.evaluation.summary import bootstrap_ratio
-from autotune.prediction.evaluator import Evaluator
+from autotune.replay.evaluator import Evaluator
+from autotune.replay.trace import load_trace
 from autotune.search.model_pool import ModelPool
 from autotune.search.space import SearchSpace
 from autotune.search.space_files import load_space

@@ -19,16 +19,16 @@ from pathlib import Path
 import click
 import numpy as np
 
-from autotune.acceptance.replay import replay
-from autotune.acceptance.trace import Trace, bounds_for
 from autotune.console import Console
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.table import DensePrices
 from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
-from autotune.prediction.prices import TreePricing
-from autotune.prediction.sequoia import rank_acceptance, sequoia_trees
+from autotune.replay.prices import TreePricing
+from autotune.replay.replay import replay
+from autotune.replay.sequoia import rank_acceptance, sequoia_trees
+from autotune.replay.trace import Trace, bounds_for
 from autotune.search.model_pool import ModelPool
 from autotune.search.space_files import load_space
 from autotune.search.traces import record_traces

@@ -18,13 +18,13 @@ from typing import Any, cast
 import click
 import numpy as np
 
-from autotune.acceptance.reference_replay import rounds
-from autotune.acceptance.trace import Trace, bounds_for
 from autotune.console import Console
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.retrieval import MAX_MATCH, RetrievalDraft
 from autotune.evaluation.runner import PROMPT_LOOKUP_MATCH
 from autotune.modeling.loading import BUNDLED_TARGET, RETRIEVAL
+from autotune.replay.reference_replay import rounds
+from autotune.replay.trace import Trace, bounds_for
 from autotune.search.model_pool import ModelPool
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.policy import Policy

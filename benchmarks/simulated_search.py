@@ -28,7 +28,7 @@ from autotune.evaluation.summary import ms_per_token
 from autotune.files import read_lines
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.loading import RETRIEVAL, load_model
-from autotune.prediction.evaluator import Evaluator
+from autotune.replay.evaluator import Evaluator
 from autotune.search import pipeline
 from autotune.search.model_pool import ModelPool
 from autotune.search.settings import SearchSettings

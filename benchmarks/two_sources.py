@@ -24,11 +24,11 @@ from unittest.mock import patch
 import click
 import torch
 
-from autotune.acceptance.calibration import calibrate
-from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
 from autotune.contention_monitor import ContentionMonitor
 from autotune.modeling.loading import BUNDLED_TARGET, reference
+from autotune.replay.calibration import calibrate
+from autotune.replay.trace import bounds_for
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import Request
 from autotune.runtime.session import Session

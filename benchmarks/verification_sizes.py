@@ -18,7 +18,6 @@ import click
 import numpy as np
 import torch
 
-from autotune.acceptance.trace import load_trace
 from autotune.console import Console
 from autotune.cost.surface import Point, Surface
 from autotune.cost.table import EVERY_ROW, CostTable
@@ -26,7 +25,8 @@ from autotune.documents.configuration import Configuration
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
 from autotune.modeling.threads import limited_threads
-from autotune.prediction.evaluator import Evaluator
+from autotune.replay.evaluator import Evaluator
+from autotune.replay.trace import load_trace
 from autotune.search.model_pool import ModelPool
 from autotune.search.space_files import load_space
 from autotune.study.document import load_study

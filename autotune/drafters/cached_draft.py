@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from autotune.acceptance.trace import Forest
 from autotune.documents.subnet import Subnet
 from autotune.drafters.draft import Coupling, Dimensions, Draft, FeatureSource, Proposals, cut_scores, top_proposals
 from autotune.drafters.forests import AnswerToRecord, ModelForestGrower
@@ -25,6 +24,7 @@ from autotune.modeling.packed_step import NOISE_ROW, TEMPERATURE, TOP_K, TOP_P, 
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Evaluated, Step
 from autotune.modeling.transfer import rows_to_host, to_device
+from autotune.replay.trace import Forest
 from autotune.trees.limits import MAX_CHILDREN, MAX_LEVEL_STEP, MAX_STEP
 from autotune.trees.tree import ROOT, Ints, Tree, write_level
 

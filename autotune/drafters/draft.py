@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.acceptance.trace import Forest
 from autotune.cost.table import ModelShape
 from autotune.documents.subnet import Operator, Subnet
 from autotune.errors import UserError
 from autotune.modeling.packed_step import Draw
+from autotune.replay.trace import Forest
 from autotune.trees.tree import Ints, Tree
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.acceptance.trace import Forest, ForestBounds
 from autotune.drafters.draft import Coupling, FeatureSource
 from autotune.modeling.step import Step
+from autotune.replay.trace import Forest, ForestBounds
 from autotune.trees.limits import MAX_STEP, Floats, Ints
 
 ROOTS_AT_ONCE = 24  # limit on the positions whose forests grow together,

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.acceptance.trace import Forest
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import FeatureSource, check_vocabulary, kept_tokens, notify
 from autotune.drafters.forests import AnswerToRecord
@@ -25,6 +24,7 @@ from autotune.modeling.quantization import num_parameters, weight_bytes
 from autotune.modeling.self_check import check_tree_decoding
 from autotune.modeling.step import Evaluated, Step
 from autotune.modeling.tree_model import TreeModel
+from autotune.replay.trace import Forest
 from autotune.trees.tree import Ints, Tree
 
 if TYPE_CHECKING:

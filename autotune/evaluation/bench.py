@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune.acceptance.degenerate_answers import degenerate_answers
 from autotune.console import Console
 from autotune.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.device import fingerprint
@@ -39,6 +38,7 @@ from autotune.evaluation.runner import SLOW_FORWARD, SLOW_PREFILL, ArmRunner
 from autotune.evaluation.summary import summarize
 from autotune.execution import EAGER
 from autotune.modeling.vision_timing import timed_vision, vision_parts
+from autotune.replay.degenerate_answers import degenerate_answers
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
 from autotune.trees.policy import parse_policy

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, join
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.drafters.blocks import AttentionContext, Crossing
@@ -27,6 +26,7 @@ from autotune.modeling import transfer
 from autotune.modeling.prompt import num_patches
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Answer, Recorder, TargetFeatures
+from autotune.replay.trace import Forest, ForestBounds, RecordedPrompt, Trace, join
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import Ints
 from autotune.trees.static import NO_TOKEN

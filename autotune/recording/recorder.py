@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
-from autotune.acceptance.trace import PER_PROMPT, Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet, VisualInput, VisualRanking
 from autotune.drafters.checkpoint import LoadedDraft
@@ -33,6 +32,7 @@ from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.recording.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer, write_answer
 from autotune.recording.answers import Answer as Answer
+from autotune.replay.trace import PER_PROMPT, Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.runtime.answer_keys import SOFTWARE, AnswerKeys
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import MAX_STEP

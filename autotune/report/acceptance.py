@@ -6,9 +6,9 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autotune.acceptance.reference_replay import count_acceptance
 from autotune.documents.configuration import configuration_of
 from autotune.errors import reading
+from autotune.replay.reference_replay import count_acceptance
 from autotune.report.points import condition_label
 from autotune.report.sources import Sources
 from autotune.study.storage import RUNS

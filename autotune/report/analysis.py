@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autotune.prediction.evaluator import Candidate
+from autotune.replay.evaluator import Candidate
 from autotune.report.points import heads_label
 from autotune.study.records import ScreenedSubnet
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autotune.acceptance.reference_replay import ReplayedRound
+from autotune.replay.reference_replay import ReplayedRound
 from autotune.report.points import condition_label
 from autotune.report.prompts import TokenTexts
 from autotune.report.sources import Sources

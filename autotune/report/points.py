@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autotune.acceptance.replay import plain_decode_ms
 from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile, Gain, OperatingPoint
 from autotune.documents.subnet import Subnet
+from autotune.replay.replay import plain_decode_ms
 from autotune.report.sources import Sources
 from autotune.study.folder import points_of_prompts
 from autotune.trees.static import StaticPolicy

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from autotune.acceptance.reference_replay import ReplayedRound, rounds
-from autotune.acceptance.trace import Trace, load_trace
 from autotune.cost.table import CostTable
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, read_lines
-from autotune.prediction.evaluator import Candidate, Evaluator
+from autotune.replay.evaluator import Candidate, Evaluator
+from autotune.replay.reference_replay import ReplayedRound, rounds
+from autotune.replay.trace import Trace, load_trace
 from autotune.study.document import StudyDocument, files_by_age, load_study, newest_profile
 from autotune.study.folder import find_study, points_of_prompts
 from autotune.study.ledger import Ledger, Record

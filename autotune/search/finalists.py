@@ -20,9 +20,9 @@ from autotune.evaluation.arms import WARM_UP_S
 from autotune.evaluation.race import Race, race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import ms_per_token, speedup, summarize, time_ratio
-from autotune.prediction.draws import time_draws
-from autotune.prediction.evaluator import Candidate, Evaluator
-from autotune.prediction.live_prices import updated_table
+from autotune.replay.draws import time_draws
+from autotune.replay.evaluator import Candidate, Evaluator
+from autotune.replay.live_prices import updated_table
 from autotune.search import thresholds
 from autotune.search.model_pool import ModelPool
 from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
@@ -62,7 +62,7 @@ def choose_finalists(candidates: Sequence[Candidate], evaluator: Evaluator, coun
     and policy.
 
     They are ranked by the share of draws in which they are the fastest of all: prices and prompts are drawn from what
-    the cost table and the evaluator's prompts leave open (``autotune.prediction.draws``). Of more than two, a
+    the cost table and the evaluator's prompts leave open (``autotune.replay.draws``). Of more than two, a
     configuration that is slower than the first one in ``CONFIDENCE`` of the draws is left out.
     """
     here = sorted((evaluator.evaluate(candidate.configuration) for candidate in candidates), key=lambda c: c.rank)

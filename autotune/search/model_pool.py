@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from autotune.acceptance.trace import ForestBounds, Trace
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.device import fingerprint, free_memory, usable_threads
@@ -27,6 +26,7 @@ from autotune.modeling.quantization import quantization_versions, weight_bytes
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.recording.recorder import Recorder
+from autotune.replay.trace import ForestBounds, Trace
 from autotune.runtime.answer_keys import SOFTWARE, AnswerKeys
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.preparation import decoding_mode

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from autotune.acceptance.trace import Trace
 from autotune.console import Console
 from autotune.contention_monitor import wait_until_idle
 from autotune.cost.table import CostTable
@@ -22,7 +21,8 @@ from autotune.documents.provenance import stamp
 from autotune.documents.subnet import Subnet
 from autotune.files import content_key, write_table
 from autotune.measuring.settings import CostSettings
-from autotune.prediction.evaluator import Evaluator
+from autotune.replay.evaluator import Evaluator
+from autotune.replay.trace import Trace
 from autotune.search.cost_tables import local_table, priced_variants, print_table, table_for_gpu
 from autotune.search.inputs import SearchInputs
 from autotune.search.plan import UNTIMED_STAGES, Plan, StageClock, make_plan, measure_rates

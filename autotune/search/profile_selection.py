@@ -32,8 +32,8 @@ from autotune.evaluation.arms import DecoderArm, HuggingFaceArm
 from autotune.evaluation.race import race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import ms_per_token, speedup
-from autotune.prediction.draws import time_draws
-from autotune.prediction.evaluator import Candidate, Evaluator
+from autotune.replay.draws import time_draws
+from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.runtime.load import decoder_for
 from autotune.search import thresholds
 from autotune.search.finalists import (

@@ -18,14 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune.acceptance.trace import ForestBounds, bounds_for
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, variants_json
 from autotune.documents.subnet import Subnet
 from autotune.files import content_key
-from autotune.prediction.evaluator import Evaluator
 from autotune.recording.chain_recorder import chain_traces
+from autotune.replay.evaluator import Evaluator
+from autotune.replay.trace import ForestBounds, bounds_for
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import LEAST_SHARE
 from autotune.study.ledger import Ledger, Record, Report

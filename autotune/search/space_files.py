@@ -12,7 +12,7 @@ from autotune.files import data_root
 from autotune.search.space import Dimension, SearchSpace, ordered
 
 if TYPE_CHECKING:
-    from autotune.acceptance.trace import ForestBounds
+    from autotune.replay.trace import ForestBounds
 
 
 def space_path(name: str) -> Path:
@@ -85,7 +85,7 @@ def bounds_of(space: SearchSpace, max_tokens: int = TOKENS[-1]) -> ForestBounds:
         UserError: the space has trees with steps of more than ``max_tokens`` tokens, which the cost table does not
             price.
     """
-    from autotune.acceptance.trace import bounds_for
+    from autotune.replay.trace import bounds_for
     from autotune.trees.policy import POLICIES, parse_policy
 
     largest = {name: POLICIES[name].largest(_largest(dimensions)) for name, dimensions in space.trees.items()}

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from autotune.acceptance.degenerate_answers import degenerate_answers
-from autotune.acceptance.trace import ForestBounds, Trace, save_trace
 from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.subnet import VisualInput
 from autotune.recording.answers import ANSWERS_AT_ONCE
 from autotune.recording.recorder import Report, check_visual_input
+from autotune.replay.degenerate_answers import degenerate_answers
+from autotune.replay.trace import ForestBounds, Trace, save_trace
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import ANSWERS_SHARE, MIN_TRACED_PROMPTS
 from autotune.trees.limits import Ints

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from autotune.acceptance.replay import Replay
 from autotune.console import Update
 from autotune.documents.configuration import Configuration, DraftVariant, Tree, variants_json
 from autotune.documents.provenance import DISTRIBUTION, version_of
 from autotune.errors import UserError
 from autotune.files import content_key
-from autotune.prediction.evaluator import Candidate, Evaluator
+from autotune.replay.evaluator import Candidate, Evaluator
+from autotune.replay.replay import Replay
 from autotune.search.space import SearchSpace
 from autotune.study.ledger import Ledger, Record
 from autotune.study.storage import optuna_storage

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
-from autotune.prediction.draws import speedup_draws
-from autotune.prediction.evaluator import Evaluator
+from autotune.replay.draws import speedup_draws
+from autotune.replay.evaluator import Evaluator
 from autotune.search.thresholds import CONFIDENCE, CONFIRMING, DECODING_ERROR, MIN_CONFIRMING, MIN_SPLIT
 from autotune.workloads.workload import Workload
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from autotune.acceptance.degenerate_answers import degenerate_answers
 from autotune.console import Console
 from autotune.container import num_cores
 from autotune.device import cpu_fingerprint
@@ -37,6 +36,7 @@ from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import WORKSPACE, content_key
+from autotune.replay.degenerate_answers import degenerate_answers
 from autotune.serving.engine import EngineServer, ServingEngine
 from autotune.serving.engine_runs import (
     OFF,

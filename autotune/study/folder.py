@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from autotune.acceptance.trace import Trace
 from autotune.documents.condition import first_match
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.files import WORKSPACE
+from autotune.replay.trace import Trace
 from autotune.study.document import load_study
 from autotune.trees.tree import Ints
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pandas as pd
 
-from autotune.acceptance.trace import TraceHeader
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.modeling.loading import reference
+from autotune.replay.trace import TraceHeader
 from autotune.workloads.workload import load_workload
 from tests.cli.processes import run_command, search_briefly, start_command
 from tests.sample_documents import decoding_profile, write_image, write_workload

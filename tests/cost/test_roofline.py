@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.acceptance.trace import Forest, RecordedPrompt, join
 from autotune.cost.roofline import (
     HOST_MS,
     KERNELS_OUTSIDE,
@@ -24,6 +23,7 @@ from autotune.cost.table import CostTable, ModelShape
 from autotune.device import short_name
 from autotune.documents.subnet import Subnet
 from autotune.execution import CUDA_GRAPH, DEFAULT_CAPTURE_SIZES, EAGER
+from autotune.replay.trace import Forest, RecordedPrompt, join
 from tests.sample_documents import DRAFT, TARGET, header
 
 # One layer of a billion parameters of two bytes, and a kilobyte of keys and values per token.

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.acceptance.reference_replay import rounds
-from autotune.acceptance.trace import bounds_for
 from autotune.documents import draft_kinds
 from autotune.drafters import checkpoint
 from autotune.drafters.checkpoint import load_draft
@@ -20,6 +18,8 @@ from autotune.modeling import loading
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
+from autotune.replay.reference_replay import rounds
+from autotune.replay.trace import bounds_for
 from autotune.runtime.decoder import Decoder
 from autotune.search.space_files import load_space
 from autotune.trees.policy import parse_policy

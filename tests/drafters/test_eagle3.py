@@ -19,14 +19,14 @@ from torch.nn.functional import pad
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-from autotune.acceptance.replay import replay
-from autotune.acceptance.trace import ForestBounds, join
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Answer, record_forest
+from autotune.replay.replay import replay
+from autotune.replay.trace import ForestBounds, join
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from tests.obvious import Seen, refused, with_true_tokens

@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotune.acceptance.replay import replay
-from autotune.acceptance.trace import ForestBounds, join
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import NETWORKS, load_draft, load_network
 from autotune.drafters.dream import DreamNetwork
@@ -23,6 +21,8 @@ from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Answer, record_forest
+from autotune.replay.replay import replay
+from autotune.replay.trace import ForestBounds, join
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from tests.obvious import Seen, assert_same_logits, read_whole_text, refused, with_true_tokens

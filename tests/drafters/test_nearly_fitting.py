@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from autotune.acceptance.trace import ForestBounds
 from autotune.drafters import independent
 from autotune.drafters.draft import DraftNotice
 from autotune.drafters.forests import AnswerToRecord
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
+from autotune.replay.trace import ForestBounds
 from autotune.runtime.decoder import Decoder
 from tests.drafters.test_eagle3 import write_head
 from tests.tiny_models import Inputs, Pair, copy_common_weights, new_llama, sharpen

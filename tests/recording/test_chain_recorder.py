@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from autotune.acceptance.replay import replay
-from autotune.acceptance.trace import Trace, bounds_for
 from autotune.documents.subnet import Subnet
 from autotune.modeling.target import Target
 from autotune.recording import chain_recorder
 from autotune.recording.chain_recorder import chain_traces
 from autotune.recording.recorder import Recorder
+from autotune.replay.replay import replay
+from autotune.replay.trace import Trace, bounds_for
 from autotune.search.model_pool import ModelPool
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.static import NO_TOKEN

@@ -12,7 +12,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from autotune.acceptance.trace import Forest, ForestBounds, Trace, bounds_for
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.forests import ROOTS_AT_ONCE, choose_expanded
@@ -22,6 +21,7 @@ from autotune.modeling.prompt import visual_tokens
 from autotune.modeling.target import Target
 from autotune.recording.answers import AnswerRecorder
 from autotune.recording.recorder import Answer, Recorder, record_forest
+from autotune.replay.trace import Forest, ForestBounds, Trace, bounds_for
 from autotune.runtime.answer_batch import GreedyBatch
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy

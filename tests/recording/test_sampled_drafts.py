@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from autotune.acceptance.replay import replay
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
+from autotune.replay.replay import replay
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload, load_workload
-from tests.acceptance.test_replay import BEAMS, EVERYTHING, KEEPS, assert_rounds_are_the_decoders, random_configurations
 from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.drafters.test_mtp import random_head
+from tests.replay.test_replay import BEAMS, EVERYTHING, KEEPS, assert_rounds_are_the_decoders, random_configurations
 from tests.sample_documents import free_prices, write_image, write_workload
 from tests.tiny_models import Pair
 

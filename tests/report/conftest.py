@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from autotune.acceptance.trace import Trace, save_trace
 from autotune.cost.table import ModelShape
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration, configuration_of
@@ -29,7 +28,8 @@ from autotune.documents.decoding_profile import (
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.files import append_line
-from autotune.prediction.evaluator import Evaluator
+from autotune.replay.evaluator import Evaluator
+from autotune.replay.trace import Trace, save_trace
 from autotune.report.sources import Sources, find_sources
 from autotune.search import tree_search
 from autotune.search.space import SearchSpace

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.acceptance.replay import plain_decode_ms
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
-from autotune.prediction.evaluator import Candidate, Evaluator
+from autotune.replay.evaluator import Candidate, Evaluator
+from autotune.replay.replay import plain_decode_ms
 from autotune.report.ablation import SCREENING, TREES, ablations, cumulative_ablation
 from autotune.report.acceptance import acceptance
 from autotune.report.analysis import fastest_by_size, pareto_front, subnet_grids

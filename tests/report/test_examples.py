@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.acceptance.reference_replay import ReplayedRound, rounds
+from autotune.replay.reference_replay import ReplayedRound, rounds
 from autotune.report.examples import DecodedExample, answer_parts, data_uri, examples, round_to_draw
 from autotune.report.prompts import find_prompts
 from autotune.report.sources import Sources

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from autotune.acceptance.reference_replay import rounds
-from autotune.acceptance.replay import plain_decode_ms, replay
-from autotune.acceptance.trace import ForestBounds, RecordedPrompt, join
 from autotune.cost.roofline import datasheets, estimate_table, find_limits
 from autotune.documents.subnet import Subnet
+from autotune.replay.reference_replay import rounds
+from autotune.replay.replay import plain_decode_ms, replay
+from autotune.replay.trace import ForestBounds, RecordedPrompt, join
 from autotune.report.sources import Sources
 from autotune.study.records import ScreenedSubnet
 from autotune.trees.policy import parse_policy

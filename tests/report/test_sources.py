@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.acceptance.reference_replay import rounds
-from autotune.acceptance.replay import plain_decode_ms
-from autotune.acceptance.trace import ForestBounds, TraceHeader
 from autotune.documents.condition import Condition, Range
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
+from autotune.replay.reference_replay import rounds
+from autotune.replay.replay import plain_decode_ms
+from autotune.replay.trace import ForestBounds, TraceHeader
 from autotune.report.examples import examples
 from autotune.report.points import PointSummary
 from autotune.report.prompts import TokenTexts, find_prompts

@@ -15,8 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotune.acceptance.replay import replay
-from autotune.acceptance.trace import ForestBounds, join
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import NETWORKS
 from autotune.drafters.feature_draft import FeatureDraft
@@ -27,6 +25,8 @@ from autotune.modeling import tree_model
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Answer, record_forest
+from autotune.replay.replay import replay
+from autotune.replay.trace import ForestBounds, join
 from autotune.runtime.answer_batch import GreedyBatch, can_batch
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy

@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotune.acceptance.replay import replay
-from autotune.acceptance.trace import bounds_for, join
 from autotune.documents.subnet import Subnet
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
@@ -30,6 +28,8 @@ from autotune.modeling.hybrid_cache import HybridCache
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Answer, record_forest
+from autotune.replay.replay import replay
+from autotune.replay.trace import bounds_for, join
 from autotune.runtime.decoder import Decoder
 from autotune.search.cost_tables import table_for_gpu
 from autotune.search.model_pool import ModelPool

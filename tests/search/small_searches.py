@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from autotune.documents.subnet import Subnet
-from autotune.prediction.evaluator import Evaluator
+from autotune.replay.evaluator import Evaluator
 from autotune.search import tree_search
 from autotune.search.space import SearchSpace
 from autotune.search.tree_search import TreeSearchResult, search_trees

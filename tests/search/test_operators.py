@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.acceptance.trace import bounds_for
 from autotune.documents.decoding_profile import DraftChoice
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.modeling.target import Target
+from autotune.replay.trace import bounds_for
 from autotune.runtime.decoder import Decoder
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool

@@ -20,7 +20,7 @@ from autotune.documents.run import Run
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Race, race
 from autotune.evaluation.runner import ArmRunner
-from autotune.prediction.evaluator import Candidate, Evaluator
+from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.search import finalists, profile_selection
 from autotune.search.finalists import estimated_speedup, published_defaults, winner_of
 from autotune.search.held_out import Evaluation, measured_point

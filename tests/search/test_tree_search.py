@@ -16,13 +16,13 @@ import numpy as np
 import optuna
 import pytest
 
-from autotune.acceptance.replay import replay
 from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
-from autotune.prediction.draws import time_draws
-from autotune.prediction.evaluator import Candidate, Evaluator
+from autotune.replay.draws import time_draws
+from autotune.replay.evaluator import Candidate, Evaluator
+from autotune.replay.replay import replay
 from autotune.search import tree_search
 from autotune.search.finalists import choose_finalists, confirmable
 from autotune.search.space import SearchSpace

@@ -11,8 +11,8 @@ from autotune.cost.joint_fit import refitted
 from autotune.cost.surface import Observation, Surface
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
-from autotune.prediction.draws import speedup_draws, time_draws
-from autotune.prediction.evaluator import Evaluator
+from autotune.replay.draws import speedup_draws, time_draws
+from autotune.replay.evaluator import Evaluator
 from autotune.search.thresholds import DECODING_ERROR
 from autotune.search.tuning_prompts import TuningPrompts, confirms, speedup_interval
 from autotune.workloads.prompt import Prompt, WorkloadPrompt

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from autotune.acceptance.trace import ForestBounds
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft, load_network
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.mtp import MtpNetwork
 from autotune.errors import UserError
 from autotune.modeling.target import Target
+from autotune.replay.trace import ForestBounds
 from autotune.runtime.decoder import Decoder
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool

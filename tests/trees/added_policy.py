@@ -12,12 +12,12 @@ from pathlib import Path
 
 from transformers import AutoProcessor
 
-from autotune.acceptance.replay import replay
 from autotune.drafters.independent import IndependentDraft
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
-from autotune.prediction.evaluator import Evaluator
 from autotune.recording.recorder import Recorder
+from autotune.replay.evaluator import Evaluator
+from autotune.replay.replay import replay
 from autotune.runtime.decoder import Decoder
 from autotune.search.space_files import bounds_of, load_space
 from autotune.search.tree_search import search_trees

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.acceptance.trace import pack_trace
 from autotune.errors import UserError
+from autotune.replay.trace import pack_trace
 from autotune.trees import policy as policies
 from autotune.trees.policy import KINDS, POLICIES, STATE_SIZE, STEPS, TreeGrower, kind_number, parse_policy
 from autotune.trees.static import NO_TOKEN

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.acceptance.reference_replay import rounds
-from autotune.acceptance.trace import bounds_for
 from autotune.cli.run import _prompts
 from autotune.device import fingerprint
 from autotune.documents.configuration import Configuration
@@ -22,6 +20,8 @@ from autotune.evaluation.runner import ArmRunner
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
+from autotune.replay.reference_replay import rounds
+from autotune.replay.trace import bounds_for
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.workloads.conversations import Conversations

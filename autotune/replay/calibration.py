@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.acceptance.trace import Trace
+from autotune.replay.trace import Trace
 from autotune.trees.limits import Floats, Ints
 from autotune.trees.priced import GRID, MAX_MATCH, MAX_SURVIVAL, Calibration, identity_curves
 

@@ -11,8 +11,6 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from autotune.acceptance.replay import Replay, _level_price, plain_decode_ms, replay
-from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, bounds_for, join
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.table import DensePrices
 from autotune.documents.configuration import Configuration
@@ -24,6 +22,8 @@ from autotune.errors import UserError
 from autotune.modeling.loading import RETRIEVAL, reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder
+from autotune.replay.replay import Replay, _level_price, plain_decode_ms, replay
+from autotune.replay.trace import ForestBounds, RecordedPrompt, Trace, bounds_for, join
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.trees.chain import ChainPolicy
@@ -34,7 +34,7 @@ from autotune.trees.sage import SagePolicy
 from autotune.trees.wetap import WetapPolicy
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, load_workload
-from tests.acceptance.configurations import Sizes, random_price, random_tree_policy
+from tests.replay.configurations import Sizes, random_price, random_tree_policy
 from tests.sample_documents import (
     DRAFT,
     cost_table,

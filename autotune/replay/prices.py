@@ -6,10 +6,10 @@ import functools
 
 import numpy as np
 
-from autotune.acceptance.calibration import calibrate
-from autotune.acceptance.trace import Trace
 from autotune.cost.table import DensePrices
 from autotune.documents.configuration import Tree
+from autotune.replay.calibration import calibrate
+from autotune.replay.trace import Trace
 from autotune.trees.policy import POLICIES, parse_policy
 from autotune.trees.priced import Calibration, TreePrices
 

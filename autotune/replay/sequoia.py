@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 from numba import njit
 
-from autotune.acceptance.trace import Trace
+from autotune.replay.trace import Trace
 from autotune.trees.static import MAX_RANK, StaticPolicy
 from autotune.trees.tree import Floats, Ints
 

@@ -10,21 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.acceptance.reference_replay import count_acceptance, rounds
-from autotune.acceptance.replay import Replay, plain_decode_ms, replay
-from autotune.acceptance.trace import Trace
 from autotune.cost.request_costs import PrefillCost
 from autotune.errors import UserError
+from autotune.replay.reference_replay import count_acceptance, rounds
+from autotune.replay.replay import Replay, plain_decode_ms, replay
+from autotune.replay.trace import Trace
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import POLICIES, parse_policy
-from tests.acceptance.configurations import (
-    HASH_DEPTH,
-    HASH_PROPOSALS,
-    Sizes,
-    hash_trace,
-    random_price,
-    random_tree_policy,
-)
+from tests.replay.configurations import HASH_DEPTH, HASH_PROPOSALS, Sizes, hash_trace, random_price, random_tree_policy
 from tests.sample_documents import free_prices, random_trace
 
 TREES: list[dict[str, Any]] = [

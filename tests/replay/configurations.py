@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autotune.acceptance.trace import Forest, ForestBounds, PackedForest, Trace
+from autotune.replay.trace import Forest, ForestBounds, PackedForest, Trace
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.priced import MAX_MATCH, identity_curves
 from autotune.trees.tree import CHILD

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.acceptance.replay import replay
-from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, join, load_trace, save_trace
 from autotune.errors import UserError
+from autotune.replay.replay import replay
+from autotune.replay.trace import ForestBounds, RecordedPrompt, Trace, join, load_trace, save_trace
 from autotune.trees.policy import parse_policy
 from tests.sample_documents import forest_of, free_prices, header, random_trace
 

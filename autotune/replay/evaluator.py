@@ -11,17 +11,17 @@ from functools import cached_property
 
 import numpy as np
 
-from autotune.acceptance.replay import Replay, check_reach, plain_decode_ms, replay
-from autotune.acceptance.trace import Trace
 from autotune.container import num_cores
 from autotune.cost.table import CostTable, DensePrices
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.errors import UserError
 from autotune.files import Document
-from autotune.prediction.draws import PriceDraws
-from autotune.prediction.prices import TreePricing
-from autotune.prediction.sequoia import rank_acceptance, sequoia_trees
+from autotune.replay.draws import PriceDraws
+from autotune.replay.prices import TreePricing
+from autotune.replay.replay import Replay, check_reach, plain_decode_ms, replay
+from autotune.replay.sequoia import rank_acceptance, sequoia_trees
+from autotune.replay.trace import Trace
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
 from autotune.trees.tree import MAX_STEP, Floats, Ints

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from autotune.acceptance.degenerate_answers import degenerate_answers, is_loop
+from autotune.replay.degenerate_answers import degenerate_answers, is_loop
 
 VARIED = random.Random(1).choices(range(300), k=100)
 LOOP = [7, 8, 9, 10, 11] * 20

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.acceptance.trace import Trace
 from autotune.cost.table import DensePrices
 from autotune.errors import UserError
+from autotune.replay.trace import Trace
 from autotune.trees import fallback as fallbacks
 from autotune.trees import policy as policies
 from autotune.trees.compilation import compiled

@@ -8,8 +8,8 @@ import itertools
 import numpy as np
 import pytest
 
-from autotune.acceptance.trace import RecordedPrompt, join
-from autotune.prediction.sequoia import rank_acceptance, sequoia_trees, solve
+from autotune.replay.sequoia import rank_acceptance, sequoia_trees, solve
+from autotune.replay.trace import RecordedPrompt, join
 from autotune.trees.static import StaticPolicy
 from tests.sample_documents import forest_of, header, random_trace
 

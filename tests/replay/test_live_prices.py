@@ -7,8 +7,8 @@ import pytest
 
 from autotune.documents.configuration import Configuration
 from autotune.documents.run import Run
-from autotune.prediction.evaluator import Evaluator
-from autotune.prediction.live_prices import updated_table
+from autotune.replay.evaluator import Evaluator
+from autotune.replay.live_prices import updated_table
 from tests.evaluation.sample_runs import run
 from tests.sample_documents import cost_table, observed_table, random_trace
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from autotune.acceptance.calibration import Children, _fit, _folds, calibrate, calibrated, children_on_answers
-from autotune.acceptance.trace import RecordedPrompt, Trace, join
+from autotune.replay.calibration import Children, _fit, _folds, calibrate, calibrated, children_on_answers
+from autotune.replay.trace import RecordedPrompt, Trace, join
 from autotune.trees.priced import GRID, MAX_SURVIVAL
 from tests.sample_documents import forest_of, header, random_trace
 

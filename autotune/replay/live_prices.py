@@ -10,14 +10,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from autotune.acceptance.replay import FIRST, LEVEL, VERIFICATION, Replay
 from autotune.cost.joint_fit import is_fitted, refitted
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Observation, Point, Surface
 from autotune.cost.table import CostTable, DraftCosts
 from autotune.documents.configuration import Configuration
 from autotune.documents.run import Run
-from autotune.prediction.evaluator import Evaluator
+from autotune.replay.evaluator import Evaluator
+from autotune.replay.replay import FIRST, LEVEL, VERIFICATION, Replay
 from autotune.trees.limits import Floats
 
 LEAST_ERROR = 0.01  # of a part's time over its price, however many rounds were run

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from autotune.acceptance.replay import FIRST, LEVEL, PLAIN, VERIFICATION
 from autotune.cost.joint_fit import is_fitted, posterior_of
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
+from autotune.replay.replay import FIRST, LEVEL, PLAIN, VERIFICATION
 from autotune.trees.limits import Floats
 
 if TYPE_CHECKING:
-    from autotune.prediction.evaluator import Evaluator
+    from autotune.replay.evaluator import Evaluator
 
 NUM_DRAWS = 256
 

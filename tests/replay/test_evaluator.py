@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from autotune.acceptance.replay import plain_decode_ms, replay
-from autotune.acceptance.trace import ForestBounds
 from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.measuring.measurement import kv_lengths_for
-from autotune.prediction import evaluator as evaluator_module
-from autotune.prediction.evaluator import Evaluator
+from autotune.replay import evaluator as evaluator_module
+from autotune.replay.evaluator import Evaluator
+from autotune.replay.replay import plain_decode_ms, replay
+from autotune.replay.trace import ForestBounds
 from autotune.trees.policy import parse_policy
 from tests.sample_documents import DRAFT, cost_table, random_trace, surface
 from tests.search.small_searches import KEEPS, evaluator, variant

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.acceptance.replay import check_reach
-from autotune.acceptance.trace import Trace
+from autotune.replay.replay import check_reach
+from autotune.replay.trace import Trace
 from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.limits import Ints
