@@ -27,10 +27,10 @@ from scipy.stats import spearmanr
 
 from autotune.console import Console
 from autotune.documents.engine_profile import TYPES, EngineProfile, Speculation
-from autotune.serving.engine_runs import OFF, confirm, measure_loads, serve_in_turns
-from autotune.serving.engine_search import ENGINES, speculation_space
-from autotune.serving.engine_use import engine_of
-from autotune.serving.verification_prices import prices_of
+from autotune.engines.engine_runs import OFF, confirm, measure_loads, serve_in_turns
+from autotune.engines.engine_search import ENGINES, speculation_space
+from autotune.engines.engine_use import engine_of
+from autotune.engines.verification_prices import prices_of
 from autotune.workloads.workload import load_workload
 
 LENGTH = "num_speculative_tokens"

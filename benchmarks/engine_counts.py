@@ -23,11 +23,11 @@ from typing import Any
 import click
 
 from autotune.documents.engine_profile import OPTIONS, TYPES, EngineName, Speculation
+from autotune.engines.engine import ServingEngine
+from autotune.engines.engine_runs import is_exact, with_replays
+from autotune.engines.engine_search import ENGINES
+from autotune.engines.ngram_replay import total
 from autotune.files import append_line, content_key, read_lines
-from autotune.serving.engine import ServingEngine
-from autotune.serving.engine_runs import is_exact, with_replays
-from autotune.serving.engine_search import ENGINES
-from autotune.serving.ngram_replay import total
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import load_workload
 

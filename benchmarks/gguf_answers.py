@@ -16,8 +16,8 @@ import click
 import numpy as np
 
 from autotune.documents.engine_profile import ServedAnswer
+from autotune.engines.engine_runs import OFF
 from autotune.files import read_lines
-from autotune.serving.engine_runs import OFF
 
 
 @click.command(help=__doc__)

@@ -30,6 +30,8 @@ from autotune.contention_monitor import ContentionMonitor
 from autotune.documents.decoding_profile import AR, HF, TUNED
 from autotune.documents.engine_profile import OPTIONS, EngineName, ServedAnswer, Speculation, SpeculationType
 from autotune.documents.published_defaults import HF_ASSISTED
+from autotune.engines.engine import EngineServer
+from autotune.engines.engine_search import ENGINES
 from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
 from autotune.evaluation.bench import assistant_of
 from autotune.evaluation.runner import ArmRunner
@@ -38,8 +40,6 @@ from autotune.modeling.threads import limited_threads
 from autotune.modeling.vision_timing import timed_forwards, vision_parts
 from autotune.runtime.load import load
 from autotune.runtime.stats import DecodingStats
-from autotune.serving.engine import EngineServer
-from autotune.serving.engine_search import ENGINES
 from autotune.workloads.prompt import Prompt
 from autotune.workloads.workload import load_workload
 

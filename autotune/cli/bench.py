@@ -49,7 +49,7 @@ def command(profile: Path, arms: str | None, table: Path | None, as_json: bool, 
     prompts, choices = evaluation_prompts(profile, choices)
     if is_engine_profile(profile):
         from autotune.console import Console
-        from autotune.serving.engine_use import bench_engine
+        from autotune.engines.engine_use import bench_engine
 
         measured = bench_engine(profile, prompts.load().first_turns(), Console(), **of_engines)
         if as_json:

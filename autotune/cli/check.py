@@ -58,7 +58,7 @@ def command(as_json: bool, engine_command: str | None, **values: Any) -> None:
         settings.require_consistent()
         if is_engine_profile(settings.profile):
             from autotune.console import Console
-            from autotune.serving.engine_use import check_engine
+            from autotune.engines.engine_use import check_engine
 
             if settings.junit:
                 raise UserError(f"{settings.profile}: the check of an engine writes no report; leave --junit out")

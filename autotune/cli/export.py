@@ -29,6 +29,6 @@ def command(profile: Path, **choices: Any) -> None:
     require_profile(profile)
 
     from autotune.console import Console
-    from autotune.export.vllm import export_profile
+    from autotune.engines.vllm_export import export_profile
 
     click.echo(export_profile(profile, console=Console(), **choices))

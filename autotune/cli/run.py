@@ -80,7 +80,7 @@ def _answers(
 
         yield from answer_prompts(profile, prompts, **choices)
         return
-    from autotune.serving.engine_use import answer_in_engine
+    from autotune.engines.engine_use import answer_in_engine
 
     for answer in answer_in_engine(profile, prompts, engine_command):
         if choices["prints"]:

@@ -81,7 +81,7 @@ def command(
 
         from autotune.console import Console
         from autotune.documents.answer import answer_of_engine
-        from autotune.serving.engine_search import EngineSearchSettings, search_engine
+        from autotune.engines.engine_search import EngineSearchSettings, search_engine
 
         console = Console(is_verbose)
         chosen = {name: values[name] for name in OF_ENGINES}

@@ -13,14 +13,14 @@ from huggingface_hub import constants
 from huggingface_hub.utils.tqdm import tqdm
 
 from autotune.drafters.checkpoint import load_draft
+from autotune.engines.engine import ServingEngine
+from autotune.engines.llama_server import LlamaEngine
+from autotune.engines.vllm_server import VllmEngine
 from autotune.errors import UserError
 from autotune.modeling import hub as hub_models
 from autotune.modeling.gguf import find_gguf
 from autotune.modeling.loading import load_model, load_processor, reference, resolve
 from autotune.modeling.target import Target
-from autotune.serving.engine import ServingEngine
-from autotune.serving.llama_server import LlamaEngine
-from autotune.serving.vllm_server import VllmEngine
 from tests.hub.conftest import asked
 from tests.hub.server import Hub
 from tests.tiny_models import Pair

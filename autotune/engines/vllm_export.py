@@ -13,8 +13,7 @@ from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.engine_profile import OPTIONS, Speculation
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
-from autotune.errors import UserError
-from autotune.export.model_files import (
+from autotune.engines.model_files import (
     CONFIG,
     Conversion,
     find_model,
@@ -23,6 +22,7 @@ from autotune.export.model_files import (
     text_part,
     with_long_vision_names,
 )
+from autotune.errors import UserError
 from autotune.files import content_key, require_writable
 from autotune.modeling.loading import bundled_models
 from autotune.trees.chain import ChainPolicy

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune.errors import UserError
-from autotune.export.model_files import (
+from autotune.engines.model_files import (
     INDEX,
     Conversion,
     ModelFiles,
@@ -19,6 +18,7 @@ from autotune.export.model_files import (
     text_part,
     with_long_vision_names,
 )
+from autotune.errors import UserError
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 
 

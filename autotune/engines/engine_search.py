@@ -33,12 +33,8 @@ from autotune.documents.engine_profile import (
     SpeculationType,
 )
 from autotune.documents.provenance import stamp
-from autotune.errors import UserError
-from autotune.evaluation.summary import bootstrap_ratio
-from autotune.files import WORKSPACE, content_key
-from autotune.replay.degenerate_answers import degenerate_answers
-from autotune.serving.engine import EngineServer, ServingEngine
-from autotune.serving.engine_runs import (
+from autotune.engines.engine import EngineServer, ServingEngine
+from autotune.engines.engine_runs import (
     OFF,
     SELF_TEST,
     ArmRuns,
@@ -52,17 +48,21 @@ from autotune.serving.engine_runs import (
     serve_in_turns,
     with_replays,
 )
-from autotune.serving.llama_server import LlamaEngine
-from autotune.serving.ngram_drafters import KnownRequest
-from autotune.serving.ngram_replay import CONTEXT_STEP, Replayed, RequestReplay, replay_speculation, total
-from autotune.serving.verification_prices import (
+from autotune.engines.llama_server import LlamaEngine
+from autotune.engines.ngram_drafters import KnownRequest
+from autotune.engines.ngram_replay import CONTEXT_STEP, Replayed, RequestReplay, replay_speculation, total
+from autotune.engines.verification_prices import (
     VerificationPrices,
     clock_of,
     measure_verifications,
     served_prices,
     with_draft,
 )
-from autotune.serving.vllm_server import VllmEngine
+from autotune.engines.vllm_server import VllmEngine
+from autotune.errors import UserError
+from autotune.evaluation.summary import bootstrap_ratio
+from autotune.files import WORKSPACE, content_key
+from autotune.replay.degenerate_answers import degenerate_answers
 from autotune.study.outputs import choose_output, settings_key
 from autotune.study.storage import PROFILE
 from autotune.workloads.formats import Format

@@ -26,10 +26,10 @@ from autotune.documents.engine_profile import (
     SpeculationType,
 )
 from autotune.documents.provenance import ModelReference
+from autotune.engines.client import EngineHttp
+from autotune.engines.server import running
 from autotune.errors import UserError
 from autotune.files import user_cache
-from autotune.serving.client import EngineHttp
-from autotune.serving.server import running
 from autotune.workloads.chat import Message
 from autotune.workloads.prompt import WorkloadPrompt
 

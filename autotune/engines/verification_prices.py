@@ -11,9 +11,9 @@ import numpy as np
 
 from autotune.console import Update
 from autotune.documents.engine_profile import Clock, EngineProfile, PricedStep, ServedAnswer
+from autotune.engines.engine import EngineServer
+from autotune.engines.ngram_replay import CONTEXT_STEP, Replayed, RequestReplay
 from autotune.errors import UserError
-from autotune.serving.engine import EngineServer
-from autotune.serving.ngram_replay import CONTEXT_STEP, Replayed, RequestReplay
 
 PRICED_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 REPEATS = 3

@@ -21,11 +21,11 @@ from autotune.documents.engine_profile import (
     SpeculationType,
 )
 from autotune.documents.provenance import ModelReference
+from autotune.engines.client import TEXT, TIMES, TOKENS
+from autotune.engines.engine import EngineServer, ServingEngine, text_chat
 from autotune.errors import UserError
 from autotune.files import known_sha256_of
 from autotune.modeling.gguf import architecture_of, find_gguf, require_chat_template
-from autotune.serving.client import TEXT, TIMES, TOKENS
-from autotune.serving.engine import EngineServer, ServingEngine, text_chat
 from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import WorkloadPrompt
 

@@ -33,28 +33,28 @@ from autotune.documents.engine_profile import (
     SpeculationCounts,
     SpeculationType,
 )
-from autotune.export.vllm import vllm_arguments
+from autotune.engines import engine_runs, vllm_server
+from autotune.engines.engine import EngineServer
+from autotune.engines.engine_runs import serve_in_turns
+from autotune.engines.engine_search import speculation_space
+from autotune.engines.ngram_drafters import KnownRequest
+from autotune.engines.ngram_replay import FirstDrafter, RequestReplay, replay_speculation, total
+from autotune.engines.server import running
+from autotune.engines.verification_prices import VerificationPrices, served_prices
+from autotune.engines.vllm_export import vllm_arguments
+from autotune.engines.vllm_server import PRICED_BY, VllmEngine
 from autotune.files import user_cache
-from autotune.serving import engine_runs, vllm_server
-from autotune.serving.engine import EngineServer
-from autotune.serving.engine_runs import serve_in_turns
-from autotune.serving.engine_search import speculation_space
-from autotune.serving.ngram_drafters import KnownRequest
-from autotune.serving.ngram_replay import FirstDrafter, RequestReplay, replay_speculation, total
-from autotune.serving.server import running
-from autotune.serving.verification_prices import VerificationPrices, served_prices
-from autotune.serving.vllm_server import PRICED_BY, VllmEngine
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
-from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS
-from tests.serving.recorded_vllm import COMMAND, TRANSCRIPT
-from tests.serving.test_engine_search import autotune, said
+from tests.engines.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS
+from tests.engines.recorded_vllm import COMMAND, TRANSCRIPT
+from tests.engines.test_engine_search import autotune, said
 
 TRANSCRIBED = json.loads(TRANSCRIPT.read_text())
 SCRIPT = """#!{python}
 import sys
 sys.path.insert(0, {root!r})
-from tests.serving.recorded_llama import serve
-from tests.serving.recorded_vllm import RecordedVllm
+from tests.engines.recorded_llama import serve
+from tests.engines.recorded_vllm import RecordedVllm
 serve(sys.argv[1:], RecordedVllm)
 """
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from autotune.console import Console
 from autotune.documents.engine_profile import EngineProfile, ServedLoad
+from autotune.engines.engine import ServingEngine
+from autotune.engines.engine_runs import OFF, ArmRuns, Arms, confirm, measure_loads, require_served
+from autotune.engines.engine_search import ENGINES, best_default
+from autotune.engines.verification_prices import prices_of
 from autotune.errors import NotComparable, UserError
-from autotune.serving.engine import ServingEngine
-from autotune.serving.engine_runs import OFF, ArmRuns, Arms, confirm, measure_loads, require_served
-from autotune.serving.engine_search import ENGINES, best_default
-from autotune.serving.verification_prices import prices_of
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 

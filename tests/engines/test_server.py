@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from autotune.engines.client import EngineClient
+from autotune.engines.engine import EngineServer
+from autotune.engines.server import refusal, running
 from autotune.errors import UserError
-from autotune.serving.client import EngineClient
-from autotune.serving.engine import EngineServer
-from autotune.serving.server import refusal, running
 
 COMMAND = """vllm serve a/target --dtype float32 --speculative-config '{"model": "a draft"}'"""
 SCRIPT = """#!{python}
@@ -81,7 +81,7 @@ def test_an_engine_runs_the_exported_command_and_is_stopped(script: Path, monkey
 def test_an_engine_ends_with_a_program_that_is_killed(script: Path) -> None:
     program = (
         "import time\n"
-        "from autotune.serving.server import running\n"
+        "from autotune.engines.server import running\n"
         f"with running([{str(script)!r}], 'vllm'):\n"
         "    print('ready', flush=True); time.sleep(3600)\n"
     )

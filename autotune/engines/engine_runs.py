@@ -28,13 +28,13 @@ from autotune.documents.engine_profile import (
     SpeculationCounts,
     SpeculationType,
 )
+from autotune.engines.engine import EngineServer, ServingEngine
+from autotune.engines.ngram_drafters import KnownRequest
+from autotune.engines.ngram_replay import Replayed, RequestReplay, replay_speculation, total
+from autotune.engines.verification_prices import PRICED_TOKENS, VerificationPrices
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import append_line, content_key, read_lines
-from autotune.serving.engine import EngineServer, ServingEngine
-from autotune.serving.ngram_drafters import KnownRequest
-from autotune.serving.ngram_replay import Replayed, RequestReplay, replay_speculation, total
-from autotune.serving.verification_prices import PRICED_TOKENS, VerificationPrices
 from autotune.workloads.prompt import WorkloadPrompt
 
 SELF_TEST = 4  # prompts

@@ -23,18 +23,18 @@ from PIL import Image
 from autotune.cli.main import main
 from autotune.documents.answer import answer_of_engine
 from autotune.documents.engine_profile import OPTIONS, TYPES, EngineProfile, ServedAnswer, Speculation
+from autotune.engines import llama_server
+from autotune.engines.engine import EngineServer
+from autotune.engines.engine_search import recommended, speculation_space
+from autotune.engines.llama_server import PRICED_BY, LlamaEngine, llama_arguments
+from autotune.engines.ngram_drafters import POOL_FACTOR, POOL_SLOTS, KnownRequest, iterated
+from autotune.engines.ngram_replay import FirstDrafter, replay_speculation, total
+from autotune.engines.server import running
 from autotune.files import user_cache
 from autotune.modeling.gguf import find_gguf
-from autotune.serving import llama_server
-from autotune.serving.engine import EngineServer
-from autotune.serving.engine_search import recommended, speculation_space
-from autotune.serving.llama_server import PRICED_BY, LlamaEngine, llama_arguments
-from autotune.serving.ngram_drafters import POOL_FACTOR, POOL_SLOTS, KnownRequest, iterated
-from autotune.serving.ngram_replay import FirstDrafter, replay_speculation, total
-from autotune.serving.server import running
+from tests.engines.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS, TRANSCRIPT
 from tests.report.test_page import Page
 from tests.sample_documents import confirmed_arm
-from tests.serving.recorded_llama import ASKED, CONTEXT, LIMIT, PROMPTS, TRANSCRIPT
 
 ONE_SLOT = ("--parallel", "1")
 TRANSCRIBED = json.loads(TRANSCRIPT.read_text())
@@ -42,7 +42,7 @@ SCRIPT = """#!{python}
 import sys
 sys.path.insert(0, {root!r})
 from tests.sample_documents import confirmed_arm
-from tests.serving.recorded_llama import serve
+from tests.engines.recorded_llama import serve
 serve(sys.argv[1:])
 """
 

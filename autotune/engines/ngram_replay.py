@@ -9,7 +9,7 @@ from functools import partial
 from typing import get_args
 
 from autotune.documents.engine_profile import ModelType, ServedAnswer, Speculation, SpeculationCounts
-from autotune.serving.ngram_drafters import (
+from autotune.engines.ngram_drafters import (
     CacheDrafter,
     ChainDrafter,
     Drafter,
@@ -19,7 +19,7 @@ from autotune.serving.ngram_drafters import (
     ModDrafter,
     SimpleDrafter,
 )
-from autotune.serving.suffix_drafter import SuffixDrafter
+from autotune.engines.suffix_drafter import SuffixDrafter
 
 CONTEXT_STEP = 32
 

@@ -1,6 +1,6 @@
 """A transcript of the real vLLM, and a small server that plays it back.
 
-``python -m tests.serving.recorded_vllm FOLDER`` records ``vllm_transcript.json`` from vLLM (0.32.0 on a CPU and
+``python -m tests.engines.recorded_vllm FOLDER`` records ``vllm_transcript.json`` from vLLM (0.32.0 on a CPU and
 SmolLM2-135M-Instruct in float32 here), as ``recorded_llama`` does; a setting that it holds is not recorded again. As an
 executable the module is a vLLM that knows these prompts alone; its drafts are the replay's, whose counts the transcript
 checks.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.documents.engine_profile import ServedAnswer, Speculation
-from tests.serving.recorded_llama import CONTEXT, RecordedServer, record, serve
+from tests.engines.recorded_llama import CONTEXT, RecordedServer, record, serve
 
 TRANSCRIPT = Path(__file__).with_name("vllm_transcript.json")
 COMMAND = "vllm --dtype float32 --gpu-memory-utilization 0.1 --enforce-eager"

@@ -14,10 +14,10 @@ from unittest.mock import Mock
 import pytest
 
 from autotune.documents.engine_profile import ServedAnswer
+from autotune.engines.client import EngineClient
+from autotune.engines.llama_server import COUNTERS, LlamaServer
+from autotune.engines.vllm_server import VllmServer
 from autotune.errors import UserError
-from autotune.serving.client import EngineClient
-from autotune.serving.llama_server import COUNTERS, LlamaServer
-from autotune.serving.vllm_server import VllmServer
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 
 PROMPT = WorkloadPrompt("x", Prompt(prompt="x"), ())
@@ -210,7 +210,7 @@ def test_an_engine_elsewhere_is_asked_by_the_proxy(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_endless_reply_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.serving.client.MOST_BYTES", 100)
+    monkeypatch.setattr("autotune.engines.client.MOST_BYTES", 100)
     with pytest.raises(UserError, match=r"no engine answers .its reply is longer than 100 bytes"):
         ask({"/metrics": b"HTTP/1.0 200 OK\r\n\r\n" + b"x" * 101})
 

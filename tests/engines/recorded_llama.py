@@ -1,6 +1,6 @@
 """A transcript of the real llama-server, and a small server that plays it back.
 
-``python -m tests.serving.recorded_llama MODEL.gguf`` records ``llama_transcript.json`` from llama-server (b11434 and
+``python -m tests.engines.recorded_llama MODEL.gguf`` records ``llama_transcript.json`` from llama-server (b11434 and
 SmolLM2-135M-Instruct Q4_1 here): greedy answers to the prompts below, and the counts of servers with every type. As an
 executable the module is a llama-server that knows these prompts alone; its drafts are the replay's, whose counts the
 transcript checks.
@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from autotune.documents.engine_profile import OPTIONS, EngineName, ServedAnswer, Speculation
-from autotune.serving.ngram_drafters import KnownRequest
-from autotune.serving.ngram_replay import FirstDrafter, replay_request
+from autotune.engines.ngram_drafters import KnownRequest
+from autotune.engines.ngram_replay import FirstDrafter, replay_request
 
 TRANSCRIPT = Path(__file__).with_name("llama_transcript.json")
 CONTEXT, STEP_MS, LIMIT, ASKED = 8192, 10.0, 24, 5
@@ -197,7 +197,7 @@ def record(name: EngineName, command: str, target: str, transcript: Path, known:
     """Record a transcript: every setting of the benchmark in one server, over some prompts and the first two again;
     those that are ``known`` are not served again.
     """
-    from autotune.serving.engine_search import ENGINES
+    from autotune.engines.engine_search import ENGINES
     from autotune.workloads.prompt import Prompt, WorkloadPrompt
     from benchmarks.engine_counts import settings
 

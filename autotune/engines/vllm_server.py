@@ -20,16 +20,16 @@ from autotune.documents.engine_profile import (
     SpeculationType,
 )
 from autotune.documents.provenance import ModelReference
+from autotune.engines.client import TEXT, TOKENS, Counters, EngineClient
+from autotune.engines.engine import EngineServer, ServingEngine, text_chat
+from autotune.engines.model_files import served_draft
+from autotune.engines.ngram_replay import total
+from autotune.engines.vllm_export import vllm_arguments
 from autotune.errors import UserError
-from autotune.export.model_files import served_draft
-from autotune.export.vllm import vllm_arguments
 from autotune.files import WORKSPACE
 from autotune.modeling.gguf import SUFFIX
 from autotune.modeling.hub import is_id
 from autotune.modeling.loading import bundled_models, reference, resolve
-from autotune.serving.client import TEXT, TOKENS, Counters, EngineClient
-from autotune.serving.engine import EngineServer, ServingEngine, text_chat
-from autotune.serving.ngram_replay import total
 from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import WorkloadPrompt
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autotune.serving.ngram_drafters import Drafter, KnownRequest
+from autotune.engines.ngram_drafters import Drafter, KnownRequest
 
 SEPARATOR = -1  # before every answer in a text of several
 
