@@ -17,7 +17,6 @@ import pytest
 from hypothesis import strategies as st
 from PIL import Image
 
-from autotune.api.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.files import data_root, read_json, read_lines, read_yaml
@@ -25,6 +24,7 @@ from autotune.replay.replay import replay
 from autotune.replay.trace import load_trace, save_trace
 from autotune.schemas import DOCUMENTS
 from autotune.search.space_files import load_space
+from autotune.serve.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from autotune.training.recipe import Recipe
 from autotune.trees.policy import parse_policy
 from autotune.workloads.formats import FORMATS

@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
-from autotune.api.settings import ServeSettings
 from autotune.cli import options
 from autotune.cli.verb import Verb
 from autotune.errors import UserError
 from autotune.modeling.loading import Dtype
 from autotune.option_fields import make_settings
+from autotune.serve.settings import ServeSettings
 
 
 @click.command(cls=Verb, short_help="Answer requests in the form of OpenAI's API with a profile.")
@@ -51,7 +51,7 @@ def command(
     click.echo(f"loading the models of {profile}", err=True)
     target = document.target.id
     try:
-        from autotune.api.server import ApiServer, listen
+        from autotune.serve.server import ApiServer, listen
     except ImportError as error:
         raise UserError(f'serving needs {error.name}; pip install "autotune-speculative[serve]"') from None
     name = settings.model_name or (Path(target).name if Path(target).is_absolute() else target)

@@ -20,10 +20,10 @@ import psutil
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.modeling.loading import reference
 from autotune.study.storage import LEDGER
-from tests.api.servers import begin, send, url_of, wait_for
 from tests.cli.processes import run_command, start_command
 from tests.cli.test_end_to_end import write_small_job
 from tests.sample_documents import decoding_profile
+from tests.serve.servers import begin, send, url_of, wait_for
 from tests.tiny_models import Pair
 from tests.training.conftest import write_examples, write_recipe
 

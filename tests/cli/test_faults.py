@@ -23,7 +23,6 @@ import sqlalchemy
 
 from autotune.cli.main import CONTINUED
 from autotune.study.storage import NOW, storage_url
-from tests.api.servers import wait_for
 from tests.cli.kills import (
     OUTPUTS,
     assert_whole,
@@ -36,6 +35,7 @@ from tests.cli.kills import (
     workers_of,
 )
 from tests.cli.processes import Done, run_command, start_command
+from tests.serve.servers import wait_for
 from tests.tiny_models import Pair
 
 pytestmark = [pytest.mark.nightly, pytest.mark.long]

@@ -11,13 +11,13 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
-from autotune.api.requests import ChatRequest
 from autotune.cli.main import main
 from autotune.measuring.settings import CostSettings
 from autotune.modeling import tree_model
 from autotune.modeling.loading import load_processor
 from autotune.modeling.prompt import token_rows
 from autotune.search import thresholds
+from autotune.serve.requests import ChatRequest
 from tests.hub.server import Hub
 from tests.sample_documents import write_image
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from autotune.api.requests import read_images
 from autotune.errors import UserError
+from autotune.serve.requests import read_images
 from autotune.workloads.pixels import load_image, load_video
 
 RNG = np.random.default_rng(0)

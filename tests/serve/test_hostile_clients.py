@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from autotune.runtime.decoder import Decoder
-from tests.api.servers import begin, get, send, start_serving, url_of, wait_for
-from tests.api.test_app import ASKED, BODIES, CHAT, COMPLETIONS, MESSAGES, WRONG, text_of
+from tests.serve.servers import begin, get, send, start_serving, url_of, wait_for
+from tests.serve.test_app import ASKED, BODIES, CHAT, COMPLETIONS, MESSAGES, WRONG, text_of
 from tests.tiny_models import Pair
 
 NUM_REQUESTS, NUM_MALFORMED, NUM_CLIENTS = 500, 50, 8

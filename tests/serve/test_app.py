@@ -19,14 +19,15 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
-from autotune.api.answer_text import AnswerText
-from autotune.api.server import ApiServer, listen
-from autotune.api.service import Job
-from autotune.api.settings import ServeSettings
 from autotune.cli.main import main
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
-from tests.api.servers import (
+from autotune.serve.answer_text import AnswerText
+from autotune.serve.server import ApiServer, listen
+from autotune.serve.service import Job
+from autotune.serve.settings import ServeSettings
+from tests.sample_documents import decoding_profile
+from tests.serve.servers import (
     NAME,
     begin,
     data_url,
@@ -38,7 +39,6 @@ from tests.api.servers import (
     wait_for,
     wait_until_ready,
 )
-from tests.sample_documents import decoding_profile
 from tests.tiny_models import Pair
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -440,7 +440,7 @@ def test_a_profile_that_cannot_be_loaded_ends_the_server() -> None:
 
 def test_without_the_extra_packages_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding_profile().save(tmp_path / "profile.json")
-    monkeypatch.delitem(sys.modules, "autotune.api.server")
+    monkeypatch.delitem(sys.modules, "autotune.serve.server")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     said = CliRunner().invoke(main, ["serve", str(tmp_path / "profile.json")])
     needed = 'autotune: serving needs uvicorn; pip install "autotune-speculative[serve]"\n'

@@ -17,12 +17,12 @@ from prometheus_client import CollectorRegistry, Gauge
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from autotune.api.answer_text import AnswerText
-from autotune.api.requests import ApiError, ChatRequest, CompletionRequest
-from autotune.api.settings import ServeSettings
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.metrics import PrometheusMetrics
+from autotune.serve.answer_text import AnswerText
+from autotune.serve.requests import ApiError, ChatRequest, CompletionRequest
+from autotune.serve.settings import ServeSettings
 
 logger = logging.getLogger("autotune.api")
 LOADING, READY, DRAINING, STALLED, BROKEN = "loading", "ready", "draining", "stalled", "broken"

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 from transformers import GenerationConfig
 
-from autotune.api.requests import ApiError, ChatRequest, CompletionRequest, parse_request
+from autotune.serve.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
-from tests.api.servers import data_url
+from tests.serve.servers import data_url
 
 USER: dict[str, Any] = {"role": "user", "content": "Why?"}
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "So."}

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 
 from PIL import Image
 
-from autotune.api.server import ApiServer, listen
-from autotune.api.settings import ServeSettings
 from autotune.modeling.loading import reference
 from autotune.runtime.decoder import Decoder
+from autotune.serve.server import ApiServer, listen
+from autotune.serve.settings import ServeSettings
 from tests.cli.processes import start_command
 from tests.sample_documents import decoding_profile
 from tests.tiny_models import Pair

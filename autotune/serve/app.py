@@ -18,8 +18,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from autotune.api.requests import ApiError, ChatRequest, CompletionRequest, parse_request
-from autotune.api.service import READY, DecoderService, End, Job, Piece
+from autotune.serve.requests import ApiError, ChatRequest, CompletionRequest, parse_request
+from autotune.serve.service import READY, DecoderService, End, Job, Piece
 
 MAX_BODY = 32 << 20  # bytes
 BODY_S = 30.0  # longest time until the body is there

@@ -12,12 +12,12 @@ from typing import Any
 
 import uvicorn
 
-from autotune.api.app import create_app, is_local
-from autotune.api.requests import ApiError
-from autotune.api.service import READY, DecoderService
-from autotune.api.settings import ServeSettings
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
+from autotune.serve.app import create_app, is_local
+from autotune.serve.requests import ApiError
+from autotune.serve.service import READY, DecoderService
+from autotune.serve.settings import ServeSettings
 
 SEND_S = 5  # for what clients have not yet read when all requests are decoded
 JOIN_S = 10.0  # for the step that the decoder runs
