@@ -26,7 +26,6 @@ from typing import Any
 import click
 
 from autotune.console import Console
-from autotune.contention_monitor import ContentionMonitor
 from autotune.documents.decoding_profile import AR, HF, TUNED
 from autotune.documents.engine_profile import OPTIONS, EngineName, ServedAnswer, Speculation, SpeculationType
 from autotune.documents.published_defaults import HF_ASSISTED
@@ -36,6 +35,7 @@ from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
 from autotune.evaluation.bench import assistant_of
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import summarize
+from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.modeling.threads import limited_threads
 from autotune.modeling.vision_timing import timed_forwards, vision_parts
 from autotune.runtime.load import load

@@ -26,7 +26,7 @@ import yaml
 from autotune.cost import roofline
 from autotune.cost.roofline import DatasheetLimits, find_limits, step_ms
 from autotune.cost.table import ModelShape
-from autotune.execution import CUDA_GRAPH
+from autotune.documents.execution import CUDA_GRAPH
 from autotune.trees.limits import Floats
 
 HERE = Path(__file__).parent

@@ -25,7 +25,7 @@ import click
 import torch
 
 from autotune.console import Console
-from autotune.contention_monitor import ContentionMonitor
+from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.modeling.loading import BUNDLED_TARGET, reference
 from autotune.replay.calibration import calibrate
 from autotune.replay.trace import bounds_for

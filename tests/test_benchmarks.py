@@ -136,7 +136,7 @@ def test_gaps_are_those_that_the_host_causes() -> None:
 def test_the_gpu_battery_runs_to_its_end_without_a_gpu(tmp_path: Path) -> None:
     from autotune.cost.table import CostTable
     from autotune.documents.decoding_profile import DecodingProfile
-    from autotune.execution import CUDA_GRAPH
+    from autotune.documents.execution import CUDA_GRAPH
 
     printed, found = battery(tmp_path, "--switch", "captured,masks,compiled,float8")
     assert re.findall(r"^(\S+): done", printed, re.M) == [*gpu_battery.STAGES], printed

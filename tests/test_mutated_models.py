@@ -201,7 +201,7 @@ def test_checkpoints(kind: str, is_nightly: bool, made: Any, tmp_path: Path, mon
     one = checkpoint(made, kind, tmp_path)
     content, data = json.loads(one.config.read_text()), one.weights.read_bytes()
     shapes = {name: tensor.shape for name, tensor in load_file(one.weights).items() if _is_used(kind, name)}
-    monkeypatch.setattr("autotune.device.free_memory", lambda device: 1 << 28)
+    monkeypatch.setattr("autotune.machine.device.free_memory", lambda device: 1 << 28)
 
     def check(damage: tuple[bytes, bytes]) -> None:
         one.config.write_bytes(damage[0])
@@ -225,7 +225,7 @@ def test_damaged_sizes_are_refused(kind: str, made: Any, tmp_path: Path, monkeyp
     """Each number of the config in turn: negative, zero, odd, huge, or of another type."""
     one = checkpoint(made, kind, tmp_path)
     content = json.loads(one.config.read_text())
-    monkeypatch.setattr("autotune.device.free_memory", lambda device: 1 << 28)
+    monkeypatch.setattr("autotune.machine.device.free_memory", lambda device: 1 << 28)
     parts = [content, *(value for value in content.values() if isinstance(value, dict))]
     numbers = [(part, key) for part in parts for key, value in part.items() if type(value) in (int, float)]
     for number, (part, key) in enumerate(numbers):

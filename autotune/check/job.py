@@ -20,10 +20,10 @@ from autotune.check.sequential import Design
 from autotune.check.settings import CheckSettings
 from autotune.check.worker_process import WorkerRequest
 from autotune.console import Console
-from autotune.device import choose_device
 from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
 from autotune.documents.provenance import stamp, workload_beside
 from autotune.files import write_bytes
+from autotune.machine.device import choose_device
 from autotune.runtime.answer_keys import AnswerKeys
 from autotune.runtime.load import load
 from autotune.workloads.workload import Workload, load_workload

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from autotune.check.counts import Counts, compare_counts, counts_gate
 from autotune.check.result import COUNTS, LOSSLESS, SPEEDUP, Gate, GateVerdict, Timing, WorkloadResult
 from autotune.check.settings import CheckSettings
-from autotune.device import fingerprint
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, PromptEvidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
@@ -18,6 +17,7 @@ from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.divergence import divergences_from_plain
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import Summary, summarize
+from autotune.machine.device import fingerprint
 from autotune.modeling.near_ties import Divergence
 from autotune.runtime.answer_keys import AnswerKeys
 from autotune.runtime.decoder import Decoder

@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
+from autotune.documents.option_fields import setting
 from autotune.errors import UserError
 from autotune.modeling.loading import Dtype
-from autotune.option_fields import setting
 from autotune.workloads.formats import Format
 
 

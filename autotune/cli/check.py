@@ -13,9 +13,9 @@ import click
 from autotune.check.settings import CheckSettings
 from autotune.cli import options
 from autotune.cli.verb import Verb
+from autotune.documents.option_fields import make_settings
 from autotune.errors import UserError
 from autotune.files import write_errors
-from autotune.option_fields import make_settings
 from autotune.study.outputs import require_replaceable
 
 

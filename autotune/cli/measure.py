@@ -9,7 +9,7 @@ import click
 
 from autotune.cli import options
 from autotune.cli.verb import Verb
-from autotune.option_fields import make_settings
+from autotune.documents.option_fields import make_settings
 from autotune.search.settings import SearchSettings
 
 
@@ -46,8 +46,8 @@ def command(output: Path | None, table: Path | None, as_json: bool, **values: An
     require_models(settings.target, settings.drafts)
 
     from autotune.console import Console
-    from autotune.contention_monitor import wait_until_idle
-    from autotune.device import choose_device
+    from autotune.machine.contention_monitor import wait_until_idle
+    from autotune.machine.device import choose_device
     from autotune.measuring.block_log import BlockLog
     from autotune.search.cost_tables import measure_table, priced_variants, print_table
     from autotune.search.inputs import load_models, load_prompts

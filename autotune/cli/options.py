@@ -13,8 +13,8 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from autotune.documents.option_fields import extra_of, option_name
 from autotune.modeling.loading import Dtype
-from autotune.option_fields import extra_of, option_name
 from autotune.strict_parsing import parse_json
 from autotune.study.outputs import require_replaceable
 from autotune.workloads.chat import check_variables
@@ -62,7 +62,7 @@ class CaptureSizes(click.ParamType[tuple[int, ...]]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
-        from autotune.execution import check_capture_sizes
+        from autotune.documents.execution import check_capture_sizes
 
         try:
             sizes = [int(size) for size in str(value).split(",") if size.strip()]

@@ -9,9 +9,9 @@ import click
 
 from autotune.cli import options
 from autotune.cli.verb import Verb
+from autotune.documents.execution import EAGER
+from autotune.documents.option_fields import make_settings
 from autotune.documents.subnet import VISUAL_INPUTS, VisualInput
-from autotune.execution import EAGER
-from autotune.option_fields import make_settings
 from autotune.search.settings import SearchSettings
 
 
@@ -53,7 +53,7 @@ def command(output: Path, visual_input: VisualInput, num_prompts: int, as_json: 
     require_models(settings.target, settings.drafts)
 
     from autotune.console import Console
-    from autotune.device import choose_device
+    from autotune.machine.device import choose_device
     from autotune.search.inputs import load_models, load_prompts
     from autotune.search.traces import print_agreement, record_traces
 

@@ -9,8 +9,8 @@ from click.core import ParameterSource
 
 from autotune.cli import options
 from autotune.cli.verb import Verb, options_of, word_of
+from autotune.documents.option_fields import make_settings
 from autotune.errors import UserError
-from autotune.option_fields import make_settings
 from autotune.search.settings import SearchSettings
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import click
 
 from autotune.cli import options
 from autotune.cli.verb import Verb
+from autotune.documents.option_fields import make_settings
 from autotune.errors import UserError
 from autotune.modeling.loading import Dtype
-from autotune.option_fields import make_settings
 from autotune.serve.settings import ServeSettings
 
 

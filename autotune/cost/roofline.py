@@ -21,10 +21,10 @@ from pydantic import Field
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Point, Surface
 from autotune.cost.table import TOKENS, CostTable, DraftCosts, ModelShape
+from autotune.documents.execution import EAGER, STEPS_VERSION
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet
-from autotune.execution import EAGER, STEPS_VERSION
 from autotune.files import Document, data_root
 from autotune.trees.limits import Floats
 

@@ -13,11 +13,11 @@ from pydantic import Field
 
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Surface
+from autotune.documents.execution import EAGER, STEPS_VERSION, round_up
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet, Weights
 from autotune.errors import UserError
-from autotune.execution import EAGER, STEPS_VERSION, round_up
 from autotune.files import Document, content_key, data_root
 from autotune.trees.limits import Floats
 

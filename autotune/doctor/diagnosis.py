@@ -6,9 +6,9 @@ from pydantic import Field
 
 from autotune.documents.captured_steps import CapturedSteps
 from autotune.documents.contention import Contention
+from autotune.documents.execution import EAGER
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
-from autotune.execution import EAGER
 from autotune.files import Document
 
 

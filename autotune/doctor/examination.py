@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autotune.console import Console
-from autotune.contention_monitor import ContentionMonitor
 from autotune.cost.roofline import find_limits
-from autotune.device import choose_device, fingerprint, free_memory, gpu_fault, local_devices
 from autotune.doctor.diagnosis import DeviceFound, Diagnosis
 from autotune.doctor.findings import findings
 from autotune.doctor.target import examine_target
+from autotune.documents.execution import EAGER
 from autotune.documents.provenance import stamp
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
-from autotune.execution import EAGER
+from autotune.machine.contention_monitor import ContentionMonitor
+from autotune.machine.device import choose_device, fingerprint, free_memory, gpu_fault, local_devices
 from autotune.measuring.bandwidth import copy_gb_per_second
 from autotune.modeling.loading import Dtype, load_model, load_processor, reference
 from autotune.modeling.target import Target

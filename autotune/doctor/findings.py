@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autotune.device import gib
 from autotune.doctor.diagnosis import Diagnosis, TargetFound
 from autotune.documents.captured_steps import CapturedSteps
-from autotune.execution import EAGER
+from autotune.documents.execution import EAGER
+from autotune.machine.device import gib
 
 MOST_ROUNDS = 1.25  # over eager rounds of the same tokens: rounding changes few trees
 SLOW_SHARE = 0.5  # of the bandwidth, below which something else than memory bounds a plain step

@@ -5,9 +5,9 @@ from __future__ import annotations
 from autotune.console import Console
 from autotune.cost.roofline import datasheets, find_limits
 from autotune.cost.table import shipped_tables
-from autotune.device import gib
 from autotune.doctor.diagnosis import Diagnosis, TargetFound
 from autotune.documents.decoding_profile import AR
+from autotune.machine.device import gib
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:

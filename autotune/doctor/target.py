@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from autotune.console import Console
-from autotune.device import multiplies_bfloat16
 from autotune.doctor.attention import attention_uses
 from autotune.doctor.diagnosis import NearTies, StepTimes, TargetFound, TreeCheck
 from autotune.doctor.trials import try_drafts
+from autotune.documents.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.evaluation.perplexity import answer_logits
-from autotune.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
+from autotune.machine.device import multiplies_bfloat16
 from autotune.measuring.jobs import plain_steps_ms
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench

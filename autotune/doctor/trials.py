@@ -10,13 +10,13 @@ import numpy as np
 from autotune.console import Console
 from autotune.doctor.diagnosis import DecodingTrial
 from autotune.documents.decoding_profile import AR
+from autotune.documents.execution import EAGER
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.divergence import divergences_from_plain
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import summarize
-from autotune.execution import EAGER
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder

@@ -226,7 +226,7 @@ class DecodingProfile(Document, kind="decoding-profile", made_by="autotune searc
     capture_sizes: tuple[int, ...] = ()
     """Numbers of tokens that inputs are padded to; empty for no padding."""
     mode: str = "eager"
-    """How forwards after the prefill run (``autotune.execution.MODES``)."""
+    """How forwards after the prefill run (``autotune.documents.execution.MODES``)."""
     attention_backends: tuple[str, ...] = ()
     """Kernels of scaled dot-product attention that torch chose among on a GPU (``autotune.modeling.attention``)."""
     threads: int | None = Field(default=None, ge=1)

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from autotune.documents.execution import round_up
 from autotune.documents.subnet import Subnet
 from autotune.drafters.draft import Coupling, Dimensions, Draft, FeatureSource, Proposals, cut_scores, top_proposals
 from autotune.drafters.forests import AnswerToRecord, ModelForestGrower
-from autotune.execution import round_up
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_runner import GraphKey
 from autotune.modeling.packed_step import NOISE_ROW, TEMPERATURE, TOP_K, TOP_P, PackedStep

@@ -128,7 +128,7 @@ class Draft(Protocol):
 
     @property
     def mode(self) -> str:
-        """How forward passes run (``autotune.execution.MODES``)."""
+        """How forward passes run (``autotune.documents.execution.MODES``)."""
 
     def attach(self, target: Target) -> None:
         """Set the target, before the first prompt.

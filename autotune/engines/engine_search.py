@@ -17,8 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from autotune.console import Console
-from autotune.container import num_cores
-from autotune.device import cpu_fingerprint
 from autotune.documents.engine_profile import (
     OPTIONS,
     TYPES,
@@ -62,6 +60,8 @@ from autotune.engines.vllm_server import VllmEngine
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import WORKSPACE, content_key
+from autotune.machine.container import num_cores
+from autotune.machine.device import cpu_fingerprint
 from autotune.replay.degenerate_answers import degenerate_answers
 from autotune.study.outputs import choose_output, settings_key
 from autotune.study.storage import PROFILE

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune.console import Console
-from autotune.contention_monitor import ContentionMonitor, wait_until_idle
-from autotune.device import fingerprint
 from autotune.documents.contention import Contention
 from autotune.documents.decoding_profile import AR, HF, TUNED
+from autotune.documents.execution import EAGER
 from autotune.documents.provenance import stamp
 from autotune.documents.published_defaults import HF_ASSISTED, NAMED, PROMPT_LOOKUP
 from autotune.documents.run import Run, time_shares
@@ -36,7 +35,8 @@ from autotune.evaluation.bench_tables import (
 )
 from autotune.evaluation.runner import SLOW_FORWARD, SLOW_PREFILL, ArmRunner
 from autotune.evaluation.summary import summarize
-from autotune.execution import EAGER
+from autotune.machine.contention_monitor import ContentionMonitor, wait_until_idle
+from autotune.machine.device import fingerprint
 from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.replay.degenerate_answers import degenerate_answers
 from autotune.runtime.decoder import Decoder

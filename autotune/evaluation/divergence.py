@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from autotune.documents.execution import EAGER
 from autotune.documents.run import Run
 from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.perplexity import answer_logits
 from autotune.evaluation.runner import ArmRunner
-from autotune.execution import EAGER
 from autotune.modeling.near_ties import Divergence, largest_difference
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import TokenSampler

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.execution import EAGER
+from autotune.documents.execution import EAGER
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.ownership import Ownership

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
+from autotune.documents.execution import CAPTURED
 from autotune.documents.published_defaults import PROMPT_LOOKUP
 from autotune.documents.run import Run
 from autotune.drafters.checkpoint import LoadedDraft
@@ -29,7 +30,6 @@ from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import errors_about
 from autotune.evaluation.arms import Arm, DecoderArm
 from autotune.evaluation.perplexity import quality
-from autotune.execution import CAPTURED
 from autotune.files import append_line, content_key, read_lines
 from autotune.modeling.graph_memory import graph_memory
 from autotune.runtime.answer_keys import AnswerKeys

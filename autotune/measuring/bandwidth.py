@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from autotune.device import free_memory
+from autotune.machine.device import free_memory
 from autotune.modeling.clock import now_ms
 
 COPY_BYTES = 1 << 29  # more than the caches of processors hold

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from autotune.contention_monitor import ContentionMonitor
 from autotune.cost.request_costs import Overhead, PrefillCost, fit_costs
 from autotune.cost.table import CostTable, DraftCosts
-from autotune.device import fingerprint
+from autotune.documents.execution import STEPS_VERSION
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.errors import UserError
-from autotune.execution import STEPS_VERSION
+from autotune.machine.contention_monitor import ContentionMonitor
+from autotune.machine.device import fingerprint
 from autotune.measuring.block_log import BlockLog, LogHeader
 from autotune.measuring.request_timing import (
     LEAST_PREFILLS,

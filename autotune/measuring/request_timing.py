@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from autotune.device import usable_threads
 from autotune.drafters.checkpoint import LoadedDraft
+from autotune.machine.device import usable_threads
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.clock import now_ms
 from autotune.modeling.prompt import num_patches

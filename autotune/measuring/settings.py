@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotune.cost.table import EVERY_ROW, TOKENS
-from autotune.execution import EAGER
+from autotune.documents.execution import EAGER
 
 Size = tuple[int, int]
 """Size of a forward pass: (tokens, KV length)."""
@@ -19,7 +19,7 @@ class CostSettings:
     capture_sizes: tuple[int, ...] = ()
     """Numbers of tokens that inputs are padded to; if there are any, they are the sizes measured."""
     mode: str = EAGER
-    """How forwards run (``autotune.execution.MODES``)."""
+    """How forwards run (``autotune.documents.execution.MODES``)."""
     least_samples: int = 2
     """Samples of every size of the coarse grid, before further sizes are measured."""
     max_samples: int = 30

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from autotune.cost.surface import standard_error
-from autotune.device import usable_threads
+from autotune.documents.execution import EAGER
 from autotune.drafters.checkpoint import LoadedDraft
-from autotune.execution import EAGER
+from autotune.machine.device import usable_threads
 from autotune.measuring.jobs import plain_steps_ms
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.clock import now_ms

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.device import check_room, free_memory
-from autotune.execution import COMPILED, EAGER, KV_LENGTH_STEP, rounded_capacity
+from autotune.documents.execution import COMPILED, EAGER, KV_LENGTH_STEP, rounded_capacity
+from autotune.machine.device import check_room, free_memory
 from autotune.modeling.compiled_layers import CompiledLayers
 from autotune.modeling.graph_memory import CapturedForward, Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner, check_mode

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from autotune.documents.execution import AUTO, CAPTURED, CUDA_GRAPH, EAGER, FIXED, MODES
 from autotune.errors import UserError, first_line
-from autotune.execution import AUTO, CAPTURED, CUDA_GRAPH, EAGER, FIXED, MODES
 from autotune.modeling.graph_memory import CapturedForward, Function, Outputs, Run, graph_memory
 from autotune.modeling.packed_step import Layout
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotune.device import check_room, multiplies_bfloat16
 from autotune.documents.draft_kinds import TOKEN_DRAFTS, is_own_draft, refuse_dflash
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
 from autotune.files import data_root, known_sha256_of, read_json
+from autotune.machine.device import check_room, multiplies_bfloat16
 from autotune.modeling.gguf import PACKAGED, UNQUANTIZED, file_type, find_gguf, gguf_errors, gguf_models, read_metadata
 from autotune.modeling.hub import is_cached, is_id, listed, repository, suggestion, weight_files
 from autotune.modeling.known_models import KNOWN_MODELS

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from autotune.documents.captured_steps import CapturedSteps
+from autotune.documents.execution import CUDA_GRAPH, EAGER
 from autotune.errors import UserError, first_line
-from autotune.execution import CUDA_GRAPH, EAGER
 from autotune.modeling.graph_runner import EagerNotice
 from autotune.modeling.near_ties import flips
 from autotune.modeling.prompt import EncodedPrompt

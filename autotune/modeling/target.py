@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from autotune.documents.captured_steps import CapturedSteps
+from autotune.documents.execution import EAGER
 from autotune.documents.subnet import VisualRanking
-from autotune.execution import EAGER
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.self_check import check_tree_decoding
 from autotune.modeling.step import Step

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotune.documents.execution import EAGER
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.errors import errors_about
-from autotune.execution import EAGER
 from autotune.files import write_bytes
 from autotune.modeling.target import Prefilled, Target
 from autotune.runtime.answer_batch import GreedyBatch, SampledBatch, can_batch

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
+from autotune.documents.execution import EAGER
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet, VisualInput, VisualRanking
 from autotune.drafters.checkpoint import LoadedDraft
@@ -25,7 +26,6 @@ from autotune.drafters.draft import Draft
 from autotune.drafters.forests import AnswerToRecord
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
-from autotune.execution import EAGER
 from autotune.files import content_key, write_bytes
 from autotune.modeling.prompt import EncodedPrompt, num_patches, token_rows
 from autotune.modeling.step import Step

@@ -11,12 +11,12 @@ from functools import cached_property
 
 import numpy as np
 
-from autotune.container import num_cores
 from autotune.cost.table import CostTable, DensePrices
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.errors import UserError
 from autotune.files import Document
+from autotune.machine.container import num_cores
 from autotune.replay.draws import PriceDraws
 from autotune.replay.prices import TreePricing
 from autotune.replay.replay import Replay, check_reach, plain_decode_ms, replay

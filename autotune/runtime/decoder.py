@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from autotune.documents.execution import AUTO, CAPTURED, capture_sizes_for
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
-from autotune.execution import AUTO, CAPTURED, capture_sizes_for
 from autotune.modeling.clock import now_ms
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.target import Target

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from autotune.console import Console
-from autotune.device import choose_device, fingerprint, gib
 from autotune.documents.decoding_profile import DecodingProfile, DraftChoice
+from autotune.documents.execution import AUTO, CAPTURED
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import NotComparable, UserError, errors_about
-from autotune.execution import AUTO, CAPTURED
+from autotune.machine.device import choose_device, fingerprint, gib
 from autotune.modeling.loading import Dtype, load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import DEFAULT_CONTEXT_TOKENS, Decoder

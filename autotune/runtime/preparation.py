@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from autotune.documents.execution import AUTO, CUDA_GRAPH, EAGER, round_up
 from autotune.drafters.cached_draft import PENDING_PIECE, CachedDraft, as_cached
 from autotune.drafters.draft import Draft
-from autotune.execution import AUTO, CUDA_GRAPH, EAGER, round_up
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import check_mode

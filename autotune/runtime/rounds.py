@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from autotune.documents.execution import round_up
 from autotune.drafters.draft import Draft
 from autotune.drafters.retrieval import RetrievalDraft
-from autotune.execution import round_up
 from autotune.modeling.clock import host_ms, now_ms
 from autotune.modeling.step import NOT_FINITE, Step
 from autotune.modeling.target import Target

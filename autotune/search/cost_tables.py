@@ -11,12 +11,12 @@ from autotune.console import Console, percent
 from autotune.cost.roofline import estimate_table, find_limits
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, shipped_tables
-from autotune.device import gib
 from autotune.documents.configuration import DraftVariant
+from autotune.documents.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
-from autotune.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
 from autotune.files import content_key
+from autotune.machine.device import gib
 from autotune.measuring.block_log import BlockLog
 from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.settings import CostSettings

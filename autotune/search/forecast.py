@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from statistics import fmean
 
 from autotune.console import Console
-from autotune.device import free_memory, gib
+from autotune.machine.device import free_memory, gib
 from autotune.measuring.bandwidth import copy_gb_per_second
 from autotune.modeling.target import Target
 from autotune.search.inputs import SearchInputs

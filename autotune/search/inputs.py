@@ -6,8 +6,8 @@ from typing import Any
 
 from autotune.console import Console
 from autotune.cost.table import TOKENS
-from autotune.device import choose_device
-from autotune.execution import AUTO, EAGER
+from autotune.documents.execution import AUTO, EAGER
+from autotune.machine.device import choose_device
 from autotune.modeling.loading import RETRIEVAL
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool

@@ -11,16 +11,16 @@ import torch
 
 from autotune.console import Console
 from autotune.cost.table import CostTable
-from autotune.device import fingerprint, free_memory, usable_threads
 from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
+from autotune.documents.execution import EAGER, STEPS_VERSION, capture_sizes_for
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet, VisualInput
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
-from autotune.execution import EAGER, STEPS_VERSION, capture_sizes_for
 from autotune.files import content_key
+from autotune.machine.device import fingerprint, free_memory, usable_threads
 from autotune.modeling.loading import META, Dtype, load_model, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
 from autotune.modeling.target import Target

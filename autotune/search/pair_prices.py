@@ -9,8 +9,8 @@ from __future__ import annotations
 from autotune.console import Console
 from autotune.cost.roofline import find_limits
 from autotune.cost.table import CostTable, DraftCosts
+from autotune.documents.execution import EAGER
 from autotune.errors import UserError
-from autotune.execution import EAGER
 from autotune.search.cost_tables import priced_variants, print_table, table_for_gpu
 from autotune.search.inputs import load_models
 from autotune.search.settings import SearchSettings

@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 from autotune.console import Console
-from autotune.contention_monitor import wait_until_idle
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import DraftVariant, variants_json
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.documents.subnet import Subnet
 from autotune.files import content_key, write_table
+from autotune.machine.contention_monitor import wait_until_idle
 from autotune.measuring.settings import CostSettings
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.trace import Trace

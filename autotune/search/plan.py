@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
-from autotune.device import usable_threads
 from autotune.errors import UserError
 from autotune.evaluation.arms import WARM_UP_S
 from autotune.files import Document
+from autotune.machine.device import usable_threads
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from autotune.console import Console
-from autotune.contention_monitor import ContentionMonitor
 from autotune.documents.condition import Condition, RequestProperties, first_match
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import (
@@ -32,6 +31,7 @@ from autotune.evaluation.arms import DecoderArm, HuggingFaceArm
 from autotune.evaluation.race import race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import ms_per_token, speedup
+from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.replay.draws import time_draws
 from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.runtime.load import decoder_for

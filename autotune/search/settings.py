@@ -16,13 +16,13 @@ from pydantic import JsonValue, model_validator
 
 from autotune.cost.roofline import datasheets, find_limits
 from autotune.cost.table import shipped_tables
-from autotune.device import check_supported, choose_device, fingerprint, gpu_fault, local_devices, local_gpus
+from autotune.documents.execution import AUTO, check_capture_sizes
+from autotune.documents.option_fields import option_name, setting
 from autotune.errors import UserError, nearest
-from autotune.execution import AUTO, check_capture_sizes
 from autotune.files import WORKSPACE, Document, require_writable
+from autotune.machine.device import check_supported, choose_device, fingerprint, gpu_fault, local_devices, local_gpus
 from autotune.modeling.loading import BUNDLED_TARGET, Dtype
 from autotune.modeling.target_defaults import default_drafts, default_workload
-from autotune.option_fields import option_name, setting
 from autotune.search.space import SearchSpace
 from autotune.search.space_files import space_path
 from autotune.study.outputs import choose_output, settings_key

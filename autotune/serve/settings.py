@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from autotune.option_fields import setting
+from autotune.documents.option_fields import setting
 
 
 class ServeSettings(BaseModel):

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autotune.container import num_cores
-from autotune.device import cpu_fingerprint, local_gpus
 from autotune.errors import UserError
 from autotune.files import content_key, require_writable, sha256_of
+from autotune.machine.container import num_cores
+from autotune.machine.device import cpu_fingerprint, local_gpus
 
 
 def settings_key(settings: Mapping[str, Any], *files: str | Path) -> str:

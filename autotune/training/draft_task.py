@@ -19,7 +19,6 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 from autotune.console import Console
-from autotune.device import free_memory, gib, multiplies_bfloat16, usable_threads
 from autotune.documents.loss_settings import DistillationRule, LossSettings
 from autotune.drafters.checkpoint import NETWORKS, load_draft
 from autotune.drafters.network import NOT_TRAINED
@@ -27,6 +26,7 @@ from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.trainable import Metrics, TrainableNetwork, divergence
 from autotune.errors import UserError, errors_about
 from autotune.files import WORKSPACE, content_key
+from autotune.machine.device import free_memory, gib, multiplies_bfloat16, usable_threads
 from autotune.modeling.clock import now_ms
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target

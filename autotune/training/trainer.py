@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from autotune.console import Console
-from autotune.contention_monitor import ContentionMonitor
 from autotune.errors import UserError
 from autotune.files import append_line, content_key, sha256_of
+from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.modeling.loading import Dtype
 from autotune.modeling.weight_files import check_finite, save_tensors
 from autotune.training.draft_task import CHAIN_DEPTH, DraftTask, autocast_dtype

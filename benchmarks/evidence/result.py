@@ -83,7 +83,7 @@ def load_all() -> dict[str, Result]:
 
 def machine_name() -> str:
     """This machine's processor and cores, without its host name."""
-    from autotune.device import fingerprint
+    from autotune.machine.device import fingerprint
 
     device = fingerprint("cpu")
     return f"{device.num_cores} cores of {device.model}"

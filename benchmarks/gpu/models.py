@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, Qwen2_5_VLConfig
 
+from autotune.documents.execution import CUDA_GRAPH, EAGER
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
-from autotune.execution import CUDA_GRAPH, EAGER
 from autotune.modeling.loading import load_model
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder

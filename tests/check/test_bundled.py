@@ -14,10 +14,10 @@ from autotune.check.job import run_check
 from autotune.check.result import CheckResult
 from autotune.check.settings import CheckSettings
 from autotune.console import Console
-from autotune.device import fingerprint
 from autotune.documents.decoding_profile import DecodingProfile, Evidence
 from autotune.documents.provenance import stamp
 from autotune.files import data_root
+from autotune.machine.device import fingerprint
 from tests.check.test_job import accept_less
 
 SHIPPED = data_root() / "profiles" / "cpu" / "digits.decode.json"

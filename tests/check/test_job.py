@@ -18,7 +18,6 @@ from autotune.check.settings import CheckSettings
 from autotune.check.worker import SideDecoder
 from autotune.check.worker_process import Decoded, Side, WorkerRequest
 from autotune.console import Console
-from autotune.device import fingerprint
 from autotune.documents.condition import Condition
 from autotune.documents.decoding_profile import TUNED, DecodingProfile, Evidence
 from autotune.documents.fingerprint import Fingerprint
@@ -27,6 +26,7 @@ from autotune.errors import NotComparable
 from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.runner import ArmRunner
 from autotune.files import read_lines
+from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
 from autotune.runtime import generate_args
 from autotune.runtime import load as loading

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 import autotune
 from autotune.check import worker
 from autotune.check.worker_process import WORKER, Decoded, Side, WorkerProcess, WorkerRequest
-from autotune.device import fingerprint
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
+from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
 from tests.sample_documents import decoding_profile
 from tests.tiny_models import Inputs, Pair

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from autotune.cli.main import CONTINUED, VERBS, main
-from autotune.device import fingerprint
 from autotune.documents.decoding_profile import DecodingProfile
+from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
 from tests.sample_documents import decoding_profile, write_image, write_workload
 from tests.tiny_models import Pair, new_llama

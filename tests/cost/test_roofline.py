@@ -20,9 +20,9 @@ from autotune.cost.roofline import (
 )
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, ModelShape
-from autotune.device import short_name
+from autotune.documents.execution import CUDA_GRAPH, DEFAULT_CAPTURE_SIZES, EAGER
 from autotune.documents.subnet import Subnet
-from autotune.execution import CUDA_GRAPH, DEFAULT_CAPTURE_SIZES, EAGER
+from autotune.machine.device import short_name
 from autotune.replay.trace import Forest, RecordedPrompt, join
 from tests.sample_documents import DRAFT, TARGET, header
 

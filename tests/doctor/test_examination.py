@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend
 
 from autotune.cli.main import main
 from autotune.console import Console
-from autotune.device import local_devices
 from autotune.doctor import target as examination
 from autotune.doctor.attention import attention_uses
 from autotune.doctor.diagnosis import Diagnosis
@@ -25,6 +24,7 @@ from autotune.doctor.trials import try_drafts
 from autotune.documents.provenance import ModelReference
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.drafters.independent import IndependentDraft
+from autotune.machine.device import local_devices
 from autotune.measuring.bandwidth import copy_gb_per_second
 from autotune.modeling.loading import load_processor
 from autotune.modeling.near_ties import flips, largest_difference

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import autotune
-from autotune.device import fingerprint
 from autotune.documents.condition import first_match
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import beside
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
+from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load

@@ -9,9 +9,9 @@ import pytest
 from transformers import TextStreamer
 
 from autotune.cli import main as cli
-from autotune.device import fingerprint
 from autotune.documents.condition import Condition
 from autotune.evaluation.answers import answer_prompts
+from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
 from autotune.trees.verification import WetapVerification
 from autotune.workloads.prompt import Prompt, WorkloadPrompt

@@ -11,7 +11,6 @@ import pytest
 from pandas import DataFrame
 
 from autotune.console import Console
-from autotune.device import fingerprint
 from autotune.documents.condition import Condition
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.published_defaults import ARM_NAMES, COMPARED_DEFAULTS, HF_ASSISTED, PROMPT_LOOKUP
@@ -33,6 +32,7 @@ from autotune.evaluation.bench_tables import (
 )
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import summarize
+from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.modeling.text_model import TextModel

@@ -18,13 +18,13 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from autotune.cost.roofline import estimate_table
 from autotune.cost.surface import Surface
 from autotune.cost.table import EVERY_ROW, TOKENS, CostTable
-from autotune.device import fingerprint
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
+from autotune.machine.device import fingerprint
 from autotune.measuring import request_timing
 from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.request_timing import choose_prefill_threads, overhead_runs

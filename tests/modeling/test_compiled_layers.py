@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
+from autotune.documents.execution import EAGER, FIXED
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import NETWORKS
 from autotune.drafters.feature_draft import FeatureDraft
-from autotune.execution import EAGER, FIXED
 from autotune.modeling.compiled_layers import CompiledLayers, UncompiledNotice
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Step

@@ -16,11 +16,11 @@ from click.testing import CliRunner
 
 from autotune.cli.main import main
 from autotune.console import Console
-from autotune.device import fingerprint
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.files import sha256_of
+from autotune.machine.device import fingerprint
 from autotune.modeling import gguf as gguf_files
 from autotune.modeling import loading
 from autotune.modeling.loading import load_model, load_processor, load_tokenizer, reference, resolve

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune.execution import FIXED
+from autotune.documents.execution import FIXED
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.merged_products import merged_products, replaced_attributes
 from autotune.modeling.step import Step

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from autotune.documents.execution import DEFAULT_CAPTURE_SIZES, KV_LENGTH_STEP
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.retrieval import RetrievalDraft
-from autotune.execution import DEFAULT_CAPTURE_SIZES, KV_LENGTH_STEP
 from autotune.modeling.compiled_layers import UncompiledNotice
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.target import Target

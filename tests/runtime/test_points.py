@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotune.device import fingerprint
 from autotune.documents.condition import Condition, first_match
 from autotune.documents.decoding_profile import DecodingProfile, DraftChoice, OperatingPoint
 from autotune.documents.provenance import ModelReference
@@ -19,6 +18,7 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
+from autotune.machine.device import fingerprint
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from autotune.cli.main import main
 from autotune.console import Console
-from autotune.device import gib
+from autotune.machine.device import gib
 from autotune.modeling.quantization import weight_bytes
 from autotune.search import forecast as forecasts
 from autotune.search.forecast import forecast

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from autotune.cli.main import main
 from autotune.console import Console
 from autotune.cost.table import CostTable
-from autotune.device import fingerprint
 from autotune.documents.decoding_profile import DecodingProfile
+from autotune.machine.device import fingerprint
 from autotune.report.sources import find_sources
 from autotune.search import pipeline
 from autotune.search.cost_tables import table_for_gpu

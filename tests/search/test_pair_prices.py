@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from autotune.cli.main import main
 from autotune.cost.roofline import find_limits, step_ms
 from autotune.cost.table import CostTable
-from autotune.execution import CUDA_GRAPH
+from autotune.documents.execution import CUDA_GRAPH
 from tests.drafters.test_eagle3 import write_head
 from tests.tiny_models import Pair
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from autotune.cli.run import _prompts
-from autotune.device import fingerprint
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.answers import answer_prompts
 from autotune.evaluation.runner import ArmRunner
+from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Recorder

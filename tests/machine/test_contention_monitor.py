@@ -13,11 +13,11 @@ import psutil
 import pytest
 import torch
 
-from autotune import container, contention_monitor
 from autotune.console import Console
-from autotune.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.documents.contention import Contention
 from autotune.documents.provenance import Provenance, stamp
+from autotune.machine import container, contention_monitor
+from autotune.machine.contention_monitor import ContentionMonitor, wait_until_idle
 
 GROUP = "4:cpu,cpuacct:/box\n0::/\n"
 

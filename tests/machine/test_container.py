@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from autotune import container
-from autotune.device import fingerprint, free_memory, usable_threads
+from autotune.machine import container
+from autotune.machine.device import fingerprint, free_memory, usable_threads
 from autotune.modeling.threads import limited_threads
 
 GIB, MIB = 1 << 30, 1 << 20

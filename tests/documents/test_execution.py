@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from autotune.documents.execution import DEFAULT_CAPTURE_SIZES, capture_sizes_for, check_capture_sizes, round_up
 from autotune.errors import UserError
-from autotune.execution import DEFAULT_CAPTURE_SIZES, capture_sizes_for, check_capture_sizes, round_up
 from autotune.trees.limits import MAX_STEP
 
 

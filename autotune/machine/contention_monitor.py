@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
-from autotune import container
 from autotune.console import Console
-from autotune.container import proc, text_of, throttled_s
 from autotune.documents.contention import Contention
+from autotune.machine import container
+from autotune.machine.container import proc, text_of, throttled_s
 
 BUSY = ("user", "nice", "system", "irq", "softirq")  # of psutil.cpu_times; guests are part of user
 # Bits of NVML's clock event reasons that mean a slower clock than the GPU was set to.

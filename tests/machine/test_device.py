@@ -16,7 +16,8 @@ import torch
 from click.testing import CliRunner
 
 from autotune.cli.main import main
-from autotune.device import (
+from autotune.errors import UserError
+from autotune.machine.device import (
     check_room,
     choose_device,
     fingerprint,
@@ -26,7 +27,6 @@ from autotune.device import (
     local_gpus,
     short_name,
 )
-from autotune.errors import UserError
 from autotune.modeling.loading import load_model
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -34,7 +34,7 @@ from autotune.search.settings import device_for
 from tests.tiny_models import Pair
 
 GIB = 2**30
-FREE_MEMORY = "autotune.device.free_memory"
+FREE_MEMORY = "autotune.machine.device.free_memory"
 
 
 def test_short_names() -> None:
@@ -119,7 +119,7 @@ def test_mig_slices_are_listed_in_place_of_their_gpu(monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def unusable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs that the driver reports and torch cannot use."""
-    monkeypatch.setattr("autotune.device._query_nvml", lambda: ("580.1", ["NVIDIA H100 80GB HBM3"] * 2))
+    monkeypatch.setattr("autotune.machine.device._query_nvml", lambda: ("580.1", ["NVIDIA H100 80GB HBM3"] * 2))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -186,7 +186,7 @@ def test_fingerprint_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "read_text", missing)
     monkeypatch.delattr(os, "sysconf")
-    monkeypatch.setattr("autotune.device.subprocess.run", run)
+    monkeypatch.setattr("autotune.machine.device.subprocess.run", run)
     intel = "Intel64 Family 6 Model 167 Stepping 1, GenuineIntel"
     for system, processor, model in (("Darwin", "arm", "Apple M3 Max"), ("Windows", intel, intel)):
         monkeypatch.setattr(platform, "system", lambda system=system: system)
@@ -224,7 +224,7 @@ def test_devices_that_are_not_here_are_refused() -> None:
 
 
 def test_gpus_are_listed_without_torch() -> None:
-    script = "import sys; from autotune.device import local_gpus; print(len(local_gpus())); assert 'torch' not in sys.modules"
+    script = "import sys; from autotune.machine.device import local_gpus; print(len(local_gpus())); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) == torch.cuda.device_count()
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune import container
 from autotune.documents.fingerprint import Fingerprint
 from autotune.errors import UserError
+from autotune.machine import container
 
 if TYPE_CHECKING:
     import torch
