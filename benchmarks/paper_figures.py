@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from autotune.cost.roofline import DatasheetLimits, datasheets, find_limits, operations, step_ms
 from autotune.cost.table import ModelShape
 from autotune.documents.configuration import configuration_of
-from autotune.documents.run import length_bands, time_shares
+from autotune.documents.decoded import length_bands, time_shares
 from autotune.files import write_table
 from autotune.replay.reference_replay import ReplayedRound, rounds
 from autotune.replay.replay import plain_decode_ms

@@ -23,8 +23,8 @@ from autotune.cli.options import TableFile
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, configuration_of
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, DecodingProfile
-from autotune.documents.run import Run
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import write_table
 from autotune.replay.evaluator import Evaluator
@@ -94,7 +94,7 @@ def next_best(
 
 
 def compare_with_replay(
-    configuration: Configuration, evaluator: Evaluator, passes: list[list[Run]]
+    configuration: Configuration, evaluator: Evaluator, passes: list[list[Decoded]]
 ) -> dict[str, object]:
     """Predicted and measured figures of a configuration, summed over prompts."""
     replayed = evaluator.replay(configuration)
@@ -235,7 +235,7 @@ def print_errors(name: str, errors: pd.Series[float]) -> None:
     )
 
 
-def print_regret(passes: list[dict[str, list[Run]]], drawn: list[Configuration]) -> None:
+def print_regret(passes: list[dict[str, list[Decoded]]], drawn: list[Configuration]) -> None:
     """Print how many of the configurations are faster than the winner, and by how much."""
     ms = pd.DataFrame({name: [run.decode_ms for runs in passes for run in runs[name]] for name in passes[0]})
     ms, winner_ms = ms.drop(columns=[AR, "winner"]), ms.winner.to_numpy()

@@ -99,7 +99,7 @@ class SimulatedRunner:
         return 0.0
 
     def compare(self, arms: Sequence[Any], workload: Any, **_: Any) -> dict[str, list[Any]]:
-        from autotune.documents.run import Run
+        from autotune.documents.decoded import Decoded
 
         runs: dict[str, list[Any]] = {arm.name: [] for arm in arms}
         for prompt in workload.prompts:
@@ -109,7 +109,7 @@ class SimulatedRunner:
                 factor = self.machine.take(sum(times.values()), RUN_NOISE) / sum(times.values())
                 times = {name: factor * ms for name, ms in times.items()}
                 runs[arm.name].append(
-                    Run(
+                    Decoded(
                         arm=arm.key,
                         prompt=prompt.name,
                         prompt_sha256=prompt.name,

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR
-from autotune.documents.run import Run
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.trace import load_trace
@@ -61,7 +61,7 @@ def measured(
     runner = ModelPool(document.target.id, [draft.reference.id for draft in document.drafts], "cpu").runner(costs)
     prompts = load_workload(document.workload, "evaluate", num_prompts=num_prompts)
     arms = [runner.plain, *(runner.arm(name, tree) for name, tree in trees.items())]
-    passes: list[dict[str, list[Run]]] = [
+    passes: list[dict[str, list[Decoded]]] = [
         runner.compare(arms, prompts, seed=number, min_prompts=num_prompts, repeat=number) for number in range(PASSES)
     ]
     return {name: np.median([[run.decode_ms for run in runs[name]] for runs in passes], axis=0) for name in passes[0]}

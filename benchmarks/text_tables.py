@@ -18,9 +18,9 @@ import numpy as np
 
 from autotune.console import Console
 from autotune.documents.configuration import Configuration
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import NAMED, PUBLISHED_DEFAULTS
-from autotune.documents.run import Run
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.modeling.target_defaults import default_workload
 from autotune.search.model_pool import ModelPool
@@ -84,7 +84,7 @@ def main(target: str, draft: str, temperature: float, prompts: int, tokens: int)
     )
 
 
-def mean_tokens(runs: list[Run]) -> float:
+def mean_tokens(runs: list[Decoded]) -> float:
     """Tokens per round, over all rounds."""
     return sum(sum(run.accepted_lengths) + len(run.accepted_lengths) for run in runs) / sum(
         len(run.accepted_lengths) for run in runs

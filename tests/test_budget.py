@@ -63,11 +63,7 @@ MOST_STATEMENTS = {
         "engines": 1333,
         "replay": 838,
     },
-    "benchmarks": {
-        "benchmarks": 3339,
-        "evidence": 706,
-        "gpu": 374,
-    },
+    "benchmarks": {"benchmarks": 3339, "evidence": 706, "gpu": 374},
 }
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from autotune.check.counts import Counts, compare_counts, counts_gate
 from autotune.check.result import COUNTS, LOSSLESS, SPEEDUP, Gate, GateVerdict, Timing, WorkloadResult
 from autotune.check.settings import CheckSettings
+from autotune.documents.decoded import Decoded, prompt_evidence
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, PromptEvidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
-from autotune.documents.run import Run, prompt_evidence
 from autotune.errors import NotComparable
 from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.divergence import divergences_from_plain
@@ -31,7 +31,7 @@ class LocalRun:
 
     workload: Workload
     profile: DecodingProfile
-    runs: list[Run]
+    runs: list[Decoded]
     prompts: list[PromptEvidence]
     summary: Summary
     divergences: dict[str, Divergence]

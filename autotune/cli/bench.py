@@ -65,7 +65,7 @@ def command(profile: Path, arms: str | None, table: Path | None, as_json: bool, 
     click.echo(f"measuring {profile}", err=True)
 
     from autotune.console import Console
-    from autotune.documents.run import runs_dataframe
+    from autotune.documents.decoded import runs_dataframe
     from autotune.evaluation.bench import run_bench
     from autotune.files import write_table
 

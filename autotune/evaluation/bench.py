@@ -11,11 +11,11 @@ from typing import Any
 
 from autotune.console import Console
 from autotune.documents.contention import Contention
+from autotune.documents.decoded import Decoded, time_shares
 from autotune.documents.decoding_profile import AR, HF, TUNED
 from autotune.documents.execution import EAGER
 from autotune.documents.provenance import stamp
 from autotune.documents.published_defaults import HF_ASSISTED, NAMED, PROMPT_LOOKUP
-from autotune.documents.run import Run, time_shares
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
@@ -122,7 +122,7 @@ def _runner(decoder: Decoder, settings: BenchSettings) -> ArmRunner:
 
 def _measure(
     runner: ArmRunner, arms: Sequence[Arm], prompts: Workload, settings: BenchSettings, console: Console
-) -> tuple[dict[str, list[Run]], Contention]:
+) -> tuple[dict[str, list[Decoded]], Contention]:
     """The runs by arm, and what other processes took of the machine meanwhile."""
     device = str(runner.decoder.target.device)
     if settings.wait_until_idle_s is not None:
@@ -138,7 +138,7 @@ def _measure(
 class BenchResults:
     """Tables that sum up the runs of a bench."""
 
-    def __init__(self, runs: Mapping[str, list[Run]], prompts: Workload, seed: int) -> None:
+    def __init__(self, runs: Mapping[str, list[Decoded]], prompts: Workload, seed: int) -> None:
         """``runs`` by arm are of these prompts in their order, and include plain decoding; ``seed``: of bootstrap
         intervals.
         """

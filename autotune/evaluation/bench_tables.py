@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autotune.console import Console
+from autotune.documents.decoded import Decoded, length_bands, runs_dataframe
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.published_defaults import NAMED
-from autotune.documents.run import Run, length_bands, runs_dataframe
 from autotune.evaluation.summary import Summary, speedup
 from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.workloads.prompt import WorkloadPrompt
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 
-def points_used(profile: DecodingProfile, runs: Sequence[Run]) -> str:
+def points_used(profile: DecodingProfile, runs: Sequence[Decoded]) -> str:
     """How many prompts each operating point has decoded."""
     counts = Counter(run.point for run in runs)
     return ", ".join(f"{counts[n]} by point {n} ({point.when.label})" for n, point in enumerate(profile.points))
 
 
-def speedups_by_task(runs: dict[str, list[Run]]) -> DataFrame:
+def speedups_by_task(runs: dict[str, list[Decoded]]) -> DataFrame:
     """Pooled speedup over ``ar``: a row for each arm, a column for each task; NaN for a task in which nothing was
     decoded.
     """
@@ -84,7 +84,7 @@ def print_tasks(by_task: DataFrame, console: Console) -> None:
 OVERALL = "overall"
 
 
-def benchmark_results(runs: dict[str, list[Run]], prompts: Sequence[WorkloadPrompt]) -> DataFrame:
+def benchmark_results(runs: dict[str, list[Decoded]], prompts: Sequence[WorkloadPrompt]) -> DataFrame:
     """Mean accepted tokens and speedup over ``ar`` by task and overall, as Spec-Bench and MMSpec report them.
 
     Mean accepted tokens are the tokens per round of all rounds, including the target's own token; NaN for an arm
@@ -122,7 +122,7 @@ def print_benchmark(name: str, results: DataFrame, console: Console) -> None:
     _print_figures(title, results, "task", "mean_accepted_tokens", "", console)
 
 
-def gain_by_length(runs: dict[str, list[Run]]) -> DataFrame:
+def gain_by_length(runs: dict[str, list[Decoded]]) -> DataFrame:
     """Speedup over ``ar`` and tokens per round by the length of the answer of ``ar`` (SAGE, figure 3).
 
     Columns: arm, length, prompts, speedup, tokens_per_round; NaN where an arm has no rounds.
@@ -152,7 +152,7 @@ def print_lengths(by_length: DataFrame, console: Console) -> None:
         _print_figures(title, by_length, "length", "tokens_per_round", "M ", console)
 
 
-def pool_counts(runs: Sequence[Run]) -> AcceptanceCounts:
+def pool_counts(runs: Sequence[Decoded]) -> AcceptanceCounts:
     """Acceptance counts, summed over runs."""
     counts = AcceptanceCounts()
     for run in runs:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from autotune.documents.decoded import Decoded
 from autotune.documents.execution import EAGER
-from autotune.documents.run import Run
 from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.perplexity import answer_logits
 from autotune.evaluation.runner import ArmRunner
@@ -71,7 +71,7 @@ def divergences_from_plain(
     plain: DecoderArm,
     workload: Workload,
     runner: ArmRunner,
-    runs: Mapping[str, Sequence[Run]],
+    runs: Mapping[str, Sequence[Decoded]],
     deadline: float = math.inf,
 ) -> dict[str, Divergence]:
     """First divergences of an arm from plain decoding by prompt, of lossless points. Answers with other hashes whose

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autotune.documents.run import Run
+from autotune.documents.decoded import Decoded
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.runner import ArmRunner, Report
 from autotune.evaluation.summary import is_significantly_slower, ms_per_token, spent_share
@@ -26,7 +26,7 @@ from autotune.workloads.workload import Workload
 class Race:
     """Runs of all arms, and the arms that are left."""
 
-    runs: dict[str, list[Run]]
+    runs: dict[str, list[Decoded]]
     """By arm name; arms that left have fewer runs."""
     remaining: list[str]
     """Names of the arms that are left, the fastest first."""
@@ -72,7 +72,7 @@ def race(
     prompts = workload.prompts
     blocks = [prompts[begin : begin + prompts_per_block] for begin in range(0, len(prompts), prompts_per_block)]
     names, default_names = [arm.name for arm in arms], [arm.name for arm in defaults]
-    runs: dict[str, list[Run]] = {arm.name: [] for arm in (*always, *briefly, *arms, *defaults)}
+    runs: dict[str, list[Decoded]] = {arm.name: [] for arm in (*always, *briefly, *arms, *defaults)}
     num_done, num_looks, all_in_time = 0, passes * len(blocks), True
     runner.reserve(workload)
 
@@ -115,7 +115,7 @@ def race(
     return Race(runs, names, default_names)
 
 
-def _not_slower(runs: Mapping[str, Sequence[Run]], names: Sequence[str], risk: float) -> list[str]:
+def _not_slower(runs: Mapping[str, Sequence[Decoded]], names: Sequence[str], risk: float) -> list[str]:
     """The arms that are not significantly slower than the fastest of them, the fastest first. All have run equally
     often.
     """

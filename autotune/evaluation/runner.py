@@ -7,7 +7,6 @@ only compared by runs of the same prompt that are seconds apart.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import time
@@ -21,10 +20,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from autotune.documents.configuration import Configuration
+from autotune.documents.decoded import Decoded, tokens_key
 from autotune.documents.decoding_profile import AR
 from autotune.documents.execution import CAPTURED
 from autotune.documents.published_defaults import PROMPT_LOOKUP
-from autotune.documents.run import Run
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import errors_about
@@ -148,7 +147,7 @@ class ArmRunner:
         min_prompts: int = 8,
         repeat: int = 0,
         report: Report | None = None,
-    ) -> dict[str, list[Run]]:
+    ) -> dict[str, list[Decoded]]:
         """Run every arm on the same prompts; returns the runs by arm name.
 
         Args:
@@ -160,7 +159,7 @@ class ArmRunner:
         """
         order = random.Random(seed)
         arms = list({arm.name: arm for arm in arms}.values())
-        runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
+        runs: dict[str, list[Decoded]] = {arm.name: [] for arm in arms}
         comparison = content_key([self.context, sorted(arm.key for arm in arms), *([repeat] if repeat else [])])
         known = self._known_runs(comparison)
         self.reserve(workload)
@@ -193,14 +192,14 @@ class ArmRunner:
         usual_s = sum(known.values()) / max(1, len(known))
         return sum(known.get(arm.key, usual_s) for arm in arms)
 
-    def _run_prompt(self, arms: Sequence[Arm], prompt: WorkloadPrompt, order: random.Random) -> dict[str, Run]:
+    def _run_prompt(self, arms: Sequence[Arm], prompt: WorkloadPrompt, order: random.Random) -> dict[str, Decoded]:
         """Run all arms on one prompt, in random order, and repeat the runs that something else slowed down.
 
         The target's prefill is the same work in every arm and not part of what is compared. A run whose prefill took
         several times as long as in the other arms was slowed down by something else on the machine, and so was a run
         whose forwards took far longer, or in which forward passes were captured.
         """
-        runs: dict[str, Run] = {}
+        runs: dict[str, Decoded] = {}
         for arm in order.sample(list(arms), len(arms)):
             began = time.monotonic()
             runs[arm.name] = self.run(arm, prompt)
@@ -222,7 +221,7 @@ class ArmRunner:
                 break
         return runs
 
-    def run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
+    def run(self, arm: Arm, prompt: WorkloadPrompt) -> Decoded:
         """Run one arm on one prompt, after a warm-up on the first prompt of a shape. Later turns follow plain
         decoding's answers.
         """
@@ -248,15 +247,15 @@ class ArmRunner:
             if self.with_perplexity:
                 sampler = self.decoder.sampler(**inputs, **prompt.settings.generation)
                 scores = quality(self.decoder.target, inputs, tokens, sampler)._asdict()
-        values = {name: getattr(stats, name) for name in Run.model_fields if hasattr(stats, name)}
+        values = {name: getattr(stats, name) for name in Decoded.model_fields if hasattr(stats, name)}
         values |= {"acceptance_counts": stats.acceptance_counts.to_json(), "verified_nodes": sum(stats.verified_nodes)}
-        return Run(
+        return Decoded(
             arm=arm.key,
             prompt=prompt.name,
             prompt_sha256=prompt.sha256,
             answer_key=self.answer_key(prompt),
             task=prompt.settings.task,
-            tokens_sha256=hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
+            tokens_sha256=tokens_key(tokens),
             captures=num_captures,
             **scores,
             **values,
@@ -266,13 +265,13 @@ class ArmRunner:
         device = self.decoder.target.device
         return [self.plain.decode(prompt.inputs(self.processor, device), prompt.settings)[0] for prompt in prompts]
 
-    def _known_runs(self, comparison: str) -> dict[tuple[str, str], Run]:
+    def _known_runs(self, comparison: str) -> dict[tuple[str, str], Decoded]:
         """Runs of a comparison in the ledger, by the keys of arm and answer; the last one counts."""
-        known: dict[tuple[str, str], Run] = {}
+        known: dict[tuple[str, str], Decoded] = {}
         for record in read_lines(self.ledger) if self.ledger is not None else []:
             if record.pop("comparison", None) == comparison:
                 try:
-                    run = Run.model_validate(record)
+                    run = Decoded.model_validate(record)
                 except ValidationError:
                     continue  # written by another version: measured again
                 known[run.arm, run.answer_key] = run

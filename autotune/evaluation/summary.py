@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.documents.run import Run
+from autotune.documents.decoded import Decoded
 from autotune.errors import UserError
 
 NUM_RESAMPLES = 2000  # of a bootstrap
@@ -37,7 +37,7 @@ class Summary:
     """Share of the tokens of all answers that plain decoding emits after the same tokens; None as ``perplexity``."""
 
 
-def summarize(name: str, runs: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0) -> Summary:
+def summarize(name: str, runs: Sequence[Decoded], baseline: Sequence[Decoded], *, seed: int = 0) -> Summary:
     """Compare ``runs`` with the ``baseline`` runs of the same prompts; the interval is a paired bootstrap over prompts.
 
     Raises:
@@ -63,7 +63,7 @@ def summarize(name: str, runs: Sequence[Run], baseline: Sequence[Run], *, seed: 
     )
 
 
-def _mean_over_tokens(runs: Sequence[Run], values: Sequence[float | None]) -> float | None:
+def _mean_over_tokens(runs: Sequence[Decoded], values: Sequence[float | None]) -> float | None:
     """Mean of the runs' values, each with the weight of its answer's tokens; None where a value is missing."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
@@ -71,7 +71,7 @@ def _mean_over_tokens(runs: Sequence[Run], values: Sequence[float | None]) -> fl
     return sum(run.new_tokens * x for run, x in zip(runs, known, strict=True)) / sum(run.new_tokens for run in runs)
 
 
-def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
+def speedup(runs: Sequence[Decoded], baseline: Sequence[Decoded]) -> float:
     """Pooled decoding time per token of the baseline over the time of ``runs``; NaN where nothing was decoded.
 
     Time per token, not time: a lossy arm gains nothing by a shorter answer.
@@ -80,7 +80,7 @@ def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
     return float((baseline_ms / baseline_tokens) / (ms / tokens)) if tokens else float("nan")
 
 
-def decoded_pairs(runs: Sequence[Run], baseline: Sequence[Run]) -> NDArray[np.float64]:
+def decoded_pairs(runs: Sequence[Decoded], baseline: Sequence[Decoded]) -> NDArray[np.float64]:
     """Decoding times in ms and decoded tokens of runs and of their baseline, [4, prompts].
 
     Only the first prompts, that both have run, and only those for which both answers have more than one token; the
@@ -92,13 +92,13 @@ def decoded_pairs(runs: Sequence[Run], baseline: Sequence[Run]) -> NDArray[np.fl
     return columns[:, (columns[1] > 0) & (columns[3] > 0)]
 
 
-def ms_per_token(runs: Sequence[Run]) -> float:
+def ms_per_token(runs: Sequence[Decoded]) -> float:
     """Pooled decoding time per token after the first, in ms; infinite where nothing was decoded."""
     ms, tokens, *_ = decoded_pairs(runs, runs).sum(1)
     return float(ms / tokens) if tokens else math.inf
 
 
-def time_ratio(runs: Sequence[Run], baseline: Sequence[Run], *, seed: int = 0) -> tuple[float, float]:
+def time_ratio(runs: Sequence[Decoded], baseline: Sequence[Decoded], *, seed: int = 0) -> tuple[float, float]:
     """95 % interval of the ratio of pooled decoding times per token of ``runs`` and of their baseline
     (``bootstrap_ratio``).
     """
@@ -141,7 +141,7 @@ def spent_share(look: int, num_looks: int) -> float:
     return (look + 1) / (num_looks * (num_looks + 1) / 2)
 
 
-def is_significantly_slower(runs: Sequence[Run], than: Sequence[Run], *, risk: float) -> bool:
+def is_significantly_slower(runs: Sequence[Decoded], than: Sequence[Decoded], *, risk: float) -> bool:
     """Whether runs take longer per token than others of the same prompts: a one-sided paired t-test of log times per
     token.
 

@@ -15,7 +15,7 @@ from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Observation, Point, Surface
 from autotune.cost.table import CostTable, DraftCosts
 from autotune.documents.configuration import Configuration
-from autotune.documents.run import Run
+from autotune.documents.decoded import Decoded
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.replay import FIRST, LEVEL, VERIFICATION, Replay
 from autotune.trees.limits import Floats
@@ -34,7 +34,7 @@ class _Ratio:
 
 
 def updated_table(
-    evaluator: Evaluator, runs: Mapping[str, tuple[Configuration, Sequence[Run]]], plain: Sequence[Run]
+    evaluator: Evaluator, runs: Mapping[str, tuple[Configuration, Sequence[Decoded]]], plain: Sequence[Decoded]
 ) -> CostTable:
     """The evaluator's table with what real runs say about its prices; a table that is not measured stays as it is.
 
@@ -90,7 +90,9 @@ def updated_table(
     return refitted(table.model_copy(update={"verify": verify, "drafts": drafts}))
 
 
-def _ratios(evaluator: Evaluator, result: Replay, runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, _Ratio]:
+def _ratios(
+    evaluator: Evaluator, result: Replay, runs: Sequence[Decoded], plain: Sequence[Decoded]
+) -> dict[str, _Ratio]:
     """Measured over predicted time of every part that both have."""
     order = np.arange(len(runs)) % len(evaluator.tasks)
     plain_ms = np.array([run.decode_ms for run in plain[: len(runs)]])

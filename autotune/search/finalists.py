@@ -13,9 +13,9 @@ import numpy as np
 
 from autotune.console import Console
 from autotune.documents.configuration import Configuration
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
-from autotune.documents.run import Run
 from autotune.evaluation.arms import WARM_UP_S
 from autotune.evaluation.race import Race, race
 from autotune.evaluation.runner import ArmRunner
@@ -286,7 +286,7 @@ def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
     finalists = {name: measured.runs[name] for name in measured.remaining}
     fastest_name, fastest = min((finalists | defaults).items(), key=lambda arm: ms_per_token(arm[1]))
 
-    def is_open(runs: Sequence[Run]) -> bool:
+    def is_open(runs: Sequence[Decoded]) -> bool:
         is_behind = any(speedup(runs, default) < 1.0 for default in defaults.values())
         return not is_behind and time_ratio(runs, fastest)[0] <= 1.0
 
@@ -298,7 +298,7 @@ def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
     return min(tied, key=lambda name: _nodes_per_round(finalists[name]))
 
 
-def _nodes_per_round(runs: Sequence[Run]) -> float:
+def _nodes_per_round(runs: Sequence[Decoded]) -> float:
     return sum(run.verified_nodes or 0 for run in runs) / max(1, sum(run.rounds for run in runs))
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from autotune.console import Console
 from autotune.documents.configuration import Configuration
+from autotune.documents.decoded import Decoded, prompt_evidence
 from autotune.documents.decoding_profile import (
     ALL,
     AR,
@@ -22,7 +23,6 @@ from autotune.documents.decoding_profile import (
     OperatingPoint,
     Shrinkage,
 )
-from autotune.documents.run import Run, prompt_evidence
 from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.bench_tables import ARM_COLUMNS, ARM_NOTES
 from autotune.evaluation.divergence import divergences_from_plain
@@ -39,7 +39,7 @@ D = TypeVar("D", ComparedArm, Gain, Measured)
 class Evaluation:
     """Runs of a profile and of the arms compared with it on held-out prompts."""
 
-    runs: Mapping[str, Sequence[Run]]
+    runs: Mapping[str, Sequence[Decoded]]
     """Runs by arm name, the profile last."""
     configurations: Mapping[str, Configuration | None]
     """The configuration of every arm, the last operating point for the profile; None for arms without one."""
@@ -71,7 +71,7 @@ class Evaluation:
 
 
 def differences_of(
-    tuned: DecoderArm, runner: ArmRunner, workload: Workload, runs: Mapping[str, Sequence[Run]], deadline: float
+    tuned: DecoderArm, runner: ArmRunner, workload: Workload, runs: Mapping[str, Sequence[Decoded]], deadline: float
 ) -> Differences:
     """Examine the answers of the profile that differ from plain decoding, until the deadline of ``time.monotonic``."""
     num = sum(a.tokens_sha256 != b.tokens_sha256 for a, b in zip(runs[tuned.name], runs[AR], strict=True))
@@ -168,7 +168,7 @@ def shrinkage_of(
     )
 
 
-def measured_point(number: int, runs: Sequence[Run], plain: Sequence[Run]) -> Measured | None:
+def measured_point(number: int, runs: Sequence[Decoded], plain: Sequence[Decoded]) -> Measured | None:
     """Measurements of an operating point on the prompts that it decoded; None where it decoded nothing."""
     pairs = [(run, plain_run) for run, plain_run in zip(runs, plain, strict=True) if number == run.point]
     if not any(run.new_tokens > 1 for run, _ in pairs):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.documents.configuration import Configuration
-from autotune.documents.run import runs_dataframe
+from autotune.documents.decoded import runs_dataframe
 from autotune.errors import UserError, reading
 from autotune.files import read_lines
 from autotune.study.document import load_study
@@ -68,7 +68,7 @@ class Study:
         return frame if frame.empty else frame.sort_values(["ms_per_token", "key"], ignore_index=True)
 
     def runs_dataframe(self) -> DataFrame:
-        """A row for every real run of the study, as in ``documents.run.runs_dataframe``.
+        """A row for every real run of the study, as in ``documents.decoded.runs_dataframe``.
 
         ``arm`` is the key of a configuration (as in ``trials_dataframe``) or the name of another arm. Runs of one
         ``comparison`` are interleaved; only these may be compared.

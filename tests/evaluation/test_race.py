@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR
-from autotune.documents.run import Run
 from autotune.evaluation import race as module
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Race
@@ -42,7 +42,7 @@ class TimedRunner(ArmRunner):
 
     def compare(  # type: ignore[override]
         self, arms: Sequence[Arm], workload: Workload, *, repeat: int, min_prompts: int, **_: Any
-    ) -> dict[str, list[Run]]:
+    ) -> dict[str, list[Decoded]]:
         self.compared.append(({arm.name for arm in arms}, repeat))
         count = min(len(workload.prompts), max(min_prompts, self.num_in_time))
         self.num_in_time -= count
@@ -103,7 +103,7 @@ def test_defaults_leave_before_kept_prompts_need_the_time(
         def prompt_s(self, arms: Sequence[Arm]) -> float:
             return 10.0 * len(arms)
 
-        def compare(self, arms: Sequence[Arm], workload: Workload, **options: Any) -> dict[str, list[Run]]:  # type: ignore[override]
+        def compare(self, arms: Sequence[Arm], workload: Workload, **options: Any) -> dict[str, list[Decoded]]:  # type: ignore[override]
             now[0] += len(arms) * len(workload.prompts)
             return super().compare(arms, workload, **options)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from autotune.documents.decoded import REST, length_bands, runs_dataframe, time_shares
 from autotune.documents.decoding_profile import AR
-from autotune.documents.run import REST, length_bands, runs_dataframe, time_shares
 from autotune.errors import UserError
 from autotune.evaluation.summary import bootstrap_ratio, is_significantly_slower, speedup, spent_share, summarize
 from tests.evaluation.sample_runs import run

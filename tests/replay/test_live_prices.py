@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autotune.documents.configuration import Configuration
-from autotune.documents.run import Run
+from autotune.documents.decoded import Decoded
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.live_prices import updated_table
 from tests.evaluation.sample_runs import run
@@ -17,7 +17,7 @@ TREE = Configuration(tree={"policy": "eagle2", "k": 2, "depth": 3})
 SLOWER_MACHINE = 1.5  # than when the table was measured: plain steps too
 
 
-def runs_of(evaluator: Evaluator, verify: float, draft: float, overhead: float) -> tuple[list[Run], list[Run]]:
+def runs_of(evaluator: Evaluator, verify: float, draft: float, overhead: float) -> tuple[list[Decoded], list[Decoded]]:
     """Runs of the chain whose parts take so many times as long as predicted, and of plain decoding."""
     result = evaluator.replay(CHAIN)
     parts = np.array([verify * result.verify_ms, draft * result.draft_ms, overhead * result.overhead_ms])

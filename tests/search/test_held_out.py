@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, TUNED, Differences
-from autotune.documents.run import Run
 from autotune.drafters.independent import IndependentDraft
 from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.runner import ArmRunner
@@ -68,7 +68,7 @@ def test_in_float32_no_difference_is_rounding(pair: Pair, processor: Any, worklo
     """By the rule of ``autotune check``, even where two logits are nearly equal."""
     tuned, runner = compared(pair, processor, torch.float32)
     one = workload.cut(1)
-    runs: dict[str, list[Run]] = runner.compare([runner.plain, tuned], one)
+    runs: dict[str, list[Decoded]] = runner.compare([runner.plain, tuned], one)
     assert differences_of(tuned, runner, one, runs, math.inf) == Differences()
     (run,) = runs[TUNED]
     answer = runner.answers[tuned.key, run.prompt_sha256]

@@ -14,9 +14,9 @@ import pytest
 from autotune.console import Console
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration, configuration_of
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, DecodingProfile, OperatingPoint
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
-from autotune.documents.run import Run
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Race, race
 from autotune.evaluation.runner import ArmRunner
@@ -90,7 +90,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets the decoding time of every arm and prompt, and the nodes of every arm."""
 
     def set_speed(speed: Speed, nodes: Callable[[Arm], int] = lambda arm: 10) -> None:
-        def compare(self: ArmRunner, arms: Sequence[Arm], workload: Workload, **_: Any) -> dict[str, list[Run]]:
+        def compare(self: ArmRunner, arms: Sequence[Arm], workload: Workload, **_: Any) -> dict[str, list[Decoded]]:
             return {
                 arm.name: [
                     run(

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import Field
 
 from autotune.documents.decoding_profile import PromptEvidence
 from autotune.files import Document
-from autotune.trees.acceptance_counts import Rows
+from autotune.trees.acceptance_counts import AcceptanceCounts, Rows
 from autotune.trees.limits import Ints
 
 if TYPE_CHECKING:
     from pandas import Categorical, DataFrame
 
 
-NESTED = ("arm", "acceptance_counts")  # of a run's JSON, not columns of a table
+NESTED = ("arm", "acceptance_counts", "tokens")  # of a run's JSON, not columns of a table
 
 
-class Run(Document):
-    """One arm on one prompt. Times are milliseconds.
+class Decoded(Document):
+    """An arm's answer to one prompt: its tokens, rounds, counts and times, as ledgers and profiles hold them.
 
-    ``decode_ms`` runs from the first token to the last and includes the draft's prefill; ``vision_ms`` is part of
-    ``target_prefill_ms``. Inside Hugging Face's generate ``draft_ms`` and ``verify_ms`` cannot be measured and are 0.
+    Times are milliseconds. ``decode_ms`` runs from the first token to the last and includes the draft's prefill;
+    ``vision_ms`` is part of ``target_prefill_ms``. What an arm cannot measure is 0: inside Hugging Face's generate
+    ``draft_ms`` and ``verify_ms``, and in an engine everything but ``decode_ms`` and ``cpu_ms``.
     """
 
     arm: str
@@ -33,30 +36,42 @@ class Run(Document):
     prompt_sha256: str
     answer_key: str = ""
     """Key of what the target's answer follows from, see ``runtime.answer_keys``."""
+    task: str | None = None
+    point: int = 0
+    """Index of the profile's operating point that decoded the prompt."""
+    tokens: list[int] = Field(default_factory=list)
+    """The new tokens; empty where only their hash is kept, as in profiles."""
     tokens_sha256: str
     new_tokens: int
-    rounds: int
-    accepted_lengths: list[int]
-    target_forwards: int
-    draft_forwards: int
-    target_prefill_ms: float
-    vision_ms: float
-    draft_prefill_ms: float
-    draft_ms: float
-    verify_ms: float
+    rounds: int = 0
+    accepted_lengths: list[int] = Field(default_factory=list)
+    """Accepted draft tokens of each round; of an engine that counts them per request, their sum alone."""
+    target_forwards: int = 0
+    """Forward passes after the prefill."""
+    draft_forwards: int = 0
+    plain_steps: int = 0
+    """Target forwards without a draft; each also counts as a round."""
+    verified_nodes: int = 0
+    """Draft tokens that the target verified."""
+    target_prefill_ms: float = 0.0
+    vision_ms: float = 0.0
+    draft_prefill_ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
     decode_ms: float
-    acceptance_counts: Rows
+    cpu_ms: float = 0.0
+    """CPU time of an engine's server in ``decode_ms``; 0 if it is not known."""
+    acceptance_counts: Rows = Field(default_factory=lambda: AcceptanceCounts().to_json())
     perplexity: float | None = None
     """Perplexity of the answer under the target; None if it was not requested."""
     agreement: float | None = None
     """Share of the answer's tokens that plain decoding emits after the tokens before them; None as ``perplexity``."""
-    point: int = 0
-    """Index of the profile's operating point that decoded the prompt."""
-    plain_steps: int
-    verified_nodes: int
-    captures: int
+    captures: int = 0
     """Forward passes that were captured meanwhile; above 0 where that happened in every repetition too."""
-    task: str | None = None
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(self.accepted_lengths)
 
     @property
     def forward_ms(self) -> float:
@@ -64,7 +79,12 @@ class Run(Document):
         return self.verify_ms / max(1, self.target_forwards)
 
 
-def prompt_evidence(run: Run, plain: Run) -> PromptEvidence:
+def tokens_key(tokens: Sequence[int]) -> str:
+    """Hash of an answer's tokens, as ``Decoded.tokens_sha256``."""
+    return hashlib.sha256(repr(list(tokens)).encode()).hexdigest()[:16]
+
+
+def prompt_evidence(run: Decoded, plain: Decoded) -> PromptEvidence:
     """The counts and times that a profile stores of a prompt, for checks to compare with."""
     return PromptEvidence(
         name=run.prompt,
@@ -75,7 +95,7 @@ def prompt_evidence(run: Run, plain: Run) -> PromptEvidence:
     )
 
 
-def runs_dataframe(runs: Mapping[str, Sequence[Run | Mapping[str, Any]]]) -> DataFrame:
+def runs_dataframe(runs: Mapping[str, Sequence[Decoded | Mapping[str, Any]]]) -> DataFrame:
     """A row for every run: arm, prompt, task, counts, times in milliseconds, and the band of the answer's length.
 
     ``rest_ms`` is the decoding time outside the models; NaN where times inside the models are not measured.
@@ -88,7 +108,7 @@ def runs_dataframe(runs: Mapping[str, Sequence[Run | Mapping[str, Any]]]) -> Dat
     rows = []
     for name, arm_runs in runs.items():
         for number, run in enumerate(arm_runs):
-            values = run.model_dump() if isinstance(run, Run) else dict(run)
+            values = run.model_dump() if isinstance(run, Decoded) else dict(run)
             first = {"arm": name, "number": number, "prompt": values.pop("prompt"), "task": values.pop("task", None)}
             counts = {"accepted_tokens": sum(values.pop("accepted_lengths"))}
             rows.append({**first, **counts, **{key: value for key, value in values.items() if key not in NESTED}})
@@ -109,11 +129,11 @@ PARTS = {
 REST = "tree building and the rest"
 
 
-def time_shares(runs: Sequence[Run | Mapping[str, Any]]) -> dict[str, float]:
+def time_shares(runs: Sequence[Decoded | Mapping[str, Any]]) -> dict[str, float]:
     """Share of each part in the time of all runs, prefill included (SAGE, table 6); empty where parts are not
     measured.
     """
-    rows = [run.model_dump() if isinstance(run, Run) else run for run in runs]
+    rows = [run.model_dump() if isinstance(run, Decoded) else run for run in runs]
     total_ms = sum(row["target_prefill_ms"] + row["decode_ms"] for row in rows)
     if total_ms == 0 or not any(row["verify_ms"] > 0 for row in rows):
         return {}
