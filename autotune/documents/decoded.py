@@ -89,7 +89,6 @@ def prompt_evidence(run: Decoded, plain: Decoded) -> PromptEvidence:
     return PromptEvidence(
         name=run.prompt,
         sha256=run.prompt_sha256,
-        accepted_tokens=sum(run.accepted_lengths),
         ar_decode_ms=plain.decode_ms,
         **{name: getattr(run, name) for name in PromptEvidence.model_fields if hasattr(run, name)},
     )

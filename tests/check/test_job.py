@@ -23,8 +23,7 @@ from autotune.documents.decoding_profile import TUNED, DecodingProfile, Evidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.errors import NotComparable
-from autotune.evaluation.arms import DecoderArm
-from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.files import read_lines
 from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
@@ -71,13 +70,13 @@ def gate(result: CheckResult, name: str) -> Gate:
 
 def answer_wrongly(monkeypatch: pytest.MonkeyPatch, edit: Callable[[list[int]], list[int]]) -> None:
     """Change the tokens of the profile's answers."""
-    decode = DecoderArm.decode
+    generate = DecoderArm.generate
 
     def wrong(self: DecoderArm, inputs: Any, settings: Any) -> Any:
-        tokens, stats = decode(self, inputs, settings)
+        tokens, stats = generate(self, inputs, settings)
         return (tokens if self.name != TUNED else edit(tokens)), stats
 
-    monkeypatch.setattr(DecoderArm, "decode", wrong)
+    monkeypatch.setattr(DecoderArm, "generate", wrong)
 
 
 def test_equal_outputs_pass(world: Path) -> None:
@@ -175,15 +174,15 @@ def test_each_prompt_is_decoded_by_its_own_point(world: Path, monkeypatch: pytes
     """The lossy point accepts every draft token, so it takes fewer rounds than the lossless one on the same prompt."""
     write_points(world, "strict", "loose")
     runs: dict[str, Any] = {}
-    run = ArmRunner.run
+    decode = DecoderArm.decode
 
-    def noted(self: ArmRunner, arm: Any, prompt: Any) -> Any:
-        found = run(self, arm, prompt)
+    def noted(arm: DecoderArm, prompt: Any) -> Any:
+        found = decode(arm, prompt)
         if arm.name == TUNED:
             runs[prompt.settings.task] = found
         return found
 
-    monkeypatch.setattr(ArmRunner, "run", noted)
+    monkeypatch.setattr(DecoderArm, "decode", noted)
     check("points.json")
     assert runs["loose"].rounds < runs["strict"].rounds == len(runs["strict"].accepted_lengths)
 

@@ -21,7 +21,7 @@ from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
 from autotune.evaluation.bench import choose_arms
 from autotune.evaluation.divergence import first_divergence
-from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runtime_arms import RuntimeArms
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
 from autotune.modeling.hybrid_cache import HybridCache
@@ -248,7 +248,7 @@ def test_a_verification_is_priced_with_what_it_reads_again(
 def test_arms_that_grow_trees_are_left_out_of_a_comparison(pair: Member, text_draft: Any) -> None:
     decoder = Decoder(pair.target, text_draft, tree=CHAINS[1])
     chosen = choose_arms(
-        ["ar", "chain", "sage", "eagle2"], ArmRunner(decoder, pair.processor), Workload("none", "", ())
+        ["ar", "chain", "sage", "eagle2"], RuntimeArms(decoder, pair.processor), Workload("none", "", ())
     )
     assert [arm.name for arm in chosen.arms] == ["ar", "chain"]
     assert set(chosen.unavailable) == {"sage", "eagle2"}

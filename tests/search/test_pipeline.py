@@ -13,7 +13,7 @@ import torch
 from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
-from autotune.evaluation.arms import DecoderArm
+from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory
 from autotune.report.sources import find_sources
@@ -85,17 +85,17 @@ def test_searches_capture_nothing_in_timed_runs_and_leave_no_memory(
     """Plain decoding, six finalists and all published defaults take at most half of the captures that a device
     keeps.
     """
-    memory, decode, arms = graph_memory(torch.device("cuda:0")), DecoderArm.decode, set()
+    memory, generate, arms = graph_memory(torch.device("cuda:0")), DecoderArm.generate, set()
 
     def checked(arm: DecoderArm, *given: Any) -> Any:
         arms.add(arm.name)
         assert 0 < len(memory) <= memory.limit / 2
         with rehearsal.counted() as counts:
-            answer = decode(arm, *given)
+            answer = generate(arm, *given)
         assert counts.captures == 0, arm.name
         return answer
 
-    monkeypatch.setattr(DecoderArm, "decode", checked)
+    monkeypatch.setattr(DecoderArm, "generate", checked)
     monkeypatch.setattr(ProfileSelection, "candidates", lambda self, count: self.trees.fastest[:count])
     monkeypatch.setattr(thresholds, "ROUNDS", ((4, 6, None), (4, 2, 2)))
     monkeypatch.setattr(thresholds, "MAX_PASSES", 1)
