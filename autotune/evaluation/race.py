@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,7 +16,7 @@ from typing import Protocol
 from autotune.documents.decoded import Decoded
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.summary import is_significantly_slower, ms_per_token, spent_share
+from autotune.evaluation.summary import in_one_clock, is_significantly_slower, ms_per_token, spent_share
 from autotune.workloads.prompt import WorkloadPrompt
 
 Report = Callable[[int, int], None]
@@ -24,13 +25,16 @@ LEAST_PROMPTS = 2  # of a race, for which its variance is known
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """Until when a race may begin prompts. Times are values of ``time.monotonic``."""
+    """Until when a race may begin prompts.
+
+    Args:
+        deadline: of ``time.monotonic``. After ``min_prompts``, no prompt is begun that is expected to end later.
+        last: ``min_prompts`` may end past the deadline, and all but ``LEAST_PROMPTS`` of them until then.
+    """
 
     deadline: float = math.inf
-    """After ``min_prompts``, no prompt is begun that is expected to end later."""
     min_prompts: int = 0
     last: float = math.inf
-    """``min_prompts`` may end past the deadline, and all but ``LEAST_PROMPTS`` until then."""
 
     def allows(self, number: int, end: float) -> bool:
         """Whether the prompt ``number``, from 0, may begin if it ends at a time."""
@@ -41,34 +45,42 @@ class TimeLimit:
 
 @dataclass(frozen=True)
 class Look:
-    """What a rule is told after a block."""
+    """What a rule is told after a block.
+
+    Args:
+        number: of the look, from 0.
+        num_looks: that are planned.
+        runs: all so far, by arm name.
+        running: arms that have decoded the block.
+        remaining: arms that earlier looks left in the comparison, whether or not they have decoded the block.
+        num_done: number of prompts that are decoded.
+        num_left: number of prompts that are planned after them.
+        left_s: time until the deadline, in seconds.
+        prompt_s: expected duration of a run by arm, in seconds.
+    """
 
     number: int
-    """Of the look, from 0."""
     num_looks: int
     runs: Mapping[str, list[Decoded]]
-    """All runs so far, by arm name."""
     running: list[str]
-    """Arms that have decoded the block."""
     remaining: list[str]
-    """Arms that earlier looks left in the race, whether or not they have decoded the block."""
     num_done: int
-    """Prompts."""
     num_left: int
     left_s: float
-    """Time until the deadline, in seconds."""
     prompt_s: Mapping[str, float]
-    """Expected duration of a run by arm, in seconds."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a rule decides after a block."""
+    """What a rule decides after a block.
+
+    Args:
+        remaining: names of arms that are left in the comparison, the fastest first.
+        running: names of arms that decode the next block; without any, the race is over.
+    """
 
     remaining: list[str]
-    """Arms that are left in the comparison, the fastest first."""
     running: list[str]
-    """Arms that decode the next block; without any, the race is over."""
 
 
 class Rule(Protocol):
@@ -85,14 +97,17 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Race:
-    """Runs of all arms, and the arms that are left."""
+    """The result of a race.
+
+    Args:
+        runs: by arm name; arms that left have fewer.
+        remaining: names of the compared arms that are left, the fastest first.
+        failed: why arms could not go on, by name.
+    """
 
     runs: dict[str, list[Decoded]]
-    """By arm name; arms that left have fewer runs."""
     remaining: list[str]
-    """Names of the compared arms that are left, the fastest first."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Why arms could not go on, by name."""
 
 
 def race(
@@ -103,7 +118,7 @@ def race(
     *,
     time_limit: TimeLimit = TimeLimit(),
     seed: int = 0,
-    report: Report | None = None,
+    report: Report = lambda done, planned: None,
 ) -> Race:
     """Run arms on prompts, block by block, until a rule has decided, the prompts or the time are over.
 
@@ -115,63 +130,86 @@ def race(
     """
     by_name = {arm.name: arm for arm in arms}
     blocks = rule.blocks(prompts)
-    rest = [prompt for block in blocks for prompt in block]
-    num_planned = len(rest)
+    course = _Course(runner, [prompt for block in blocks for prompt in block], time_limit, seed, report)
     runs: dict[str, list[Decoded]] = {name: [] for name in by_name}
-    unseen: dict[str, list[WorkloadPrompt]] = {name: [] for name in by_name}
-    failed: dict[str, str] = {}
     judged = Judgement([*by_name], [*by_name])
-    number = 0
-    if report is not None:
-        report(0, num_planned)
-    for look, block in enumerate(blocks):
-        racing = [by_name[name] for name in judged.running]
-        comparison = runner.comparison(racing)
-        known = runner.known(comparison)
-        is_prepared = False
-        for prompt in block:
-            key = runner.key_of(prompt)
-            found = {a.name: known[number, key, a.key] for a in racing if (number, key, a.key) in known}
-            if len(found) < len(racing):  # all arms of an interrupted prompt are measured again
-                if not time_limit.allows(number, time.monotonic() + runner.prompt_s(racing)):
-                    break
-                if not is_prepared:
-                    for arm in racing:
-                        arm.prepare(rest)
-                        if arm.keeps_state:
-                            for seen in unseen.pop(arm.name, ()):
-                                arm.decode(seen)
-                    is_prepared = True
-                found, failures = runner.run(racing, prompt, random.Random(f"{seed}/{number}"))
-                failed |= failures
-                racing = [arm for arm in racing if arm.name in found]
-                runner.keep(comparison, number, prompt, list(found.values()))
-            else:
-                for arm in racing:
-                    unseen[arm.name].append(prompt)
-            for name, run in found.items():
-                runs[name].append(run)
-            number += 1
-            rest = rest[1:]
-            if report is not None:
-                report(number, num_planned)
-        is_cut = number + len(rest) == num_planned and len(rest) > sum(map(len, blocks[look + 1 :]))
+    report(0, len(course.rest))
+    for number, block in enumerate(blocks):
+        decoded = course.decode_block([by_name[name] for name in judged.running], len(block))
+        for name, of_arm in decoded.items():
+            runs[name] += of_arm
+        running = [name for name in judged.running if name not in course.failed]
         judged = rule.judge(
             Look(
-                number=look,
+                number=number,
                 num_looks=len(blocks),
                 runs=runs,
-                running=[arm.name for arm in racing],
-                remaining=[name for name in judged.remaining if name not in failed],
-                num_done=number,
-                num_left=len(rest),
+                running=running,
+                remaining=[name for name in judged.remaining if name not in course.failed],
+                num_done=course.num_done,
+                num_left=len(course.rest),
                 left_s=time_limit.deadline - time.monotonic(),
-                prompt_s={arm.name: runner.prompt_s([arm]) for arm in racing},
+                prompt_s={name: runner.prompt_s([by_name[name]]) for name in running},
             )
         )
-        if is_cut or not judged.running:
+        if not judged.running or course.num_done < sum(map(len, blocks[: number + 1])):
             break
-    return Race(runs, judged.remaining, failed)
+    return Race(runs, judged.remaining, course.failed)
+
+
+@dataclass
+class _Course:
+    """The prompts of a race in their order, and how far it has come."""
+
+    runner: ArmRunner
+    prompts: Sequence[WorkloadPrompt]
+    time_limit: TimeLimit
+    seed: int
+    report: Report
+    num_done: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    unseen: defaultdict[str, list[WorkloadPrompt]] = field(default_factory=lambda: defaultdict(list))
+    """Prompts of known runs, by arm."""
+
+    @property
+    def rest(self) -> Sequence[WorkloadPrompt]:
+        return self.prompts[self.num_done :]
+
+    def decode_block(self, arms: Sequence[Arm], size: int) -> dict[str, list[Decoded]]:
+        """Run arms on the next ``size`` prompts, or on as many as the time allows; returns the runs by arm name."""
+        comparison = self.runner.comparison(arms)
+        known = self.runner.known(comparison)
+        runs: dict[str, list[Decoded]] = {arm.name: [] for arm in arms}
+        racing = list(arms)
+        is_prepared = False
+        for prompt in self.rest[:size]:
+            key = self.num_done, self.runner.key_of(prompt)
+            found = {arm.name: known[*key, arm.key] for arm in racing if (*key, arm.key) in known}
+            if len(found) < len(racing):  # all arms of an interrupted prompt are measured again
+                if not self.time_limit.allows(self.num_done, time.monotonic() + self.runner.prompt_s(racing)):
+                    break
+                if not is_prepared:
+                    self._prepare(racing)
+                    is_prepared = True
+                found, failed = self.runner.run(racing, prompt, random.Random(f"{self.seed}/{self.num_done}"))
+                self.failed |= failed
+                racing = [arm for arm in racing if arm.name not in failed]
+                self.runner.keep(comparison, self.num_done, prompt, [*found.values()])
+            else:
+                for arm in racing:
+                    self.unseen[arm.name].append(prompt)
+            for name, run in found.items():
+                runs[name].append(run)
+            self.num_done += 1
+            self.report(self.num_done, len(self.prompts))
+        return runs
+
+    def _prepare(self, arms: Sequence[Arm]) -> None:
+        """Prepare arms for the next block; those that keep state decode what the ledger knows, in its order."""
+        for arm in arms:
+            arm.prepare(self.rest)
+            for prompt in self.unseen.pop(arm.name, ()) if arm.keeps_state else ():
+                arm.decode(prompt)
 
 
 class Everyone:
@@ -192,28 +230,28 @@ class Fastest:
     is known as well. The risk that a race between equal arms loses any of them is spent over the planned looks
     (``spent_share``) and divided by the number of ordered pairs of compared arms (Bonferroni), because the runs
     themselves say which arm is the fastest.
+
+    Args:
+        risk: probability that any of equal arms leaves.
+        prompts_per_block: number of prompts between two looks.
+        passes: over the prompts.
+        always: names of arms that run on every prompt and are not compared.
+        briefly: the same, but they leave after a block where not all prompts can end before the deadline.
+        defaults: names of arms that leave when they are slower than the fastest of these.
+        kept_prompts: that ``always`` are to run before the deadline; defaults run no more when another block with them
+            leaves too little time.
+        ends: whether the race is over, given the names of the arms and defaults that are not significantly slower than
+            the fastest of them; by default, when one is left.
     """
 
     risk: float
-    """Probability that any of equal arms leaves."""
     prompts_per_block: int
-    """Number of prompts between two looks."""
     passes: int = 1
-    """Over the prompts."""
     always: Collection[str] = ()
-    """Names of arms that run on every prompt and are not compared."""
     briefly: Collection[str] = ()
-    """The same, but they leave after a block where not all prompts can end before the deadline."""
     defaults: Collection[str] = ()
-    """Names of arms that leave when they are slower than the fastest of these."""
     kept_prompts: int = 0
-    """That ``always`` are to run before the deadline; defaults run no more when another block with them leaves too
-    little time.
-    """
     ends: Callable[[Sequence[str]], bool] = lambda leaders: len(leaders) <= 1
-    """Whether the race is over, given the names of the arms and defaults that are not significantly slower than the
-    fastest of them; by default, when one is left.
-    """
 
     def blocks(self, prompts: Sequence[WorkloadPrompt]) -> list[Sequence[WorkloadPrompt]]:
         size = self.prompts_per_block
@@ -249,5 +287,6 @@ def not_slower(runs: Mapping[str, Sequence[Decoded]], names: Sequence[str], risk
     """The arms that are not significantly slower than the fastest of them, the fastest first. All have run equally
     often.
     """
-    by_speed = sorted(names, key=lambda name: ms_per_token(runs[name]))
-    return [name for name in by_speed if not is_significantly_slower(runs[name], runs[by_speed[0]], risk=risk)]
+    timed, _ = in_one_clock({name: runs[name] for name in names})
+    by_speed = sorted(names, key=lambda name: ms_per_token(timed[name]))
+    return [name for name in by_speed if not is_significantly_slower(timed[name], timed[by_speed[0]], risk=risk)]

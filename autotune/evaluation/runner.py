@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -66,18 +66,23 @@ class ArmRunner:
         """
         runs: dict[str, Decoded] = {}
         failed: dict[str, str] = {}
-        for arm in order.sample(list(arms), len(arms)):
-            began = time.monotonic()
+
+        def decode(arm: Arm) -> None:
             try:
                 runs[arm.name] = arm.decode(prompt)
             except ArmFailed as error:
                 failed[arm.name] = str(error)
+                runs.pop(arm.name, None)
+
+        for arm in order.sample(list(arms), len(arms)):
+            began = time.monotonic()
+            decode(arm)
             self._run_s[arm.key].append(time.monotonic() - began)
         for _ in range(MAX_REPEATS):
-            slowed = _disturbed([arm for arm in arms if arm.name in runs and not arm.keeps_state], runs)
+            slowed = [arm for arm in arms if arm.name in _disturbed(runs) and not arm.keeps_state]
+            self.num_repeated += len(slowed)
             for arm in slowed:
-                self.num_repeated += 1
-                runs[arm.name] = arm.decode(prompt)
+                decode(arm)
             if not slowed:
                 break
         return runs, failed
@@ -108,20 +113,20 @@ class ArmRunner:
         return known
 
 
-def _disturbed(arms: Sequence[Arm], runs: dict[str, Decoded]) -> list[Arm]:
-    """Arms whose run of a prompt something else on the machine slowed down.
+def _disturbed(runs: Mapping[str, Decoded]) -> list[str]:
+    """Names of arms whose run of a prompt something else on the machine slowed down.
 
     The target's prefill is the same work in every arm and not part of what is compared. A run whose prefill took
     several times as long as in the other arms was slowed down, and so was a run whose forwards took far longer, or in
-    which forward passes were captured.
+    which forward passes were captured. Arms that measure neither have zeros, and are not judged.
     """
     prefill_ms = [run.target_prefill_ms for run in runs.values() if run.target_prefill_ms > 0]
     usual_ms = float(np.median(prefill_ms)) if prefill_ms else 0.0
     forward_ms = min((run.forward_ms for run in runs.values() if run.forward_ms > 0), default=0.0)
     return [
-        arm
-        for arm in arms
-        if runs[arm.name].captures > 0
-        or runs[arm.name].target_prefill_ms > SLOW_PREFILL * usual_ms
-        or runs[arm.name].forward_ms > SLOW_FORWARD * forward_ms
+        name
+        for name, run in runs.items()
+        if run.captures > 0
+        or run.target_prefill_ms > SLOW_PREFILL * usual_ms
+        or run.forward_ms > SLOW_FORWARD * forward_ms
     ]
