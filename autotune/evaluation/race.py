@@ -237,6 +237,7 @@ class Fastest:
         passes: over the prompts.
         always: names of arms that run on every prompt and are not compared.
         briefly: the same, but they leave after a block where not all prompts can end before the deadline.
+        tolerance: relative difference that does not count, as between two processes of one program.
         defaults: names of arms that leave when they are slower than the fastest of these.
         kept_prompts: that ``always`` are to run before the deadline; defaults run no more when another block with them
             leaves too little time.
@@ -251,6 +252,7 @@ class Fastest:
     briefly: Collection[str] = ()
     defaults: Collection[str] = ()
     kept_prompts: int = 0
+    tolerance: float = 0.0
     ends: Callable[[Sequence[str]], bool] = lambda leaders: len(leaders) <= 1
 
     def blocks(self, prompts: Sequence[WorkloadPrompt]) -> list[Sequence[WorkloadPrompt]]:
@@ -260,10 +262,11 @@ class Fastest:
     def judge(self, look: Look) -> Judgement:
         compared = [name for name in look.remaining if name in look.running and not self._only_runs(name)]
         pair_risk = self.risk * spent_share(look.number, look.num_looks) / max(1, len(compared) * (len(compared) - 1))
-        leaders = not_slower(look.runs, compared, pair_risk)
+        leaders = not_slower(look.runs, compared, pair_risk, self.tolerance)
         remaining = [name for name in leaders if name not in self.defaults]
         waiting = [name for name in look.remaining if name in self.defaults and name not in look.running]
-        defaults = not_slower(look.runs, [name for name in compared if name in self.defaults], pair_risk)
+        own = [name for name in compared if name in self.defaults]
+        defaults = not_slower(look.runs, own, pair_risk, self.tolerance)
         goes_on = [] if self.ends(leaders) else self._with_time(look, {*remaining, *defaults})
         return Judgement([*remaining, *defaults, *waiting], goes_on)
 
@@ -283,10 +286,16 @@ class Fastest:
         return [name for name in look.running if name not in left_out and (name in left or self._only_runs(name))]
 
 
-def not_slower(runs: Mapping[str, Sequence[Decoded]], names: Sequence[str], risk: float) -> list[str]:
+def not_slower(
+    runs: Mapping[str, Sequence[Decoded]], names: Sequence[str], risk: float, tolerance: float = 0.0
+) -> list[str]:
     """The arms that are not significantly slower than the fastest of them, the fastest first. All have run equally
     often.
     """
     timed, _ = in_one_clock({name: runs[name] for name in names})
     by_speed = sorted(names, key=lambda name: ms_per_token(timed[name]))
-    return [name for name in by_speed if not is_significantly_slower(timed[name], timed[by_speed[0]], risk=risk)]
+    return [
+        name
+        for name in by_speed
+        if not is_significantly_slower(timed[name], timed[by_speed[0]], risk=risk, tolerance=tolerance)
+    ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -72,12 +74,12 @@ def in_one_clock(runs: Mapping[str, Sequence[Decoded]]) -> tuple[dict[str, Seque
     It is the wall's, unless every run has a CPU time and a speedup over the first arm is another one by it. Then other
     processes used the machine, and the clock is the CPU's.
     """
-    by_cpu = {
-        name: [run.model_copy(update={"decode_ms": run.cpu_ms}) for run in of_arm] for name, of_arm in runs.items()
-    }
     has_both = all(run.cpu_ms > 0 for of_arm in runs.values() for run in of_arm if run.new_tokens > 1)
     if not runs or not has_both:
         return dict(runs), "wall"
+    by_cpu = {
+        name: [run.model_copy(update={"decode_ms": run.cpu_ms}) for run in of_arm] for name, of_arm in runs.items()
+    }
     first = next(iter(runs))
     ratios = [speedup(runs[name], runs[first]) / speedup(by_cpu[name], by_cpu[first]) for name in runs]
     is_disturbed = any(abs(ratio - 1) > DISAGREEMENT for ratio in ratios)
@@ -162,17 +164,24 @@ def spent_share(look: int, num_looks: int) -> float:
     return (look + 1) / (num_looks * (num_looks + 1) / 2)
 
 
-def is_significantly_slower(runs: Sequence[Decoded], than: Sequence[Decoded], *, risk: float) -> bool:
-    """Whether runs take longer per token than others of the same prompts: a one-sided paired t-test of log times per
-    token.
+def is_significantly_slower(
+    runs: Sequence[Decoded], than: Sequence[Decoded], *, risk: float, tolerance: float = 0.0
+) -> bool:
+    """Whether runs take longer per token than others of the same prompts, by more than a relative ``tolerance``: a
+    one-sided paired t-test of log times per token.
 
-    Prompts for which nothing was decoded after the first token do not count. The test keeps its ``risk`` with the eight
-    prompts of a block; a bootstrap of so few does not.
+    Repeated runs of a prompt are averaged: arms differ from prompt to prompt, and only further prompts say by how much
+    in general. Prompts for which nothing was decoded after the first token do not count. The test keeps its ``risk``
+    with the eight prompts of a block; a bootstrap of so few does not.
     """
     from scipy.special import stdtr
 
-    ms, tokens, than_ms, than_tokens = decoded_pairs(runs, than)
-    log_ratios = np.log(ms / tokens) - np.log(than_ms / than_tokens)
+    by_prompt: defaultdict[str, list[float]] = defaultdict(list)
+    for run, other in zip(runs, than, strict=False):
+        if run.new_tokens > 1 and other.new_tokens > 1:
+            times = run.decode_ms / (run.new_tokens - 1), other.decode_ms / (other.new_tokens - 1)
+            by_prompt[run.prompt_sha256].append(math.log(times[0] / times[1]))
+    log_ratios = np.array([fmean(of_prompt) for of_prompt in by_prompt.values()]) - math.log1p(tolerance)
     count = len(log_ratios)
     if count < 2:
         return False

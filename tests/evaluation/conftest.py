@@ -10,7 +10,7 @@ from autotune.workloads.workload import Workload, load_workload
 from tests.sample_documents import write_image, write_workload
 
 if TYPE_CHECKING:
-    from autotune.evaluation.runner import ArmRunner
+    from autotune.evaluation.runtime_arms import RuntimeArms
     from autotune.runtime.decoder import Decoder
     from tests.tiny_models import Pair
 
@@ -39,7 +39,7 @@ def decoder(pair: Pair) -> Decoder:
 
 
 @pytest.fixture
-def runner(decoder: Decoder, processor: Any) -> ArmRunner:
-    from autotune.evaluation.runner import ArmRunner
+def arms(decoder: Decoder, processor: Any) -> RuntimeArms:
+    from autotune.evaluation.runtime_arms import RuntimeArms
 
-    return ArmRunner(decoder, processor)
+    return RuntimeArms(decoder, processor)

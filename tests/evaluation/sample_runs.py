@@ -8,12 +8,14 @@ from autotune.documents.decoded import Decoded
 from autotune.trees.acceptance_counts import AcceptanceCounts
 
 
-def run(decode_ms: float, *, tokens: int = 11, rounds: int = 5, output: str = "same", **values: Any) -> Decoded:
+def run(
+    decode_ms: float, *, arm: str = "x", tokens: int = 11, rounds: int = 5, output: str = "same", **values: Any
+) -> Decoded:
     """A run of ``tokens`` new tokens, the first of which the prefill emitted."""
     zero = dict.fromkeys(("target_prefill_ms", "vision_ms", "draft_prefill_ms", "draft_ms"), 0.0)
     known = {**zero, "verify_ms": decode_ms, "plain_steps": 0, "verified_nodes": rounds, "captures": 0, **values}
     return Decoded(
-        arm="x",
+        arm=arm,
         prompt="p",
         prompt_sha256="0",
         tokens_sha256=output,

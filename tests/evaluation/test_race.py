@@ -1,92 +1,86 @@
-"""Arms leave a race once they are significantly slower."""
+"""Arms leave a race once they are significantly slower, or fail; a race that was interrupted goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR
-from autotune.evaluation import race as module
-from autotune.evaluation.arms import Arm
-from autotune.evaluation.race import Race
-from autotune.evaluation.runner import ArmRunner
-from autotune.workloads.prompt import Prompt, WorkloadPrompt
-from autotune.workloads.workload import Workload
-from tests.evaluation.stub_arm import StubArm
+from autotune.evaluation.race import Everyone, Fastest, Race, TimeLimit, race
+from autotune.evaluation.runner import MAX_REPEATS, ArmRunner
+from autotune.workloads.prompt import WorkloadPrompt
+from benchmarks.false_verdicts import share_of_false_verdicts
+from tests.evaluation.fake_arm import FakeArm, FakeClock, prompts_by_hand
 
-RISK, BLOCK, PASSES = 0.05, 8, 4
-
-
-class TimedRunner(ArmRunner):
-    """Arms take a given time for every prompt, with seeded noise."""
-
-    def __init__(
-        self, ms: dict[str, float], noise: float = 0.0, *, num_in_time: int | None = None, seed: int = 1
-    ) -> None:
-        self.plain = StubArm(AR)  # type: ignore[assignment]
-        self.ms = ms
-        self.noise = noise
-        self.num_in_time = 1 << 30 if num_in_time is None else num_in_time
-        self.random = np.random.default_rng(seed)
-        self.compared: list[tuple[set[str], int]] = []
-
-    def reserve(self, workload: Workload) -> None: ...
-
-    def prompt_s(self, arms: Sequence[Arm]) -> float:
-        return float(len(arms))
-
-    def compare(  # type: ignore[override]
-        self, arms: Sequence[Arm], workload: Workload, *, repeat: int, min_prompts: int, **_: Any
-    ) -> dict[str, list[Decoded]]:
-        self.compared.append(({arm.name for arm in arms}, repeat))
-        count = min(len(workload.prompts), max(min_prompts, self.num_in_time))
-        self.num_in_time -= count
-        prompts = 1 + np.arange(count)  # some take longer, in every arm
-        times = {arm.name: self.ms[arm.name] * prompts * self.random.normal(1, self.noise, count) for arm in arms}
-        runs: dict[str, Any] = {
-            name: [SimpleNamespace(decode_ms=x, new_tokens=11) for x in ms.tolist()] for name, ms in times.items()
-        }
-        return runs
+BLOCK, PASSES = 8, 4
+Time = float | Callable[[WorkloadPrompt], float]
 
 
-def race(runner: ArmRunner, names: str, defaults: str = "", *, num_prompts: int = 16, **options: Any) -> Race:
-    prompt = WorkloadPrompt("p", Prompt(prompt="p"), ())
-    defaults_of_race: dict[str, Any] = {"always": [runner.plain], "prompts_per_block": BLOCK, "min_prompts": 4}
-    settings = {"risk": RISK, "passes": PASSES, **defaults_of_race, **options}
-    return module.race(
-        runner,
-        [StubArm(name) for name in names.split()],
-        Workload("by hand", "tune", (prompt,) * num_prompts),
-        defaults=[StubArm(name) for name in defaults.split()],
-        **settings,
-    )
+def noisy(ms: float, noise: float, seed: int) -> Callable[[WorkloadPrompt], float]:
+    """Some prompts take longer, in every arm."""
+    rng = np.random.default_rng(seed)
+    return lambda prompt: ms * (1 + int(prompt.name)) * float(rng.normal(1, noise))
 
 
-@pytest.mark.parametrize("num_arms", [2, 5])
-def test_equal_arms_rarely_leave(num_arms: int) -> None:
-    """The probability that any of them leaves, at any of the eight looks, is at most ``RISK``: about 3 %.
+def fastest(
+    ms: dict[str, float], defaults: str = "", *, noise: float = 0.03, seed: int = 0, num_prompts: int = 16, **rule: Any
+) -> tuple[Race, list[FakeArm]]:
+    """A race of arms with these times per token beside plain decoding, whose time is 100."""
+    times = {AR: 100.0, **ms}
+    arms = [FakeArm(name, noisy(of_arm, noise, seed + n)) for n, (name, of_arm) in enumerate(times.items())]
+    known = {"risk": 0.05, "prompts_per_block": BLOCK, "passes": PASSES, "always": [AR], **rule}
+    return race(ArmRunner(), arms, prompts_by_hand(num_prompts), Fastest(defaults=defaults.split(), **known)), arms
 
-    A risk that was spent anew at every look, and divided by the number of other arms alone, dropped one of two equal
-    arms in 31 % of the races, one of four in 46 % and one of ten in 65 %.
-    """
-    names = " ".join(map(str, range(num_arms)))
-    runner = TimedRunner({AR: 1.0, **dict.fromkeys(names.split(), 1.0)}, noise=0.05)
-    races = [race(runner, names) for _ in range(400)]
-    assert sum(len(done.remaining) < num_arms for done in races) / 400 <= RISK
+
+@pytest.mark.parametrize(
+    ("ms", "defaults", "remaining", "num_runs"),
+    [
+        ({"slow": 70.0, "best": 50.0}, "", ["best"], {"slow": 8, "best": 8}),
+        ({"slow": 70.0, "best": 50.0, "equal": 50.0}, "", ["best", "equal"], {"slow": 8, "best": 64, AR: 64}),
+        ({"a": 40.0, "equal": 40.0, "chain": 60.0, "sage": 75.0}, "chain sage", ["a", "equal", "chain"], {"sage": 8}),
+        ({"a": 60.0, "chain": 40.0}, "chain", ["chain"], {AR: 8}),
+        ({"a": 40.0, "chain": 60.0, "sage": 60.0}, "chain sage", ["a", "chain", "sage"], {AR: 8}),
+    ],
+    ids=[
+        "one is left",
+        "equal arms run to the end",
+        "defaults leave only when a default is faster",
+        "arms leave when a default is faster",
+        "undecided defaults do not hold up a decided winner",
+    ],
+)
+def test_slower_arms_leave(ms: dict[str, float], defaults: str, remaining: list[str], num_runs: dict[str, int]) -> None:
+    done, _ = fastest(ms, defaults)
+    assert sorted(done.remaining) == sorted(remaining) and done.remaining[0] in (remaining[0], "equal")
+    assert {name: len(done.runs[name]) for name in num_runs} == num_runs
+
+
+def test_a_race_may_go_on_or_end_otherwise() -> None:
+    done, arms = fastest({"one": 40.0, "other": 60.0}, ends=lambda _: False)
+    assert done.remaining == ["one"] and len(done.runs["one"]) == 16 * PASSES and len(done.runs["other"]) == 8
+    assert arms[0].decoded == [f"{n}" for n in range(16)] * PASSES, "all in the same order"
+    assert [len(rest) for rest in arms[0].prepared] == [*range(64, 0, -8)], "before every block"
+
+
+@pytest.mark.parametrize("rule", ["2 arms", "5 arms"])
+def test_equal_arms_rarely_leave(rule: str) -> None:
+    """With a risk that was spent anew at every look one of two left in 31 % of the races, one of five in half."""
+    assert share_of_false_verdicts(f"Fastest, {rule}", num_races=100, seed=1) <= 0.05
 
 
 @pytest.mark.parametrize("seconds", [15.0, 100.0])
 def test_arms_that_run_briefly_leave_where_the_time_is_short(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first block, two arms on eight more prompts take 16 s."""
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    runner = TimedRunner({AR: 1.0, "hf": 1.0})
-    options = {"passes": 1, "briefly": [StubArm("hf")], "ends": lambda _: False}
-    done = race(runner, "", deadline=seconds, **options)
+    """After the first block of 16 s, two arms on eight more prompts take 16 s."""
+    clock = FakeClock(monkeypatch)
+    arms = [FakeArm(name, 1e3, clock=clock) for name in (AR, "hf")]
+    rule = Fastest(risk=0.05, prompts_per_block=8, always=[AR], briefly=["hf"], ends=lambda _: False)
+    done = race(ArmRunner(), arms, prompts_by_hand(16), rule, time_limit=TimeLimit(16.0 + seconds))
     assert len(done.runs[AR]) == 16 and len(done.runs["hf"]) == (16 if seconds > 16.0 else 8)
 
 
@@ -95,75 +89,155 @@ def test_defaults_leave_before_kept_prompts_need_the_time(
     seconds: float, num_default: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every arm takes a second for a prompt. After the first block of 12 s, plain decoding and the tuned arm need 24 s
-    more. What the runner expects of prompts has the warm-ups of the first ones in it, and says nothing.
+    more.
     """
-    now = [0.0]
-
-    class Running(TimedRunner):
-        def prompt_s(self, arms: Sequence[Arm]) -> float:
-            return 10.0 * len(arms)
-
-        def compare(self, arms: Sequence[Arm], workload: Workload, **options: Any) -> dict[str, list[Decoded]]:  # type: ignore[override]
-            now[0] += len(arms) * len(workload.prompts)
-            return super().compare(arms, workload, **options)
-
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    runner = Running(dict.fromkeys((AR, "tuned", "chain"), 400.0))  # four prompts take a second on average
-    options = {"always": [runner.plain, StubArm("tuned")], "prompts_per_block": 4, "kept_prompts": 16, "passes": 1}
-    done = race(runner, "", "chain", deadline=seconds, ends=lambda _: False, **options)
-    assert len(done.runs[AR]) == len(done.runs["tuned"]) == 16 and now[0] <= seconds
-    assert len(done.runs["chain"]) == num_default and done.remaining_defaults == ["chain"]
+    clock = FakeClock(monkeypatch)
+    arms = [FakeArm(name, 1e3, clock=clock) for name in (AR, "tuned", "chain")]
+    rule = {"always": [AR, "tuned"], "defaults": ["chain"], "kept_prompts": 16, "ends": lambda _: False}
+    fast = Fastest(risk=0.05, prompts_per_block=4, **rule)
+    done = race(ArmRunner(), arms, prompts_by_hand(16), fast, time_limit=TimeLimit(seconds))
+    assert len(done.runs[AR]) == len(done.runs["tuned"]) == 16 and clock.now <= seconds
+    assert len(done.runs["chain"]) == num_default and done.remaining == ["chain"]
 
 
-def test_slower_arms_leave_and_the_others_continue() -> None:
-    """Until one is left."""
-    runner = TimedRunner({AR: 100.0, "slow": 70.0, "near": 50.5, "best": 50.0}, noise=0.03)
-    done = race(runner, "slow near best")
-    assert "slow" not in done.remaining and done.remaining[0] == "best"
-    assert len(done.runs["slow"]) == 8 < len(done.runs["near"]) <= len(done.runs["best"]) == len(done.runs[AR])
-    assert runner.compared[0][0] == {AR, "slow", "near", "best"} and "slow" not in runner.compared[1][0]
+@pytest.mark.parametrize(
+    ("limit", "count"),
+    [
+        (TimeLimit(14.9), 2),
+        (TimeLimit(0.0), 0),
+        (TimeLimit(0.0, min_prompts=3, last=0.0), 2),
+        (TimeLimit(0.0, min_prompts=3), 3),
+        (TimeLimit(), 5),
+    ],
+    ids=["a third would end at 15 s", "none", "the least ends in time too, but for two", "the least", "no limit"],
+)
+def test_a_prompt_that_would_end_too_late_is_not_begun(
+    limit: TimeLimit, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, reported, runner = FakeClock(monkeypatch), list[tuple[int, int]](), ArmRunner()
+    arms = [FakeArm(AR, 2e3, clock=clock), FakeArm("chain", 3e3, clock=clock)]
+    clock.now = 1e-9
+    done = race(
+        runner, arms, prompts_by_hand(5), Everyone(), time_limit=limit, report=lambda *one: reported.append(one)
+    )
+    assert [len(runs) for runs in done.runs.values()] == [count, count] and round(clock.now) == 5 * count
+    assert reported == [(number, 5) for number in range(count + 1)]
+    if count:
+        assert runner.prompt_s(arms) == pytest.approx(5.0)
+        assert runner.prompt_s([*arms, FakeArm("sage")]) == pytest.approx(7.5), "unknown ones take as long as others"
 
 
-def test_defaults_leave_only_when_a_default_is_faster() -> None:
-    """All defaults are slower than the candidates; the best of them is known in the end."""
-    runner = TimedRunner({AR: 100.0, "one": 40.0, "other": 40.2, "chain": 60.0, "sage": 75.0}, noise=0.01)
-    done = race(runner, "one other", "sage chain")
-    assert done.remaining_defaults == ["chain"] and set(done.remaining) <= {"one", "other"}
-    assert len(done.runs["sage"]) == 8 < len(done.runs["chain"]) == len(done.runs[AR])
+def test_arms_take_turns_in_a_random_order_that_the_seed_repeats() -> None:
+    """Prompt by prompt, every arm once: a machine that slows down slows all of them."""
+    turns: list[list[str]] = []
+    for seed in (0, 0, 1):
+        turns.append([])
+        arms = [FakeArm(name, lambda _, name=name: turns[-1].append(name) or 1.0) for name in "abcdef"]  # type: ignore[misc]
+        race(ArmRunner(), [*arms, arms[0]], prompts_by_hand(12), Everyone(), seed=seed)
+        assert all(arm.decoded == [f"{n}" for n in range(12)] for arm in arms), "an arm that is named twice runs once"
+    assert turns[0] == turns[1] != turns[2]
+    per_prompt = ["".join(turns[0][begin : begin + 6]) for begin in range(0, len(turns[0]), 6)]
+    assert {"".join(sorted(turn)) for turn in per_prompt} == {"abcdef"} and len({*per_prompt}) > 4
 
 
-def test_arms_leave_when_a_default_is_faster() -> None:
-    runner = TimedRunner({AR: 100.0, "one": 60.0, "chain": 40.0}, noise=0.03)
-    done = race(runner, "one", "chain")
-    assert (done.remaining, done.remaining_defaults) == ([], ["chain"])
-    assert len(done.runs[AR]) == 8, "one arm is left"
+# -------- resumption
 
 
-def test_undecided_defaults_do_not_hold_up_a_decided_winner() -> None:
-    """They are significantly slower than the candidate, whichever of them is the faster one."""
-    runner = TimedRunner({AR: 100.0, "one": 40.0, "chain": 60.0, "sage": 60.0}, noise=0.03)
-    done = race(runner, "one", "chain sage")
-    assert len(done.runs[AR]) == 8 and sorted(done.remaining_defaults) == ["chain", "sage"]
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    return tmp_path / "runs.jsonl"
 
 
-def test_equal_arms_run_to_the_end() -> None:
-    """All prompts in every pass, each pass as a repeat of its own."""
-    runner = TimedRunner({AR: 100.0, "one": 50.0, "other": 50.0}, noise=0.05)
-    done = race(runner, "one other")
-    assert sorted(done.remaining) == ["one", "other"]
-    assert len(done.runs["one"]) == len(done.runs["other"]) == len(done.runs[AR]) == 16 * PASSES
-    assert [repeat for _, repeat in runner.compared] == [n for n in range(PASSES) for _ in range(2)]
+def everyone(ledger: Path, *arms: FakeArm, count: int = 3, context: object = None) -> Race:
+    return race(ArmRunner(ledger, context=context), arms, prompts_by_hand(count), Everyone())
 
 
-def test_a_race_may_go_on_or_end_otherwise() -> None:
-    runner = TimedRunner({AR: 100.0, "one": 40.0, "other": 60.0})
-    assert len(race(runner, "one other").runs["one"]) == 8
-    assert len(race(runner, "one other", ends=lambda _: False).runs["one"]) == 16 * PASSES
+def test_known_runs_are_not_repeated(ledger: Path) -> None:
+    """Those of the same arms, by their keys, in the same context."""
+    first = everyone(ledger, FakeArm(AR), FakeArm("chain"))
+    assert len(ledger.read_text().splitlines()) == 6
+    again = [FakeArm("other name", key="chain"), FakeArm(AR)]
+    found = everyone(ledger, *again)
+    assert found.runs[AR] == first.runs[AR] and found.runs["other name"] == first.runs["chain"]
+    assert not again[0].decoded and not again[0].prepared
+    for others, context in (([FakeArm(AR), FakeArm("sage")], None), ([FakeArm(AR), FakeArm("chain")], "elsewhere")):
+        everyone(ledger, *others, context=context)
+        assert all(arm.decoded == ["0", "1", "2"] for arm in others), "an hour-old time is no baseline"
 
 
-@pytest.mark.parametrize(("num_in_time", "num_prompts"), [(0, 4), (5, 5), (8, 8), (11, 11), (1000, 64)])
-def test_a_race_ends_with_the_last_prompt_in_time(num_in_time: int, num_prompts: int) -> None:
-    """After ``min_prompts`` in any case."""
-    runner = TimedRunner({AR: 100.0, "one": 50.0, "other": 50.0}, noise=0.05, num_in_time=num_in_time)
-    done = race(runner, "one other")
-    assert {name: len(runs) for name, runs in done.runs.items()} == dict.fromkeys((AR, "one", "other"), num_prompts)
+def test_every_pass_is_measured(ledger: Path) -> None:
+    def passes(arm: FakeArm) -> Race:
+        return race(ArmRunner(ledger), [arm], prompts_by_hand(2), Fastest(0.05, 2, passes=3, ends=lambda _: False))
+
+    first, unused = passes(FakeArm(AR, noisy(1.0, 0.1, 0))), FakeArm(AR)
+    assert len({run.decode_ms for run in first.runs[AR]}) == 6
+    assert passes(unused).runs == first.runs and not unused.decoded
+
+
+@pytest.mark.parametrize("keeps_state", [False, True])
+def test_all_arms_of_an_interrupted_prompt_are_measured_again(ledger: Path, keeps_state: bool) -> None:
+    """An arm that keeps state decodes the prompts before it again, untimed."""
+    everyone(ledger, FakeArm(AR), FakeArm("chain"))
+    lines = ledger.read_text().splitlines()
+    ledger.write_text("".join(f"{line}\n" for line in lines[:3]))  # a whole prompt and one arm of the next
+    plain, chain = FakeArm(AR, 1.0), FakeArm("chain", 1.0, keeps_state=keeps_state)
+    done = everyone(ledger, plain, chain)
+    assert plain.decoded == ["1", "2"] and chain.decoded == (["0", "1", "2"] if keeps_state else ["1", "2"])
+    assert [run.decode_ms for run in done.runs["chain"]] == [20.0, 1.0, 1.0] and chain.prepared == [["1", "2"]]
+
+
+def test_a_torn_ledger_loses_the_torn_line(ledger: Path) -> None:
+    """A crash in the middle of a line, a line of another version, and one that is no JSON."""
+    first = everyone(ledger, FakeArm(AR))
+    lines = ledger.read_text().splitlines()
+    other_version = json.dumps({**json.loads(lines[1]), "temperature_of_the_room": 21})
+    ledger.write_text("\n".join([lines[0], other_version, "not JSON", lines[2][: len(lines[2]) // 2]]))
+    arm, unused = FakeArm(AR, 1.0), FakeArm(AR)
+    again = everyone(ledger, arm)
+    assert arm.decoded == ["1", "2"] and again.runs[AR][0] == first.runs[AR][0]
+    assert everyone(ledger, unused).runs == again.runs
+    assert not unused.decoded, "the new lines were not appended to the torn one"
+
+
+# -------- arms that fail, and runs that something else slowed down
+
+
+@pytest.mark.parametrize("fails", ["0", "2"])
+def test_a_race_goes_on_without_an_arm_that_fails(ledger: Path, fails: str) -> None:
+    """What it has decoded stays."""
+    done = everyone(ledger, FakeArm(AR), FakeArm("engine", fails=fails), count=4)
+    assert done.failed == {"engine": "engine: the server has ended"} and done.remaining == [AR]
+    assert {name: len(runs) for name, runs in done.runs.items()} == {AR: 4, "engine": int(fails)}
+
+
+def once(**values: float) -> Callable[[WorkloadPrompt], dict[str, Any]]:
+    """Fields of the first run of prompt 1."""
+    left = [values]
+    return lambda prompt: left.pop() if prompt.name == "1" and left else {}
+
+
+@pytest.mark.parametrize(
+    ("values", "keeps_state", "num_repeated"),
+    [
+        (once(target_prefill_ms=1000.0), False, 1),
+        (once(verify_ms=1000.0), False, 1),
+        (once(captures=2), False, 1),
+        (once(captures=2), True, 0),
+        (lambda _: {"captures": 1}, False, 3 * MAX_REPEATS),
+        (lambda _: {"verify_ms": 100.0, "decode_ms": 1e6}, False, 0),
+        (lambda _: {"verify_ms": 0.0, "target_prefill_ms": 0.0}, False, 0),
+    ],
+    ids=["prefill", "forwards", "captured", "keeps state", "always captures", "a large tree", "measures neither"],
+)
+def test_a_disturbed_run_is_measured_again(
+    values: Callable[[WorkloadPrompt], dict[str, Any]], keeps_state: bool, num_repeated: int
+) -> None:
+    """Its prefill or its forwards took much longer than those of the other arms, or something was captured. An arm that
+    keeps state would answer otherwise.
+    """
+    runner = ArmRunner()
+    usual: Any = {"values": lambda _: {"target_prefill_ms": 10.0}}
+    arms = [FakeArm(AR, **usual), FakeArm("sage", **usual), FakeArm("chain", values=values, keeps_state=keeps_state)]
+    done = race(runner, arms, prompts_by_hand(3), Everyone())
+    assert runner.num_repeated == num_repeated and len(arms[2].decoded) == 3 + num_repeated
+    assert len(done.runs["chain"]) == 3 and math.isfinite(done.runs["chain"][1].decode_ms)
