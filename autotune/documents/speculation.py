@@ -18,10 +18,7 @@ Milliseconds = Annotated[float, Field(ge=0)]
 Options = dict[str, int | float]
 OPTIONS: dict[SpeculationType, Options] = {
     "ngram-simple": {"size-n": 12, "size-m": 48},
-    "ngram-map-k": {"size-n": 12, "size-m": 48},
-    "ngram-map-k4v": {"size-n": 12, "size-m": 48, "min-hits": 1},
     "ngram-mod": {"n-match": 24, "n-min": 48, "n-max": 64},
-    "ngram-cache": {},
     "ngram": {"prompt_lookup_min": 4, "prompt_lookup_max": 4, "num_speculative_tokens": 5},
     "suffix": {
         "suffix_decoding_max_tree_depth": 24,

@@ -9,21 +9,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from autotune.documents.decoded import Decoded
+from autotune.documents.deployment import Deployment, PricedStep, ServedLoad
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.trees.limits import Floats
 from autotune.workloads.prompt import WorkloadPrompt
 
-if TYPE_CHECKING:
-    from autotune.documents.decoding_profile import Deployment
-    from autotune.documents.speculation import PricedStep, ServedLoad
 
-
-class Configuration(Protocol):
-    """Settings of a backend, such as ``documents.speculation.Speculation``."""
+class BackendSettings(Protocol):
+    """A configuration of a backend, such as ``documents.speculation.Speculation``."""
 
     @property
     def label(self) -> str: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,12 +32,16 @@ class EngineArm:
     keeps_state: bool
     """Whether drafts follow from earlier requests."""
     server: Server
+    pause_s: float = 0.0
+    """Time after an answer for which the server keeps a core busy without work."""
 
     def prepare(self, prompts: Sequence[WorkloadPrompt]) -> None:
         """Nothing: the server is warm, as requests read their prompts beforehand."""
 
     def decode(self, prompt: WorkloadPrompt) -> Decoded:
-        return self.server.ask(prompt).model_copy(update={"arm": self.key})
+        served = self.server.ask(prompt)
+        time.sleep(self.pause_s)
+        return Decoded(**{name: getattr(served, name) for name in Decoded.model_fields} | {"arm": self.key})
 
     def text(self, answer: Decoded) -> str:
         """The text of an answer's tokens."""
