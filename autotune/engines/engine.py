@@ -1,37 +1,47 @@
-"""The interface of serving engines that a search tunes: servers that it starts, and requests whose speculation and time
-are counted. No torch.
+"""Backends that are serving engines: servers that are started, answers that are recorded, replayed and priced. Loads no
+torch.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import shlex
 import shutil
 import subprocess
-from abc import ABC, abstractmethod
+import time
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from autotune.documents.engine_profile import (
-    OPTIONS,
-    TYPES,
-    EngineName,
-    ModelType,
-    ServedAnswer,
-    Speculation,
-    SpeculationCounts,
-    SpeculationType,
-)
+from autotune.console import Console
+from autotune.documents.deployment import Deployment, ServedLoad
 from autotune.documents.provenance import ModelReference
-from autotune.engines.client import EngineHttp
-from autotune.engines.server import running
+from autotune.documents.speculation import OPTIONS, ModelType, Options, Speculation
+from autotune.engines.backend import Backend
+from autotune.engines.engine_arm import EngineArm
+from autotune.engines.http import EngineHttp
+from autotune.engines.loads import measure_load, show_loads
+from autotune.engines.ngram_drafters import KnownRequest
+from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices, with_draft
+from autotune.engines.process import running
+from autotune.engines.replay import KEEPS_STATE, EngineSteps, replay_speculation, replayed_pairs
+from autotune.engines.served import Served, require_served
 from autotune.errors import UserError
-from autotune.files import user_cache
+from autotune.files import WORKSPACE, append_line, content_key, read_lines, user_cache
+from autotune.replay.degenerate_answers import degenerate_answers
 from autotune.workloads.chat import Message
 from autotune.workloads.prompt import WorkloadPrompt
+
+OFF = "off"
+FEWEST_PROMPTS = 4  # are recorded, whatever time that takes
+AGAIN = 4  # prompts that are asked again
+SELF_TEST = 12  # prompts
+CHAINS = range(1, 9)  # tokens of a draft model's chains
 
 
 def text_chat(prompt: WorkloadPrompt) -> dict[str, Any]:
@@ -42,7 +52,7 @@ def text_chat(prompt: WorkloadPrompt) -> dict[str, Any]:
     return {"messages": messages, **({"chat_template_kwargs": variables} if variables else {})}
 
 
-class EngineServer(EngineHttp, ABC):
+class EngineServer(EngineHttp):
     """A client of one server, which sends one request at a time unless it streams.
 
     Raises:
@@ -55,63 +65,49 @@ class EngineServer(EngineHttp, ABC):
     """The model's name there."""
     context: int
     """Tokens of a request."""
-    speculations: Sequence[Speculation] = ()
+    speculation: Speculation | None = None
     """The settings of a server that was started here."""
     process: subprocess.Popen[bytes] | None = None
     """None of a server that was not started here."""
-    priced_by: ClassVar[str]
+    priced_by: str
     """Arguments with which a server drafts as ``verify`` needs."""
-    longest: ClassVar[int]
+    longest: int
     """Most tokens of a verification that is priced."""
-    spins_s: ClassVar[float] = 0.0
-    """Time after an answer for which the server keeps a core busy without work."""
-
-    @property
-    def keeps_answers(self) -> bool:
-        """Whether drafts follow from all earlier answers, so that every request changes those of later ones."""
-        return any(one.type == "suffix" for one in self.speculations)
 
     @property
     def has_draft(self) -> bool:
         """Whether a draft model drafts before every pass."""
-        return any(one.model for one in self.speculations)
+        return self.speculation is not None and bool(self.speculation.model)
 
-    def ask(self, prompt: WorkloadPrompt, other: EngineServer | None = None) -> ServedAnswer:
-        """The answer to a prompt, with its continuation by the server, or by the ``other`` one."""
-        answer = self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens)
-        return answer.model_copy(update={"beyond": (other or self).continuation(answer)})
+    def ask(self, prompt: WorkloadPrompt) -> Served:
+        """Decode one prompt greedily. Reading it takes none of the time."""
+        answer = self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens, prompt)
+        named = {"prompt": prompt.name, "prompt_sha256": prompt.sha256, "task": prompt.settings.task}
+        return answer.model_copy(update=named)
 
-    def continuation(self, answer: ServedAnswer) -> list[int]:
+    def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
+        """The tokens of a prompt after the model's chat template."""
+        raise NotImplementedError
+
+    def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> Served:
+        """Decode the tokens of a prompt greedily; ``prompt`` has its images, if any."""
+        raise NotImplementedError
+
+    def continuation(self, answer: Served, prompt: WorkloadPrompt | None = None) -> list[int]:
         """The tokens that follow an answer, of an engine whose drafts reach there."""
         return []
 
-    @abstractmethod
-    def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
-        """The tokens of a prompt after the model's chat template."""
+    def verify(self, prompt: list[int], n: int) -> Served:
+        """See ``prices.Verifier``."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def answer(self, tokens: list[int], limit: int) -> ServedAnswer:
-        """Decode one prompt greedily. Reading it takes none of the time."""
+    def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
+        """See ``loads.Stream``."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def verify(self, prompt: list[int], n: int) -> ServedAnswer:
-        """A request that is exactly one verification of ``n`` tokens after its first token, in a server that drafts as
-        ``priced_by`` says; or one that drafted another number of tokens than n - 1.
-        """
-
-    @abstractmethod
-    def stream(self, answer: ServedAnswer) -> tuple[list[int], list[float]]:
-        """Decode the prompt of an answer as one of several requests: tokens, and seconds from the request to each part
-        of the reply.
-        """
-
-    @abstractmethod
-    def text(self, tokens: list[int]) -> str:
+    def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
-
-    @abstractmethod
-    def counts(self) -> SpeculationCounts:
-        """Counts of the answers of a server that was started here."""
+        raise NotImplementedError
 
     def cpu_ms(self) -> float:
         """CPU time of the threads of the server and its workers; 0 if they are not on this machine."""
@@ -125,14 +121,44 @@ class EngineServer(EngineHttp, ABC):
 
 
 @dataclass(frozen=True)
-class ServingEngine(ABC):
-    """An engine's executable with a model, and the arguments of the user."""
+class EngineRecorded:
+    """Plain answers, with what a draft model's chains are replayed and priced from."""
 
-    executable: Path
-    model: str
-    arguments: tuple[str, ...]
+    prompts: Sequence[WorkloadPrompt]
+    answers: Sequence[Served]
+    again: Sequence[Served]
+    """The longest answers, asked again, for times of today."""
+    context: int
+    """Most tokens of a request."""
+    chain: Sequence[Served] = ()
+    """Answers of a server with the longest chain of a draft model."""
+    chain_times: tuple[Sequence[Served], Sequence[Served]] = ((), ())
+    """Answers of today to the longest prompts, with the shortest chain and with the longest."""
 
-    name: ClassVar[EngineName]
+    @functools.cached_property
+    def known(self) -> list[KnownRequest]:
+        """The requests of the plain answers."""
+        return [KnownRequest(answer) for answer in self.answers]
+
+    @functools.cached_property
+    def known_chain(self) -> list[KnownRequest]:
+        return [KnownRequest(answer) for answer in self.chain]
+
+
+class EngineBackend(Backend):
+    """A serving engine with a model: an executable and the user's arguments, or a server that runs at ``url``.
+
+    Args:
+        target: the model that the engine loads.
+        command: executable and arguments of every server; None: the one on the PATH, or that ``make engines`` built.
+        url: of a server that runs, whose settings stay.
+        draft: a draft model, whose chains are tuned beside the n-grams.
+
+    Raises:
+        UserError: the executable or a model is not here, the engine does not load it, or the command sets what the
+            search sets.
+    """
+
     program: ClassVar[str]
     """The executable's name."""
     built: ClassVar[Path]
@@ -144,33 +170,80 @@ class ServingEngine(ABC):
     server: ClassVar[type[EngineServer]]
     own_arguments: ClassVar[Sequence[str]]
     """Arguments that the search sets, besides ``--spec*``."""
-    pricing: ClassVar[Sequence[Speculation]]
-    """Settings of the server whose drafts are tested and whose passes are priced."""
-    tolerated_mismatches: ClassVar[float] = 0.0
-    """The share of requests whose counts may differ from the replay's: tokens beyond an answer's end are rounded
-    otherwise when asked for.
+    tested: ClassVar[Sequence[Speculation]]
+    """Settings of the servers whose counts are compared with the replay's, one for each type. Passes are priced in the
+    first one's.
     """
+    space: ClassVar[dict[str, Sequence[tuple[float, ...]]]]
+    """Values of the options that are replayed beside the defaults, by type."""
+    tolerated_mismatches: ClassVar[float] = 0.0
+    """The share of requests whose counts may differ from the replay's."""
+    reads_images: ClassVar[bool] = False
+    """Whether prompts with images are served; else they are refused."""
     has_one_loop: ClassVar[bool] = True
     """Whether a pass without speculation takes the same time in a server that speculates."""
+    pause_s: ClassVar[float] = 0.0
+    """Time after an answer for which a server keeps a core busy without work."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        command: str | None = None,
+        url: str | None = None,
+        draft: str | None = None,
+        console: Console | None = None,
+        seed: int = 0,
+    ) -> None:
+        if (found := self.find_model(target, local_only=url is not None)) is None:
+            raise UserError(f"{target}: {self.name} loads {self.models}; give one")
+        if url is not None and (draft or command):
+            option = "--draft" if draft else "command"
+            raise UserError(f"{option}: a server at a URL keeps its settings; leave one of the two out")
+        self.target, self.model = found
+        self.url, self.is_fixed = url, url is not None
+        self.console, self.seed, self.build = console or Console(), seed, ""
+        self.executable, self.arguments = Path(self.program), list[str]()
+        if url is None:
+            self.executable, self.arguments = self.find(command)
+        self.precision = self.find_precision()
+        self.missing: dict[str, str] = (
+            {} if self.is_fixed else dict.fromkeys(self.missing_types(), "the build does not have it")
+        )
+        self.chains = list[Speculation]()
+        if draft is not None:
+            kind, path = self.find_draft(draft, self.target)
+            (option,) = OPTIONS[kind]
+            self.chains = [Speculation(type=kind, options={option: k}, model=f"{path}") for k in CHAINS]
 
     @classmethod
-    def find(cls, command: str | None, model: str) -> Self:
-        """The engine of ``--engine-command``, by default the one on the PATH or the one that ``make engines`` built.
+    def restored(cls, deployment: Deployment, *, command: str | None = None, console: Console | None = None) -> Self:
+        """The engine of a profile: the executable that it names, or that of ``command``.
 
         Raises:
-            UserError: there is none, or the command sets what the search sets.
+            UserError: there is none, or the model is another one.
         """
+        if command is None and Path(deployment.command[0]).exists():
+            command = shlex.join([deployment.command[0], *deployment.arguments])
+        backend = cls(deployment.model.id, command=command, console=console)
+        if not backend.model.is_same(deployment.model):
+            raise UserError(f"{deployment.model.id}: not the model that the profile was tuned for; restore its files")
+        return backend
+
+    @classmethod
+    def find(cls, command: str | None) -> tuple[Path, list[str]]:
+        """The executable and the user's arguments."""
         words = shlex.split(command or cls.program) or [""]
         built = user_cache().parent / "autotune-engines" / cls.built
         found = shutil.which(words[0]) or (built if words[0] == cls.program and built.exists() else None)
         if found is None:
             raise UserError(
-                f"{words[0] or '--engine-command'}: no such executable; {cls.install}, or give --engine-command or --url"
+                f"{words[0] or 'command'}: no such executable; {cls.install}, or give --set {cls.name}:command=..."
             )
         for word in words[1:]:
             if word.startswith("--spec") or word.partition("=")[0].replace("_", "-") in cls.own_arguments:
-                raise UserError(f"--engine-command: {word} is set by the search; leave it out")
-        return cls(Path(found).resolve(), model, tuple(words[1:]))
+                raise UserError(f"{cls.name}:command: {word} is set by the search; leave it out")
+        return Path(found).resolve(), words[1:]
 
     @classmethod
     @abstractmethod
@@ -193,21 +266,21 @@ class ServingEngine(ABC):
             UserError: it does not draft with it.
         """
 
-    @classmethod
-    def chains(cls, draft: str, target: str) -> list[Speculation]:
-        """Chains of 1 to 8 tokens of a draft model."""
-        kind, path = cls.find_draft(draft, target)
-        (option,) = OPTIONS[kind]
-        return [Speculation(type=kind, options={option: k}, model=f"{path}") for k in range(1, 9)]
-
-    @classmethod
     @abstractmethod
-    def space(cls) -> list[Speculation]:
-        """Every setting that is replayed, the defaults of a type first."""
+    def find_precision(self) -> str:
+        """The precision of the weights."""
 
     @abstractmethod
-    def words(self, speculations: Sequence[Speculation] = ()) -> list[str]:
-        """The command that starts the engine, for one or several types; none switch speculation off."""
+    def missing_types(self) -> Sequence[str]:
+        """Types that the build does not have.
+
+        Raises:
+            UserError: another program, or a build without the type by which passes are priced.
+        """
+
+    @abstractmethod
+    def words(self, speculation: Speculation | None) -> list[str]:
+        """The command that starts the engine."""
 
     @abstractmethod
     def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:
@@ -215,29 +288,202 @@ class ServingEngine(ABC):
         any.
         """
 
-    def types(self) -> list[SpeculationType]:
-        """The types that the build has.
-
-        Raises:
-            UserError: another program, or a build without a type by which passes are priced.
-        """
-        return list(TYPES[self.name])
-
     def build_of(self, server: EngineServer) -> str:
         return server.build
 
     @contextmanager
     def started(
-        self, speculations: Sequence[Speculation] = (), at_once: int = 1, longest: int = 0
+        self, speculation: Speculation | None = None, at_once: int = 1, longest: int = 0
     ) -> Iterator[EngineServer]:
-        """Start a server in a new state; see ``server.running``."""
+        """Start a server in a new state; see ``process.running``."""
         alias = f"autotune-{os.urandom(8).hex()}"
-        words = [*self.words(speculations), *self.own_words(alias, at_once, longest)]
+        words = [*self.words(speculation), *self.own_words(alias, at_once, longest)]
         with running(words, self.program) as (url, process):
             server = self.server(url)
-            server.process, server.speculations = process, speculations
+            server.process, server.speculation = process, speculation
             if server.alias != alias:
                 raise UserError(
                     f"{url}: another program took this port while {self.program} started; give the command again"
                 )
+            self.build = self.build_of(server)
             yield server
+
+    def _server(self, speculation: Speculation | None) -> AbstractContextManager[EngineServer]:
+        """A new server, or the one at the URL."""
+        if self.url is None:
+            return self.started(speculation)
+        server = self.server(self.url)
+        self.build = server.build
+        return nullcontext(server)
+
+    def configurations(self) -> list[Speculation]:
+        found = list[Speculation]()
+        for kind, rows in self.space.items():
+            if kind not in self.missing:
+                names = OPTIONS[kind]
+                options: list[Options] = [names, *(dict(zip(names, row, strict=True)) for row in rows)]
+                found += [Speculation(type=kind, options=one) for one in options]
+        return list({one.label: one for one in [*found, *self.chains]}.values())
+
+    def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> EngineRecorded:
+        require_served(prompts, self.name, reads_images=self.reads_images)
+        with self._server(None) as server:
+            first = server.prompt_tokens(prompts[0])  # by the engine's chat template and tokenizer
+            where = [self.model.sha256 or self.model.id, self.build, self.url, self.arguments, first]
+            folder = WORKSPACE / "engines" / content_key(where)
+            answers = self._recorded(server, prompts, folder, until)
+            if all(len(answer.tokens) == 1 for answer in answers):
+                raise UserError(
+                    "every answer has one token, and nothing to speculate; give other prompts or --max-new-tokens"
+                )
+            prompts = prompts[: len(answers)]
+            longest = sorted(range(len(prompts)), key=lambda number: -len(answers[number].tokens))[:AGAIN]
+            again = [server.ask(prompts[number]) for number in longest]
+            recorded = EngineRecorded(prompts, answers, again, server.context)
+        if warning := degenerate_answers([one.tokens for one in answers], [one.limit for one in answers]):
+            self.console.say(f"answers    {warning}")
+        differing = sum(one.tokens != answers[number].tokens for one, number in zip(again, longest, strict=True))
+        self.console.say(
+            f"plain      {sum(len(answer.tokens) for answer in answers)} tokens of {len(prompts)} prompts, in {folder}; asked again, "
+            f"{differing} of {len(again)} answers differ"
+        )
+        return self._with_chain(recorded, [prompts[number] for number in longest], folder) if self.chains else recorded
+
+    def _recorded(
+        self, server: EngineServer, prompts: Sequence[WorkloadPrompt], folder: Path, until: float
+    ) -> list[Served]:
+        """Answers that do not depend on their order, recorded once."""
+        label = server.speculation.key if server.speculation else "plain"
+        file, answers = folder / f"{label}.jsonl", list[Served]()
+        known = {row["prompt_sha256"]: row for row in read_lines(file)}
+        with self.console.stage("answers of the engine", len(prompts)) as update:
+            for number, prompt in enumerate(prompts, start=1):
+                if number > FEWEST_PROMPTS and time.monotonic() > until:
+                    break
+                if prompt.sha256 not in known:
+                    answer = server.ask(prompt)
+                    answer = answer.model_copy(update={"beyond": server.continuation(answer, prompt)})
+                    known[prompt.sha256] = answer.model_dump(mode="json", exclude_unset=True)
+                    append_line(file, known[prompt.sha256])
+                answers.append(Served.model_validate(known[prompt.sha256]))
+                update(number, len(prompts))
+        return answers
+
+    def _with_chain(self, recorded: EngineRecorded, longest: Sequence[WorkloadPrompt], folder: Path) -> EngineRecorded:
+        """The record with the answers of a draft model's longest chain, from which the others are replayed; the
+        shortest one tests this.
+        """
+        with self.started(self.chains[-1]) as server:
+            chain = self._recorded(server, recorded.prompts, folder, math.inf)
+            long = [server.ask(prompt) for prompt in longest]
+        with self.started(self.chains[0]) as server:
+            short = [server.ask(prompt) for prompt in longest]
+        replays = replay_speculation(self.chains[0], map(KnownRequest, long), recorded.context)
+        counted = [[one for _, one in replayed_pairs(self.chains[0], short, recorded.context)], replays]
+        per_pass = [sum(one.num_tokens for one in rows) / sum(one.passes.total() for one in rows) for rows in counted]
+        self.console.say(
+            f"draft      tokens per pass of {self.chains[0].label}: {per_pass[1]:.2f} by replay of {self.chains[-1].label}, "
+            f"{per_pass[0]:.2f} counted"
+        )
+        return replace(recorded, chain=chain, chain_times=(short, long))
+
+    def price(self, recorded: EngineRecorded, until: float = math.inf) -> EnginePrices:
+        """Passes are priced in a server of the self-test, whose requests are answered before."""
+        left_out, served = dict(self.missing), list[Any]()
+        with ExitStack() as stack:
+            pricing = stack.enter_context(self._server(self.tested[0]))
+            for tested in () if self.is_fixed else self.tested:
+                if tested.type not in left_out:
+                    pairs, reason = self._self_test(tested, pricing, recorded)
+                    served += pairs
+                    left_out |= reason
+            if not set(self.space) - set(left_out) and not self.chains:
+                raise UserError(
+                    "the counts differ from the replay's in every type; use the build that docs/engines.md names"
+                )
+            asked = sorted((answer.prompt_tokens for answer in recorded.answers), key=len)
+            ends = asked[:: max(1, len(asked) - 1)]  # after the shortest and the longest prompt
+            with self.console.stage("prices of forward passes") as update:
+                steps = measure_verifications(pricing, ends, update, seed=self.seed, until=until)
+        has_one_loop = self.has_one_loop or self.is_fixed  # a server at a URL drafts in its plain answers too
+        plain = replayed_pairs(None, recorded.again, recorded.context)
+        prices = served_prices(EnginePrices(steps, left_out), plain, served, has_one_loop=has_one_loop)
+        self.console.say(f"prices     {prices.text(has_one_loop=has_one_loop)}")
+        if self.chains:
+            ends_of_chains = zip((self.chains[0], self.chains[-1]), recorded.chain_times, strict=True)
+            prices = with_draft(prices, [replayed_pairs(one, rows, recorded.context) for one, rows in ends_of_chains])
+            self.console.say(
+                "draft      drafting takes {:.1f} ms and {:.1f} ms for each token".format(*prices.draft_ms)
+            )
+        return prices
+
+    def _self_test(
+        self, tested: Speculation, pricing: EngineServer, recorded: EngineRecorded
+    ) -> tuple[Pairs, dict[str, str]]:
+        """Requests of a new server whose counts are the replay's, beside it; and the type with the reason, if these are
+        too few.
+        """
+        with nullcontext(pricing) if tested == self.tested[0] else self.started(tested) as server:
+            answers = [server.ask(prompt) for prompt in recorded.prompts[:SELF_TEST]]
+        following = [pricing.continuation(*pair) for pair in zip(answers, recorded.prompts, strict=False)]
+        answers = [a.model_copy(update={"beyond": beyond}) for a, beyond in zip(answers, following, strict=True)]
+        pairs = replayed_pairs(tested, answers, recorded.context)
+        exact = [(answer, replayed) for answer, replayed in pairs if answer.counts == replayed.counts]
+        texts = [
+            "{} verifications, {} drafted, {} accepted".format(*map(sum, zip(*rows, strict=True)))
+            for rows in ([answer.counts for answer, _ in pairs], [replayed.counts for _, replayed in pairs])
+        ]
+        self.console.say(
+            f"self-test  {tested.type}: counts are the predicted in {len(exact)} of {len(pairs)} requests; {texts[0]}"
+        )
+        if len(exact) >= (1 - self.tolerated_mismatches) * len(pairs):
+            return exact, {}
+        self.console.say(f"self-test  {tested.type} is left out: the build has another rule; predicted are {texts[1]}")
+        return [], {tested.type: f"{texts[0]}; predicted are {texts[1]}"}
+
+    def replay(self, configuration: Speculation | None, recorded: EngineRecorded) -> EngineSteps:
+        """Along the plain answers; a draft model's chains along those of the longest one."""
+        has_model = configuration is not None and bool(configuration.model)
+        requests = recorded.known_chain if has_model else recorded.known
+        replays = replay_speculation(configuration, requests, recorded.context)
+        return EngineSteps(configuration, replays, [len(answer.tokens) - 1 for answer in recorded.answers])
+
+    @contextmanager
+    def arm(self, configuration: Speculation | None) -> Iterator[EngineArm]:
+        if self.is_fixed:
+            raise UserError(f"{self.url}: a server at a URL keeps its settings, and is not measured; leave the URL out")
+        with self.started(configuration) as server:
+            key = [self.name, self.model.sha256 or self.model.id, self.build, self.arguments]
+            yield EngineArm(
+                name=configuration.label if configuration else OFF,
+                key=content_key([*key, configuration and configuration.key]),
+                keeps_state=configuration is not None and configuration.type in KEEPS_STATE,
+                server=server,
+                pause_s=self.pause_s,
+            )
+
+    def deploy(self, configuration: Speculation | None) -> Deployment:
+        return Deployment(
+            backend=self.name,
+            model=self.model,
+            command=self.words(configuration),
+            arguments=self.arguments,
+            speculation=configuration,
+            build=self.build,
+        )
+
+    def loads(
+        self, configurations: Sequence[Speculation | None], recorded: EngineRecorded, requests_at_once: int
+    ) -> list[ServedLoad]:
+        if self.is_fixed:
+            raise UserError("--requests-at-once: a server at a URL keeps its settings; leave one of the two out")
+        answers, loads = recorded.answers, list[ServedLoad]()
+        longest = max(len(one.prompt_tokens) + one.limit for one in answers) + PRICED_TOKENS[-1]  # with a draft
+        with self.console.stage("requests at once", len(configurations)) as update:
+            for number, one in enumerate(configurations, start=1):
+                with self.started(one, requests_at_once, longest) as server:
+                    label = one.label if one else OFF
+                    loads.append(measure_load(server.stream, answers, recorded.prompts, requests_at_once, label))
+                update(number, len(configurations))
+        show_loads(loads, self.console)
+        return loads

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.documents.draft_kinds import KINDS, refuse_dflash
-from autotune.documents.engine_profile import ModelType
+from autotune.documents.speculation import ModelType
 from autotune.errors import UserError
 from autotune.files import content_key, known_sha256_of, read_json, write_bytes
 from autotune.modeling.loading import resolve
@@ -57,13 +57,19 @@ class ModelFiles:
         return size if isinstance(size, int) else None
 
     @property
+    def dtype(self) -> str:
+        """The precision of the weights; ``auto`` where the config does not say."""
+        found = (config.get(key) for config in (self.config, self.text_config) for key in SHARED_KEYS)
+        return next((dtype for dtype in found if isinstance(dtype, str)), "auto")
+
+    @property
     def has_mrope(self) -> bool:
         """Whether positions have several axes (time, height, width)."""
         settings = (self.text_config.get("rope_parameters") or {}, self.text_config.get("rope_scaling") or {})
         return any(isinstance(setting, dict) and "mrope_section" in setting for setting in settings)
 
 
-def find_model(name: str, *, local_only: bool = True, weights: bool = False) -> ModelFiles | None:
+def find_model_files(name: str, *, local_only: bool = True, weights: bool = False) -> ModelFiles | None:
     """The files of a bundled model, of a folder, or of a model of the Hugging Face Hub, as ``resolve`` finds them; None
     where there are none, and for a GGUF file.
 
@@ -86,8 +92,6 @@ class Conversion:
 
     source: ModelFiles
     folder: Path
-    note: str
-    """The change, for the user."""
     config: dict[str, Any]
     rename: Callable[[str], str | None]
     """The new name of a weight; None leaves it out."""
@@ -113,6 +117,13 @@ class Conversion:
         write_bytes(self.folder / CONFIG, (json.dumps(self.config, indent=1) + "\n").encode())
 
 
+def written(conversion: Conversion) -> Path:
+    """The folder of a conversion, which is written unless it is there."""
+    if not (conversion.folder / CONFIG).exists():
+        conversion.write()
+    return conversion.folder
+
+
 def text_part(source: ModelFiles, folder: Path, name: str) -> Conversion:
     """The text model of a vision-language model as a model of its own.
 
@@ -135,7 +146,7 @@ def text_part(source: ModelFiles, folder: Path, name: str) -> Conversion:
     shared = {key: source.config[key] for key in SHARED_KEYS if key in source.config}
     is_tied = not any((_text_name(weight) or "").startswith("lm_head.") for weight in _weight_names(source))
     config = {**shared, **text, "architectures": [architecture], "tie_word_embeddings": is_tied}
-    return Conversion(source, folder, f"{folder} holds the text part of {name}", config, _text_name)
+    return Conversion(source, folder, config, _text_name)
 
 
 def has_short_vision_names(model: ModelFiles) -> bool:
@@ -155,18 +166,31 @@ def with_long_vision_names(source: ModelFiles, folder: Path) -> Conversion:
     def rename(name: str) -> str:
         return name.replace(VISION_PREFIX, VISION_MODEL_PREFIX, 1) if name.startswith(VISION_PREFIX) else name
 
-    note = f"{folder} holds the target with weights named {VISION_MODEL_PREFIX}*, as before transformers 5.20"
-    return Conversion(source, folder, note, source.config, rename, left_out=(CONFIG, INDEX))
+    return Conversion(source, folder, source.config, rename, left_out=(CONFIG, INDEX))
+
+
+def served_target(path: Path, folder: Path) -> Path:
+    """The folder of a target that vLLM loads: itself, or a copy below ``folder`` with long vision names."""
+    files = find_model_files(str(path))
+    if files is None or not has_short_vision_names(files):
+        return path
+    return written(with_long_vision_names(files, folder / _key(files)))
+
+
+def _key(model: ModelFiles) -> str:
+    """Hash of a model's weights and config."""
+    return content_key([known_sha256_of(*sorted(model.folder.glob(WEIGHTS))), model.config])
 
 
 def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]:
-    """How vLLM drafts with a model: the type of its speculation, and the folder that it loads. An ``mtp`` head of this
-    project is written below ``folder`` as one of MiMo, whose layer and norms are the same.
+    """How vLLM drafts with a model: the type of its speculation, and the folder that it loads. Below ``folder``, an
+    ``mtp`` head of this project is written as one of MiMo, whose layer and norms are the same, and the text part of a
+    vision-language draft as a model.
 
     Raises:
         UserError: vLLM does not draft with it for this target.
     """
-    draft, served = find_model(name, local_only=False, weights=True), find_model(target, local_only=False)
+    draft, served = find_model_files(name, local_only=False, weights=True), find_model_files(target, local_only=False)
     if draft is None or served is None:
         raise UserError(
             f"--draft {name} with {target}: no model of safetensors; give a complete model, an EAGLE-3 head or an mtp head"
@@ -181,6 +205,12 @@ def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]
             f"--draft {name}: vLLM drafts with complete models of the target's {served.vocab_size} tokens, EAGLE-3 heads and mtp heads; this "
             f"is {draft.config.get('kind') or f'a model of {draft.vocab_size} tokens'}; choose another draft"
         )
+    if draft.has_mrope:
+        raise UserError(
+            f"--draft {name}: has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
+        )
+    if "vision_config" in draft.config:
+        return "draft_model", written(text_part(draft, folder / _key(draft), name)).resolve()
     return "draft_model", draft.folder.resolve()
 
 
@@ -194,22 +224,22 @@ def _as_mimo(draft: ModelFiles, target: ModelFiles, folder: Path) -> Path:
         raise UserError(
             f"--draft {draft.folder}: vLLM runs mtp heads of Llama and Qwen2 targets, not of {kind}; choose another draft"
         )
-    written = folder / content_key([known_sha256_of(source), config])
-    if (written / CONFIG).exists():
-        return written
+    head = folder / content_key([known_sha256_of(source), config])
+    if (head / CONFIG).exists():
+        return head
     tensors, size = load_file(source), config["hidden_size"]
     tensors["eh_proj.weight"] = tensors["eh_proj.weight"].roll(size, 1)  # MiMo's reads the features first
     biases = {
         name.replace("weight", "bias"): torch.zeros_like(t[:, 0]) for name, t in tensors.items() if QUERY.search(name)
     }
     names = {old: f"model.mtp_layers.0.{MIMO_NAMES.get(old, old.removeprefix('layer.'))}" for old in (biases | tensors)}
-    written.mkdir(parents=True, exist_ok=True)
+    head.mkdir(parents=True, exist_ok=True)
     weights = {names[old]: tensor for old, tensor in (biases | tensors).items() if old != FREQUENCIES}
-    save_tensors(written / "model.safetensors", weights, {"format": "pt"})
+    save_tensors(head / "model.safetensors", weights, {"format": "pt"})
     own: dict[str, Any] = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 1}
     own["num_nextn_predict_layers"] = 1
-    write_bytes(written / CONFIG, (json.dumps(config | own, indent=1) + "\n").encode())
-    return written
+    write_bytes(head / CONFIG, (json.dumps(config | own, indent=1) + "\n").encode())
+    return head
 
 
 def _text_name(name: str) -> str | None:

@@ -21,9 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from autotune.documents.engine_profile import OPTIONS, EngineName, ServedAnswer, Speculation
+from autotune.documents.speculation import OPTIONS, Speculation
+from autotune.engines.engine import EngineBackend
 from autotune.engines.ngram_drafters import KnownRequest
-from autotune.engines.ngram_replay import FirstDrafter, replay_request
+from autotune.engines.replay import new_drafter, replay_request
+from autotune.engines.served import Served
 
 TRANSCRIPT = Path(__file__).with_name("llama_transcript.json")
 CONTEXT, STEP_MS, LIMIT, ASKED = 8192, 10.0, 24, 5
@@ -38,8 +40,8 @@ PROMPTS = (
     "Write an HTML table with three rows and three columns.",
     "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape. Then sort it.",
 )
-SWITCHES = ("--other-rule", "--dies", "--dies-drafting", "--killed", "--unsteady", "--slow")
-HELP = "--spec-type none,ngram-simple,ngram-map-k,ngram-map-k4v,ngram-mod,ngram-cache   types\n--metrics\n"
+SWITCHES = ("--other-rule", "--dies", "--dies-drafting", "--killed", "--unsteady")
+HELP = "--spec-type none,ngram-simple,ngram-mod   types\n--metrics\n"
 
 
 class RecordedServer:
@@ -52,20 +54,19 @@ class RecordedServer:
         self.switches = {word for word in arguments if word in SWITCHES}
         given = dict(itertools.pairwise(arguments))
         self.lock = threading.Lock()
-        self.drafter = FirstDrafter(self.speculations(given))
+        speculation = self.speculation(given)
+        self.drafter = None if speculation is None else new_drafter(speculation)
         self.counts = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
         self.asked = 0
 
-    def speculations(self, given: dict[str, str]) -> list[Speculation]:
+    def speculation(self, given: dict[str, str]) -> Speculation | None:
         """The settings of the command line, by option."""
         self.alias, self.slots = given.get("--alias"), int(given["--parallel"])
-        types = given["--spec-type"].split(",") if "--spec-type" in given else []
-        found = []
-        for name in types:
-            prefix, model = ("draft", given["--spec-draft-model"]) if name.startswith("draft-") else (name, "")
-            options = {key: int(given[f"--spec-{prefix}-{key}"]) for key in OPTIONS[name]}
-            found.append(Speculation(type=name, options=options, model=model))
-        return found
+        if (name := given.get("--spec-type")) is None:
+            return None
+        prefix, model = ("draft", given["--spec-draft-model"]) if name.startswith("draft-") else (name, "")
+        options = {key: int(given[f"--spec-{prefix}-{key}"]) for key in OPTIONS[name]}
+        return Speculation(type=name, options=options, model=model)
 
     def get(self, path: str) -> Any:
         lines = [f"llamacpp:spec_decode_num_{name}_total {value}" for name, value in self.counts.items()]
@@ -99,26 +100,22 @@ class RecordedServer:
         assert path == "/completion" and body["temperature"] == 0.0
         assert ("id_slot" in body) == (self.slots == 1 and body.get("stream") == body.get("timings_per_token"))
         limit = body["n_predict"]
-        if "--slow" in self.switches:
-            time.sleep(0.03)
         if "logit_bias" in body:
             token = body["logit_bias"][0][0]
-            drafted = limit - 2 if self.drafter.drafters else 0
+            drafted = limit - 2 if self.drafter is not None else 0
             return _reply([token] * limit, drafted, drafted, False)
         known = next(one for one in self.recorded if one["prompt_tokens"] == body["prompt"])
         tokens, is_ended = known["tokens"][:limit], known["is_ended"] and limit >= len(known["tokens"])
         if limit == 1:
             return _reply(tokens, 0, 0, False)
-        answer = self.answered(
-            ServedAnswer(prompt_tokens=body["prompt"], tokens=tokens, limit=limit, is_ended=is_ended)
-        )
-        return _reply(answer.tokens, answer.drafted, answer.accepted, is_ended)
+        answer = self.answered(Served.of(body["prompt"], tokens, limit, is_ended=is_ended))
+        return _reply(answer.tokens, answer.verified_nodes, answer.accepted_tokens, is_ended)
 
-    def answered(self, answer: ServedAnswer) -> ServedAnswer:
+    def answered(self, answer: Served) -> Served:
         """The answer as the switches want it, counted; or the server's end."""
         self.asked += 1
         if self.asked == 3 and (
-            "--dies" in self.switches or (self.drafter.drafters and "--dies-drafting" in self.switches)
+            "--dies" in self.switches or (self.drafter is not None and "--dies-drafting" in self.switches)
         ):
             os._exit(3)
         if self.asked == 3 and "--killed" in self.switches:
@@ -127,19 +124,19 @@ class RecordedServer:
             answer = answer.model_copy(update={"tokens": [*answer.tokens[:-1], answer.tokens[-1] + 1]})
         return self.counted(answer)
 
-    def request(self, answer: ServedAnswer) -> KnownRequest:
+    def request(self, answer: Served) -> KnownRequest:
         """With a draft model that proposes two of three tokens."""
         request = KnownRequest(answer)
         request.is_drafted = [place % 3 > 0 for place in range(len(request.tokens))]
         return request
 
-    def counted(self, answer: ServedAnswer) -> ServedAnswer:
+    def counted(self, answer: Served) -> Served:
         self.replayed = replay_request(self.drafter, self.request(answer), CONTEXT)
-        counts = self.replayed.counts
-        drafted = counts.drafted + ("--other-rule" in self.switches and bool(self.drafter.drafters))
-        for name, number in zip(self.counts, (counts.verifications, drafted, counts.accepted), strict=True):
+        rounds, drafted, accepted = self.replayed.counts
+        drafted += "--other-rule" in self.switches and self.drafter is not None
+        for name, number in zip(self.counts, (rounds, drafted, accepted), strict=True):
             self.counts[name] += number
-        return answer.model_copy(update={"drafted": drafted, "accepted": counts.accepted})
+        return answer.model_copy(update={"verified_nodes": drafted, "accepted_lengths": [accepted]})
 
 
 def _reply(tokens: list[int], drafted: int, accepted: int, is_ended: bool) -> dict[str, Any]:
@@ -156,9 +153,6 @@ def serve(arguments: list[str], kind: type[RecordedServer] = RecordedServer) -> 
         return
     if "--bogus" in arguments:
         sys.exit("error: invalid argument: --bogus")
-    if "--slow" in arguments:
-        with Path("servers.txt").open("a") as file:
-            file.write(f"{os.getpid()}\n")
     server = kind(arguments)
 
     class Handler(BaseHTTPRequestHandler):
@@ -193,38 +187,32 @@ def serve(arguments: list[str], kind: type[RecordedServer] = RecordedServer) -> 
     ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
 
 
-def record(name: EngineName, command: str, target: str, transcript: Path, known: list[dict[str, Any]]) -> None:
-    """Record a transcript: every setting of the benchmark in one server, over some prompts and the first two again;
-    those that are ``known`` are not served again.
+def record(backend: EngineBackend, transcript: Path, tried: list[Speculation], known: list[dict[str, Any]]) -> None:
+    """Record a transcript: a server for each setting, over some prompts and the first two again; those that are
+    ``known`` are not served again.
     """
-    from autotune.engines.engine_search import ENGINES
     from autotune.workloads.prompt import Prompt, WorkloadPrompt
-    from benchmarks.engine_counts import settings
 
-    found = ENGINES[name].find_model(target)
-    assert found is not None
-    engine = ENGINES[name].find(command, found[0])
     prompts = [WorkloadPrompt("", Prompt(prompt=text, max_new_tokens=LIMIT), ()) for text in PROMPTS]
-    with engine.started() as server:
-        plain = [server.ask(prompt) for prompt in prompts]
     rows = []
-    for text, one in zip(PROMPTS, plain, strict=True):
-        kept = one.model_dump(include={"prompt_tokens", "tokens", "limit", "is_ended", "beyond"}, exclude_defaults=True)
-        rows.append({"text": text, **kept})
-    servers = known
-    for chosen in settings(name):
-        speculations = [one.model_dump(exclude_defaults=True) for one in chosen]
-        if speculations in [one["speculations"] for one in known]:
+    with backend.started() as server:
+        for text, prompt in zip(PROMPTS, prompts, strict=True):
+            answer = server.ask(prompt)
+            names = ("prompt_tokens", "tokens", "limit", "is_ended")
+            kept = {name: getattr(answer, name) for name in names}
+            rows.append({"text": text, **kept, "beyond": server.continuation(answer)})
+    plain, servers = [row["tokens"] for row in rows], known
+    for speculation in tried:
+        settings = speculation.model_dump(exclude_defaults=True)
+        if settings in [one["speculation"] for one in known]:
             continue
-        with engine.started(chosen) as server:
+        with backend.started(speculation) as server:
             found = [server.ask(prompt) for prompt in (*prompts[:ASKED], *prompts[:2])]
-            verifications = server.counts().verifications
-        same = [one.tokens == other.tokens for one, other in zip(found, [*plain[:ASKED], *plain[:2]], strict=True)]
-        print([one.label for one in chosen], all(same), verifications, flush=True)
-        if all(same):
-            counts = [[one.drafted, one.accepted] for one in found]
-            servers.append({"speculations": speculations, "counts": counts, "verifications": verifications})
-        lines = (",\n".join(json.dumps(row) for row in kept) for kept in (rows, servers))
+        if [one.tokens for one in found] == [*plain[:ASKED], *plain[:2]]:
+            counts = [[one.verified_nodes, one.accepted_tokens] for one in found]
+            rounds = sum(one.rounds for one in found)
+            servers.append({"speculation": settings, "counts": counts, "verifications": rounds})
+        lines = (",\n".join(json.dumps(row) for row in part) for part in (rows, servers))
         transcript.write_text('{{"prompts": [\n{}\n],\n"servers": [\n{}\n]}}\n'.format(*lines))
 
 
@@ -232,4 +220,7 @@ if __name__ == "__main__":
     if "--port" in sys.argv or "--help" in sys.argv:
         serve(sys.argv[1:])
     else:
-        record("llama.cpp", "llama-server -t 1", sys.argv[1], TRANSCRIPT, [])
+        from autotune.engines.llama_cpp import LlamaBackend
+        from benchmarks.engine_counts import settings
+
+        record(LlamaBackend(sys.argv[1], command="llama-server -t 1"), TRANSCRIPT, settings("llama.cpp"), [])

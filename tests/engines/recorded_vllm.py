@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autotune.documents.engine_profile import ServedAnswer, Speculation
+from autotune.documents.speculation import Speculation
+from autotune.engines.served import Served
 from tests.engines.recorded_llama import CONTEXT, RecordedServer, record, serve
 
 TRANSCRIPT = Path(__file__).with_name("vllm_transcript.json")
@@ -25,11 +26,11 @@ class RecordedVllm(RecordedServer):
     transcript = TRANSCRIPT
     generated = 0
 
-    def speculations(self, given: dict[str, str]) -> list[Speculation]:
+    def speculation(self, given: dict[str, str]) -> Speculation | None:
         self.alias = given["--served-model-name"]
         options = json.loads(given.get("--speculative-config", "{}"))
         method, model = options.pop("method", None), options.pop("model", "")
-        return [Speculation(type=method, options=options, model=model)] if method else []
+        return Speculation(type=method, options=options, model=model) if method else None
 
     def get(self, path: str) -> Any:
         names = zip(("drafts", "draft_tokens", "accepted_tokens"), self.counts.values(), strict=True)
@@ -49,22 +50,18 @@ class RecordedVllm(RecordedServer):
         assert path == "/v1/completions" and body["temperature"] == 0.0 and body["return_token_ids"]
         prompt, limit = body["prompt"], body["max_tokens"]
         if "allowed_token_ids" in body:
-            return self.passes(
-                ServedAnswer(prompt_tokens=prompt, tokens=body["allowed_token_ids"] * limit, limit=limit)
-            )
+            return self.passes(Served.of(prompt, body["allowed_token_ids"] * limit, limit))
         (known,) = (one for one in self.recorded if prompt[: len(one["prompt_tokens"])] == one["prompt_tokens"])
         every = [*known["tokens"], *known["beyond"]]
         done = len(prompt) - len(known["prompt_tokens"])
         if body.get("ignore_eos"):
-            return self.passes(ServedAnswer(prompt_tokens=prompt, tokens=every[done : done + limit], limit=limit))
+            return self.passes(Served.of(prompt, every[done : done + limit], limit))
         tokens = known["tokens"][:limit]
-        answer = ServedAnswer(prompt_tokens=prompt, tokens=tokens, limit=limit, beyond=every[len(tokens) :])
-        answer = answer.model_copy(update={"is_ended": known.get("is_ended", False)})
+        is_ended = known.get("is_ended", False)
+        answer = Served.of(prompt, tokens, limit, beyond=every[len(tokens) :], is_ended=is_ended)
         return self.passes(answer, self.answered if limit > 1 else None)
 
-    def passes(
-        self, answer: ServedAnswer, counted: Callable[[ServedAnswer], ServedAnswer] | None = None
-    ) -> list[dict[str, Any]]:
+    def passes(self, answer: Served, counted: Callable[[Served], Served] | None = None) -> list[dict[str, Any]]:
         """The tokens of an answer by forward pass, counted."""
         answer = (counted or self.counted)(answer)
         self.generated += len(answer.tokens)
@@ -85,5 +82,8 @@ if __name__ == "__main__":
     if "--port" in sys.argv:
         serve(sys.argv[2:], RecordedVllm)
     else:
+        from autotune.engines.vllm import VllmBackend
+        from benchmarks.engine_counts import settings
+
         done = json.loads(TRANSCRIPT.read_text())["servers"] if TRANSCRIPT.exists() else []
-        record("vllm", COMMAND, sys.argv[1], TRANSCRIPT, done)
+        record(VllmBackend(sys.argv[1], command=COMMAND), TRANSCRIPT, settings("vllm"), done)

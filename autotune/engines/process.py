@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from autotune.engines.client import open_url
+from autotune.engines.http import open_url
 from autotune.errors import UserError
 
 START_S = 900.0  # longest time until an engine is ready: it may compile kernels

@@ -1,25 +1,21 @@
-"""Serving engines over HTTP, and a running vLLM: answers by its OpenAI-compatible API, counts by its Prometheus
-metrics. Loads no torch.
-"""
+"""Requests to serving engines over HTTP. Loads no torch."""
 
 from __future__ import annotations
 
 import json
 import re
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 
-from autotune.documents.engine_profile import Milliseconds, Natural
+from autotune.documents.speculation import Milliseconds, Natural
 from autotune.errors import UserError, reading
 from autotune.strict_parsing import parse_json
 
@@ -27,33 +23,10 @@ ANSWER_TIMEOUT_S = 600.0  # of one request
 ASK_TIMEOUT_S = 20.0  # of a question about the engine
 MOST_BYTES = 1 << 26  # of a reply
 TEXT, TOKENS, TIMES = TypeAdapter(str), TypeAdapter(list[Natural]), TypeAdapter(list[Milliseconds])
-SETTLING_S = 10.0  # longest time after an answer until the engine has counted it
 THIS_MACHINE = ("localhost", "0.0.0.0", "::1", "::")
 ADVICE = "give the address of a serving engine, such as http://localhost:8000"
 
-COUNTERS = {
-    "generated": "vllm:generation_tokens_total",
-    "rounds": "vllm:spec_decode_num_drafts_total",
-    "drafted": "vllm:spec_decode_num_draft_tokens_total",
-    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
-}
 SAMPLE = re.compile(r"^((?:vllm|llamacpp):(?:spec_decode|generation)\w+_total)(?:\{.*\})? (\S+)", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Counters of vLLM since its start, or between two readings; those of drafts are 0 where it does not speculate."""
-
-    generated: int = 0
-    """Tokens of all answers."""
-    rounds: int = 0
-    """Verifications of drafts, over all requests."""
-    drafted: int = 0
-    """Draft tokens that were verified."""
-    accepted: int = 0
-
-    def since(self, before: Counters) -> Counters:
-        return Counters(**{name: getattr(self, name) - getattr(before, name) for name in COUNTERS})
 
 
 def open_url(request: urllib.request.Request, timeout_s: float) -> Any:
@@ -120,45 +93,6 @@ class EngineHttp:
         except (OSError, ValueError, HTTPException) as error:  # refused, timed out, cut short, no HTTP, or no address
             reason = getattr(error, "reason", error)
             raise UserError(f"{self.url}: no engine answers ({reason}); start it, or check the address") from None
-
-
-class EngineClient(EngineHttp):
-    """A client of one vLLM.
-
-    Raises:
-        UserError: nothing answers at ``url``, it is no vLLM, or it exposes no metrics.
-    """
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        if "vllm:" not in self.read("/metrics", advice="it exposes no metrics").decode(errors="replace"):
-            raise UserError(f"--engine {url}: its metrics are not vLLM's; give the address of a vLLM")
-        version, self.models = self.read_json("/version"), self.read_json("/v1/models")
-        with self.reply_of("/version"):
-            self.version = TEXT.validate_python(version["version"], strict=True)
-        with self.reply_of("/v1/models"):
-            self.model = TEXT.validate_python(self.models["data"][0]["id"], strict=True)
-
-    def counters(self) -> Counters:
-        """The counters now."""
-        found = self.metrics()
-        return Counters(**{name: found[counter] for name, counter in COUNTERS.items()})
-
-    def counters_after(self, before: Counters, num_tokens: int) -> Counters:
-        """The counts of answers with ``num_tokens`` tokens since ``before``, when the engine has counted them all.
-
-        Raises:
-            UserError: the engine counts other tokens, because it serves other clients.
-        """
-        deadline = time.monotonic() + SETTLING_S
-        while (change := self.counters().since(before)).generated != num_tokens:
-            if time.monotonic() > deadline or change.generated > num_tokens:
-                raise UserError(
-                    f"{self.url}: the engine counted {change.generated} tokens for answers of {num_tokens}; its counters must be those "
-                    "of this bench alone; stop its other clients"
-                )
-            time.sleep(0.01)
-        return change
 
 
 def _message(body: bytes) -> str:

@@ -9,20 +9,13 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from autotune.documents.engine_profile import (
-    OPTIONS,
-    ModelType,
-    Options,
-    ServedAnswer,
-    Speculation,
-    SpeculationCounts,
-    SpeculationType,
-)
 from autotune.documents.provenance import ModelReference
-from autotune.engines.client import TEXT, TIMES, TOKENS
-from autotune.engines.engine import EngineServer, ServingEngine, text_chat
+from autotune.documents.speculation import ModelType, Speculation
+from autotune.engines.engine import EngineBackend, EngineServer, text_chat
+from autotune.engines.http import TEXT, TIMES, TOKENS
+from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.files import known_sha256_of
 from autotune.modeling.gguf import architecture_of, find_gguf, require_chat_template
@@ -32,27 +25,28 @@ from autotune.workloads.prompt import WorkloadPrompt
 FIXED = ("--metrics", "--cache-ram", "0")
 """Arguments of every server: counters; no prompts of former requests."""
 PRICED_BY = Speculation(type="ngram-mod", options={"n-match": 4, "n-min": 0, "n-max": 64})
-RUN = 8  # tokens that price a verification: more than n-match, and too few for the other types to draft
-PREFIX = "llamacpp:spec_decode_num_"
-COUNTERS = {"verifications": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
-SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
-LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+REPEATED_TOKENS = 8  # that price a verification: more than n-match
+VERIFICATIONS = "llamacpp:spec_decode_num_drafts_total"
+FILE_TYPES = {0: "float32", 1: "float16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K"}
+FILE_TYPES |= {12: "Q3_K_M", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 32: "bfloat16"}
+"""Most files' types of weights, by ``general.file_type``."""
 
 
-def llama_arguments(speculations: Sequence[Speculation]) -> list[str]:
-    """Arguments of llama-server for one or several types; none switch speculation off."""
-    words = ["--spec-type", ",".join(one.type for one in speculations)] if speculations else []
-    for one in speculations:
-        words += ["--spec-draft-model", one.model] if one.model else []
-        for name, value in one.options.items():
-            words += [f"--spec-{'draft' if one.model else one.type}-{name}", str(value)]
+def llama_arguments(speculation: Speculation | None) -> list[str]:
+    """Arguments of llama-server."""
+    if speculation is None:
+        return []
+    words = ["--spec-type", speculation.type]
+    words += ["--spec-draft-model", speculation.model] if speculation.model else []
+    for name, value in speculation.options.items():
+        words += [f"--spec-{'draft' if speculation.model else speculation.type}-{name}", str(value)]
     return words
 
 
 class LlamaServer(EngineServer):
     """A client of one llama-server, whose first slot it uses."""
 
-    priced_by = shlex.join(llama_arguments([PRICED_BY]))
+    priced_by = shlex.join(llama_arguments(PRICED_BY))
     longest = int(PRICED_BY.options["n-max"])
 
     def __init__(self, url: str) -> None:
@@ -72,21 +66,27 @@ class LlamaServer(EngineServer):
             tokens = self.read_json("/tokenize", request, "check its version")["tokens"]
             return TOKENS.validate_python(tokens, strict=True)
 
-    def answer(self, tokens: list[int], limit: int) -> ServedAnswer:
+    def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> Served:
         """After a request that only reads the prompt: from nothing, so that no answer depends on the order of prompts,
         and outside the CPU time.
         """
         self._parts(tokens, 1, cache_prompt=False)
-        return self._timed(tokens, limit)
+        before = self._verifications()
+        answer = self._timed(tokens, limit)
+        return answer.model_copy(update={"rounds": self._verifications() - before})
 
-    def verify(self, prompt: list[int], n: int) -> ServedAnswer:
+    def _verifications(self) -> int:
+        """Verifications of a server that was started here, as others may count none."""
+        return self.metrics("start it with --metrics")[VERIFICATIONS] if self.process else 0
+
+    def verify(self, prompt: list[int], n: int) -> Served:
         """The prompt ends in a run of one token, the same token is forced at every position, so that the draft repeats
         it, and the server cuts the draft to what is left of ``n_predict``.
         """
         token = prompt[-1]
-        return self._timed([*prompt, *[token] * RUN], n + 1, logit_bias=[[token, 1e4]])
+        return self._timed([*prompt, *[token] * REPEATED_TOKENS], n + 1, logit_bias=[[token, 1e4]])
 
-    def _timed(self, tokens: list[int], limit: int, **options: Any) -> ServedAnswer:
+    def _timed(self, tokens: list[int], limit: int, **options: Any) -> Served:
         before = self.cpu_ms()
         parts = self._parts(tokens, limit, **options)
         spent = max(0.0, self.cpu_ms() - before)
@@ -95,16 +95,17 @@ class LlamaServer(EngineServer):
             times = [timings[-1][name] for name in ("predicted_ms", "prompt_ms")]
             wall_ms, prompt_ms = TIMES.validate_python(times, strict=True)
             sums = [(0, 0), *((one.get("draft_n", 0), one.get("draft_n_accepted", 0)) for one in timings)]
-            rounds = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(dict.fromkeys(sums))]
-            return ServedAnswer(
-                prompt_tokens=tokens,
-                tokens=[token for part in parts for token in part["tokens"]],
-                limit=limit,
+            chain = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(dict.fromkeys(sums))]
+            chain = chain if self.has_draft else [sums[-1]] if sums[-1][0] else []
+            return Served.of(
+                tokens,
+                [token for part in parts for token in part["tokens"]],
+                limit,
                 is_ended=parts[-1]["stop_type"] == "eos",
-                rounds=rounds if self.has_draft else [],
-                drafted=sums[-1][0],
-                accepted=sums[-1][1],
-                wall_ms=wall_ms,
+                drafted_lengths=[drafted for drafted, _ in chain] if self.has_draft else [],
+                accepted_lengths=[accepted for _, accepted in chain],
+                verified_nodes=sums[-1][0],
+                decode_ms=wall_ms,
                 cpu_ms=spent * wall_ms / max(wall_ms + prompt_ms, 1e-9),
             )
 
@@ -123,27 +124,21 @@ class LlamaServer(EngineServer):
                 with self.reply_of("/completion"):
                     yield parse_json(line[6:].decode()), time.perf_counter() - started
 
-    def stream(self, answer: ServedAnswer) -> tuple[list[int], list[float]]:
+    def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
         request = {"prompt": answer.prompt_tokens, "n_predict": answer.limit, "temperature": 0.0, "return_tokens": True}
         parts = list(self._streamed(request | {"cache_prompt": False}))
         with self.reply_of("/completion"):
             tokens = TOKENS.validate_python([token for part, _ in parts for token in part["tokens"]], strict=True)
         return tokens, [spent for _, spent in parts]
 
-    def text(self, tokens: list[int]) -> str:
+    def text(self, tokens: Sequence[int]) -> str:
         with self.reply_of("/detokenize"):
-            reply = self.read_json("/detokenize", {"tokens": tokens})
+            reply = self.read_json("/detokenize", {"tokens": list(tokens)})
             return TEXT.validate_python(reply["content"], strict=True)
 
-    def counts(self) -> SpeculationCounts:
-        if self.process is None:
-            return SpeculationCounts(**dict.fromkeys(COUNTERS, 0))
-        found = self.metrics("start it with --metrics")
-        return SpeculationCounts(**{name: found[f"{PREFIX}{one}_total"] for name, one in COUNTERS.items()})
 
-
-class LlamaEngine(ServingEngine):
-    """A llama-server with a GGUF file. One server may have all types; the longest n-grams are asked first."""
+class LlamaBackend(EngineBackend):
+    """A llama-server with a GGUF file."""
 
     name = "llama.cpp"
     program = "llama-server"
@@ -152,20 +147,8 @@ class LlamaEngine(ServingEngine):
     models = "a GGUF file, or a folder with one"
     server = LlamaServer
     own_arguments = ("-m", "--model", "-a", "--alias", "-np", "--parallel", "--host", "--port")
-    pricing = (
-        Speculation(type="ngram-simple", options={"size-n": 12, "size-m": 16}),
-        Speculation(type="ngram-map-k", options={"size-n": 9, "size-m": 12}),
-        Speculation(type="ngram-map-k4v", options={"size-n": 6, "size-m": 10, "min-hits": 1}),
-        PRICED_BY,
-        Speculation(type="ngram-cache"),
-    )
-
-    @classmethod
-    def find(cls, command: str | None, model: str) -> Self:
-        found = super().find(command, model)
-        if "--chat-template" not in " ".join(found.arguments):
-            require_chat_template(Path(model))
-        return found
+    tested = (PRICED_BY, Speculation(type="ngram-simple", options={"size-n": 12, "size-m": 16}))
+    space = {"ngram-simple": (), "ngram-mod": ()}  # noqa: RUF012
 
     @classmethod
     def find_model(cls, target: str, *, local_only: bool = False) -> tuple[str, ModelReference] | None:
@@ -181,34 +164,14 @@ class LlamaEngine(ServingEngine):
             )
         return "draft-eagle3" if architecture_of(path) == "eagle3" else "draft-simple", path.resolve()
 
-    @classmethod
-    def space(cls) -> list[Speculation]:
-        pairs: list[Options] = [{"size-n": n, "size-m": m} for n in SIZES for m in LENGTHS]
-        pools = [(n, least, most) for n in (*SIZES, 20) for least in (0, 1, 2, 4, 8, 48) for most in (*LENGTHS, 64)]
-        options: dict[SpeculationType, list[Options]] = {
-            "ngram-simple": [pair for pair in pairs if pair["size-m"] >= pair["size-n"]],  # shorter ones draft nothing
-            "ngram-map-k": pairs,
-            "ngram-map-k4v": [pair | {"min-hits": hits} for pair in pairs for hits in (1, 2, 3)],
-            "ngram-mod": [{"n-match": n, "n-min": least, "n-max": most} for n, least, most in pools if least <= most],
-            "ngram-cache": [],
-        }
-        return [
-            Speculation(type=name, options=one) for name, found in options.items() for one in (OPTIONS[name], *found)
-        ]
+    def find_precision(self) -> str:
+        with Path(self.target).open("rb") as file:
+            value = file.read(1 << 20).partition(b"general.file_type")[2]  # its type, the number
+        return FILE_TYPES.get(int.from_bytes(value[4:8], "little") if value else -1, "quantized")
 
-    def words(self, speculations: Sequence[Speculation] = ()) -> list[str]:
-        return [str(self.executable), "-m", self.model, *self.arguments, *llama_arguments(speculations)]
-
-    def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:
-        room = ["--ctx-size", f"{at_once * longest}"] if longest else []
-        return [*FIXED, "--parallel", f"{at_once}", *room, "--alias", alias]
-
-    def build_of(self, server: EngineServer) -> str:
-        """SHA-256 of the executable and the libraries next to it: builds from a source archive have no version."""
-        libraries = sorted(path for path in self.executable.parent.glob("lib*.so*") if not path.is_symlink())
-        return known_sha256_of(self.executable, *libraries)
-
-    def types(self) -> list[SpeculationType]:
+    def missing_types(self) -> Sequence[str]:
+        if "--chat-template" not in " ".join(self.arguments):
+            require_chat_template(Path(self.target))
         try:
             done = subprocess.run([self.executable, "--help"], capture_output=True, text=True, timeout=60, check=False)
         except (OSError, subprocess.SubprocessError) as error:
@@ -218,4 +181,16 @@ class LlamaEngine(ServingEngine):
             raise UserError(
                 f"{self.executable}: is no {self.program}, or one without --spec-type {PRICED_BY.type}; install build b11434 or newer"
             )
-        return [name for name in super().types() if name in names]
+        return [name for name in self.space if name not in names]
+
+    def words(self, speculation: Speculation | None) -> list[str]:
+        return [str(self.executable), "-m", self.target, *self.arguments, *llama_arguments(speculation)]
+
+    def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:
+        room = ["--ctx-size", f"{at_once * longest}"] if longest else []
+        return [*FIXED, "--parallel", f"{at_once}", *room, "--alias", alias]
+
+    def build_of(self, server: EngineServer) -> str:
+        """SHA-256 of the executable and the libraries next to it: builds from a source archive have no version."""
+        libraries = sorted(path for path in self.executable.parent.glob("lib*.so*") if not path.is_symlink())
+        return known_sha256_of(self.executable, *libraries)

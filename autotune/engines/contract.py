@@ -1,0 +1,124 @@
+"""Tests that every backend passes, for the authors of others: inherit the class in a module of tests, and give it the
+backend. Needs pytest.
+
+    class TestMyBackend(BackendContract):
+        @pytest.fixture
+        def backend(self) -> MyBackend: ...
+
+        @pytest.fixture
+        def prompts(self) -> list[WorkloadPrompt]: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autotune.documents.decoded import Decoded
+from autotune.engines.backend import Backend
+from autotune.workloads.prompt import WorkloadPrompt
+
+
+def counts_of(answer: Decoded) -> tuple[int, int, int]:
+    """Verifications, draft tokens and accepted ones, as ``Steps.counts`` has them."""
+    return answer.rounds - answer.plain_steps, answer.verified_nodes, answer.accepted_tokens
+
+
+class BackendContract:
+    """A subclass has the fixtures ``backend``, and ``prompts``: at least three, of which one is answered with more than
+    two tokens.
+    """
+
+    @pytest.fixture
+    def recorded(self, backend: Backend, prompts: Sequence[WorkloadPrompt]) -> Any:
+        return backend.record(prompts)
+
+    def chosen(self, backend: Backend, left_out: Sequence[str] = ()) -> list[Any]:
+        """The default of every type, and another configuration of it."""
+        found: dict[tuple[str, bool], Any] = {}
+        for one in backend.configurations():
+            if one.type not in left_out:
+                found.setdefault((one.type, one.is_default), one)
+        return list(found.values())
+
+    def served(self, backend: Backend, configuration: Any, prompts: Sequence[WorkloadPrompt]) -> list[Decoded]:
+        """Answers of a new arm to the prompts, in their order."""
+        with backend.arm(configuration) as arm:
+            arm.prepare(prompts)
+            return [arm.decode(prompt) for prompt in prompts]
+
+    def test_configurations_have_keys_and_labels_of_their_own_and_every_type_a_default(self, backend: Backend) -> None:
+        found = backend.configurations()
+        assert len({one.key for one in found}) == len({one.label for one in found}) == len(found) > 0
+        assert {one.type for one in found if one.is_default} == {one.type for one in found}
+
+    def test_plain_answers_are_recorded_once_in_the_order_of_the_prompts(
+        self, backend: Backend, prompts: Sequence[WorkloadPrompt], recorded: Any
+    ) -> None:
+        assert [answer.prompt_sha256 for answer in recorded.answers] == [prompt.sha256 for prompt in prompts]
+        assert all(0 < answer.new_tokens == len(answer.tokens) for answer in recorded.answers)
+        assert [one.tokens for one in backend.record(prompts).answers] == [one.tokens for one in recorded.answers]
+
+    def test_replay_is_deterministic_and_plain_decoding_drafts_nothing(self, backend: Backend, recorded: Any) -> None:
+        for one in self.chosen(backend):
+            assert backend.replay(one, recorded).counts == backend.replay(one, recorded).counts
+        assert set(backend.replay(None, recorded).counts) == {(0, 0, 0)}
+
+    def test_prices_are_positive_times_of_each_prompt(self, backend: Backend, recorded: Any) -> None:
+        prices = backend.price(recorded)
+        for one in (None, *self.chosen(backend, list(prices.left_out))):
+            ms = prices.ms(backend.replay(one, recorded))
+            assert ms.shape == (len(recorded.answers),) and np.isfinite(ms).all() and (ms >= 0).all() and ms.sum() > 0
+
+    def test_arms_have_the_counts_of_the_replay(
+        self, backend: Backend, prompts: Sequence[WorkloadPrompt], recorded: Any
+    ) -> None:
+        """In the prompts' order, where an arm's answers are plain decoding's."""
+        left_out = list(backend.price(recorded).left_out)
+        for one in self.chosen(backend, left_out):
+            answers = self.served(backend, one, prompts)
+            assert [answer.tokens for answer in answers] == [answer.tokens for answer in recorded.answers], one.label
+            assert list(map(counts_of, answers)) == list(backend.replay(one, recorded).counts), one.label
+
+    def test_the_plain_arm_gives_the_recorded_answers_without_drafts(
+        self, backend: Backend, prompts: Sequence[WorkloadPrompt], recorded: Any
+    ) -> None:
+        answers = self.served(backend, None, prompts)
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in recorded.answers]
+        assert all(answer.verified_nodes == answer.accepted_tokens == 0 for answer in answers)
+        assert all(answer.decode_ms >= 0 and answer.prompt_sha256 for answer in answers)
+
+    def test_an_arm_that_keeps_no_state_answers_in_any_order(
+        self, backend: Backend, prompts: Sequence[WorkloadPrompt], recorded: Any
+    ) -> None:
+        left_out = list(backend.price(recorded).left_out)
+        for one in self.chosen(backend, left_out):
+            with backend.arm(one) as arm:
+                assert isinstance(arm.keeps_state, bool)
+                found = {} if arm.keeps_state else {p.sha256: counts_of(arm.decode(p)) for p in reversed(prompts)}
+            expected = dict(zip((p.sha256 for p in prompts), backend.replay(one, recorded).counts, strict=True))
+            assert found in ({}, expected), one.label
+
+    def test_arms_are_told_apart_by_their_names_and_keys(self, backend: Backend) -> None:
+        arms = []
+        for one in (None, backend.configurations()[0]):
+            for _ in range(2):
+                with backend.arm(one) as arm:
+                    arms.append((arm.name, arm.key))
+        assert arms[0] == arms[1] and arms[2] == arms[3]
+        assert arms[0][0] != arms[2][0] and arms[0][1] != arms[2][1]
+
+    def test_the_answers_of_an_arm_carry_its_key(self, backend: Backend, prompts: Sequence[WorkloadPrompt]) -> None:
+        with backend.arm(None) as arm:
+            answer = arm.decode(prompts[0])
+            assert type(answer) is Decoded and answer.arm == arm.key and answer.prompt == prompts[0].name
+
+    def test_the_deployed_command_names_the_model_and_the_speculation(self, backend: Backend) -> None:
+        chosen = backend.configurations()[-1]
+        plain, tuned = backend.deploy(None), backend.deploy(chosen)
+        assert plain.backend == tuned.backend == backend.name and plain.model == backend.model
+        assert plain.speculation is None and tuned.speculation is not None and plain.command != tuned.command
+        assert plain.command == [word for word in tuned.command if word in plain.command]

@@ -1,0 +1,61 @@
+"""Requests at once: throughput and latency of servers. Loads no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from autotune.console import Console
+from autotune.documents.deployment import ServedLoad
+from autotune.engines.served import Served
+from autotune.workloads.prompt import WorkloadPrompt
+
+Stream = Callable[[Served, WorkloadPrompt], tuple[list[int], list[float]]]
+"""Decodes the prompt of an answer as one of several requests: tokens, and seconds from the request to each part of the
+reply.
+"""
+
+
+def measure_load(
+    stream: Stream, answers: Sequence[Served], prompts: Sequence[WorkloadPrompt], requests_at_once: int, label: str
+) -> ServedLoad:
+    """Serve the prompts of plain answers, several at a time, in a new server."""
+    stream(answers[0].model_copy(update={"limit": 2}), prompts[0])
+    started = time.perf_counter()
+    with ThreadPoolExecutor(requests_at_once) as pool:
+        replies = list(pool.map(stream, answers, prompts))
+    spent = time.perf_counter() - started
+    first_ms = [1e3 * seconds[0] for _, seconds in replies]
+    token_ms = [1e3 * (seconds[-1] - seconds[0]) / max(1, len(tokens) - 1) for tokens, seconds in replies]
+    return ServedLoad(
+        label=label,
+        requests_at_once=requests_at_once,
+        requests=len(replies),
+        tokens=sum(len(tokens) for tokens, _ in replies),
+        seconds=spent,
+        first_token_ms=tuple(np.percentile(first_ms, [50, 95]).tolist()),
+        token_ms=tuple(np.percentile(token_ms, [50, 95]).tolist()),
+        identical=sum(tokens == answer.tokens for (tokens, _), answer in zip(replies, answers, strict=True)),
+    )
+
+
+def show_loads(loads: Sequence[ServedLoad], console: Console) -> None:
+    """Print a table of loads, whose first one is without speculation."""
+    rates = [load.tokens / load.seconds for load in loads]
+    rows = [
+        [
+            load.label,
+            f"{load.requests_at_once}",
+            f"{rate:.1f}",
+            f"{rate / rates[0]:.2f}x",
+            *("{:.0f}, {:.0f}".format(*ms) for ms in (load.first_token_ms, load.token_ms)),
+            f"{load.identical}/{load.requests}",
+        ]
+        for load, rate in zip(loads, rates, strict=True)
+    ]
+    title = f"{loads[0].requests} requests, prompts read in their time; median and 95th percentile of requests"
+    columns = ["settings", "at once", "tokens/s", "of off", "first token, ms", "output token, ms", "plain's answer"]
+    console.table(title, columns, rows)

@@ -1,0 +1,70 @@
+"""Answers of an engine's server, with what their replay needs. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from autotune.documents.decoded import Decoded, tokens_key
+from autotune.documents.speculation import Natural
+from autotune.errors import UserError
+from autotune.workloads.prompt import WorkloadPrompt
+
+
+class Served(Decoded):
+    """A greedy answer of a server to a prompt. ``rounds`` are verifications of drafts; ``accepted_lengths`` has each of
+    them in a server with a draft model, and else their sum.
+    """
+
+    arm: str = ""
+    prompt: str = ""
+    prompt_sha256: str = ""
+    prompt_tokens: list[Natural] = Field(min_length=1)
+    tokens: list[Natural] = Field(min_length=1)
+    limit: int = Field(ge=1)
+    """The most tokens that the request asked for."""
+    is_ended: bool = False
+    """Whether the last token ends the generation."""
+    beyond: list[Natural] = Field(default_factory=list)
+    """Tokens that greedy decoding gives after the end, of an engine whose drafts reach there."""
+    drafted_lengths: list[Natural] = Field(default_factory=list)
+    """Draft tokens of each verification, in a server whose draft model drafts before each pass."""
+
+    @classmethod
+    def of(cls, prompt_tokens: list[int], tokens: list[int], limit: int, **fields: Any) -> Served:
+        """An answer with what follows from its tokens."""
+        key, fields = tokens_key(tokens), {"decode_ms": 0.0} | fields
+        return cls(
+            prompt_tokens=prompt_tokens, tokens=tokens, limit=limit, tokens_sha256=key, new_tokens=len(tokens), **fields
+        )
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Served:
+        if len(self.tokens) > self.limit or self.accepted_tokens > self.verified_nodes or self.decode_ms < 0:
+            raise ValueError("an answer is no longer than its limit, and accepts no more tokens than are drafted")
+        return self
+
+    @property
+    def chain(self) -> list[tuple[int, int]]:
+        """Draft tokens and accepted ones of each verification, in a server with a draft model; else empty."""
+        return list(zip(self.drafted_lengths, self.accepted_lengths, strict=False))
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Verifications, draft tokens and accepted ones."""
+        return self.rounds, self.verified_nodes, self.accepted_tokens
+
+
+def require_served(prompts: Sequence[WorkloadPrompt], engine: str, *, reads_images: bool) -> None:
+    """Refuse prompts that an engine is not tuned for: it decodes at temperature 0, and may read no images."""
+    for prompt in prompts:
+        if prompt.videos:
+            raise UserError(f"{prompt.name}: has a video, and engines are tuned on text and images; leave it out")
+        if prompt.images and not reads_images:
+            raise UserError(
+                f"{prompt.name}: has an image, and {engine} is tuned on text; leave such prompts out, or tune vllm"
+            )
+        if prompt.settings.temperature > 0:
+            raise UserError(f"{prompt.name}: engines are tuned at temperature 0; set the prompt's temperature to 0")

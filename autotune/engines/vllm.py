@@ -1,0 +1,240 @@
+"""vLLM: its speculation by n-grams and draft models, answers by its OpenAI-compatible API, and counts by its metrics,
+request by request. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune.documents.provenance import ModelReference
+from autotune.documents.speculation import OPTIONS, ModelType, Speculation
+from autotune.engines.engine import EngineBackend, EngineServer
+from autotune.engines.http import TEXT, TOKENS
+from autotune.engines.model_files import find_model_files, served_draft, served_target
+from autotune.engines.served import Served
+from autotune.engines.vllm_images import CHAT, COMPLETIONS, Request, chat_request, path_of, request_of
+from autotune.errors import UserError
+from autotune.files import WORKSPACE
+from autotune.modeling.gguf import SUFFIX
+from autotune.modeling.hub import is_id
+from autotune.modeling.loading import bundled_models, reference, resolve
+from autotune.strict_parsing import parse_json
+from autotune.workloads.prompt import WorkloadPrompt
+
+PRICED_BY = Speculation(
+    type="ngram", options={"prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 31}
+)
+FIRST_TEXT_TOKEN = 300  # of most vocabularies; smaller ones may control the chat
+BLOCK = 16  # tokens: blocks of the prefix cache have a multiple of it
+SETTLING_S = 10.0  # longest time after an answer until the engine has counted it
+CONVERTED = WORKSPACE / "engines" / "models"
+"""Checkpoints that were written in a form that vLLM loads."""
+GENERATED = "vllm:generation_tokens_total"
+COUNTERS = tuple(f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
+"""Verifications, draft tokens and accepted ones of all requests; missing where vLLM does not speculate."""
+
+
+def vllm_arguments(speculation: Speculation | None) -> list[str]:
+    """Arguments of vLLM for settings. It counts the layers of MiMo's heads by the target's config."""
+    if speculation is None:
+        return []
+    model = {"model": speculation.model} if speculation.model else {}
+    words = ["--speculative-config", json.dumps({"method": speculation.type, **model, **speculation.options})]
+    return [
+        *words,
+        *(["--hf-overrides", json.dumps({"num_nextn_predict_layers": 1})] if speculation.type == "mtp" else []),
+    ]
+
+
+class VllmServer(EngineServer):
+    """A client of one vLLM, whose counters are read before and after each request."""
+
+    priced_by = "{} '{}'".format(*vllm_arguments(PRICED_BY))
+    longest = int(PRICED_BY.options["num_speculative_tokens"]) + 1
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        if "vllm:" not in self.read("/metrics", advice="it exposes no metrics").decode(errors="replace"):
+            raise UserError(f"{url}: its metrics are not vLLM's; give the address of a vLLM")
+        version, models = self.read_json("/version"), self.read_json("/v1/models")
+        with self.reply_of("/version"):
+            self.build = TEXT.validate_python(version["version"], strict=True)
+        with self.reply_of("/v1/models"):
+            self.model = TEXT.validate_python(models["data"][0]["id"], strict=True)
+            (self.context,) = TOKENS.validate_python([models["data"][0]["max_model_len"]], strict=True)
+        self.alias = self.model
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether drafts follow from all earlier answers, so that every request changes those of later ones."""
+        return self.speculation is not None and self.speculation.type == "suffix"
+
+    def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
+        request = {"model": self.model, **chat_request(prompt)}
+        with self.reply_of("/tokenize"):
+            tokens = self.read_json("/tokenize", request, "check its chat template")["tokens"]
+            return TOKENS.validate_python(tokens, strict=True)
+
+    def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> Served:
+        """After a request that only reads the prompt, unless the server drafts from its earlier answers."""
+        request = request_of(tokens, prompt)
+        if not self.keeps_answers:
+            self._counted(tokens, 1, request)
+        return self._counted(tokens, limit, request)
+
+    def continuation(self, answer: Served, prompt: WorkloadPrompt | None = None) -> list[int]:
+        """vLLM verifies, and counts, the part of a draft that lies beyond the end. A chat is answered again, as its
+        answer cannot be given as tokens.
+        """
+        tokens, known = answer.prompt_tokens, answer.tokens
+        room = min(self.longest - 1, self.context - len(tokens) - len(known) - 1)
+        if self.has_draft or self.keeps_answers or room <= 0:
+            return []
+        if prompt is None or not prompt.images:
+            return self._counted([*tokens, *known], room, ignore_eos=True).tokens
+        return self._counted(tokens, len(known) + room, chat_request(prompt), ignore_eos=True).tokens[len(known) :]
+
+    def verify(self, prompt: list[int], n: int) -> Served:
+        """The prompt ends in a run of a token that is not in it, and no other is allowed. Where the run is longer than
+        ``prompt_lookup_max``, vLLM drafts what lies behind the first of its n-grams.
+        """
+        token = next(one for one in range(FIRST_TEXT_TOKEN, FIRST_TEXT_TOKEN + len(prompt) + 1) if one not in prompt)
+        run = 0 if n == 1 else int(PRICED_BY.options["prompt_lookup_max"]) + n - 2
+        return self._counted([*prompt, *[token] * run], n + 1, ignore_eos=True, allowed_token_ids=[token])
+
+    def _counted(self, tokens: list[int], limit: int, request: Request | None = None, **options: Any) -> Served:
+        """Decode one prompt greedily, while the server decodes nothing else."""
+        before, cpu_ms = self.metrics(), self.cpu_ms()
+        parts, seconds, is_ended = self._decode(tokens, limit, request or request_of(tokens), **options)
+        found = list(itertools.chain(*parts))
+        cpu_ms = max(0.0, self.cpu_ms() - cpu_ms)
+        rounds, drafted, accepted = self._counts_since(before, len(found))
+        lengths = [len(part) - 1 for part in parts[1:]] if self.has_draft else [accepted] if rounds else []
+        if self.has_draft and len(lengths) != rounds:
+            raise UserError(
+                f"{self.url}: {rounds} verifications came in {len(lengths)} parts of the reply; give the command again"
+            )
+        with self.reply_of(COMPLETIONS):
+            spent = seconds[-1] - seconds[0]
+            return Served.of(
+                tokens,
+                found,
+                limit,
+                is_ended=is_ended,
+                rounds=rounds,
+                drafted_lengths=[drafted // rounds] * rounds if self.has_draft and rounds else [],
+                accepted_lengths=lengths,
+                verified_nodes=drafted,
+                decode_ms=1e3 * spent,
+                cpu_ms=cpu_ms * spent / seconds[-1],
+            )
+
+    def _counts_since(self, before: Counter[str], num_tokens: int) -> list[int]:
+        """Verifications, draft tokens and accepted ones since ``before``, when the engine has counted an answer of
+        ``num_tokens`` tokens.
+
+        Raises:
+            UserError: the engine counts other tokens, because it serves other clients.
+        """
+        deadline = time.monotonic() + SETTLING_S
+        while (generated := (now := self.metrics())[GENERATED] - before[GENERATED]) != num_tokens:
+            if time.monotonic() > deadline or generated > num_tokens:
+                raise UserError(
+                    f"{self.url}: the engine counted {generated} tokens for answers of {num_tokens}; stop its other clients"
+                )
+            time.sleep(0.01)
+        return [now[name] - before[name] for name in COUNTERS]
+
+    def _decode(
+        self, tokens: list[int], limit: int, request: Request, **options: Any
+    ) -> tuple[list[list[int]], list[float], bool]:
+        """Tokens of each part of the reply, the seconds from the request to each, and whether the last token ends the
+        generation.
+        """
+        path = path_of(request)
+        body = {"model": self.model, "max_tokens": limit, "temperature": 0.0, "stream": True, "return_token_ids": True}
+        body |= request | options
+        if len(tokens) % BLOCK == 1:  # with all blocks in the cache, vLLM would pad the first pass with drafts
+            body["cache_salt"] = os.urandom(8).hex()
+        found, seconds, is_ended, started = list[list[int]](), list[float](), False, time.perf_counter()
+        for line in self.lines(path, body, "look into its log"):
+            if line.startswith(b"data: {"):
+                second = time.perf_counter() - started
+                with self.reply_of(path):
+                    (part,) = parse_json(line[6:].decode())["choices"]
+                    if path == CHAT and "role" in part["delta"]:  # without tokens
+                        continue
+                    seconds.append(second)
+                    found.append(TOKENS.validate_python(part["token_ids"], strict=True))
+                    is_ended = part["finish_reason"] == "stop"
+        return found, seconds, is_ended
+
+    def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
+        parts, seconds, _ = self._decode(answer.prompt_tokens, answer.limit, request_of(answer.prompt_tokens, prompt))
+        return list(itertools.chain(*parts)), seconds
+
+    def text(self, tokens: Sequence[int]) -> str:
+        with self.reply_of("/detokenize"):
+            reply = self.read_json("/detokenize", {"model": self.model, "tokens": list(tokens)})
+            return TEXT.validate_python(reply["prompt"], strict=True)
+
+
+class VllmBackend(EngineBackend):
+    """A vLLM with a folder or a Hugging Face id."""
+
+    name = "vllm"
+    program = "vllm"
+    built = Path("vllm") / "bin" / program
+    install = "install vLLM (pip install vllm)"
+    models = "a folder with config.json, or an id of the Hugging Face hub"
+    server = VllmServer
+    own_arguments = ("--model", "--served-model-name", "--host", "--port", "-sc")
+    tested = (PRICED_BY, Speculation(type="suffix", options=OPTIONS["suffix"]))
+    space = {"ngram": (), "suffix": ()}  # noqa: RUF012
+    reads_images = True
+    tolerated_mismatches = 0.1  # tokens beyond an answer's end are rounded otherwise when asked for
+    has_one_loop = False  # it schedules a pass while the last one runs, unless it speculates by n-grams or suffixes
+    pause_s = 1.2
+
+    @classmethod
+    def find_model(cls, target: str, *, local_only: bool = False) -> tuple[str, ModelReference] | None:
+        path = Path(bundled_models().get(target, target))
+        if is_id(target) and not path.exists() and path.suffix != SUFFIX:
+            if local_only:
+                return target, ModelReference(id=target, sha256="")
+            path = Path(resolve(target))
+        if not (path / "config.json").exists():
+            return None
+        return str(served_target(path, CONVERTED).resolve()), reference(target)
+
+    @classmethod
+    def find_draft(cls, draft: str, target: str) -> tuple[ModelType, Path]:
+        return served_draft(draft, target, CONVERTED)
+
+    def find_precision(self) -> str:
+        """``--dtype``, or the checkpoint's own."""
+        given = [after for word, after in itertools.pairwise([*self.arguments, ""]) if word == "--dtype"]
+        given += [word.removeprefix("--dtype=") for word in self.arguments if word.startswith("--dtype=")]
+        files = find_model_files(self.target)
+        return [*given, files.dtype if files else "auto"][0]
+
+    def missing_types(self) -> Sequence[str]:
+        """``suffix`` needs the package arctic-inference beside vLLM."""
+        packages = self.executable.parents[1].glob("lib/python*/*-packages/arctic_inference")
+        return [] if any(packages) else ["suffix"]
+
+    def words(self, speculation: Speculation | None) -> list[str]:
+        """With the checkpoint's precision, as vLLM would serve float32 in another one."""
+        is_given = any(word.partition("=")[0] == "--dtype" for word in self.arguments)
+        dtype = [] if is_given else ["--dtype", self.precision]
+        return [str(self.executable), "serve", self.target, *self.arguments, *dtype, *vllm_arguments(speculation)]
+
+    def own_words(self, alias: str, at_once: int, longest: int) -> list[str]:
+        return ["--served-model-name", alias, "--host", "127.0.0.1"]

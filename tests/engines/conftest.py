@@ -1,0 +1,65 @@
+"""Engines that play transcripts of real servers back: an executable, a model's file or folder, and prompts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.engines.engine import EngineServer
+from autotune.engines.llama_cpp import LlamaBackend
+from autotune.engines.vllm import VllmBackend
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
+from tests.engines.recorded_llama import LIMIT, PROMPTS
+from tests.imports import ROOT
+
+SCRIPT = """#!{python}
+import sys
+sys.path.insert(0, {root!r})
+from tests.engines.recorded_llama import serve
+serve(sys.argv[1:])
+"""
+VLLM_SCRIPT = """#!{python}
+import sys
+sys.path.insert(0, {root!r})
+from tests.engines.recorded_llama import serve
+from tests.engines.recorded_vllm import RecordedVllm
+serve(sys.argv[1:], RecordedVllm)
+"""
+
+
+@pytest.fixture
+def prompts() -> list[WorkloadPrompt]:
+    return [WorkloadPrompt(f"{n}", Prompt(prompt=text, max_new_tokens=LIMIT), ()) for n, text in enumerate(PROMPTS)]
+
+
+def write_script(path: Path, script: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(script.format(python=sys.executable, root=str(ROOT)))
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with ``model.gguf``, ``model``, and ``bin`` with llama-server, vllm and its package for
+    suffixes.
+    """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF general.file_type\x04\0\0\0\x03\0\0\0 tokenizer.chat_template")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    (tmp_path / "lib/python3/site-packages/arctic_inference").mkdir(parents=True)
+    write_script(tmp_path / "bin" / "llama-server", SCRIPT)
+    write_script(tmp_path / "bin" / "vllm", VLLM_SCRIPT)
+    monkeypatch.setattr(EngineServer, "cpu_ms", lambda server: 0.0)  # what it takes to play back says nothing
+    monkeypatch.setattr(VllmBackend, "pause_s", 0.0)
+    return tmp_path
+
+
+def llama(folder: Path, switches: str = "", **options: object) -> LlamaBackend:
+    return LlamaBackend("model.gguf", command=f"{folder / 'bin' / 'llama-server'} {switches}", **options)  # type: ignore[arg-type]
+
+
+def vllm(folder: Path, switches: str = "", **options: object) -> VllmBackend:
+    return VllmBackend("model", command=f"{folder / 'bin' / 'vllm'} {switches}", **options)  # type: ignore[arg-type]
