@@ -90,14 +90,14 @@ def counts_gate(
     workload: str,
     *,
     source: str,
-    tolerance: float,
+    tolerance: float | None,
     advisory_reason: str | None = None,
     different_answer_reason: str | None = None,
 ) -> Gate:
     """The gate on a comparison of counts with those of ``source``.
 
-    A predicted slowdown above ``tolerance`` is a regression. With an ``advisory_reason`` the gate can only warn, and
-    with a ``different_answer_reason`` different answers are acceptable.
+    A predicted slowdown above ``tolerance`` is a regression; without a tolerance, any other count is one. With an
+    ``advisory_reason`` the gate can only warn, and with a ``different_answer_reason`` different answers are acceptable.
     """
     changed, different = comparison.changed, comparison.different_answers
     num_worse = sum(change.is_worse for change in changed)
@@ -115,7 +115,8 @@ def counts_gate(
     verdict: GateVerdict = "passed"
     if num_worse or different:
         verdict = "warned"
-    if comparison.slowdown > tolerance or (different and different_answer_reason is None):
+    is_slower = bool(changed) if tolerance is None else comparison.slowdown > tolerance
+    if is_slower or (different and different_answer_reason is None):
         verdict = "failed"
     if verdict != "passed" and advisory_reason is not None:
         verdict = "warned"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.check.pairs import TimedPair
 from autotune.check.result import CheckResult, Gate, Timing, WorkloadResult
 from autotune.documents.decoded import Decoded
 from tests.sample_documents import DEVICE, PROVENANCE, TARGET
@@ -18,18 +17,11 @@ def prompt_evidence(name: str = "count", **fields: Any) -> Decoded:
     return Decoded(**{**known, **fields})
 
 
-def pair(number: int, slowdown: float = 0.0, **fields: Any) -> TimedPair:
-    """A pair with a slower head; five pairs per launch."""
-    known: dict[str, Any] = {"number": number, "launch": number // 5, "prompt": "count", "head_first": bool(number % 2)}
-    known |= {"base_ms": 10.0, "head_ms": 10.0 * (1 + slowdown)}
-    return TimedPair(**{**known, **fields})
-
-
 def timing(**fields: Any) -> Timing:
     known: dict[str, Any] = {"base": "main (0123456789)", "head": "the current version", "seed": 0, "looks": (55, 80)}
     known |= {"limit": 0.05, "tolerance": 0.01, "slowdown": 0.08, "ci95": (0.07, 0.09)}
-    known |= {"p_within_tolerance": 1e-5, "p_beyond_limit": 1.0, "plain_slowdown": 0.001, "speedup": 2.0}
-    known |= {"pairs": [pair(0, 0.08)]}
+    known |= {"p_within_tolerance": 1e-5, "p_beyond_limit": 1.0}
+    known |= {"base_ms": [100.0], "head_ms": [108.0]}
     return Timing(**{**known, **fields})
 
 
