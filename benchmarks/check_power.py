@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.signal import lfilter
 
-from autotune.check.sequential import PAIRS_PER_LAUNCH, Design, Floats, Verdict, interim_analysis, launches_of
+from autotune.evaluation.not_slower import PAIRS_PER_LAUNCH, Design, Floats, Verdict, interim_analysis, launches_of
 from autotune.files import read_json
 
 RECORDED = Path(__file__).with_name("check_noise.json")

@@ -1,101 +1,67 @@
-"""Base and head: the two sides of a comparison, their counts and their times."""
+"""Base and head: the two sides of a comparison, their counts and their times. Loads no torch."""
 
 from __future__ import annotations
 
-import json
+import math
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
-from autotune.check.counts import Counts, compare_counts, counts_gate
-from autotune.check.local_run import LocalRun
-from autotune.check.pairs import PairRunner
-from autotune.check.result import BASE_COUNTS, TIME, Gate, Timing
-from autotune.check.revision import checked_out
-from autotune.check.sequential import Design
-from autotune.check.timing import TooFewPairs, run_pairs, time_gate, timing_of
-from autotune.check.worker_process import Launch, Side, WorkerProcess, WorkerRequest
+from autotune.check.counts import compare_counts, counts_gate
+from autotune.check.decoded_workload import DecodedWorkload
+from autotune.check.launched_arm import LaunchedArm
+from autotune.check.result import BASE_COUNTS, TIME, Gate, GateVerdict, Timing
 from autotune.console import Console
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import DecodingProfile
-from autotune.documents.provenance import beside
-from autotune.errors import NotComparable
-from autotune.files import WORKSPACE, content_key, read_json, sha256_of, write_bytes
-from autotune.modeling.loading import Dtype
-from autotune.modeling.weight_files import save_tensors
+from autotune.documents.deployment import RUNTIME
+from autotune.errors import NotComparable, UserError
+from autotune.evaluation.arms import Arm
+from autotune.evaluation.not_slower import (
+    PAIRS_PER_LAUNCH,
+    Design,
+    NotSlower,
+    Verdict,
+    estimate,
+    launches_of,
+    log_ratios,
+)
+from autotune.evaluation.race import Race, TimeLimit, race
+from autotune.evaluation.runner import ArmRunner
+from autotune.files import WORKSPACE, content_key
 
 CHECKS = WORKSPACE / "checks"
-# Files that a side decodes with: the package, and the bundled models next to it or, if installed, inside it.
-CODE = ("autotune/**/*.py", "drafts/**/*.safetensors", "drafts/**/*.json", "autotune/_data/drafts/**/*.safetensors")
 
 
 @dataclass(frozen=True)
-class Sides:
-    base: Side
-    head: Side
-    profiles: tuple[DecodingProfile, DecodingProfile]
+class Contender:
+    """A side of a comparison."""
+
+    label: str
+    """For people: a commit, or a profile's path."""
+    key: str
+    """Of all that its speed follows from, apart from the machine."""
+    profile: DecodingProfile
+    launch: Callable[[DecodedWorkload], AbstractContextManager[Arm]]
+    """Starts a process that decodes the prompts of a workload."""
 
     @property
-    def have_same_trees(self) -> bool:
-        """Whether both profiles choose the same drafts and trees; otherwise their counts differ by design."""
-        base, head = (
-            [point.model_dump(exclude={"predicted", "measured", "fallback"}) for point in profile.points]
-            for profile in self.profiles
-        )
-        return base == head
-
-    @property
-    def are_equal(self) -> bool:
-        """Whether code, environment and everything that profiles choose are the same."""
-        base, head = (
-            (profile.mode, profile.capture_sizes, profile.threads, [point.fallback for point in profile.points])
-            for profile in self.profiles
-        )
-        same_program = self.base.python == self.head.python and code_hash(self.base) == code_hash(self.head)
-        return self.have_same_trees and base == head and same_program
-
-    def key(self, run: LocalRun, seed: int) -> str:
-        """Key of the comparison's pairs: the same command continues with them."""
-        profiles = [profile.model_dump(mode="json", exclude={"evidence"}) for profile in self.profiles]
-        codes = [code_hash(self.base), code_hash(self.head), self.base.label, self.head.dtype]
-        return content_key([*codes, *profiles, run.workload.sha256, seed, run.hardware.key])
+    def trees(self) -> object:
+        """The choices from which counts follow."""
+        return [point.model_dump(exclude={"predicted", "measured", "fallback"}) for point in self.profile.points]
 
 
-def code_hash(side: Side) -> str:
-    return sha256_of(*sorted(path for pattern in CODE for path in side.code.glob(pattern)))
+def require_comparable(base: DecodingProfile, head: DecodingProfile, label: str) -> None:
+    """
+    Args:
+        label: of the base.
 
-
-@contextmanager
-def open_sides(against: str, profile: Path, folder: Path, dtype: Dtype | None = None) -> Iterator[Sides]:
-    """Base and head. The base is the profile ``against`` if that is a file, otherwise a git revision."""
-    head_profile = DecodingProfile.load(profile)
-    copy = _without_evidence(profile, folder / "head.json")
-    head = Side(name="head", label="the current version", profile=copy, dtype=dtype)
-    opened: AbstractContextManager[Side] = checked_out(against, profile, head, folder)
-    if Path(against).is_file():
-        opened = nullcontext(replace(head, name="base", label=against, profile=Path(against)))
-        head = replace(head, label=str(profile))
-    with opened as base:
-        profiles = DecodingProfile.load(base.profile), head_profile
-        base = replace(base, profile=_without_evidence(base.profile, folder / "base.json"))
-        _require_comparable(profiles, against, profile)
-        yield Sides(base, head, profiles)
-
-
-def _without_evidence(profile: Path, copy: Path) -> Path:
-    """Copy a profile without its evidence, which the code of the base may not know, with paths of models beside it."""
-    content = {**read_json(profile), "evidence": {}}
-    for model in (content["target"], *(point["draft"] for point in content["points"] if point["draft"])):
-        model["id"] = beside(profile, model["id"])
-    write_bytes(copy, json.dumps(content).encode())
-    return copy
-
-
-def _require_comparable(profiles: tuple[DecodingProfile, DecodingProfile], against: str, profile: Path) -> None:
-    base, head = profiles
+    Raises:
+        NotComparable: the profiles are of other models, precisions, devices or backends.
+    """
     for aspect, of_base, of_head, is_same in (
+        ("backend", base.backend, head.backend, base.backend == head.backend),
         ("target", base.target.id, head.target.id, base.target.sha256 == head.target.sha256),
         ("precision", base.precision, head.precision, base.precision == head.precision),
         ("device", base.hardware.key, head.hardware.key, base.hardware.key == head.hardware.key),
@@ -103,92 +69,146 @@ def _require_comparable(profiles: tuple[DecodingProfile, DecodingProfile], again
         if not is_same:
             weights = " with other weights" if of_base == of_head else ""
             raise NotComparable(
-                f"--against {against}: its {aspect} is {of_base}{weights}, that of {profile} is {of_head}; compare profiles "
-                f"with the same {aspect}"
+                f"--against {label}: its {aspect} is {of_base}{weights}, that of the checked profile is {of_head}; "
+                f"compare profiles with the same {aspect}"
             )
-
-
-def write_requests(run: LocalRun, processor: Any, folder: Path) -> list[WorkerRequest]:
-    folder.mkdir(parents=True, exist_ok=True)
-    requests = []
-    for number, (prompt, decoded) in enumerate(zip(run.workload.prompts, run.runs, strict=True)):
-        path = folder / f"{number}.safetensors"
-        save_tensors(path, prompt.inputs(processor))
-        settings = prompt.settings
-        requests.append(WorkerRequest(prompt.name, path, settings.generation, settings.task, decoded.point))
-    return requests
 
 
 @dataclass(frozen=True)
 class Comparison:
-    sides: Sides
-    launch: Launch
+    base: Contender
+    head: Contender
     design: Design
     seed: int
     console: Console
 
-    def counts_gate(self, run: LocalRun, requests: list[WorkerRequest]) -> Gate:
+    def counts_gate(self, decoded: DecodedWorkload) -> Gate:
         """The gate on the head's counts compared with the base's, measured now on the same device.
 
         The base decodes every prompt once, and again if that shows a regression, which counts only if the base repeats.
         """
-        if not self.sides.have_same_trees:
-            return run.skipped_gate(BASE_COUNTS, "the profiles choose other drafts or trees: time decides")
-        if run.not_repeated:
-            return run.not_repeated_gate(BASE_COUNTS)
-        base = self._base_counts(requests)
-        comparison = compare_counts(run.counts, base, run.prices)
+        if self.base.trees != self.head.trees:
+            return decoded.skipped_gate(
+                BASE_COUNTS, "the profiles choose other drafts, trees or commands: time decides"
+            )
+        if self.head.profile.backend != RUNTIME:
+            return decoded.skipped_gate(BASE_COUNTS, "an engine's counts are compared with the profile's evidence")
+        if decoded.not_repeated:
+            return decoded.not_repeated_gate(BASE_COUNTS)
+        base = self._base_runs(decoded)
         gate = counts_gate(
-            comparison,
+            compare_counts(decoded.runs, base, decoded.prices),
             BASE_COUNTS,
-            run.workload.name,
-            source=self.sides.base.label,
+            decoded.workload.name,
+            source=self.base.label,
             tolerance=self.design.tolerance,
-            different_answer_reason=None if run.is_exact else f"near ties in {run.precision}",
+            different_answer_reason=decoded.rounding or None,
         )
-        if gate.verdict == "failed" and self._base_counts(requests) != base:
-            return run.skipped_gate(BASE_COUNTS, f"the counts of {self.sides.base.label} are not reproducible")
+        again = self._base_runs(decoded) if gate.verdict == "failed" else base
+        if [run.counts for run in again] != [run.counts for run in base]:
+            return decoded.skipped_gate(BASE_COUNTS, f"the counts of {self.base.label} are not reproducible")
         return gate
 
-    def _base_counts(self, requests: list[WorkerRequest]) -> list[Counts]:
-        worker = self.launch(self.sides.base)
-        try:
-            return [Counts.of(request.name, worker.decode(request, plain=False)) for request in requests]
-        finally:
-            worker.close()
+    def _base_runs(self, decoded: DecodedWorkload) -> list[Decoded]:
+        with self.base.launch(decoded) as arm:
+            return [arm.decode(prompt) for prompt in decoded.workload.prompts]
 
-    def time_gate(self, run: LocalRun, requests: list[WorkerRequest], *, budget_s: float) -> tuple[Gate, Timing | None]:
-        """The gate on the head's time compared with the base's."""
-        sides, workload = self.sides, run.workload.name
-        if sides.are_equal:
-            same = f"{sides.base.label} has the same code, models, required packages and choices: nothing to time"
-            return Gate(name=TIME, workload=workload, verdict="passed", summary=same), None
-        are_lossless = all(point.lossless for profile in sides.profiles for point in profile.points)
-        ledger = CHECKS / f"{sides.key(run, self.seed)}.jsonl"
-        runner = PairRunner(
-            sides.base,
-            sides.head,
-            self.launch,
-            [request for request, decoded in zip(requests, run.runs, strict=True) if decoded.new_tokens > 1],
-            seed=self.seed,
-            ledger=ledger,
-            must_agree=run.is_exact and are_lossless,
+    def time_gate(self, decoded: DecodedWorkload, *, budget_s: float) -> tuple[Gate, Timing | None]:
+        """The gate on the head's time compared with the base's.
+
+        Raises:
+            UserError: a side cannot go on.
+        """
+        base, head, workload = self.base, self.head, decoded.workload
+        if base.key == head.key:
+            same = f"{base.label} has the same code, models, required packages and choices: nothing to time"
+            return Gate(name=TIME, workload=workload.name, verdict="passed", summary=same), None
+        key = content_key([base.key, base.label, head.key, workload.sha256, self.seed, decoded.hardware.key])
+        ledger = CHECKS / f"{key}.jsonl"
+        rule = NotSlower(
+            self.design, budget_s, self.seed, must_agree=not decoded.rounding and _are_lossless(base, head)
         )
-        if runner.pairs:
-            self.console.say(f"continuing after the {len(runner.pairs)} pairs of an earlier run in {ledger}")
-        with self.console.stage(f"pairs of {workload}", self.design.max_pairs) as update, runner:
-            try:
-                outcome = run_pairs(
-                    runner, self.design, budget_s=budget_s, report=lambda done: update(done, self.design.max_pairs, "")
-                )
-            except TooFewPairs as error:
-                return Gate(name=TIME, workload=workload, verdict="inconclusive", summary=str(error)), None
-        timing = timing_of(runner, outcome, self.design)
-        if not outcome.out_of_time:  # the next check must measure again
+        measured = self._race(decoded, rule, ArmRunner(ledger), budget_s)
+        if rule.analysis is None:
+            num_pairs, needed_s = self.design.analyses[0], budget_s - rule.left_s + rule.needed_s
+            summary = (
+                f"--budget {budget_s:.0f}s: the first analysis, at {num_pairs} pairs, takes about {needed_s:.0f} s here; give "
+                f"--budget {math.ceil(1.2 * needed_s / 60)}m (the {len(measured.runs['base'])} pairs so far are kept)"
+            )
+            return Gate(name=TIME, workload=workload.name, verdict="inconclusive", summary=summary), None
+        timing = self._timing(measured, rule)
+        is_open = rule.analysis.verdict is Verdict.CONTINUE
+        is_out_of_time = is_open and rule.analysis.num_pairs < self.design.max_pairs
+        if not is_out_of_time:  # the next check must measure again
             ledger.rename(ledger.with_name(f"{ledger.stem}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"))
-        return time_gate(timing, outcome, workload), timing
+        return time_gate(timing, rule.analysis.verdict, workload.name, is_out_of_time=is_out_of_time), timing
+
+    def _race(self, decoded: DecodedWorkload, rule: NotSlower, runner: ArmRunner, budget_s: float) -> Race:
+        prompts = [
+            prompt
+            for prompt, run in zip(decoded.workload.prompts, decoded.runs, strict=True)
+            if run.new_tokens > 1  # else there is no time after the first token
+        ]
+        sides = {"base": self.base, "head": self.head}
+        arms = [LaunchedArm(name, side.key, lambda side=side: side.launch(decoded)) for name, side in sides.items()]  # type: ignore[misc]
+        deadline = time.monotonic() + budget_s
+        stage = self.console.stage(f"pairs of {decoded.workload.name}", self.design.max_pairs)
+        with stage as update, arms[0], arms[1]:
+            arms[0].rivals = arms[1].rivals = arms.copy()
+            measured = race(
+                runner,
+                arms,
+                prompts,
+                rule,
+                time_limit=TimeLimit(deadline, PAIRS_PER_LAUNCH),  # the first launch tells how long the others take
+                seed=self.seed,
+                report=lambda done, total: update(done, total, ""),
+            )
+        for name, reason in measured.failed.items():
+            raise UserError(f"the {name}, {sides[name].label}, cannot go on: {reason}")
+        return measured
+
+    def _timing(self, measured: Race, rule: NotSlower) -> Timing:
+        assert rule.analysis is not None
+        num_pairs, design = rule.analysis.num_pairs, self.design
+        base, head = (measured.runs[name][:num_pairs] for name in ("base", "head"))
+        slowdown, ci95 = estimate(log_ratios(base, head), launches_of(num_pairs))
+        return Timing(
+            base=self.base.label,
+            head=self.head.label,
+            seed=self.seed,
+            limit=design.limit,
+            tolerance=design.tolerance,
+            looks=design.analyses,
+            slowdown=slowdown,
+            ci95=ci95,
+            p_within_tolerance=float(rule.analysis.p_within_tolerance),
+            p_beyond_limit=float(rule.analysis.p_beyond_limit),
+            base_ms=[run.decode_ms for run in base],
+            head_ms=[run.decode_ms for run in head],
+        )
 
 
-def launcher(device: str) -> Launch:
-    CHECKS.mkdir(parents=True, exist_ok=True)
-    return lambda side: WorkerProcess(side, device=device, log=CHECKS / f"{side.name}.log")
+def _are_lossless(*sides: Contender) -> bool:
+    return all(point.lossless for side in sides for point in side.profile.points)
+
+
+def time_gate(timing: Timing, found: Verdict, workload: str, *, is_out_of_time: bool) -> Gate:
+    verdict: GateVerdict = "inconclusive"
+    if found is Verdict.FAIL:
+        verdict = "failed"
+        reason = f"slower by more than {100 * timing.tolerance:g} % (p = {timing.p_within_tolerance:.2g})"
+    elif found is Verdict.PASS:
+        verdict = "passed"
+        reason = f"not slower by {100 * timing.limit:g} % (p = {timing.p_beyond_limit:.2g})"
+    elif is_out_of_time:
+        reason = "the budget ended before the next analysis; raise --budget, and the pairs so far count"
+    else:
+        reason = (
+            "undecided at the last analysis; the machine is too noisy for this limit, or the slowdown is between "
+            "tolerance and limit"
+        )
+    low, high = timing.ci95
+    change = f"head {100 * timing.slowdown:+.1f} % time ({100 * low:+.1f} to {100 * high:+.1f} %)"
+    summary = f"{change} after {len(timing.head_ms)} pairs: {reason}"
+    return Gate(name=TIME, workload=workload, verdict=verdict, summary=summary)

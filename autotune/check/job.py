@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from autotune.check.comparison import Comparison, launcher, open_sides, write_requests
-from autotune.check.local_run import LocalRun, decode_locally, evidence_for
+from autotune.check.comparison import Comparison
+from autotune.check.decoded_workload import DecodedWorkload
 from autotune.check.output import junit
-from autotune.check.result import COUNTS, TIME, CheckResult, Gate, Timing, verdict_of
-from autotune.check.sequential import Design
+from autotune.check.result import TIME, CheckResult, Gate, Timing, verdict_of
 from autotune.check.settings import CheckSettings
-from autotune.check.worker_process import WorkerRequest
 from autotune.console import Console
-from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
+from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.deployment import RUNTIME
 from autotune.documents.provenance import stamp, workload_beside
+from autotune.evaluation.not_slower import Design
 from autotune.files import write_bytes
-from autotune.machine.device import choose_device
-from autotune.runtime.answer_keys import AnswerKeys
-from autotune.runtime.load import load
 from autotune.workloads.workload import Workload, load_workload
 
 
@@ -34,29 +27,35 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     profile = DecodingProfile.load(settings.profile)
     names = settings.workloads or [workload_beside(settings.profile, profile.workload.name)]
     workloads = [_evaluated(name, profile, settings) for name in names]
-    design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
-    device = choose_device(settings.device)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-check-")))
-        sides = None
-        if settings.against is not None:
-            sides = stack.enter_context(open_sides(settings.against, settings.profile, folder, settings.dtype))
-        runs, evidence, processor = _decode_all(settings, profile, workloads, device, console)
-        gates = [gate for run, proof in zip(runs, evidence, strict=True) for gate in _local_gates(settings, run, proof)]
-        timings: list[Timing | None] = [None] * len(runs)
+        if profile.backend == RUNTIME:
+            from autotune.check.in_runtime import decode_in_runtime, open_workers
+
+            sides = stack.enter_context(open_workers(settings, folder)) if settings.against else None
+            decoded = decode_in_runtime(settings, profile, workloads, folder, console)
+        else:
+            from autotune.check.in_engine import decode_in_engine, open_engines, restored
+
+            located = profile.located(settings.profile)
+            backend = restored(located, settings.engine_command, console)
+            sides = open_engines(settings, located, backend, folder, console) if settings.against else None
+            decoded = decode_in_engine(settings, located, workloads, backend, console)
+        gates = [gate for one in decoded for gate in _local_gates(settings, one)]
+        timings: list[Timing | None] = [None] * len(decoded)
         if sides is not None:
-            requests = [write_requests(run, processor, folder / f"{number}") for number, run in enumerate(runs)]
-            comparison = Comparison(sides, launcher(device), design, settings.seed, console)
-            timings = _compare(comparison, runs, requests, gates, settings.budget_s)
+            design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
+            comparison = Comparison(*sides, design, settings.seed, console)
+            timings = _compare(comparison, decoded, gates, settings.budget_s)
     verdict, code = verdict_of(gates, inconclusive_fails=settings.on_inconclusive == "fail")
     result = CheckResult(
         provenance=stamp(),
         profile=str(settings.profile),
-        hardware=runs[0].hardware,
+        hardware=decoded[0].hardware,
         target=profile.target,
         lossless=all(point.lossless for point in profile.points),
-        against=None if sides is None else sides.base.label,
-        workloads=[run.result(timing) for run, timing in zip(runs, timings, strict=True)],
+        against=None if sides is None else sides[0].label,
+        workloads=[one.result(timing) for one, timing in zip(decoded, timings, strict=True)],
         gates=gates,
         verdict=verdict,
         exit_code=code,
@@ -81,65 +80,30 @@ def _evaluated(name: str, profile: DecodingProfile, settings: CheckSettings) -> 
         )
         for one in (workload.as_searched(profile.workload), workload)
     )
-    known = {prompt.sha256 for prompt in profile.evidence.prompts}
+    known = {prompt.prompt_sha256 for prompt in profile.evidence.prompts}
     is_own = workload.name == profile.workload.name or any(prompt.sha256 in known for prompt in searched.prompts)
     return searched if is_own else asked  # the same prompts may be in a file of another name
 
 
-def _decode_all(
-    settings: CheckSettings, profile: DecodingProfile, workloads: Sequence[Workload], device: str, console: Console
-) -> tuple[list[LocalRun], list[list[PromptEvidence] | str], Any]:
-    """Decode every workload in this process; returns the evidence about it and the processor too. Workers need the
-    memory of the models, so these are freed.
-    """
-    decoder = load(settings.profile, device=device, dtype=settings.dtype, console=console)
-    fit = decoder.processor, decoder.target.max_context, console.say
-    workloads = [workload.fitting(*fit) for workload in workloads]
-    keys = AnswerKeys(decoder.target, decoder.processor)
-    evidence = [evidence_for(profile, workload, settings, keys) for workload in workloads]
-    runs = []
-    for workload in workloads:
-        with console.stage(f"check of {workload.name}", len(workload.prompts)) as update:
-            report = lambda done, total, update=update: update(done, total, "")  # noqa: E731
-            runs.append(decode_locally(decoder, workload, seed=settings.seed, report=report))
-    processor = decoder.processor
-    del decoder
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return runs, evidence, processor
-
-
-def _local_gates(settings: CheckSettings, run: LocalRun, evidence: list[PromptEvidence] | str) -> list[Gate]:
-    """The gates that need no other process. ``evidence`` is the profile's, or why there is none."""
-    gates = [run.lossless_gate()]
-    if isinstance(evidence, str):
-        gates.append(run.skipped_gate(COUNTS, evidence))
-    else:
-        gates.append(run.counts_gate(evidence, settings.tolerance))
-    if settings.min_speedup is not None:
-        gates.append(run.speedup_gate(settings.min_speedup))
-    return gates
+def _local_gates(settings: CheckSettings, decoded: DecodedWorkload) -> list[Gate]:
+    """The gates that need no base."""
+    gates = [decoded.lossless_gate(), decoded.counts_gate(settings.tolerance), *decoded.gates]
+    return gates if settings.min_speedup is None else [*gates, decoded.speedup_gate(settings.min_speedup)]
 
 
 def _compare(
-    comparison: Comparison,
-    runs: Sequence[LocalRun],
-    requests: Sequence[list[WorkerRequest]],
-    gates: list[Gate],
-    budget_s: float,
+    comparison: Comparison, decoded: Sequence[DecodedWorkload], gates: list[Gate], budget_s: float
 ) -> list[Timing | None]:
     """Compare counts with the base, then times if no gate has failed. Adds the gates to ``gates``."""
     if not has_failed(gates):
-        gates += [comparison.counts_gate(run, of_run) for run, of_run in zip(runs, requests, strict=True)]
+        gates += [comparison.counts_gate(one) for one in decoded]
     if has_failed(gates):
-        gates += [run.skipped_gate(TIME, "decided without timing") for run in runs]
-        return [None] * len(runs)
+        gates += [one.skipped_gate(TIME, "decided without timing") for one in decoded]
+        return [None] * len(decoded)
     deadline = time.monotonic() + budget_s
     timings = []
-    for number, (run, of_run) in enumerate(zip(runs, requests, strict=True)):
-        share_s = (deadline - time.monotonic()) / (len(runs) - number)
-        gate, timing = comparison.time_gate(run, of_run, budget_s=share_s)
+    for number, one in enumerate(decoded):
+        gate, timing = comparison.time_gate(one, budget_s=(deadline - time.monotonic()) / (len(decoded) - number))
         gates.append(gate)
         timings.append(timing)
     return timings

@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from autotune.check.pairs import TimedPair
-from autotune.documents.decoding_profile import PromptEvidence
+from autotune.documents.decoded import Decoded
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.files import Document
@@ -15,6 +14,7 @@ from autotune.files import Document
 GateVerdict = Literal["passed", "warned", "failed", "inconclusive", "skipped"]
 LOSSLESS = "lossless"
 COUNTS, BASE_COUNTS = "counts", "counts of the base"
+REPLAY = "counts of the replay"
 SPEEDUP, TIME = "minimum speedup", "time against the base"
 
 
@@ -50,11 +50,9 @@ class Timing(Document):
     """p-value under the hypothesis that the head is slower by at most the tolerance."""
     p_beyond_limit: float
     """p-value under the hypothesis that the head is slower by at least the limit."""
-    plain_slowdown: float | None
-    """Slowdown of plain decoding, a control: far from 0, more than the draft's part has changed."""
-    speedup: float | None
-    """Speedup of the head over its own plain decoding, in the pairs that measured both."""
-    pairs: list[TimedPair]
+    base_ms: list[float]
+    """Decoding times of the base in the pairs, in order, in milliseconds."""
+    head_ms: list[float]
 
 
 class WorkloadResult(Document):
@@ -67,7 +65,8 @@ class WorkloadResult(Document):
     speedup: float
     ci95: tuple[float, float]
     precision: str
-    prompts: list[PromptEvidence]
+    prompts: list[Decoded]
+    plain_ms: list[float]
     timing: Timing | None = None
 
 

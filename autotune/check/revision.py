@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +19,63 @@ REQUIREMENTS = ("constraints.txt", "requirements.txt", "uv.lock", "poetry.lock")
 PACKAGE = Path("autotune/__init__.py")
 
 
+@dataclass(frozen=True)
+class Checkout:
+    """A worktree of a revision, beside the repository."""
+
+    label: str
+    root: Path
+    tree: Path
+
+    def beside(self, path: Path) -> Path:
+        """The file of the same path in the revision, or the given one if git does not track it."""
+        path = path.resolve()
+        in_tree = self.tree / path.relative_to(self.root) if path.is_relative_to(self.root) else path
+        return in_tree if in_tree.is_file() else path
+
+
 @contextmanager
-def checked_out(ref: str, profile: Path, head: Side, folder: Path) -> Iterator[Side]:
-    """The side that decodes with the code of ``ref``.
-
-    Its profile is the file of the same path in the revision, or the head's if git does not track it. Its environment is
-    this one if both require the same packages, or else a new one.
-
+def worktree(ref: str, folder: Path) -> Iterator[Checkout]:
+    """
     Raises:
-        UserError: no repository, no such revision, or packages that cannot be installed.
+        UserError: no repository, or no such revision.
     """
     top_level = _git(
         ["rev-parse", "--show-toplevel"],
         Path.cwd(),
         f"--against {ref}: no such file, and this folder is not in a git repository; give a profile, or run it in the repository",
     )
-    root = Path(top_level)
+    root, tree = Path(top_level), folder / "base"
     commit = _git(
         ["rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}"],
         root,
         f"--against {ref}: neither a file nor a git revision; fetch it first (CI often fetches the last commit only), or "
         "correct the name",
     )
-    tree = folder / "base"
     _git(["worktree", "add", "--detach", str(tree), commit], root, f"--against {ref}: git cannot check it out")
-    own_profile = profile.resolve()
-    in_tree = tree / own_profile.relative_to(root) if own_profile.is_relative_to(root) else own_profile
     try:
-        yield Side(
-            name="base",
-            label=f"{ref} ({commit[:10]})",
-            profile=in_tree if in_tree.is_file() else own_profile,
-            code=_code_in(tree, root, head),
-            python=_python_for(ref, root, tree, folder / "environment"),
-            dtype=head.dtype,
-        )
+        yield Checkout(f"{ref} ({commit[:10]})", root, tree)
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=root, capture_output=True)
+
+
+@contextmanager
+def checked_out(ref: str, profile: Path, head: Side, folder: Path) -> Iterator[Side]:
+    """The side that decodes with the code of ``ref``, in this environment if both require the same packages, or else in
+    a new one.
+
+    Raises:
+        UserError: no such revision, or packages that cannot be installed.
+    """
+    with worktree(ref, folder) as found:
+        yield Side(
+            name="base",
+            label=found.label,
+            profile=found.beside(profile),
+            code=_code_in(found.tree, found.root, head),
+            python=_python_for(ref, found.root, found.tree, folder / "environment"),
+            dtype=head.dtype,
+        )
 
 
 def _code_in(tree: Path, root: Path, head: Side) -> Path:

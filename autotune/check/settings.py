@@ -41,6 +41,8 @@ class CheckSettings(BaseModel):
     budget_s: float = setting(480.0, "Time limit of the pairs of --against.", option="budget", unit="s", gt=0)
     on_inconclusive: Literal["fail", "warn"] = setting("fail", "Exit with 3 (fail) or 0 (warn) if inconclusive.")
     seed: int = setting(0, "Seed of all random orders.", rare=True)
+    engine_command: str | None = None
+    """Executable of a profile's engine with further arguments, in place of the profile's."""
     device: str = setting("auto", "auto, cpu or cuda:N.")
     dtype: Dtype | None = setting(None, "Data type of the target; default: the profile's.")
     junit: Path | None = setting(None, "JUnit XML file to write.")

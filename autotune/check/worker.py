@@ -46,21 +46,16 @@ class SideDecoder:
         import autotune
 
         self.package = os.path.dirname(os.path.abspath(autotune.__file__))
-        self.tuned = autotune.load(profile, **options)
-        # Plain decoding runs its steps as the profile does: a slower baseline would flatter the draft.
-        steps = {name: getattr(self.tuned, name) for name in ("mode", "capture_sizes", "threads", "prefill_threads")}
-        self.plain = autotune.Decoder(target=self.tuned.target_model, draft=None, **steps)
-        self.plain.prepare()  # loading has prepared the other one
+        self.decoder = autotune.load(profile, **options)
 
     def decode(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Times, counts and a hash of the tokens of one prompt, decoded with the profile or plainly."""
+        """Time, counts and a hash of the tokens of one prompt, decoded with the profile."""
         from safetensors.torch import load_file
 
-        decoder = self.plain if request["plain"] else self.tuned
-        inputs = load_file(request["inputs"], device=str(self.tuned.target_model.device))
+        inputs = load_file(request["inputs"], device=str(self.decoder.target_model.device))
         gc.collect()  # else one prompt would pay for the garbage of another
         watch = Stopwatch()
-        output = decoder.generate(**inputs, **request["settings"], workload=request["task"], streamer=watch)
+        output = self.decoder.generate(**inputs, **request["settings"], workload=request["task"], streamer=watch)
         stats = output.stats
         tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         return {

@@ -6,40 +6,27 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.documents.decoded import Decoded
 from autotune.errors import UserError
-from autotune.files import Document
+from autotune.evaluation.arms import Arm
+from autotune.workloads.prompt import WorkloadPrompt
+from autotune.workloads.workload import WARM_UP_TOKENS
 
 WORKER = Path(__file__).with_name("worker.py")
-
-
-class Decoded(Document):
-    """A worker's answer for one prompt."""
-
-    decode_ms: float
-    """From the first token to the last, by the worker's own clock."""
-    new_tokens: int
-    tokens_sha256: str
-    target_forwards: int
-    draft_forwards: int
-    plain_steps: int
-    verified_nodes: int
-    accepted_lengths: list[int]
 
 
 @dataclass(frozen=True)
 class WorkerRequest:
     """A prompt for workers, processed once for both sides."""
 
-    name: str
     inputs: Path
     """A safetensors file."""
-    settings: dict[str, Any]
-    task: str
     point: int
     """Index of the operating point that decodes it."""
 
@@ -59,13 +46,18 @@ class Side:
     """Data type of the target; None: the profile's."""
 
 
-class WorkerProcess:
-    """A worker in a separate process. The constructor starts it; the first ``decode`` or ``wait`` waits until it has
-    loaded.
+class WorkerProcess(Arm, AbstractContextManager["WorkerProcess"]):
+    """A worker in a separate process, as an arm. The constructor starts it; its first use waits until it has loaded.
+
+    No times of the prefill are known of it, so that no run is ever taken for a disturbed one and repeated.
+
+    Args:
+        requests: by name of the prompt.
     """
 
-    def __init__(self, side: Side, *, device: str, log: Path) -> None:
-        self.side, self.log = side, log
+    def __init__(self, side: Side, requests: Mapping[str, WorkerRequest], *, device: str, log: Path) -> None:
+        self.name = self.key = side.name
+        self.side, self.requests, self.log = side, requests, log
         options = {"device": device, **({} if side.dtype is None else {"dtype": side.dtype})}
         settings = json.dumps({"profile": str(side.profile), "options": options})
         # In a new session Ctrl-C reaches the parent only; workers end when their input is closed.
@@ -96,10 +88,25 @@ class WorkerProcess:
                 )
             self._is_ready = True
 
-    def decode(self, request: WorkerRequest, *, plain: bool) -> Decoded:
+    def prepare(self, prompts: Sequence[WorkloadPrompt]) -> None:
+        """Warm up: decode the start of one coming prompt for each operating point."""
+        for prompt in {self.requests[prompt.name].point: prompt for prompt in prompts}.values():
+            few = min(WARM_UP_TOKENS, prompt.settings.max_new_tokens)
+            self._decode(prompt, {**prompt.settings.generation, "max_new_tokens": few})
+
+    def decode(self, prompt: WorkloadPrompt) -> Decoded:
+        answer = self._decode(prompt, prompt.settings.generation)
+        return Decoded(arm=self.key, prompt=prompt.name, prompt_sha256=prompt.sha256, **answer)
+
+    def _decode(self, prompt: WorkloadPrompt, settings: Mapping[str, Any]) -> dict[str, Any]:
         self.wait()
-        self._write({"inputs": str(request.inputs), "settings": request.settings, "task": request.task, "plain": plain})
-        return Decoded.model_validate(self._read())
+        inputs = str(self.requests[prompt.name].inputs)
+        self._write({"inputs": inputs, "settings": settings, "task": prompt.settings.task})
+        return self._read()
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self.close()
 
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
@@ -146,6 +153,3 @@ class WorkerProcess:
         """The last line in the log of a worker that has died."""
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"it ended with code {self._process.wait()}"
-
-
-Launch = Callable[[Side], WorkerProcess]

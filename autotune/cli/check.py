@@ -45,24 +45,17 @@ def reported_errors(junit: Path | None, github: bool) -> Iterator[None]:
 @options.chat_template_kwargs
 @options.engine_command
 @options.as_json
-def command(as_json: bool, engine_command: str | None, **values: Any) -> None:
+def command(as_json: bool, **values: Any) -> None:
     """Check that a profile is still lossless, that its counts are unchanged, and that it is not significantly slower.
 
     Exit codes: 0 passed, 1 regressed, 2 a mistake that the user can fix, 3 inconclusive, 4 not comparable,
     70 a fault of the program.
     """
-    from autotune.cli.preflight import is_engine_profile, require_profile, require_workload
+    from autotune.cli.preflight import require_profile, require_workload
 
     with reported_errors(values["junit"], values["github"]):
         settings = make_settings(CheckSettings, values)
         settings.require_consistent()
-        if is_engine_profile(settings.profile):
-            from autotune.console import Console
-            from autotune.engines.engine_use import check_engine
-
-            if settings.junit:
-                raise UserError(f"{settings.profile}: the check of an engine writes no report; leave --junit out")
-            sys.exit(check_engine(settings.profile, engine_command, Console()))
         require_profile(settings.profile)
         for workload in settings.workloads:
             require_workload(workload, settings.workload_format)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from autotune.documents.decoding_profile import PromptEvidence
 from autotune.files import Document
 from autotune.trees.acceptance_counts import AcceptanceCounts, Rows
 from autotune.trees.limits import Ints
@@ -74,6 +73,16 @@ class Decoded(Document):
         return sum(self.accepted_lengths)
 
     @property
+    def counts(self) -> tuple[object, ...]:
+        """What follows from models, tree and prompt alone, without noise: the answer and the work of decoding it."""
+        work = (self.target_forwards, self.draft_forwards, self.verified_nodes, self.plain_steps)
+        return self.tokens_sha256, *work, *self.accepted_lengths
+
+    def without_tokens(self) -> Decoded:
+        """The record as profiles keep it: hash and counts in place of tokens and acceptance by depth and rank."""
+        return self.model_copy(update={"tokens": [], "acceptance_counts": AcceptanceCounts().to_json()})
+
+    @property
     def forward_ms(self) -> float:
         """Mean time of a target forward after the prefill; 0 where forwards are not measured, or there are none."""
         return self.verify_ms / max(1, self.target_forwards)
@@ -84,6 +93,7 @@ def tokens_key(tokens: Sequence[int]) -> str:
     return hashlib.sha256(repr(list(tokens)).encode()).hexdigest()[:16]
 
 
+<<<<<<< HEAD
 def prompt_evidence(run: Decoded, plain: Decoded) -> PromptEvidence:
     """The counts and times that a profile stores of a prompt, for checks to compare with."""
     return PromptEvidence(
@@ -94,6 +104,8 @@ def prompt_evidence(run: Decoded, plain: Decoded) -> PromptEvidence:
     )
 
 
+=======
+>>>>>>> check
 def runs_dataframe(runs: Mapping[str, Sequence[Decoded | Mapping[str, Any]]]) -> DataFrame:
     """A row for every run: arm, prompt, task, counts, times in milliseconds, and the band of the answer's length.
 

@@ -4,39 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.check.pairs import TimedPair
 from autotune.check.result import CheckResult, Gate, Timing, WorkloadResult
-from autotune.documents.decoding_profile import PromptEvidence
+from autotune.documents.decoded import Decoded
 from tests.sample_documents import DEVICE, PROVENANCE, TARGET
 
 
-def prompt_evidence(name: str = "count", **fields: Any) -> PromptEvidence:
+def prompt_evidence(name: str = "count", **fields: Any) -> Decoded:
     """A prompt of 10 rounds with 40 draft tokens, 30 of them accepted."""
-    known: dict[str, Any] = {"name": name, "sha256": name * 2, "tokens_sha256": "same", "accepted_lengths": [3] * 10}
+    known: dict[str, Any] = {"arm": "tuned", "prompt": name, "prompt_sha256": name * 2, "tokens_sha256": "same"}
     known |= {"rounds": 10, "target_forwards": 10, "plain_steps": 0, "draft_forwards": 40, "verified_nodes": 40}
-    known |= {"accepted_tokens": 30, "decode_ms": 100.0, "ar_decode_ms": 200.0}
-    return PromptEvidence(**{**known, **fields})
-
-
-def pair(number: int, slowdown: float = 0.0, **fields: Any) -> TimedPair:
-    """A pair with a slower head; five pairs per launch."""
-    known: dict[str, Any] = {"number": number, "launch": number // 5, "prompt": "count", "head_first": bool(number % 2)}
-    known |= {"base_ms": 10.0, "head_ms": 10.0 * (1 + slowdown)}
-    return TimedPair(**{**known, **fields})
+    known |= {"accepted_lengths": [3] * 10, "new_tokens": 41, "decode_ms": 100.0}
+    return Decoded(**{**known, **fields})
 
 
 def timing(**fields: Any) -> Timing:
     known: dict[str, Any] = {"base": "main (0123456789)", "head": "the current version", "seed": 0, "looks": (55, 80)}
     known |= {"limit": 0.05, "tolerance": 0.01, "slowdown": 0.08, "ci95": (0.07, 0.09)}
-    known |= {"p_within_tolerance": 1e-5, "p_beyond_limit": 1.0, "plain_slowdown": 0.001, "speedup": 2.0}
-    known |= {"pairs": [pair(0, 0.08)]}
+    known |= {"p_within_tolerance": 1e-5, "p_beyond_limit": 1.0}
+    known |= {"base_ms": [100.0], "head_ms": [108.0]}
     return Timing(**{**known, **fields})
 
 
 def check_result(*gates: Gate, **fields: Any) -> CheckResult:
     """A result with these gates and one timed workload."""
     measured: dict[str, Any] = {"num_prompts": 2, "identical_outputs": 2, "speedup": 2.0, "ci95": (1.9, 2.1)}
-    measured |= {"divergences": [], "precision": "float32", "prompts": [prompt_evidence()], "timing": timing()}
+    measured |= {
+        "divergences": [],
+        "precision": "float32",
+        "prompts": [prompt_evidence()],
+        "plain_ms": [200.0],
+        "timing": timing(),
+    }
     known: dict[str, Any] = {"provenance": PROVENANCE, "profile": "profile.json", "hardware": DEVICE, "target": TARGET}
     known |= {
         "lossless": True,

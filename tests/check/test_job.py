@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autotune.check import comparison
+from autotune.check import in_runtime
 from autotune.check.job import run_check
-from autotune.check.pairs import TimedPair
 from autotune.check.result import TIME, CheckResult, Gate
 from autotune.check.settings import CheckSettings
 from autotune.check.worker import SideDecoder
-from autotune.check.worker_process import Decoded, Side, WorkerRequest
+from autotune.check.worker_process import Side, WorkerRequest
 from autotune.console import Console
 from autotune.documents.condition import Condition
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import TUNED, DecodingProfile, Evidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.errors import NotComparable
+<<<<<<< HEAD
+=======
+from autotune.evaluation.arms import Arm
+>>>>>>> check
 from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.files import read_lines
 from autotune.machine.device import fingerprint
@@ -34,6 +38,7 @@ from autotune.runtime.rounds import Round
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.tree import Ints
 from autotune.trees.verification import WetapVerification
+from autotune.workloads.prompt import WorkloadPrompt
 from tests.sample_documents import DEVICE, decoding_profile, write_workload
 from tests.tiny_models import Pair
 
@@ -94,13 +99,13 @@ def test_later_turns_are_checked_too(world: Path) -> None:
     settings = {"workloads": ("question.jsonl",), "num_prompts": 4, "max_new_tokens": 12}
     found = check("lossless.json", **settings)
     assert found.verdict == "passed" and found.workloads[0].identical_outputs == 2
-    assert [prompt.name for prompt in found.workloads[0].prompts] == [
+    assert [prompt.prompt for prompt in found.workloads[0].prompts] == [
         "question.jsonl:2/turn-1",
         "question.jsonl:2/turn-2",
     ]
     write_workload(world, [row, {**row, "turns": ["Go.", "On and on. " * 400]}], name="question.jsonl")
     (prompt,) = check("lossless.json", **settings).workloads[0].prompts
-    assert prompt.name == "question.jsonl:2/turn-1", "a turn that does not fit the target's context is left out"
+    assert prompt.prompt == "question.jsonl:2/turn-1", "a turn that does not fit the target's context is left out"
 
 
 def test_a_different_output_fails_a_lossless_profile(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +175,10 @@ def test_only_outputs_of_lossless_points_must_equal_plain_decoding(
     ]
 
 
-def test_each_prompt_is_decoded_by_its_own_point(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_prompt_is_decoded_by_its_own_point(world: Path) -> None:
     """The lossy point accepts every draft token, so it takes fewer rounds than the lossless one on the same prompt."""
     write_points(world, "strict", "loose")
+<<<<<<< HEAD
     runs: dict[str, Any] = {}
     decode = DecoderArm.decode
 
@@ -184,6 +190,9 @@ def test_each_prompt_is_decoded_by_its_own_point(world: Path, monkeypatch: pytes
 
     monkeypatch.setattr(DecoderArm, "decode", noted)
     check("points.json")
+=======
+    runs = {run.task: run for run in check("points.json").workloads[0].prompts}
+>>>>>>> check
     assert runs["loose"].rounds < runs["strict"].rounds == len(runs["strict"].accepted_lengths)
 
 
@@ -222,7 +231,7 @@ def test_a_lower_accepted_length_fails_without_timing(world: Path, monkeypatch: 
     write_evidence(world)
     assert verdicts(check("proven.json")) == {"lossless": "passed", "counts": "passed"}
     accept_less(monkeypatch)
-    monkeypatch.setattr(comparison, "WorkerProcess", None)
+    monkeypatch.setattr(in_runtime, "WorkerProcess", None)
     found = check("proven.json", against="lossless.json")
     assert found.exit_code == 1
     assert verdicts(found) == {"lossless": "passed", "counts": "failed", "time against the base": "skipped"}
@@ -300,36 +309,42 @@ def test_another_workload_is_not_comparable_without_another_gate(world: Path) ->
 # -------- against
 
 
-class InProcess:
+class InProcess(Arm):
     """A worker without a process: its counts are real and decoded once, its times are set by the test."""
 
-    decoded: dict[tuple[str, str, bool], Decoded]
+    decoded: dict[tuple[str, str], Decoded]
     launched: list[str]
     slowdown = 0.0
     edit: Any = None
 
-    def __init__(self, side: Side, **_: Any) -> None:
-        self.side, self._side = side, None
+    def __init__(self, side: Side, requests: Mapping[str, WorkerRequest], **_: Any) -> None:
+        self.side, self.requests = side, requests
         self.launched.append(side.name)
 
-    def decode(self, request: WorkerRequest, *, plain: bool) -> Decoded:
-        key = (self.side.profile.read_text(), str(request.name), plain)  # the content, whatever its path
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def decode(self, prompt: WorkloadPrompt) -> Decoded:
+        key = (self.side.profile.read_text(), prompt.name)  # the content, whatever its path
         if key not in self.decoded:
-            self._side = self._side or SideDecoder(str(self.side.profile), {"device": "cpu"})
-            fields = {"inputs": str(request.inputs), "settings": request.settings, "task": request.task}
-            self.decoded[key] = Decoded.model_validate(self._side.decode({**fields, "plain": plain}))
+            side = SideDecoder(str(self.side.profile), {"device": "cpu"})
+            settings = prompt.settings
+            fields = {"inputs": str(self.requests[prompt.name].inputs), "settings": settings.generation}
+            known = {"arm": self.side.name, "prompt": prompt.name, "prompt_sha256": prompt.sha256}
+            answer = side.decode({**fields, "task": settings.task})
+            self.decoded[key] = Decoded.model_validate({**known, **answer})
         jitter = 0.001 * (len(self.launched) % 7)
         ms = 100.0 * (1 + jitter) * (1 + type(self).slowdown * (self.side.name == "head"))
         found = self.decoded[key].model_copy(update={"decode_ms": ms})
         return type(self).edit(self.side, found) if type(self).edit else found
 
-    def close(self) -> None: ...
-
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> type[InProcess]:
     fresh = type("Fresh", (InProcess,), {"decoded": {}, "launched": []})
-    monkeypatch.setattr(comparison, "WorkerProcess", fresh)
+    monkeypatch.setattr(in_runtime, "WorkerProcess", fresh)
     return fresh
 
 
@@ -350,9 +365,9 @@ def test_a_slower_head_fails(world: Path, workers: type[InProcess]) -> None:
     expected = {"lossless": "passed", "counts": "skipped", "counts of the base": "skipped"}
     assert verdicts(found) == {**expected, "time against the base": "failed"}
     timing = found.workloads[0].timing
-    assert timing is not None and timing.slowdown == pytest.approx(0.08, abs=0.01) and len(timing.pairs) == 55
+    assert timing is not None and timing.slowdown == pytest.approx(0.08, abs=0.01) and len(timing.head_ms) == 55
     (ledger,) = (world / ".autotune" / "checks").glob("*.jsonl")
-    assert len(ledger.read_text().splitlines()) == 55 and "-" in ledger.stem, (
+    assert len(ledger.read_text().splitlines()) == 110 and "-" in ledger.stem, (
         "renamed, so that the next check measures again"
     )
     workers.slowdown = 0.0
@@ -421,7 +436,7 @@ def test_sides_that_answer_differently_are_not_comparable(world: Path, workers: 
         tree={"policy": "chain", "depth": 2}
     ).point.tree  # other trees: counts are skipped, and times are compared
     changed(world, "base.json", points=[point.model_copy(update={"tree": deeper})])
-    with pytest.raises(NotComparable, match=r"workload.jsonl:\d: base \(base.json\) and head answer differently"):
+    with pytest.raises(NotComparable, match=r"workload.jsonl:\d: base and head answer differently"):
         check("lossless.json", against="base.json")
 
 
@@ -467,6 +482,8 @@ def test_real_processes_decode_in_pairs(world: Path) -> None:
     assert (result.exit_code, verdicts(result)["lossless"], gate(result, TIME).verdict) == (3, "passed", "inconclusive")
     assert gate(result, TIME).summary.startswith("--budget 1s: the first analysis, at 55 pairs, takes about ")
     (ledger,) = (world / ".autotune" / "checks").glob("*.jsonl")
-    pairs = [TimedPair.model_validate(record) for record in read_lines(ledger)]
-    assert [pair.number for pair in pairs] == list(range(5)) and {pair.launch for pair in pairs} == {0}
-    assert all(pair.base_ms > 0 < pair.head_ms for pair in pairs) and pairs[0].plain_head_ms is not None
+    runs = [
+        Decoded.model_validate({k: v for k, v in row.items() if k in Decoded.model_fields})
+        for row in read_lines(ledger)
+    ]
+    assert len(runs) == 10 and all(run.decode_ms > 0 for run in runs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autotune.check.sequential import Design
+from autotune.evaluation.not_slower import Design
 from benchmarks.check_power import BY_PAIR, EVERY_LAUNCH, SCENARIOS, Shares, noises, recorded, replayed, simulate
 
 CHECKS = 200

@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 
 import autotune
 from autotune.check import worker
-from autotune.check.worker_process import WORKER, Decoded, Side, WorkerProcess, WorkerRequest
-from autotune.documents.decoding_profile import DecodingProfile
+from autotune.check.worker_process import WORKER, Side, WorkerProcess, WorkerRequest
+from autotune.documents.decoded import Decoded, tokens_key
 from autotune.errors import UserError
 from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from tests.sample_documents import decoding_profile
 from tests.tiny_models import Inputs, Pair
 
@@ -30,10 +31,18 @@ def profile(pair: Pair, tmp_path: Path) -> Path:
     return tmp_path / "profile.json"
 
 
+SETTINGS = Prompt(prompt="prompt", max_new_tokens=20)
+PROMPT = WorkloadPrompt("prompt", SETTINGS, ())
+
+
 def request(inputs: Inputs, folder: Path) -> WorkerRequest:
     path = folder / "inputs.safetensors"
     save_file({name: value.contiguous() for name, value in inputs.items()}, path)
-    return WorkerRequest("prompt", path, {"max_new_tokens": 20, "temperature": 0.0}, "prompt", 0)
+    return WorkerRequest(path, 0)
+
+
+def answer(fields: dict[str, Any]) -> Decoded:
+    return Decoded(arm="head", prompt="prompt", prompt_sha256="0", **fields)
 
 
 def served(profile: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
@@ -46,45 +55,30 @@ def served(profile: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_answers_agree_with_the_decoder(profile: Path, prompts: dict[str, Inputs], tmp_path: Path) -> None:
     one = request(prompts["image"], tmp_path)
-    fields = {"inputs": str(one.inputs), "settings": one.settings, "task": one.task}
-    ready, tuned, plain = served(profile, {**fields, "plain": False}, {**fields, "plain": True})
+    fields = {"inputs": str(one.inputs), "settings": SETTINGS.generation, "task": SETTINGS.task}
+    ready, tuned = served(profile, fields)
     assert Path(ready["ready"]) == Path(autotune.__file__).parent
-    stats = autotune.load(profile, device="cpu").generate(**prompts["image"], **one.settings).stats
-    found = Decoded.model_validate(tuned)
+    stats = autotune.load(profile, device="cpu").generate(**prompts["image"], **SETTINGS.generation).stats
+    found = answer(tuned)
     assert found.accepted_lengths == stats.accepted_lengths and sum(found.accepted_lengths) > 0
     assert (found.target_forwards, found.draft_forwards) == (stats.target_forwards, stats.draft_forwards)
     assert found.verified_nodes == sum(stats.verified_nodes) and found.plain_steps == 0
     assert found.new_tokens == 20 and found.decode_ms > 0
-    other = Decoded.model_validate(plain)
-    assert other.tokens_sha256 == found.tokens_sha256
-    assert (other.target_forwards, other.draft_forwards) == (19, 0)
 
 
 def test_a_worker_process_decodes_and_reports_failures(
     profile: Path, prompts: dict[str, Inputs], tmp_path: Path
 ) -> None:
-    """A real process: the tokens of plain decoding, and an error as one line."""
-    one = request(prompts["image"], tmp_path)
-    process = WorkerProcess(Side("head", "this code", profile), device="cpu", log=tmp_path / "log")
-    try:
-        tuned, plain = (process.decode(one, plain=plain) for plain in (False, True))
-        assert tuned.tokens_sha256 == plain.tokens_sha256 and tuned.draft_forwards > plain.draft_forwards == 0
+    """A real process: warmed up, with the decoder's answer, and an error as one line."""
+    requests = {"prompt": request(prompts["image"], tmp_path), "gone": WorkerRequest(tmp_path / "gone.safetensors", 0)}
+    with WorkerProcess(Side("head", "this code", profile), requests, device="cpu", log=tmp_path / "log") as process:
+        process.prepare([PROMPT])
+        found = process.decode(PROMPT)
+        assert (found.arm, found.prompt, found.prompt_sha256) == ("head", "prompt", PROMPT.sha256)
+        output = autotune.load(profile, device="cpu").generate(**prompts["image"], **SETTINGS.generation)
+        assert found.tokens_sha256 == tokens_key(output.sequences[0, output.stats.prompt_tokens :].tolist())
         with pytest.raises(RuntimeError, match=r"head.*gone\.safetensors"):
-            process.decode(replace(one, inputs=tmp_path / "gone.safetensors"), plain=False)
-    finally:
-        process.close()
-
-
-def test_plain_decoding_steps_as_the_profile_does(profile: Path) -> None:
-    """With its mode, sizes and threads: an eager baseline would flatter a compiled draft."""
-    steps = {"mode": "fixed", "capture_sizes": (1, 8, 160), "threads": 1}
-    DecodingProfile.load(profile).model_copy(update=steps).save(profile)
-    side = worker.SideDecoder(str(profile), {"device": "cpu"})
-    assert (
-        {name: getattr(side.plain, name) for name in steps}
-        == {name: getattr(side.tuned, name) for name in steps}
-        == steps
-    )
+            process.decode(replace(PROMPT, name="gone"))
 
 
 def test_its_clock_runs_from_the_first_token_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +95,7 @@ def test_an_error_is_an_answer(profile: Path, tmp_path: Path, capfd: pytest.Capt
     (answer,) = served(tmp_path / "gone.json")
     assert answer["error"].startswith("UserError: ") and "gone.json: no such file" in answer["error"]
     assert "Traceback" in capfd.readouterr().err, "for the log"
-    ready, broken = served(profile, {"plain": False})
+    ready, broken = served(profile, {"task": "x"})
     assert "ready" in ready and broken["error"] == "KeyError: 'inputs'"
     assert broken["is_fault"] and not answer["is_fault"]
 
@@ -127,11 +121,6 @@ def stub(folder: Path, body: str) -> Path:
 
 STUB = """
 print("a library that prints")
-class Model: device = "cpu"
-class Decoder:
-    target_model, mode, capture_sizes, threads, prefill_threads = Model(), "eager", (), 1, 1
-    def __init__(self, target=None, draft=None, **steps): ...
-    def prepare(self): ...
 def load(profile, device):
     {load}
 """
@@ -139,11 +128,11 @@ def load(profile, device):
 
 def process(code: Path, folder: Path) -> WorkerProcess:
     side = Side(name="base", label="main (0123456789)", profile=folder / "profile.json", code=code)
-    return WorkerProcess(side, device="cpu", log=folder / "base.log")
+    return WorkerProcess(side, {}, device="cpu", log=folder / "base.log")
 
 
 def test_a_process_runs_the_code_of_its_side(tmp_path: Path) -> None:
-    made = process(stub(tmp_path, STUB.format(load="return Decoder()")), tmp_path)
+    made = process(stub(tmp_path, STUB.format(load="return None")), tmp_path)
     made.wait()
     made.close()
     assert made._process.returncode == 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import wilcoxon
 
-from autotune.check.sequential import Design, estimate, hodges_lehmann, interim_analysis, launches_of, p_value
+from autotune.evaluation.not_slower import Design, estimate, hodges_lehmann, interim_analysis, launches_of, p_value
 
 BY_PAIR = Design(analyses=(20, 40, 80, 160, 240), by_launch=False)
 

@@ -1,7 +1,9 @@
-"""A group-sequential test: is the head slower than the base? Analysed at a few numbers of pairs that are fixed
-beforehand.
+"""A rule of a race: is the second of two arms, the head, slower than the first, the base? A group-sequential test,
+analysed at a few numbers of pairs that are fixed beforehand.
 
-Each pair gives x = ln(t_head / t_base) for one prompt, decoded in random order. The test is the exact Wilcoxon
+Each pair gives x = ln(t_head / t_base) for one prompt, decoded within about a second, in random order. A disturbance of
+the machine then affects either arm with the same probability, so without a change x is distributed symmetrically around
+0, which is all that the test assumes. No pair is ever discarded. The test is the exact Wilcoxon
 signed-rank test of two null hypotheses: a failure must reject "slower by at most the tolerance", a pass must reject
 "slower by at least the limit". The error probabilities are spent over the interim analyses, more at later ones, so
 repeated analyses do not inflate them.
@@ -15,7 +17,9 @@ slower several times as often as stated (``benchmarks/check_power.py``).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -23,7 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata, wilcoxon
 
+from autotune.documents.decoded import Decoded
+from autotune.errors import NotComparable
+from autotune.evaluation.race import Judgement, Look
 from autotune.evaluation.summary import spent_share
+from autotune.workloads.prompt import WorkloadPrompt
 
 Floats = NDArray[np.float64]
 PAIRS_PER_LAUNCH = 5
@@ -100,6 +108,68 @@ def p_value(x: Floats, launches: NDArray[Any] | None) -> Floats:
         starts = np.flatnonzero(np.diff(launches, prepend=launches[0] - 1))
         x = np.add.reduceat(signed + 1e-3 * x, starts, axis=-1)
     return np.asarray(wilcoxon(x, alternative="greater", method="exact", axis=-1).pvalue)
+
+
+@dataclass
+class NotSlower:
+    """Two arms decode pairs until an interim analysis decides, or the next one does not fit the time that is left."""
+
+    design: Design
+    left_s: float
+    """Time until the deadline of the race, in seconds."""
+    seed: int = 0
+    """Of the order of the prompts."""
+    must_agree: bool = True
+    """Whether different answers make the arms incomparable."""
+    analysis: InterimAnalysis | None = field(default=None, init=False)
+    """The last one; None before the first."""
+    needed_s: float = field(default=0.0, init=False)
+    """Time that the pairs before the next analysis take."""
+
+    def blocks(self, prompts: Sequence[WorkloadPrompt]) -> list[Sequence[WorkloadPrompt]]:
+        """Pairs of one launch each. All prompts take turns, in a new random order each time."""
+        num_pairs, pairs = self.design.max_pairs, list[WorkloadPrompt]()
+        for turn in range(math.ceil(num_pairs / len(prompts))):
+            pairs += random.Random(f"{self.seed}/turn/{turn}").sample(list(prompts), len(prompts))
+        return [pairs[begin : begin + PAIRS_PER_LAUNCH] for begin in range(0, num_pairs, PAIRS_PER_LAUNCH)]
+
+    def judge(self, look: Look) -> Judgement:
+        """Analyse the pairs, if it is time for that.
+
+        Raises:
+            NotComparable: the arms answer differently, and must not.
+        """
+        over = Judgement(look.remaining, [])
+        if len(look.running) < 2:
+            return over
+        base, head = (look.runs[name] for name in look.running)
+        if self.must_agree:
+            _require_equal_answers(base, head)
+        analyses, num_pairs = self.design.analyses, look.num_done
+        block_s, self.left_s = self.left_s - look.left_s, look.left_s
+        if num_pairs in analyses:
+            x = log_ratios(base, head)
+            self.analysis = interim_analysis(x, launches_of(num_pairs), analyses.index(num_pairs), self.design)
+            if self.analysis.verdict is not Verdict.CONTINUE or num_pairs == self.design.max_pairs:
+                return over
+        num_missing = min(number for number in analyses if number > num_pairs) - num_pairs
+        self.needed_s = block_s * num_missing / PAIRS_PER_LAUNCH
+        return over if self.needed_s > self.left_s else Judgement(look.remaining, look.running)
+
+
+def _require_equal_answers(base: Sequence[Decoded], head: Sequence[Decoded]) -> None:
+    for one, other in zip(base, head, strict=True):
+        if one.tokens_sha256 != other.tokens_sha256:
+            raise NotComparable(
+                f"{one.prompt}: base and head answer differently ({one.new_tokens} and {other.new_tokens} tokens), so their "
+                "times are not of the same work; compare sides with the same target and precision"
+            )
+
+
+def log_ratios(base: Sequence[Decoded], head: Sequence[Decoded]) -> Floats:
+    """ln(t_head / t_base) of each pair, by time per token after the first."""
+    times = [[run.decode_ms / max(1, run.new_tokens - 1) for run in runs] for runs in (base, head)]
+    return np.asarray(np.log(times[1]) - np.log(times[0]))
 
 
 def launches_of(num_pairs: int) -> NDArray[np.int64]:
