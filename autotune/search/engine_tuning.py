@@ -1,0 +1,176 @@
+"""Tuning of an engine: its plain answers are recorded once, every configuration is replayed and priced, and the fastest
+race in real servers. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.console import Console
+from autotune.documents.decoded import Decoded
+from autotune.documents.decoding_profile import AR, DecodingProfile, Evidence, OperatingPoint, Predicted, WorkloadReference
+from autotune.documents.deployment import EngineEvidence, PredictedSettings
+from autotune.documents.provenance import stamp
+from autotune.engines.backend import Backend, Configuration, Prices
+from autotune.errors import UserError
+from autotune.evaluation.race import Fastest, Race, Rule, TimeLimit, race
+from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.summary import bootstrap_ratio
+from autotune.machine.container import num_cores
+from autotune.machine.contention_monitor import ContentionMonitor
+from autotune.machine.device import cpu_fingerprint
+from autotune.search import thresholds
+from autotune.search.evidence import Evaluation, print_evaluation
+from autotune.workloads.workload import Workload
+
+SHOWN = 3  # fastest configurations of a type, and of all
+
+
+@dataclass(frozen=True)
+class RankedConfiguration:
+    """A configuration with its speedup over plain decoding by replay and prices."""
+
+    configuration: Configuration
+    speedup: float
+    ci95: tuple[float, float]
+    counts: Sequence[tuple[int, int, int]]
+    """Predicted verifications, draft tokens and accepted ones, by prompt."""
+
+    @property
+    def name(self) -> str:
+        """The label, marked where the settings are the default of their type."""
+        return f"{self.configuration.label}{', default' if self.configuration.is_default else ''}"
+
+    @property
+    def type(self) -> str:
+        return self.configuration.type
+
+    @property
+    def document(self) -> PredictedSettings:
+        c = self.configuration
+        return PredictedSettings(
+            label=c.label, type=c.type, is_default=c.is_default, speedup=self.speedup, ci95=self.ci95
+        )
+
+
+@dataclass(frozen=True)
+class EngineTuning:
+    """The tuning of one engine.
+
+    Attributes:
+        runs: ledger of the real runs, with which an interrupted tuning goes on.
+        requests_at_once: numbers of requests at a time that plain decoding and the winner serve in the end.
+    """
+
+    backend: Backend
+    tune: Workload
+    held_out: Workload
+    runs: Path
+    console: Console
+    budget_s: float
+    seed: int = 0
+    requests_at_once: Sequence[int] = ()
+
+    def run(self) -> DecodingProfile:
+        """The profile of the engine.
+
+        Raises:
+            UserError: the engine cannot be used; what was recorded is kept.
+        """
+        backend, begun, monitor = self.backend, time.monotonic(), ContentionMonitor("cpu")
+        ends = {stage: begun + share * self.budget_s for stage, share in thresholds.ENGINE_ENDS.items()}
+        recorded = backend.record(self.tune.prompts, ends["answers"])
+        tune = self.tune.cut(len(recorded.answers))
+        prices = backend.price(recorded, ends["prices"])
+        ranked = self.rank(recorded, prices)
+        shown = [one for one in ranked if one.configuration.is_default or one in _of_type(ranked, one.type)[:SHOWN]]
+        evidence = EngineEvidence(
+            num_replayed=dict(Counter(one.type for one in ranked)),
+            predicted=[one.document for one in shown],
+            prices=list(prices.priced),
+            factors=dict(prices.factors),
+            left_out=dict(prices.left_out),
+        )
+        if backend.is_fixed:
+            best = ranked[0].configuration if ranked[0].speedup > 1.0 else None
+            return self._profile(tune, best, Evidence(engine=evidence))
+        winner, default, as_predicted = self.choose(ranked, tune, ends["finalists"])
+        evaluation, chosen = self.evaluate(winner, default, begun + self.budget_s)
+        raced = [None, *{one.name: one.configuration for one in (winner, default)}.values()]
+        loads = [load for size in self.requests_at_once for load in backend.loads(raced, recorded, size)]
+        decoded = AR if chosen is None else chosen.name
+        evidence = evidence.model_copy(update={"loads": loads, "as_predicted": as_predicted})
+        measured = Evidence(engine=evidence, **evaluation.evidence(decoded))
+        profile = self._profile(tune, chosen and chosen.configuration, measured)
+        point = profile.point.model_copy(update={"measured": evaluation.measured(decoded)})
+        provenance = stamp(monitor.contention())
+        return profile.model_copy(update={"points": [point], "provenance": provenance})
+
+    def rank(self, recorded: Any, prices: Prices) -> list[RankedConfiguration]:
+        """All configurations by predicted time, the fastest first; prints the fastest and the best default."""
+        backend, ranked = self.backend, list[RankedConfiguration]()
+        plain_ms = prices.ms(backend.replay(None, recorded))
+        configurations = [c for c in backend.configurations() if c.type not in prices.left_out]
+        if not configurations:
+            raise UserError(f"{backend.name}: no speculation is left to tune; see the lines above")
+        with self.console.stage(f"replay of {len(configurations)} configurations", len(configurations)) as update:
+            for number, configuration in enumerate(configurations, start=1):
+                steps = backend.replay(configuration, recorded)
+                ms = prices.ms(steps)
+                speedup = float(plain_ms.sum() / ms.sum())
+                ranked.append(RankedConfiguration(configuration, speedup, bootstrap_ratio(plain_ms, ms), steps.counts))
+                update(number, len(configurations))
+        ranked.sort(key=lambda one: -one.speedup)
+        shown = [*ranked[:SHOWN], *[one for one in [best_default(ranked)] if one not in ranked[:SHOWN]]]
+        rows = [[one.name, f"{one.speedup:.2f}x", "{:.2f} to {:.2f}".format(*one.ci95)] for one in shown]
+        self.console.table("Predicted on the tuning prompts", ["configuration", "speedup", "95 %"], rows)
+        return ranked
+
+    def choose(
+        self, ranked: Sequence[RankedConfiguration], tune: Workload, deadline: float
+    ) -> tuple[RankedConfiguration, RankedConfiguration, dict[str, tuple[int, int]]]:
+        """The fastest of the finalists on the tuning prompts, the best default, and by finalist the number of requests
+        whose counts are those of the replay, of all.
+        """
+        default = best_default(ranked)
+        others = [one for one in ranked if one is not default]
+        others = [*others[:1], *[one for one in others if one.type != others[0].type][:1]]
+        finalists = {one.name: one for one in (default, *others)}
+        rule = Fastest(
+            risk=thresholds.RISK, prompts_per_block=thresholds.HELD_OUT_PROMPTS, always=[AR]
+        )
+        measured = self._race("finalists, measured", finalists, tune, rule, deadline)
+        remaining = [name for name in measured.remaining if name in finalists]
+        as_predicted = {}
+        for name, one in finalists.items():
+            counts = [(run.rounds, run.verified_nodes, run.accepted_tokens) for run in measured.runs[name]]
+            as_predicted[name] = sum(map(lambda a, b: tuple(a) == tuple(b), counts, one.counts)), len(counts)
+        rows = [
+            [name, f"{one.speedup:.2f}x", f"{len(measured.runs[name])}", "{}/{}".format(*as_predicted[name])]
+            for name, one in finalists.items()
+        ]
+        self.console.table("Finalists on tuning prompts", ["finalist", "predicted", "runs", "counts as predicted"], rows)
+        return finalists[remaining[0]], default, as_predicted
+
+    def evaluate(
+        self, winner: RankedConfiguration, default: RankedConfiguration, deadline: float
+    ) -> tuple[Evaluation, RankedConfiguration | None]:
+        """The runs of plain decoding, the winner and the best default on held-out prompts, and the configuration that is
+        significantly faster than plain decoding; None if none is.
+        """
+        arms = {one.name: one for one in (default, winner)}
+        rule = Fastest(
+            risk=thresholds.RISK,
+            prompts_per_block=thresholds.ENGINE_PROMPTS_PER_LOOK,
+            ends=lambda leaders: AR not in leaders or len(leaders) == 1,
+        )
+        measured = self._race("evaluation, measured", arms, self.held_out, rule, deadline)
+        remaining = [name for name in measured.remaining if name in (AR, *arms)]
+        chosen = None if AR in remaining else arms[remaining[0]]
+        ...
