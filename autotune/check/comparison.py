@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.check.counts import Counts, compare_counts, counts_gate
+from autotune.check.counts import compare_counts, counts_gate
 from autotune.check.local_run import LocalRun
 from autotune.check.pairs import PairRunner
 from autotune.check.result import BASE_COUNTS, TIME, Gate, Timing
@@ -19,6 +19,7 @@ from autotune.check.sequential import Design
 from autotune.check.timing import TooFewPairs, run_pairs, time_gate, timing_of
 from autotune.check.worker_process import Launch, Side, WorkerProcess, WorkerRequest
 from autotune.console import Console
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import beside
 from autotune.errors import NotComparable
@@ -115,7 +116,9 @@ def write_requests(run: LocalRun, processor: Any, folder: Path) -> list[WorkerRe
         path = folder / f"{number}.safetensors"
         save_tensors(path, prompt.inputs(processor))
         settings = prompt.settings
-        requests.append(WorkerRequest(prompt.name, path, settings.generation, settings.task, decoded.point))
+        requests.append(
+            WorkerRequest(prompt.name, prompt.sha256, path, settings.generation, settings.task, decoded.point)
+        )
     return requests
 
 
@@ -137,7 +140,7 @@ class Comparison:
         if run.not_repeated:
             return run.not_repeated_gate(BASE_COUNTS)
         base = self._base_counts(requests)
-        comparison = compare_counts(run.counts, base, run.prices)
+        comparison = compare_counts(run.runs, base, run.prices)
         gate = counts_gate(
             comparison,
             BASE_COUNTS,
@@ -146,14 +149,15 @@ class Comparison:
             tolerance=self.design.tolerance,
             different_answer_reason=None if run.is_exact else f"near ties in {run.precision}",
         )
-        if gate.verdict == "failed" and self._base_counts(requests) != base:
+        again = self._base_counts(requests) if gate.verdict == "failed" else base
+        if [run.counts for run in again] != [run.counts for run in base]:
             return run.skipped_gate(BASE_COUNTS, f"the counts of {self.sides.base.label} are not reproducible")
         return gate
 
-    def _base_counts(self, requests: list[WorkerRequest]) -> list[Counts]:
+    def _base_counts(self, requests: list[WorkerRequest]) -> list[Decoded]:
         worker = self.launch(self.sides.base)
         try:
-            return [Counts.of(request.name, worker.decode(request, plain=False)) for request in requests]
+            return [worker.decode(request, plain=False) for request in requests]
         finally:
             worker.close()
 

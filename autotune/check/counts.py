@@ -8,47 +8,18 @@ cost table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from autotune.check.result import Gate, GateVerdict
-from autotune.check.worker_process import Decoded
-from autotune.documents.decoding_profile import PromptEvidence
+from autotune.documents.decoded import Decoded
 from autotune.trees.fallback import RoundPrice
 
 # For profiles without prices: target forwards dominate the time of decoding.
 TARGET_FORWARDS_ONLY = RoundPrice(round_steps=1.0, level_steps=0.0, node_steps=0.0)
-SHARED = ("tokens_sha256", "draft_forwards", "plain_steps", "verified_nodes")
 COMPARED = ("target_forwards", "draft_forwards", "verified_nodes", "plain_steps", "accepted_tokens")
 
 
-@dataclass(frozen=True)
-class Counts:
-    prompt: str = field(compare=False)  # the same prompts may be in a file of another name
-    tokens_sha256: str
-    target_forwards: int
-    """After the prefill: one per round and one per plain step."""
-    draft_forwards: int
-    accepted_tokens: int
-    plain_steps: int
-    verified_nodes: int
-    accepted_lengths: tuple[int, ...]
-
-    @classmethod
-    def of(cls, name: str, source: PromptEvidence | Decoded) -> Counts:
-        if isinstance(source, PromptEvidence):
-            forwards, accepted = source.rounds, source.accepted_tokens
-        else:
-            forwards, accepted = source.target_forwards, sum(source.accepted_lengths)
-        return cls(
-            prompt=name,
-            target_forwards=forwards,
-            accepted_tokens=accepted,
-            accepted_lengths=tuple(source.accepted_lengths),
-            **{field: getattr(source, field) for field in SHARED},
-        )
-
-
-def cost_in_steps(counts: Counts, price: RoundPrice) -> float:
+def cost_in_steps(counts: Decoded, price: RoundPrice) -> float:
     """The cost of the counts in plain decoding steps."""
     rounds = counts.target_forwards - counts.plain_steps
     in_rounds = price.round_steps * rounds + price.level_steps * counts.draft_forwards
@@ -59,8 +30,8 @@ def cost_in_steps(counts: Counts, price: RoundPrice) -> float:
 class CountChange:
     """A prompt with the same answer and other counts."""
 
-    baseline: Counts
-    current: Counts
+    baseline: Decoded
+    current: Decoded
     baseline_steps: float
     current_steps: float
 
@@ -94,7 +65,7 @@ class CountComparison:
 
 
 def compare_counts(
-    current: Sequence[Counts], baseline: Sequence[Counts], prices: Sequence[RoundPrice | None]
+    current: Sequence[Decoded], baseline: Sequence[Decoded], prices: Sequence[RoundPrice | None]
 ) -> CountComparison:
     """Compare prompt by prompt, each with the prices of the operating point that decodes it."""
     changed, different_answers = [], []
@@ -107,7 +78,7 @@ def compare_counts(
         new_steps, old_steps = cost_in_steps(new, price), cost_in_steps(old, price)
         total_current += new_steps
         total_baseline += old_steps
-        if new != old:
+        if new.counts != old.counts:
             changed.append(CountChange(old, new, old_steps, new_steps))
     slowdown = total_current / total_baseline - 1 if total_baseline else 0.0
     return CountComparison(len(current), changed, different_answers, slowdown)

@@ -20,7 +20,8 @@ from autotune.check.sequential import Design
 from autotune.check.settings import CheckSettings
 from autotune.check.worker_process import WorkerRequest
 from autotune.console import Console
-from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
+from autotune.documents.decoded import Decoded
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp, workload_beside
 from autotune.files import write_bytes
 from autotune.machine.device import choose_device
@@ -81,14 +82,14 @@ def _evaluated(name: str, profile: DecodingProfile, settings: CheckSettings) -> 
         )
         for one in (workload.as_searched(profile.workload), workload)
     )
-    known = {prompt.sha256 for prompt in profile.evidence.prompts}
+    known = {prompt.prompt_sha256 for prompt in profile.evidence.prompts}
     is_own = workload.name == profile.workload.name or any(prompt.sha256 in known for prompt in searched.prompts)
     return searched if is_own else asked  # the same prompts may be in a file of another name
 
 
 def _decode_all(
     settings: CheckSettings, profile: DecodingProfile, workloads: Sequence[Workload], device: str, console: Console
-) -> tuple[list[LocalRun], list[list[PromptEvidence] | str], Any]:
+) -> tuple[list[LocalRun], list[list[Decoded] | str], Any]:
     """Decode every workload in this process; returns the evidence about it and the processor too. Workers need the
     memory of the models, so these are freed.
     """
@@ -110,7 +111,7 @@ def _decode_all(
     return runs, evidence, processor
 
 
-def _local_gates(settings: CheckSettings, run: LocalRun, evidence: list[PromptEvidence] | str) -> list[Gate]:
+def _local_gates(settings: CheckSettings, run: LocalRun, evidence: list[Decoded] | str) -> list[Gate]:
     """The gates that need no other process. ``evidence`` is the profile's, or why there is none."""
     gates = [run.lossless_gate()]
     if isinstance(evidence, str):

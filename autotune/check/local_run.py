@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.check.counts import Counts, compare_counts, counts_gate
+from autotune.check.counts import compare_counts, counts_gate
 from autotune.check.result import COUNTS, LOSSLESS, SPEEDUP, Gate, GateVerdict, Timing, WorkloadResult
 from autotune.check.settings import CheckSettings
-from autotune.documents.decoded import Decoded, prompt_evidence
-from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, PromptEvidence
+from autotune.documents.decoded import Decoded
+from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.errors import NotComparable
@@ -32,7 +32,7 @@ class LocalRun:
     workload: Workload
     profile: DecodingProfile
     runs: list[Decoded]
-    prompts: list[PromptEvidence]
+    plain_ms: list[float]
     summary: Summary
     divergences: dict[str, Divergence]
     """By prompt: where an answer that must be lossless first differs from plain decoding."""
@@ -40,10 +40,6 @@ class LocalRun:
     """Prompts whose counts differed the second time."""
     precision: str
     hardware: Fingerprint
-
-    @property
-    def counts(self) -> list[Counts]:
-        return [Counts.of(prompt.name, prompt) for prompt in self.prompts]
 
     @property
     def is_exact(self) -> bool:
@@ -64,7 +60,8 @@ class LocalRun:
             speedup=self.summary.speedup,
             ci95=self.summary.ci95,
             precision=self.precision,
-            prompts=self.prompts,
+            prompts=[run.without_tokens() for run in self.runs],
+            plain_ms=self.plain_ms,
             timing=timing,
         )
 
@@ -104,16 +101,15 @@ class LocalRun:
             f"({low:.2f}-{high:.2f})",
         )
 
-    def counts_gate(self, evidence: list[PromptEvidence], tolerance: float) -> Gate:
+    def counts_gate(self, evidence: list[Decoded], tolerance: float) -> Gate:
         """The gate on the counts compared with the profile's evidence about the first prompts."""
         if self.not_repeated:
             return self.not_repeated_gate(COUNTS)
         source, changes = "the profile's evidence", self.profile.provenance.changes(stamp())
         reason = (f"with {changes}" if changes else None) if self.is_exact else f"near ties in {self.precision}"
         num, device = len(evidence), self.profile.hardware.key
-        counts = [Counts.of(prompt.name, prompt) for prompt in evidence]
         return counts_gate(
-            compare_counts(self.counts[:num], counts, self.prices[:num]),
+            compare_counts(self.runs[:num], evidence, self.prices[:num]),
             COUNTS,
             self.workload.name,
             source=source,
@@ -124,9 +120,7 @@ class LocalRun:
 
     def not_repeated_gate(self, name: str) -> Gate:
         shown = ", ".join(self.not_repeated[:3])
-        which = (
-            f"{len(self.not_repeated)} of {len(self.prompts)} prompts have other counts when decoded again ({shown})"
-        )
+        which = f"{len(self.not_repeated)} of {len(self.runs)} prompts have other counts when decoded again ({shown})"
         return self.skipped_gate(name, f"counts are not reproducible: {which}")
 
 
@@ -140,18 +134,19 @@ def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: C
     steps = 2 * len(workload.prompts)
     runs = runner.compare([runner.plain, tuned], workload, seed=seed, report=lambda done, _: report(done, steps))
     again = runner.compare([tuned], workload, seed=seed, report=lambda done, _: report(steps // 2 + done, steps))
-    prompts = [prompt_evidence(run, plain) for run, plain in zip(runs[tuned.name], runs[AR], strict=True)]
-    first = [Counts.of(evidence.name, evidence) for evidence in prompts]
-    second = [Counts.of(run.prompt, prompt_evidence(run, run)) for run in again[tuned.name]]
     assert decoder.profile is not None
     return LocalRun(
         workload=workload,
         profile=decoder.profile,
         runs=runs[tuned.name],
-        prompts=prompts,
+        plain_ms=[run.decode_ms for run in runs[AR]],
         summary=summarize(tuned.name, runs[tuned.name], runs[AR], seed=seed),
         divergences=divergences_from_plain(tuned, runner.plain, workload, runner, runs),
-        not_repeated=[a.prompt for a, b in zip(first, second, strict=True) if a != b],
+        not_repeated=[
+            first.prompt
+            for first, second in zip(runs[tuned.name], again[tuned.name], strict=True)
+            if first.counts != second.counts
+        ],
         precision=decoder.target.text.precision,
         hardware=fingerprint(str(decoder.target.device)),
     )
@@ -159,7 +154,7 @@ def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: C
 
 def evidence_for(
     profile: DecodingProfile, workload: Workload, settings: CheckSettings, keys: AnswerKeys
-) -> list[PromptEvidence] | str:
+) -> list[Decoded] | str:
     """The profile's evidence about the workload's first prompts, or why there is none.
 
     Raises:
@@ -173,7 +168,7 @@ def evidence_for(
             f"{source} was not measured: no evidence to compare counts with; search on this device, or give --against"
         )
     pairs = [*zip(workload.prompts, evidence, strict=False)]
-    changed = [prompt.name for prompt, known in pairs if prompt.sha256 != known.sha256]
+    changed = [prompt.name for prompt, known in pairs if prompt.sha256 != known.prompt_sha256]
     if not changed:
         changed = [prompt.name for prompt, known in pairs if known.answer_key not in ("", keys.of(prompt))]
         if not changed:

@@ -19,7 +19,8 @@ from statistics import fmean
 from pydantic import Field, ValidationError
 
 from autotune.check.sequential import PAIRS_PER_LAUNCH
-from autotune.check.worker_process import Decoded, Launch, Side, WorkerProcess, WorkerRequest
+from autotune.check.worker_process import Launch, Side, WorkerProcess, WorkerRequest
+from autotune.documents.decoded import Decoded
 from autotune.errors import NotComparable
 from autotune.files import Document, append_line, read_lines
 from autotune.workloads.workload import WARM_UP_TOKENS

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from autotune.check.pairs import TimedPair
-from autotune.documents.decoding_profile import PromptEvidence
+from autotune.documents.decoded import Decoded
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.files import Document
@@ -67,7 +67,8 @@ class WorkloadResult(Document):
     speedup: float
     ci95: tuple[float, float]
     precision: str
-    prompts: list[PromptEvidence]
+    prompts: list[Decoded]
+    plain_ms: list[float]
     timing: Timing | None = None
 
 

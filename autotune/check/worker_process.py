@@ -11,24 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.documents.decoded import Decoded
 from autotune.errors import UserError
-from autotune.files import Document
 
 WORKER = Path(__file__).with_name("worker.py")
-
-
-class Decoded(Document):
-    """A worker's answer for one prompt."""
-
-    decode_ms: float
-    """From the first token to the last, by the worker's own clock."""
-    new_tokens: int
-    tokens_sha256: str
-    target_forwards: int
-    draft_forwards: int
-    plain_steps: int
-    verified_nodes: int
-    accepted_lengths: list[int]
 
 
 @dataclass(frozen=True)
@@ -36,6 +22,7 @@ class WorkerRequest:
     """A prompt for workers, processed once for both sides."""
 
     name: str
+    sha256: str
     inputs: Path
     """A safetensors file."""
     settings: dict[str, Any]
@@ -99,7 +86,8 @@ class WorkerProcess:
     def decode(self, request: WorkerRequest, *, plain: bool) -> Decoded:
         self.wait()
         self._write({"inputs": str(request.inputs), "settings": request.settings, "task": request.task, "plain": plain})
-        return Decoded.model_validate(self._read())
+        answer = self._read()
+        return Decoded(arm=self.side.name, prompt=request.name, prompt_sha256=request.sha256, **answer)
 
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):

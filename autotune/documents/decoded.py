@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from autotune.documents.decoding_profile import PromptEvidence
 from autotune.files import Document
 from autotune.trees.acceptance_counts import AcceptanceCounts, Rows
 from autotune.trees.limits import Ints
@@ -74,6 +73,16 @@ class Decoded(Document):
         return sum(self.accepted_lengths)
 
     @property
+    def counts(self) -> tuple[object, ...]:
+        """What follows from models, tree and prompt alone, without noise: the answer and the work of decoding it."""
+        work = (self.target_forwards, self.draft_forwards, self.verified_nodes, self.plain_steps)
+        return self.tokens_sha256, *work, *self.accepted_lengths
+
+    def without_tokens(self) -> Decoded:
+        """The record as profiles keep it: hash and counts in place of tokens and acceptance by depth and rank."""
+        return self.model_copy(update={"tokens": [], "acceptance_counts": AcceptanceCounts().to_json()})
+
+    @property
     def forward_ms(self) -> float:
         """Mean time of a target forward after the prefill; 0 where forwards are not measured, or there are none."""
         return self.verify_ms / max(1, self.target_forwards)
@@ -82,17 +91,6 @@ class Decoded(Document):
 def tokens_key(tokens: Sequence[int]) -> str:
     """Hash of an answer's tokens, as ``Decoded.tokens_sha256``."""
     return hashlib.sha256(repr(list(tokens)).encode()).hexdigest()[:16]
-
-
-def prompt_evidence(run: Decoded, plain: Decoded) -> PromptEvidence:
-    """The counts and times that a profile stores of a prompt, for checks to compare with."""
-    return PromptEvidence(
-        name=run.prompt,
-        sha256=run.prompt_sha256,
-        accepted_tokens=sum(run.accepted_lengths),
-        ar_decode_ms=plain.decode_ms,
-        **{name: getattr(run, name) for name in PromptEvidence.model_fields if hasattr(run, name)},
-    )
 
 
 def runs_dataframe(runs: Mapping[str, Sequence[Decoded | Mapping[str, Any]]]) -> DataFrame:

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from autotune.documents.condition import Condition
+from autotune.documents.decoded import Decoded
 from autotune.documents.deployment import RUNTIME, BackendResult, Deployment, EngineEvidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance, beside
@@ -110,26 +111,6 @@ class OperatingPoint(Document):
         return getattr(self.tree, "calibration", None)
 
 
-class PromptEvidence(Document):
-    """Exact counts of one evaluation prompt, with which a check finds changes without timing."""
-
-    name: str
-    sha256: str
-    answer_key: str = ""
-    """Hash of the prompt's tokens and pixels and of the generation settings; empty in older profiles."""
-    tokens_sha256: str
-    rounds: int
-    draft_forwards: int
-    accepted_tokens: int
-    target_forwards: int
-    plain_steps: int
-    """Target forwards without a draft; each also counts as a round."""
-    verified_nodes: int
-    accepted_lengths: list[int]
-    decode_ms: float
-    ar_decode_ms: float
-
-
 class ComparedArm(Document):
     """An arm of the run in which the winner was measured."""
 
@@ -190,7 +171,10 @@ class Differences(Document):
 class Evidence(Document):
     """The measurements behind the operating points."""
 
-    prompts: list[PromptEvidence] = Field(default_factory=list)
+    prompts: list[Decoded] = Field(default_factory=list)
+    """What the profile decoded of the held-out prompts, without tokens: a check compares counts with it."""
+    plain_ms: list[float] = Field(default_factory=list)
+    """Decoding times of plain decoding on the same prompts, in milliseconds."""
     compared: list[ComparedArm] = Field(default_factory=list)
     configurations_replayed: int = 0
     best_default: str | None = None

@@ -72,7 +72,7 @@ def evidence_runs(sources: Sources, number: int) -> list[dict[str, Any]]:
     configuration = configuration_of(sources.profile.point)
     if configuration is None:
         return []
-    evidence_ms = {prompt.sha256: prompt.decode_ms for prompt in sources.profile.evidence.prompts}
+    evidence_ms = {prompt.prompt_sha256: prompt.decode_ms for prompt in sources.profile.evidence.prompts}
     runs = {
         run["prompt_sha256"]: run
         for run in sources.runs

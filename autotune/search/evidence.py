@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from autotune.console import Console
 from autotune.documents.configuration import Configuration
-from autotune.documents.decoded import Decoded, prompt_evidence
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import ALL, AR, HF, TUNED, ComparedArm, Differences, Gain, Measured
 from autotune.evaluation.bench_tables import ARM_COLUMNS, ARM_NOTES
 from autotune.evaluation.summary import Summary, summarize
@@ -69,9 +69,9 @@ class Evaluation:
             known = {"tree": c.tree, "visual_keep": c.visual_keep} if isinstance(c, Configuration) else {}
             known = {"tree": None, "visual_keep": None, "predicted_speedup": self.predicted.get(name), **known}
             compared.append(_from_summary(ComparedArm, self.summaries[name], **known))
-        pairs = zip(self.runs[decoded], self.runs[AR], strict=False)
         return {
-            "prompts": [prompt_evidence(run, plain) for run, plain in pairs],
+            "prompts": [run.without_tokens() for run in self.runs[decoded]],
+            "plain_ms": [run.decode_ms for run in self.runs[AR]],
             "compared": compared,
             "best_default": self.best_default,
             "gains": self.gains,

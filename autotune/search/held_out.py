@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from autotune.console import Console
 from autotune.documents.configuration import Configuration
-from autotune.documents.decoded import Decoded, prompt_evidence
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import (
     ALL,
     AR,
@@ -140,7 +140,8 @@ def with_evidence(
     decoded = runs[TUNED] if is_faster else runs[AR]  # checks compare with what the profile decodes
     evidence = profile.evidence.model_copy(
         update={
-            "prompts": [prompt_evidence(run, plain) for run, plain in zip(decoded, runs[AR], strict=True)],
+            "prompts": [run.without_tokens() for run in decoded],
+            "plain_ms": [run.decode_ms for run in runs[AR]],
             "compared": compared,
             "best_default": evaluation.best_default,
             "gains": evaluation.gains,

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autotune.check.worker_process import Decoded, Side, WorkerRequest
+from autotune.check.worker_process import Side, WorkerRequest
+from autotune.documents.decoded import Decoded
 from autotune.workloads.workload import WARM_UP_TOKENS
 
 BASE, HEAD = (Side(name=name, label=f"the {name}", profile=Path("profile.json")) for name in ("base", "head"))
@@ -14,11 +15,19 @@ BASE, HEAD = (Side(name=name, label=f"the {name}", profile=Path("profile.json"))
 
 def requests(count: int = 3) -> list[WorkerRequest]:
     long = {"max_new_tokens": 128}
-    return [WorkerRequest(f"prompt {n}", Path(f"{n}.safetensors"), long, "prompt", n % 2) for n in range(count)]
+    return [WorkerRequest(f"prompt {n}", str(n), Path(f"{n}.safetensors"), long, "prompt", n % 2) for n in range(count)]
 
 
 def decoded(decode_ms: float = 100.0, **fields: object) -> Decoded:
-    known = {"decode_ms": decode_ms, "new_tokens": 11, "tokens_sha256": "same", "accepted_lengths": [1] * 5}
+    known = {
+        "arm": "head",
+        "prompt": "prompt",
+        "prompt_sha256": "0",
+        "decode_ms": decode_ms,
+        "new_tokens": 11,
+        "tokens_sha256": "same",
+        "accepted_lengths": [1] * 5,
+    }
     known |= {"target_forwards": 5, "draft_forwards": 10, "plain_steps": 0, "verified_nodes": 10}
     return Decoded.model_validate({**known, **fields})
 

@@ -6,16 +6,16 @@ from typing import Any
 
 from autotune.check.pairs import TimedPair
 from autotune.check.result import CheckResult, Gate, Timing, WorkloadResult
-from autotune.documents.decoding_profile import PromptEvidence
+from autotune.documents.decoded import Decoded
 from tests.sample_documents import DEVICE, PROVENANCE, TARGET
 
 
-def prompt_evidence(name: str = "count", **fields: Any) -> PromptEvidence:
+def prompt_evidence(name: str = "count", **fields: Any) -> Decoded:
     """A prompt of 10 rounds with 40 draft tokens, 30 of them accepted."""
-    known: dict[str, Any] = {"name": name, "sha256": name * 2, "tokens_sha256": "same", "accepted_lengths": [3] * 10}
+    known: dict[str, Any] = {"arm": "tuned", "prompt": name, "prompt_sha256": name * 2, "tokens_sha256": "same"}
     known |= {"rounds": 10, "target_forwards": 10, "plain_steps": 0, "draft_forwards": 40, "verified_nodes": 40}
-    known |= {"accepted_tokens": 30, "decode_ms": 100.0, "ar_decode_ms": 200.0}
-    return PromptEvidence(**{**known, **fields})
+    known |= {"accepted_lengths": [3] * 10, "new_tokens": 41, "decode_ms": 100.0}
+    return Decoded(**{**known, **fields})
 
 
 def pair(number: int, slowdown: float = 0.0, **fields: Any) -> TimedPair:
@@ -36,7 +36,13 @@ def timing(**fields: Any) -> Timing:
 def check_result(*gates: Gate, **fields: Any) -> CheckResult:
     """A result with these gates and one timed workload."""
     measured: dict[str, Any] = {"num_prompts": 2, "identical_outputs": 2, "speedup": 2.0, "ci95": (1.9, 2.1)}
-    measured |= {"divergences": [], "precision": "float32", "prompts": [prompt_evidence()], "timing": timing()}
+    measured |= {
+        "divergences": [],
+        "precision": "float32",
+        "prompts": [prompt_evidence()],
+        "plain_ms": [200.0],
+        "timing": timing(),
+    }
     known: dict[str, Any] = {"provenance": PROVENANCE, "profile": "profile.json", "hardware": DEVICE, "target": TARGET}
     known |= {
         "lossless": True,

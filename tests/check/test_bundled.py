@@ -53,5 +53,4 @@ def test_the_shipped_profile_has_all_counts_that_are_compared() -> None:
     assert len(profile.evidence.prompts) >= 16 and profile.point.measured is not None
     for prompt in profile.evidence.prompts:
         assert len(prompt.accepted_lengths) == prompt.target_forwards == prompt.rounds
-        assert sum(prompt.accepted_lengths) == prompt.accepted_tokens
     assert SHIPPED.stat().st_size < 40_000

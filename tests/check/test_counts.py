@@ -6,20 +6,16 @@ from typing import Any
 
 import pytest
 
-from autotune.check.counts import Counts, compare_counts, cost_in_steps, counts_gate
+from autotune.check.counts import compare_counts, cost_in_steps, counts_gate
 from autotune.check.result import COUNTS, Gate
+from autotune.documents.decoded import Decoded
 from autotune.trees.fallback import RoundPrice
-from tests.check.fake_workers import decoded
-from tests.check.sample_documents import prompt_evidence
+from tests.check.sample_documents import prompt_evidence as counts
 
 PRICE = RoundPrice(round_steps=1.2, level_steps=0.1, node_steps=0.02)
 
 
-def counts(name: str = "count", **fields: Any) -> Counts:
-    return Counts.of(name, prompt_evidence(name, **fields))
-
-
-def judged(now: list[Counts], then: list[Counts], **options: Any) -> Gate:
+def judged(now: list[Decoded], then: list[Decoded], **options: Any) -> Gate:
     comparison = compare_counts(now, then, [PRICE] * len(now))
     return counts_gate(comparison, COUNTS, "digits", source="the profile's evidence", tolerance=0.01, **options)
 
@@ -39,7 +35,7 @@ def test_equal_counts_pass() -> None:
 
 def test_a_lower_accepted_length_is_a_regression_without_timing() -> None:
     """One more round in ten costs 1.7 of 16.8 steps."""
-    worse = counts("a", rounds=11, draft_forwards=44, verified_nodes=44, accepted_tokens=29)
+    worse = counts("a", target_forwards=11, draft_forwards=44, verified_nodes=44, accepted_lengths=[29])
     gate = judged([worse, counts("b")], [counts("a"), counts("b")])
     assert gate.verdict == "failed" and "predicted +5.0 % time" in gate.summary
     assert gate.details == [
@@ -61,12 +57,12 @@ def test_losses_of_one_prompt_can_be_offset_by_another() -> None:
 
 
 def test_better_counts_pass() -> None:
-    better = counts("a", rounds=9, draft_forwards=36, verified_nodes=36, accepted_tokens=31)
+    better = counts("a", target_forwards=9, draft_forwards=36, verified_nodes=36, accepted_lengths=[31])
     assert judged([better], [counts("a")]).verdict == "passed"
 
 
 def test_a_different_answer_fails_unless_there_is_a_reason_for_it() -> None:
-    now, then = [counts("a", tokens_sha256="new", rounds=1), counts("b")], [counts("a"), counts("b")]
+    now, then = [counts("a", tokens_sha256="new", target_forwards=1), counts("b")], [counts("a"), counts("b")]
     gate = judged(now, then)
     assert gate.verdict == "failed" and gate.details == ["a: different answer"]
     excused = judged(now, then, different_answer_reason="near ties in bfloat16")
@@ -75,10 +71,5 @@ def test_a_different_answer_fails_unless_there_is_a_reason_for_it() -> None:
 
 
 def test_without_prices_only_target_forwards_are_compared() -> None:
-    worse = counts("a", rounds=11, draft_forwards=400)
+    worse = counts("a", target_forwards=11, draft_forwards=400)
     assert compare_counts([worse], [counts("a")], [None]).slowdown == pytest.approx(0.1)
-
-
-def test_counts_of_workers_and_of_evidence_agree() -> None:
-    of_worker = decoded(target_forwards=10, draft_forwards=40, verified_nodes=40, accepted_lengths=[3] * 10)
-    assert Counts.of("count", of_worker) == counts()

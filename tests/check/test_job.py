@@ -16,9 +16,10 @@ from autotune.check.pairs import TimedPair
 from autotune.check.result import TIME, CheckResult, Gate
 from autotune.check.settings import CheckSettings
 from autotune.check.worker import SideDecoder
-from autotune.check.worker_process import Decoded, Side, WorkerRequest
+from autotune.check.worker_process import Side, WorkerRequest
 from autotune.console import Console
 from autotune.documents.condition import Condition
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import TUNED, DecodingProfile, Evidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
@@ -95,13 +96,13 @@ def test_later_turns_are_checked_too(world: Path) -> None:
     settings = {"workloads": ("question.jsonl",), "num_prompts": 4, "max_new_tokens": 12}
     found = check("lossless.json", **settings)
     assert found.verdict == "passed" and found.workloads[0].identical_outputs == 2
-    assert [prompt.name for prompt in found.workloads[0].prompts] == [
+    assert [prompt.prompt for prompt in found.workloads[0].prompts] == [
         "question.jsonl:2/turn-1",
         "question.jsonl:2/turn-2",
     ]
     write_workload(world, [row, {**row, "turns": ["Go.", "On and on. " * 400]}], name="question.jsonl")
     (prompt,) = check("lossless.json", **settings).workloads[0].prompts
-    assert prompt.name == "question.jsonl:2/turn-1", "a turn that does not fit the target's context is left out"
+    assert prompt.prompt == "question.jsonl:2/turn-1", "a turn that does not fit the target's context is left out"
 
 
 def test_a_different_output_fails_a_lossless_profile(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +319,8 @@ class InProcess:
         if key not in self.decoded:
             self._side = self._side or SideDecoder(str(self.side.profile), {"device": "cpu"})
             fields = {"inputs": str(request.inputs), "settings": request.settings, "task": request.task}
-            self.decoded[key] = Decoded.model_validate(self._side.decode({**fields, "plain": plain}))
+            known = {"arm": self.side.name, "prompt": request.name, "prompt_sha256": request.sha256}
+            self.decoded[key] = Decoded.model_validate({**known, **self._side.decode({**fields, "plain": plain})})
         jitter = 0.001 * (len(self.launched) % 7)
         ms = 100.0 * (1 + jitter) * (1 + type(self).slowdown * (self.side.name == "head"))
         found = self.decoded[key].model_copy(update={"decode_ms": ms})

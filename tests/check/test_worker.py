@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 import autotune
 from autotune.check import worker
-from autotune.check.worker_process import WORKER, Decoded, Side, WorkerProcess, WorkerRequest
+from autotune.check.worker_process import WORKER, Side, WorkerProcess, WorkerRequest
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.machine.device import fingerprint
@@ -33,7 +34,11 @@ def profile(pair: Pair, tmp_path: Path) -> Path:
 def request(inputs: Inputs, folder: Path) -> WorkerRequest:
     path = folder / "inputs.safetensors"
     save_file({name: value.contiguous() for name, value in inputs.items()}, path)
-    return WorkerRequest("prompt", path, {"max_new_tokens": 20, "temperature": 0.0}, "prompt", 0)
+    return WorkerRequest("prompt", "0", path, {"max_new_tokens": 20, "temperature": 0.0}, "prompt", 0)
+
+
+def answer(fields: dict[str, Any]) -> Decoded:
+    return Decoded(arm="head", prompt="prompt", prompt_sha256="0", **fields)
 
 
 def served(profile: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
@@ -50,12 +55,12 @@ def test_answers_agree_with_the_decoder(profile: Path, prompts: dict[str, Inputs
     ready, tuned, plain = served(profile, {**fields, "plain": False}, {**fields, "plain": True})
     assert Path(ready["ready"]) == Path(autotune.__file__).parent
     stats = autotune.load(profile, device="cpu").generate(**prompts["image"], **one.settings).stats
-    found = Decoded.model_validate(tuned)
+    found = answer(tuned)
     assert found.accepted_lengths == stats.accepted_lengths and sum(found.accepted_lengths) > 0
     assert (found.target_forwards, found.draft_forwards) == (stats.target_forwards, stats.draft_forwards)
     assert found.verified_nodes == sum(stats.verified_nodes) and found.plain_steps == 0
     assert found.new_tokens == 20 and found.decode_ms > 0
-    other = Decoded.model_validate(plain)
+    other = answer(plain)
     assert other.tokens_sha256 == found.tokens_sha256
     assert (other.target_forwards, other.draft_forwards) == (19, 0)
 

@@ -234,7 +234,7 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
                 measured_on_held_out=1.83,
             ),
             prompts=[
-                prompt_evidence(f"held/{number}", sha256=f"{number}" * 64, decode_ms=10.0 + number)
+                prompt_evidence(f"held/{number}", prompt_sha256=f"{number}" * 64, decode_ms=10.0 + number)
                 for number in range(3)
             ],
             compared=[
@@ -261,7 +261,7 @@ def _runs(profile: DecodingProfile, overall: Configuration) -> list[dict[str, An
     times = {"target_prefill_ms": 5.0, "draft_prefill_ms": 1.0, "draft_ms": 3.0, "verify_ms": 4.0}
     known = {"arm": overall.key, "acceptance_counts": counts, **times}
     runs = [
-        {**known, "prompt_sha256": one.sha256, "point": number % 2, "decode_ms": one.decode_ms}
+        {**known, "prompt_sha256": one.prompt_sha256, "point": number % 2, "decode_ms": one.decode_ms}
         for number, one in enumerate(profile.evidence.prompts)
     ]
     return [*runs, runs[0] | {"arm": "another"}, runs[0] | {"decode_ms": 99.0}]
