@@ -8,22 +8,22 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
-from autotune.documents.decoding_profile import AR, DecodingProfile, Evidence, OperatingPoint, Predicted, WorkloadReference
+from autotune.documents.decoding_profile import AR, DecodingProfile, Evidence, OperatingPoint, WorkloadReference
 from autotune.documents.deployment import EngineEvidence, PredictedSettings
 from autotune.documents.provenance import stamp
 from autotune.engines.backend import Backend, Configuration, Prices
 from autotune.errors import UserError
+from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Fastest, Race, Rule, TimeLimit, race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.machine.container import num_cores
-from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.machine.device import cpu_fingerprint
 from autotune.search import thresholds
 from autotune.search.evidence import Evaluation, print_evaluation
@@ -83,13 +83,14 @@ class EngineTuning:
         Raises:
             UserError: the engine cannot be used; what was recorded is kept.
         """
-        backend, begun, monitor = self.backend, time.monotonic(), ContentionMonitor("cpu")
+        backend, begun = self.backend, time.monotonic()
         ends = {stage: begun + share * self.budget_s for stage, share in thresholds.ENGINE_ENDS.items()}
         recorded = backend.record(self.tune.prompts, ends["answers"])
         tune = self.tune.cut(len(recorded.answers))
         prices = backend.price(recorded, ends["prices"])
         ranked = self.rank(recorded, prices)
-        shown = [one for one in ranked if one.configuration.is_default or one in _of_type(ranked, one.type)[:SHOWN]]
+        by_type = {one.type: [other for other in ranked if other.type == one.type] for one in ranked}
+        shown = [one for one in ranked if one.configuration.is_default or one in by_type[one.type][:SHOWN]]
         evidence = EngineEvidence(
             num_replayed=dict(Counter(one.type for one in ranked)),
             predicted=[one.document for one in shown],
@@ -109,8 +110,7 @@ class EngineTuning:
         measured = Evidence(engine=evidence, **evaluation.evidence(decoded))
         profile = self._profile(tune, chosen and chosen.configuration, measured)
         point = profile.point.model_copy(update={"measured": evaluation.measured(decoded)})
-        provenance = stamp(monitor.contention())
-        return profile.model_copy(update={"points": [point], "provenance": provenance})
+        return profile.model_copy(update={"points": [point]})
 
     def rank(self, recorded: Any, prices: Prices) -> list[RankedConfiguration]:
         """All configurations by predicted time, the fastest first; prints the fastest and the best default."""
@@ -146,17 +146,17 @@ class EngineTuning:
             risk=thresholds.RISK, prompts_per_block=thresholds.HELD_OUT_PROMPTS, always=[AR]
         )
         measured = self._race("finalists, measured", finalists, tune, rule, deadline)
-        remaining = [name for name in measured.remaining if name in finalists]
         as_predicted = {}
         for name, one in finalists.items():
             counts = [(run.rounds, run.verified_nodes, run.accepted_tokens) for run in measured.runs[name]]
-            as_predicted[name] = sum(map(lambda a, b: tuple(a) == tuple(b), counts, one.counts)), len(counts)
+            num_equal = sum(run == tuple(predicted) for run, predicted in zip(counts, one.counts, strict=False))
+            as_predicted[name] = num_equal, len(counts)
         rows = [
             [name, f"{one.speedup:.2f}x", f"{len(measured.runs[name])}", "{}/{}".format(*as_predicted[name])]
             for name, one in finalists.items()
         ]
         self.console.table("Finalists on tuning prompts", ["finalist", "predicted", "runs", "counts as predicted"], rows)
-        return finalists[remaining[0]], default, as_predicted
+        return finalists[measured.remaining[0]], default, as_predicted
 
     def evaluate(
         self, winner: RankedConfiguration, default: RankedConfiguration, deadline: float
@@ -167,10 +167,86 @@ class EngineTuning:
         arms = {one.name: one for one in (default, winner)}
         rule = Fastest(
             risk=thresholds.RISK,
-            prompts_per_block=thresholds.ENGINE_PROMPTS_PER_LOOK,
+            prompts_per_block=thresholds.KEPT_PROMPTS[0][0],
             ends=lambda leaders: AR not in leaders or len(leaders) == 1,
         )
         measured = self._race("evaluation, measured", arms, self.held_out, rule, deadline)
-        remaining = [name for name in measured.remaining if name in (AR, *arms)]
-        chosen = None if AR in remaining else arms[remaining[0]]
-        ...
+        chosen = None if AR in measured.remaining else arms[measured.remaining[0]]
+        tuned = (chosen or winner).name
+        shown = [name for name in (AR, *arms) if name != tuned and measured.runs[name]]
+        evaluation = Evaluation(
+            runs={name: [_by_passes(run) for run in measured.runs[name]] for name in (*shown, tuned)},
+            configurations={AR: None} | {name: arms[name].configuration for name in (*shown, tuned) if name != AR},
+            predicted={name: one.speedup for name, one in arms.items()},
+            best_default=default.name if default.name in shown else None,
+            tuned=tuned,
+        )
+        print_evaluation(evaluation, 1, self.console)
+        return evaluation, chosen
+
+    def _race(
+        self, stage: str, arms: Mapping[str, RankedConfiguration], workload: Workload, rule: Rule, deadline: float
+    ) -> Race:
+        """A race of configurations and plain decoding, each in a new server of its own. One that does not start, or
+        ends, is left out with a line.
+
+        Raises:
+            UserError: plain decoding fails, or every configuration.
+        """
+        by_name = {AR: None} | {name: one.configuration for name, one in arms.items()}
+        with ExitStack() as stack, self.console.stage(stage, len(workload.prompts)) as update:
+            started: list[Arm] = []
+            failed: dict[str, str] = {}
+            for name, configuration in by_name.items():
+                try:
+                    arm = stack.enter_context(self.backend.arm(configuration))
+                except UserError as error:
+                    failed[name] = str(error)
+                    continue
+                arm.name = name
+                started.append(arm)
+            limit = TimeLimit(deadline, thresholds.MIN_PROMPTS)
+            measured = race(
+                ArmRunner(self.runs, context=stage),
+                started,
+                workload.prompts,
+                rule,
+                time_limit=limit,
+                seed=self.seed,
+                report=update,
+            )
+        failed |= measured.failed
+        for name, reason in failed.items():
+            self.console.say(f"left out   {name}: {reason}")
+        if AR in failed or failed.keys() >= arms.keys():
+            raise UserError(f"{self.backend.name}: {failed.get(AR) or list(failed.values())[-1]}")
+        return replace(measured, runs={name: [] for name in by_name} | measured.runs)
+
+    def _profile(self, tune: Workload, chosen: Configuration | None, evidence: Evidence) -> DecodingProfile:
+        deployment = self.backend.deploy(chosen)
+        return DecodingProfile(
+            provenance=stamp(),
+            target=self.backend.model,
+            workload=WorkloadReference(
+                name=tune.name,
+                tune_sha256=tune.sha256,
+                evaluate_sha256=self.held_out.sha256,
+                num_tune_prompts=len(tune.prompts),
+                num_evaluate_prompts=len(self.held_out.prompts),
+            ),
+            hardware=cpu_fingerprint(num_cores()),
+            backend=self.backend.name,
+            precision=self.backend.precision,
+            points=[OperatingPoint(draft=None, tree=None, deployment=deployment, predicted=None, measured=None)],
+            evidence=evidence,
+        )
+
+
+def best_default(ranked: Sequence[RankedConfiguration]) -> RankedConfiguration:
+    """The fastest of the types' defaults by prediction; without defaults, the fastest configuration."""
+    return next((one for one in ranked if one.configuration.is_default), ranked[0])
+
+
+def _by_passes(run: Decoded) -> Decoded:
+    """A run whose rounds are the passes of the engine: each emits one token beside the accepted ones."""
+    return run.model_copy(update={"rounds": run.new_tokens - 1 - run.accepted_tokens})
