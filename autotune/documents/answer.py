@@ -84,7 +84,11 @@ def _engine_choice(profile: DecodingProfile, gain: Gain) -> list[str]:
     if deployment.speculation is None:
         compared = [arm for arm in profile.evidence.compared if arm.name != AR]
         best = max(compared, key=lambda arm: arm.speedup, default=None)
-        text = f"Deploy {deployment.backend} with {{}}, speculation off." if is_raced else f"Leave speculation off in {deployment.backend}."
+        text = (
+            f"Deploy {deployment.backend} with {{}}, speculation off."
+            if is_raced
+            else f"Leave speculation off in {deployment.backend}."
+        )
         lines = [_line(text, *[deployment.model.id] * is_raced)]
         return [*lines, _line(f"At best, {{}} is {_times(gain)} as fast.", best.name)] if best else lines
     draft = deployment.speculation.model

@@ -30,7 +30,9 @@ class BackendChoice:
         return f"{self.name}={self.model}" if self.has_own_model else self.name
 
 
-def choose_backends(given: Sequence[str], changes: Sequence[str], target: str, known: Collection[str]) -> list[BackendChoice]:
+def choose_backends(
+    given: Sequence[str], changes: Sequence[str], target: str, known: Collection[str]
+) -> list[BackendChoice]:
     """The backends in the order of the command line; without any, the runtime.
 
     Args:
@@ -49,7 +51,9 @@ def choose_backends(given: Sequence[str], changes: Sequence[str], target: str, k
             raise UserError(f"--backend {text}: no such backend; {nearest(name, known)}")
         choice = BackendChoice(name, model or target, options.get(name, {}), bool(model))
         if (name, choice.model) in [(other.name, other.model) for other in choices]:
-            raise UserError(f"--backend {text}: {name} is given twice with the model {choice.model}; give each model once")
+            raise UserError(
+                f"--backend {text}: {name} is given twice with the model {choice.model}; give each model once"
+            )
         choices.append(choice)
     for name in options:
         if name not in [choice.name for choice in choices]:
@@ -77,5 +81,7 @@ def _options_by_backend(changes: Sequence[str], known: Collection[str]) -> dict[
         options.setdefault(name, {})[option] = value
     for name, values in options.items():
         if "url" in values and len(values) > 1:
-            raise UserError(f"--set {name}:url: a server that runs keeps its settings; leave {name}:{sorted(values)[0]} out")
+            raise UserError(
+                f"--set {name}:url: a server that runs keeps its settings; leave {name}:{sorted(values)[0]} out"
+            )
     return options

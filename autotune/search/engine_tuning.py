@@ -44,8 +44,12 @@ class RankedConfiguration:
 
     @property
     def name(self) -> str:
+        return self.configuration.label
+
+    @property
+    def title(self) -> str:
         """The label, marked where the settings are the default of their type."""
-        return f"{self.configuration.label}{', default' if self.configuration.is_default else ''}"
+        return f"{self.name}{', default' if self.configuration.is_default else ''}"
 
     @property
     def type(self) -> str:
@@ -128,7 +132,7 @@ class EngineTuning:
                 update(number, len(configurations))
         ranked.sort(key=lambda one: -one.speedup)
         shown = [*ranked[:SHOWN], *[one for one in [best_default(ranked)] if one not in ranked[:SHOWN]]]
-        rows = [[one.name, f"{one.speedup:.2f}x", "{:.2f} to {:.2f}".format(*one.ci95)] for one in shown]
+        rows = [[one.title, f"{one.speedup:.2f}x", "{:.2f} to {:.2f}".format(*one.ci95)] for one in shown]
         self.console.table("Predicted on the tuning prompts", ["configuration", "speedup", "95 %"], rows)
         return ranked
 
@@ -142,9 +146,7 @@ class EngineTuning:
         others = [one for one in ranked if one is not default]
         others = [*others[:1], *[one for one in others if one.type != others[0].type][:1]]
         finalists = {one.name: one for one in (default, *others)}
-        rule = Fastest(
-            risk=thresholds.RISK, prompts_per_block=thresholds.HELD_OUT_PROMPTS, always=[AR]
-        )
+        rule = Fastest(risk=thresholds.RISK, prompts_per_block=thresholds.HELD_OUT_PROMPTS, always=[AR])
         measured = self._race("finalists, measured", finalists, tune, rule, deadline)
         as_predicted = {}
         for name, one in finalists.items():
@@ -152,10 +154,12 @@ class EngineTuning:
             num_equal = sum(run == tuple(predicted) for run, predicted in zip(counts, one.counts, strict=False))
             as_predicted[name] = num_equal, len(counts)
         rows = [
-            [name, f"{one.speedup:.2f}x", f"{len(measured.runs[name])}", "{}/{}".format(*as_predicted[name])]
+            [one.title, f"{one.speedup:.2f}x", f"{len(measured.runs[name])}", "{}/{}".format(*as_predicted[name])]
             for name, one in finalists.items()
         ]
-        self.console.table("Finalists on tuning prompts", ["finalist", "predicted", "runs", "counts as predicted"], rows)
+        self.console.table(
+            "Finalists on tuning prompts", ["finalist", "predicted", "runs", "counts as predicted"], rows
+        )
         return finalists[measured.remaining[0]], default, as_predicted
 
     def evaluate(

@@ -22,17 +22,17 @@ from autotune.documents.option_fields import option_name, setting
 from autotune.errors import UserError, nearest
 from autotune.files import WORKSPACE, Document, require_writable
 from autotune.machine.device import check_supported, choose_device, fingerprint, gpu_fault, local_devices, local_gpus
-from autotune.modeling.loading import BUNDLED_TARGET, Dtype, bundled_models
 from autotune.modeling.gguf import PACKAGED
+from autotune.modeling.loading import BUNDLED_TARGET, Dtype, bundled_models
 from autotune.modeling.target_defaults import default_drafts, default_workload
 from autotune.search.backend_choices import BackendChoice, choose_backends, is_of_backend
-from autotune.search.backends import BACKENDS
+from autotune.search.backends import NAMES
 from autotune.search.space import SearchSpace
 from autotune.search.space_files import space_path
 from autotune.study.outputs import choose_output, settings_key
 from autotune.study.storage import PROFILE, STUDY, storage_url, study_folder
 from autotune.workloads.formats import Format
-from autotune.workloads.workload import TEXTS
+from autotune.workloads.workload import TEXTS, Workload, WorkloadSplit, load_workload
 
 LOCAL = r"auto|cpu|cuda(:\d+)?"
 OF_NO_RESULT = {"output", "table", "folder", "jobs", "storage", "wait_until_idle_s"}
@@ -161,9 +161,12 @@ class SearchSettings(Document):
     def _defaults_of_target(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Drafts and prompts that are not given are those that ``modeling.target_defaults`` finds for the target."""
         target = str(values.get("target") or BUNDLED_TARGET)
-        backends = values.get("backends") or [RUNTIME]
+        backends = tuple(values.get("backends") or ())
+        if len(backends) == 1 and backends[0].partition("=")[0] == RUNTIME:  # the same search as without the option
+            target, backends = backends[0].partition("=")[2] or target, ()
+        values = {**values, "target": target, "backends": backends}
         drafts, workload = values.get("drafts") or (), values.get("workload")
-        if any(name.partition("=")[0] == RUNTIME for name in backends):
+        if not backends or any(name.partition("=")[0] == RUNTIME for name in backends):
             drafts = drafts or default_drafts(target)
             workload = workload or default_workload(target)
         is_known = target in PACKAGED or target in bundled_models()
@@ -177,7 +180,7 @@ class SearchSettings(Document):
         Raises:
             UserError: as ``choose_backends``.
         """
-        return choose_backends(self.backends, self.changes, self.target, BACKENDS)
+        return choose_backends(self.backends, self.changes, self.target, NAMES)
 
     def of_runtime(self, choice: BackendChoice, budget_s: float, output: Path) -> SearchSettings:
         """The settings of the runtime's part in a search of several backends."""
@@ -186,6 +189,17 @@ class SearchSettings(Document):
         drafts = () if self.has_default_drafts else self.drafts
         own = {"target": choice.model, "drafts": drafts, "changes": changes, "budget_s": budget_s, "output": output}
         return SearchSettings(**values | own)
+
+    def load_prompts(self, split: WorkloadSplit, count: int | None = None) -> Workload:
+        """At most ``count`` prompts of a split, with the lengths, temperature and template variables of the settings.
+
+        Raises:
+            UserError: as ``load_workload``.
+        """
+        workload = load_workload(self.workload, split, num_prompts=count, format=self.workload_format)
+        workload = workload.cut(len(workload.prompts), self.max_new_tokens)
+        workload = workload.with_variables(self.chat_template_kwargs)
+        return workload if self.temperature is None else workload.sampled(self.temperature)
 
     @property
     def command(self) -> str:
@@ -241,23 +255,28 @@ def check_settings(settings: SearchSettings) -> SearchSettings:
     return settings.model_copy(update={"output": choose_output(settings.output, name, settings.key)})
 
 
-def check_backends(settings: SearchSettings) -> None:
-    """Refuse options that the backends of a search do not have."""
-    names = [choice.name for choice in settings.choices]
-    given = settings.model_dump(exclude_defaults=True)
+def check_backends(settings: SearchSettings, *, is_plan: bool = False) -> list[BackendChoice]:
+    """Refuse options that the backends of a search do not have. Returns the backends.
+
+    Raises:
+        UserError: such an option, or as ``choose_backends``.
+    """
+    choices = settings.choices
+    names = list(dict.fromkeys(choice.name for choice in choices))
+    refused = ["--plan"] if is_plan and settings.backends else []
     if RUNTIME not in names:
-        refused = [f"--{option_name(name, SearchSettings.model_fields[name])}" for name in given if name not in OF_ENGINES]
+        given = [name for name in settings.model_dump(exclude_defaults=True) if name not in OF_ENGINES]
+        refused += [f"--{option_name(name, SearchSettings.model_fields[name])}" for name in given]
         refused += [f"--set {change}" for change in settings.changes if not is_of_backend(change)]
-        if refused:
-            raise UserError(
-                f"{refused[0]}: not an option of {' or '.join(names)}; drop it, or add --backend {RUNTIME}"
-            )
-    if len(names) == 1 and settings.any_weights:
+    if refused:
+        raise UserError(f"{refused[0]}: not an option of {' or '.join(names)}; drop it, or search the runtime alone")
+    if len(choices) == 1 and settings.any_weights:
         raise UserError("--any-weights chooses among backends; name several with --backend")
     if names == [RUNTIME] and settings.requests_at_once:
         raise UserError("--requests-at-once: the runtime serves one request at a time; add --backend llama.cpp or vllm")
-    if len(names) > 1 and (settings.gpu or settings.random_weights):
+    if len(choices) > 1 and (settings.gpu or settings.random_weights):
         raise UserError("--gpu: backends race each other on this machine; give --device, or leave --backend out")
+    return choices
 
 
 def device_for(gpu: str | None, device: str = "auto") -> str | None:
