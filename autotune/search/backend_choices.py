@@ -1,4 +1,4 @@
-"""The backends that a search is given, by ``--backend NAME[=MODEL]`` and ``--set NAME:OPTION=VALUE``. Loads no torch."""
+"""The backends of a search, by ``--backend NAME[=MODEL]`` and ``--set NAME:OPTION=VALUE``. Loads no torch."""
 
 from __future__ import annotations
 

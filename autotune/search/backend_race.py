@@ -185,9 +185,10 @@ class _BackendSearch:
         arms: list[Arm] = []
         with ExitStack() as stack:
             for label, profile in self.tuned.items():
-                options = {"command": self.choices[label].options.get("command"), "console": self.console}
+                command = self.choices[label].options.get("command")
+                started = arms_of(profile, device=self.settings.device, command=command, console=self.console)
                 try:
-                    found = stack.enter_context(arms_of(profile, device=self.settings.device, **options))
+                    found = stack.enter_context(started)
                 except UserError as error:
                     self._leave_out(label, str(error))
                     continue
@@ -243,13 +244,12 @@ class _BackendSearch:
         profile, own = self.tuned[label], runs[label][TUNED]
         plain = runs[deployed][AR]
         summary = summarize(label, own[: len(plain)], plain[: len(own)])
-        deployment = profile.point.deployment
-        tree = profile.point.tree
+        point = profile.point
         return BackendResult(
             backend=profile.backend,
             model=profile.target,
             precision=profile.precision,
-            label=deployment.label if deployment else f"{tree.policy} of {profile.point.draft.id}" if tree else "off",
+            label=point.label,
             seconds=sum(run.decode_ms for run in own) / 1e3,
             speedup=summary.speedup,
             ci95=summary.ci95,

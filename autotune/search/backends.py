@@ -90,14 +90,16 @@ def arms_of(
 
         decoder = load(profile, device=device, context_tokens=0, console=console)
         arms = RuntimeArms(decoder)
-        key = f"{TUNED}-{profile.content_hash}"
-        yield {AR: arms.plain} | ({TUNED: DecoderArm(TUNED, decoder, arms, key=key)} if decoder.draft else {})
+        found: dict[str, Arm] = {AR: arms.plain}
+        if decoder.draft is not None:
+            found[TUNED] = DecoderArm(TUNED, decoder, arms, key=f"{TUNED}-{profile.content_hash}")
+        yield found
         return
     backend, deployment = restored_backend(profile, command=command, console=console), profile.point.deployment
     configurations: dict[str, Any] = {AR: None}
     if with_default:
         labels = {c.label: c for c in backend.configurations()}
-        name = profile.evidence.best_default
+        name = profile.evidence.best_default or ""
         configurations |= {name: labels[name]} if name in labels else {}
     if deployment is not None and deployment.speculation is not None:
         configurations[TUNED] = deployment.speculation

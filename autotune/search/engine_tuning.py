@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from autotune.console import Console
-from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, DecodingProfile, Evidence, OperatingPoint, WorkloadReference
 from autotune.documents.deployment import EngineEvidence, PredictedSettings
 from autotune.documents.provenance import stamp
-from autotune.engines.backend import Backend, Configuration, Prices
+from autotune.engines.backend import Backend, BackendSettings, Prices
 from autotune.errors import UserError
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Fastest, Race, Rule, TimeLimit, race
@@ -36,7 +35,7 @@ SHOWN = 3  # fastest configurations of a type, and of all
 class RankedConfiguration:
     """A configuration with its speedup over plain decoding by replay and prices."""
 
-    configuration: Configuration
+    configuration: BackendSettings
     speedup: float
     ci95: tuple[float, float]
     counts: Sequence[tuple[int, int, int]]
@@ -150,7 +149,9 @@ class EngineTuning:
         measured = self._race("finalists, measured", finalists, tune, rule, deadline)
         as_predicted = {}
         for name, one in finalists.items():
-            counts = [(run.rounds, run.verified_nodes, run.accepted_tokens) for run in measured.runs[name]]
+            counts = [
+                (run.rounds - run.plain_steps, run.verified_nodes, run.accepted_tokens) for run in measured.runs[name]
+            ]
             num_equal = sum(run == tuple(predicted) for run, predicted in zip(counts, one.counts, strict=False))
             as_predicted[name] = num_equal, len(counts)
         rows = [
@@ -165,8 +166,8 @@ class EngineTuning:
     def evaluate(
         self, winner: RankedConfiguration, default: RankedConfiguration, deadline: float
     ) -> tuple[Evaluation, RankedConfiguration | None]:
-        """The runs of plain decoding, the winner and the best default on held-out prompts, and the configuration that is
-        significantly faster than plain decoding; None if none is.
+        """The runs of plain decoding, the winner and the best default on held-out prompts, and the fastest one if it is
+        significantly faster than plain decoding; else None.
         """
         arms = {one.name: one for one in (default, winner)}
         rule = Fastest(
@@ -179,7 +180,7 @@ class EngineTuning:
         tuned = (chosen or winner).name
         shown = [name for name in (AR, *arms) if name != tuned and measured.runs[name]]
         evaluation = Evaluation(
-            runs={name: [_by_passes(run) for run in measured.runs[name]] for name in (*shown, tuned)},
+            runs={name: measured.runs[name] for name in (*shown, tuned)},
             configurations={AR: None} | {name: arms[name].configuration for name in (*shown, tuned) if name != AR},
             predicted={name: one.speedup for name, one in arms.items()},
             best_default=default.name if default.name in shown else None,
@@ -226,7 +227,7 @@ class EngineTuning:
             raise UserError(f"{self.backend.name}: {failed.get(AR) or list(failed.values())[-1]}")
         return replace(measured, runs={name: [] for name in by_name} | measured.runs)
 
-    def _profile(self, tune: Workload, chosen: Configuration | None, evidence: Evidence) -> DecodingProfile:
+    def _profile(self, tune: Workload, chosen: BackendSettings | None, evidence: Evidence) -> DecodingProfile:
         deployment = self.backend.deploy(chosen)
         return DecodingProfile(
             provenance=stamp(),
@@ -249,8 +250,3 @@ class EngineTuning:
 def best_default(ranked: Sequence[RankedConfiguration]) -> RankedConfiguration:
     """The fastest of the types' defaults by prediction; without defaults, the fastest configuration."""
     return next((one for one in ranked if one.configuration.is_default), ranked[0])
-
-
-def _by_passes(run: Decoded) -> Decoded:
-    """A run whose rounds are the passes of the engine: each emits one token beside the accepted ones."""
-    return run.model_copy(update={"rounds": run.new_tokens - 1 - run.accepted_tokens})

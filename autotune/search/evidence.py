@@ -61,8 +61,8 @@ class Evaluation:
         return gains
 
     def evidence(self, decoded: str) -> dict[str, Any]:
-        """Fields of a profile's evidence. Checks compare with the runs of the arm ``decoded``, which is what the profile
-        decodes.
+        """Fields of a profile's evidence. Checks compare with the runs of ``decoded``, the arm that the profile decodes
+        with.
         """
         compared = []
         for name, c in self.configurations.items():
