@@ -111,7 +111,7 @@ class EngineTuning:
         decoded = AR if chosen is None else chosen.name
         evidence = evidence.model_copy(update={"loads": loads, "as_predicted": as_predicted})
         measured = Evidence(engine=evidence, **evaluation.evidence(decoded))
-        profile = self._profile(tune, chosen and chosen.configuration, measured)
+        profile = self._profile(tune, None if chosen is None else chosen.configuration, measured)
         point = profile.point.model_copy(update={"measured": evaluation.measured(decoded)})
         return profile.model_copy(update={"points": [point]})
 
