@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.console import Console
+from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, DecodingProfile, Evidence, OperatingPoint, WorkloadReference
 from autotune.documents.deployment import EngineEvidence, PredictedSettings
 from autotune.documents.provenance import stamp
@@ -180,7 +181,7 @@ class EngineTuning:
         tuned = (chosen or winner).name
         shown = [name for name in (AR, *arms) if name != tuned and measured.runs[name]]
         evaluation = Evaluation(
-            runs={name: measured.runs[name] for name in (*shown, tuned)},
+            runs={name: [_in_passes(run) for run in measured.runs[name]] for name in (*shown, tuned)},
             configurations={AR: None} | {name: arms[name].configuration for name in (*shown, tuned) if name != AR},
             predicted={name: one.speedup for name, one in arms.items()},
             best_default=default.name if default.name in shown else None,
@@ -250,3 +251,8 @@ class EngineTuning:
 def best_default(ranked: Sequence[RankedConfiguration]) -> RankedConfiguration:
     """The fastest of the types' defaults by prediction; without defaults, the fastest configuration."""
     return next((one for one in ranked if one.configuration.is_default), ranked[0])
+
+
+def _in_passes(run: Decoded) -> Decoded:
+    """A run whose rounds are all passes of the engine: each emits one token beside the accepted ones."""
+    return run.model_copy(update={"rounds": run.new_tokens - 1 - run.accepted_tokens})
