@@ -8,11 +8,6 @@ from dataclasses import dataclass, field
 from autotune.documents.deployment import RUNTIME
 from autotune.errors import UserError, nearest
 
-OPTIONS = ("command", "url", "draft")
-"""What ``--set`` sets of an engine: its executable with further arguments, the address of a server that runs, and a
-draft model.
-"""
-
 
 @dataclass(frozen=True)
 class BackendChoice:
@@ -21,7 +16,7 @@ class BackendChoice:
     name: str
     model: str
     options: Mapping[str, str] = field(default_factory=dict)
-    """Values of ``OPTIONS``."""
+    """Arguments of the backend's constructor, such as ``command``, ``url`` and ``draft``."""
     has_own_model: bool = False
     """Whether the model was named for this backend, and is not ``--target``."""
 
@@ -31,14 +26,14 @@ class BackendChoice:
 
 
 def choose_backends(
-    given: Sequence[str], changes: Sequence[str], target: str, known: Collection[str]
+    given: Sequence[str], changes: Sequence[str], target: str, known: Mapping[str, Collection[str]]
 ) -> list[BackendChoice]:
     """The backends in the order of the command line; without any, the runtime.
 
     Args:
         given: values of ``--backend``.
         changes: values of ``--set``; those of the search space are left out.
-        known: names of backends.
+        known: the options of every backend, by name.
 
     Raises:
         UserError: an unknown backend or option, an option without its backend, or a backend twice with one model.
@@ -66,15 +61,15 @@ def is_of_backend(change: str) -> bool:
     return ":" in change.partition("=")[0]
 
 
-def _options_by_backend(changes: Sequence[str], known: Collection[str]) -> dict[str, dict[str, str]]:
+def _options_by_backend(changes: Sequence[str], known: Mapping[str, Collection[str]]) -> dict[str, dict[str, str]]:
     options: dict[str, dict[str, str]] = {}
     for change in filter(is_of_backend, changes):
         word, _, value = change.partition("=")
         name, _, option = word.partition(":")
         if name not in known:
             raise UserError(f"--set {change}: no such backend; {nearest(name, known)}")
-        if name == RUNTIME or option not in OPTIONS:
-            hint = "drop it" if name == RUNTIME else nearest(option, OPTIONS)
+        if option not in known[name]:
+            hint = nearest(option, known[name]) if known[name] else "drop it"
             raise UserError(f"--set {change}: the backend {name} has no option {option!r}; {hint}")
         if not value:
             raise UserError(f"--set {change}: has no value; write {word}=VALUE")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from inspect import Parameter, signature
 from typing import Any
 
 from autotune.console import Console
@@ -19,9 +20,17 @@ from autotune.errors import UserError, nearest
 from autotune.evaluation.arms import Arm
 from autotune.search.backend_choices import BackendChoice
 
-BACKENDS: dict[str, type[EngineBackend]] = {LlamaBackend.name: LlamaBackend, VllmBackend.name: VllmBackend}
-"""Backends that other programs are, by name. ``RUNTIME`` is this program, see ``search.runtime_backend``."""
-NAMES = (RUNTIME, *BACKENDS)
+BACKENDS: dict[str, type[Backend]] = {LlamaBackend.name: LlamaBackend, VllmBackend.name: VllmBackend}
+"""Programs beside this one, by name. ``RUNTIME`` is this program (``search.runtime_backend``)."""
+
+
+def backend_options() -> dict[str, list[str]]:
+    """What ``--set NAME:OPTION=VALUE`` sets of every backend: the options that its constructor names."""
+    options: dict[str, list[str]] = {RUNTIME: []}
+    for name, backend in BACKENDS.items():
+        named = [one.name for one in signature(backend).parameters.values() if one.kind is Parameter.KEYWORD_ONLY]
+        options[name] = [option for option in named if option not in ("console", "seed")]
+    return options
 
 
 def make_backend(choice: BackendChoice, *, console: Console, seed: int = 0) -> Backend:
@@ -47,20 +56,23 @@ def restored_backend(
     """
     deployment = profile.point.deployment
     assert deployment is not None, "the runtime is no engine"
-    if deployment.backend not in BACKENDS:
-        raise UserError(
-            f"the profile is for {deployment.backend}, no backend of this program; {nearest(deployment.backend, NAMES)}"
-        )
-    return BACKENDS[deployment.backend].restored(deployment, command=command, console=console)
+    name = deployment.backend
+    if name not in BACKENDS:
+        raise UserError(f"the profile is for {name}, no backend of this program; {nearest(name, BACKENDS)}")
+    backend = BACKENDS[name]
+    if issubclass(backend, EngineBackend):
+        return backend.restored(deployment, command=command, console=console)
+    options: dict[str, Any] = {"console": console} | ({} if command is None else {"command": command})
+    return backend(deployment.model.id, **options)
 
 
 def found_engines() -> list[str]:
     """Names of the engines whose programs are on this machine."""
     found = []
-    for name, engine in BACKENDS.items():
+    for name, backend in BACKENDS.items():
         with suppress(UserError):
-            engine.find(None)
-            found.append(name)
+            if issubclass(backend, EngineBackend) and backend.find(None):
+                found.append(name)
     return found
 
 

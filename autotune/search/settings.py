@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from autotune.modeling.gguf import PACKAGED
 from autotune.modeling.loading import BUNDLED_TARGET, Dtype, bundled_models
 from autotune.modeling.target_defaults import default_drafts, default_workload
 from autotune.search.backend_choices import BackendChoice, choose_backends, is_of_backend
-from autotune.search.backends import NAMES
+from autotune.search.backends import backend_options
 from autotune.search.space import SearchSpace
 from autotune.search.space_files import space_path
 from autotune.study.outputs import choose_output, settings_key
@@ -175,12 +176,23 @@ class SearchSettings(Document):
 
     @property
     def choices(self) -> list[BackendChoice]:
-        """The backends of the search.
+        """The backends of the search. A draft is for the runtime, or else for every engine.
 
         Raises:
-            UserError: as ``choose_backends``.
+            UserError: as ``choose_backends``, or several drafts for engines.
         """
-        return choose_backends(self.backends, self.changes, self.target, NAMES)
+        known = backend_options()
+        choices = choose_backends(self.backends, self.changes, self.target, known)
+        if not self.drafts or any(choice.name == RUNTIME for choice in choices):
+            return choices
+        if len(self.drafts) > 1:
+            raise UserError(f"--draft: an engine tunes one draft model; got {', '.join(self.drafts)}; give one")
+        return [
+            replace(choice, options={"draft": self.drafts[0], **choice.options})
+            if "draft" in known[choice.name]
+            else choice
+            for choice in choices
+        ]
 
     def of_runtime(self, choice: BackendChoice, budget_s: float, output: Path) -> SearchSettings:
         """The settings of the runtime's part in a search of several backends."""
