@@ -182,7 +182,7 @@ def _choice(profile: DecodingProfile, point: OperatingPoint) -> list[str]:
     shape = f"{'' if point.lossless else 'lossy '}{'chains' if point.tree.is_chain else f'{point.tree.policy} trees'}"
     words = [f"{shape} of up to {point.tree.max_nodes} tokens", *_subnet(point.draft.subnet)]
     if is_raced:
-        return [_line(f"{chosen}: {{}}, {words[0]}.", point.draft.id)]
+        return [_line(f"{chosen}: {{}}{kind}, {words[0]}.", point.draft.id)]
     text = _line(f"{chosen}: {{}}{kind}, {', '.join(words)}.", point.draft.id, columns=2 * COLUMNS - 10)
     return textwrap.wrap(text, COLUMNS, break_on_hyphens=False)
 

@@ -16,6 +16,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import Speculation
 from autotune.engines.backend import Backend, Prices
 from autotune.errors import ArmFailed, UserError
+from autotune.files import content_key
 from autotune.trees.limits import Floats
 from autotune.workloads.prompt import WorkloadPrompt
 
@@ -57,7 +58,7 @@ class FakeArm:
             raise ArmFailed("the server ended while it was used")
         self.served.append(prompt.name)
         tokens = [self.token] * NUM_TOKENS
-        noise = 1 + 0.01 * math.sin(hash((self.key, prompt.sha256)) % 1000)
+        noise = 1 + 0.01 * math.sin(int(content_key([self.key, prompt.sha256]), 16) % 1000)
         return Decoded(
             arm=self.key,
             prompt=prompt.name,

@@ -15,6 +15,8 @@ from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from autotune.workloads.workload import Workload, WorkloadSplit
 from tests.search.fake_backend import FakeBackend
 
+ALL = ("copy", "copy(2)", "guess", "guess(2)")
+
 
 def workload(split: WorkloadSplit, num_prompts: int) -> Workload:
     prompts = [WorkloadPrompt(f"{split} {n}", Prompt(prompt=f"{split} {n}"), ()) for n in range(num_prompts)]
@@ -56,8 +58,7 @@ def test_the_profile_deploys_what_was_fastest_in_the_engine(tmp_path: Path) -> N
 @pytest.mark.parametrize(("ms", "num_prompts"), [(12.0, 16), (10.0, 32)])
 def test_speculation_is_left_off_unless_it_is_significantly_faster(tmp_path: Path, ms: float, num_prompts: int) -> None:
     backend = FakeBackend()
-    backend.ms |= {"copy(2)": ms}
-    backend.predicted = {"off": 10.0, "copy(2)": 9.0}
+    backend.ms |= dict.fromkeys(ALL, ms)
     profile = tuned(backend, tmp_path)
     assert profile.point.deployment is not None and profile.point.deployment.speculation is None
     assert len(profile.evidence.prompts) == num_prompts and profile.evidence.prompts[0].arm == "model off"
@@ -78,8 +79,8 @@ def test_what_was_served_is_not_served_again(tmp_path: Path, label: str) -> None
     """Plain decoding ends in the first race; with the only other arms too, nothing is left."""
     backend = FakeBackend()
     backend.ms |= {"copy": 5.0}
-    backend.dies_after = {label: 3} if label == "off" else dict.fromkeys(["copy", "copy(2)", "guess", "guess(2)"], 3)
-    with pytest.raises(UserError, match="^fake: the server ended while it was used$"):
+    backend.dies_after = {label: 3} if label == "off" else dict.fromkeys(ALL, 3)
+    with pytest.raises(UserError, match=r"^fake: the server ended while it was used$"):
         tuned(backend, tmp_path)
     again = FakeBackend()
     again.ms |= {"copy": 5.0}
