@@ -65,7 +65,7 @@ def _drafts(point: OperatingPoint) -> bool:
 
 
 def _unmeasured(profile: DecodingProfile) -> list[str]:
-    """What an estimate is made of, and how to measure it."""
+    """The basis of an estimate, and how to measure it."""
     if profile.backend != RUNTIME:
         basis = _line("Not measured: estimated on {} for {}.", profile.hardware.model, profile.workload.name)
         return [basis, "Next: the same search without the url measures it."]

@@ -37,7 +37,7 @@ from autotune.workloads.workload import Workload, WorkloadSplit
 SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")  # of models with the same weights in other files
 
 
-def search(settings: SearchSettings, console: Console) -> DecodingProfile:
+def search_backends(settings: SearchSettings, console: Console) -> DecodingProfile:
     """Search a profile of the backends of the settings, and write it. An interrupted search goes on with what it has
     recorded.
 
