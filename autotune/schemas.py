@@ -9,7 +9,6 @@ from autotune.cost.roofline import DatasheetLimits
 from autotune.cost.table import CostTable
 from autotune.doctor.diagnosis import Diagnosis
 from autotune.documents.decoding_profile import DecodingProfile
-from autotune.documents.engine_profile import EngineProfile
 from autotune.drafters.checkpoint import CONFIGS
 from autotune.files import Document
 from autotune.replay.trace import TraceHeader
@@ -23,7 +22,6 @@ DOCUMENTS: tuple[type[Document], ...] = (
     TraceHeader,
     StudyDocument,
     CheckResult,
-    EngineProfile,
     SearchSpace,
     Recipe,
     DatasheetLimits,

@@ -23,7 +23,6 @@ from autotune.documents.decoding_profile import (
     Predicted,
     WorkloadReference,
 )
-from autotune.documents.engine_profile import ConfirmedArm, Speculation, SpeculationCounts
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet
@@ -194,28 +193,6 @@ def free_prices() -> DensePrices:
 
 
 # -------- profiles
-
-
-def confirmed_arm(
-    one: Speculation | None, measured: float, ci95: tuple[float, float], *, timed: int = 1
-) -> ConfirmedArm:
-    """Settings of an engine, or none, that were measured with some held-out prompts."""
-    counts = SpeculationCounts(verifications=0, drafted=0, accepted=0)
-    return ConfirmedArm(
-        label=one.label if one else "off",
-        speculation=one,
-        predicted=1.1,
-        measured=measured,
-        ci95=ci95,
-        clock="wall",
-        tokens_per_step=1.0,
-        replayed=counts,
-        counts=counts,
-        exact=1,
-        identical=1,
-        prompts=timed,
-        timed=timed,
-    )
 
 
 def decoding_profile(

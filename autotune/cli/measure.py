@@ -50,10 +50,10 @@ def command(output: Path | None, table: Path | None, as_json: bool, **values: An
     from autotune.machine.device import choose_device
     from autotune.measuring.block_log import BlockLog
     from autotune.search.cost_tables import measure_table, priced_variants, print_table
-    from autotune.search.inputs import load_models, load_prompts
+    from autotune.search.inputs import load_models
 
     console = Console()
-    prompts = load_prompts(settings, "tune").first_turns()
+    prompts = settings.load_prompts("tune").first_turns()
     pool = load_models(settings, choose_device(settings.device), console)
     if settings.random_weights:
         console.say("weights are random: this table's latencies hold, its models accept nothing of each other")

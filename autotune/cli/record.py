@@ -54,11 +54,11 @@ def command(output: Path, visual_input: VisualInput, num_prompts: int, as_json: 
 
     from autotune.console import Console
     from autotune.machine.device import choose_device
-    from autotune.search.inputs import load_models, load_prompts
+    from autotune.search.inputs import load_models
     from autotune.search.traces import print_agreement, record_traces
 
     console = Console()
-    prompts = load_prompts(settings, "tune", num_prompts)
+    prompts = settings.load_prompts("tune", num_prompts)
     model_pool = load_models(settings, choose_device(settings.device), console, mode=EAGER)
     prompts = prompts.fitting(model_pool.processor, model_pool.target.max_context, console.say)
     prompts = model_pool.recorder(output).follow(prompts)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import shlex
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.documents.decoding_profile import ALL, AR, HF, DecodingProfile, Evidence, Gain, OperatingPoint
-from autotune.documents.engine_profile import EngineProfile
+from autotune.documents.deployment import RUNTIME, BackendResult
 from autotune.documents.subnet import Subnet
 
 COLUMNS = 80
@@ -25,60 +26,98 @@ def answer_of(profile: DecodingProfile, path: Path) -> list[str]:
     """The answer of a search in three to six lines of at most ``COLUMNS`` characters.
 
     Args:
-        profile: measured, or predicted for another device.
+        profile: measured, or predicted for another device or for a server that was not started.
         path: the file of the profile, for the next command.
     """
-    evidence, command = profile.evidence, shlex.quote(str(path))
-    is_measured = any(point.measured for point in profile.points)
-    chosen = next((point for point in reversed(profile.points) if point.draft is not None), None)
+    command = shlex.quote(str(path))
+    chosen = next((point for point in reversed(profile.points) if _drafts(point)), None)
     gain = _over_plain(profile, chosen)
-    plain = "Hugging Face" if gain.over == HF else "plain decoding"
-    if is_plain := chosen is None or gain.speedup < 1.0:
-        lines = ["Plain decoding is the fastest" + ("." if gain.over == AR else f": use {plain}'s generate.")]
+    is_plain = chosen is None or gain.speedup < 1.0
+    if profile.backend != RUNTIME:
+        lines = _engine_choice(profile, gain)
+    elif is_plain or chosen is None:
+        lines = ["Plain decoding is the fastest" + (": use Hugging Face's generate." if gain.over == HF else ".")]
+        lines = ["Deploy the runtime, without a draft."] if profile.evidence.backends else lines
         lines += [f"The fastest draft is {_times(gain)} as fast."] if gain.num_prompts else []
     else:
         doubt = ", perhaps by chance" if _interval(gain)[0] <= 1.0 else ""
-        lines = [*_choice(profile, chosen), f"{_times(gain)} as fast as {plain}{doubt}.", *_over_default(evidence)]
-    if is_measured:
-        num_deciding = DECIDING if evidence.shrinkage is None else evidence.shrinkage.num_runs or DECIDING
-        guess = ", a guess" if len(evidence.prompts) < JUDGING else ""
-        guess += f", chosen by {num_deciding}" if num_deciding < DECIDING else ""
-        text = f"Measured on {_prompts(len(evidence.prompts), 'held-out ')} of {{}}{guess}."
-        basis = _line(text, profile.workload.name)
-        more = "a larger --budget" if profile.workload.num_evaluate_prompts >= JUDGING else "more prompts"
-        further = f"the same search with {more}" if guess else f"autotune bench {command}"
-        following = f"{'search with another --draft' if is_plain else f'autotune run {command}'}, or {further}"
-    else:
-        is_estimated = any(point.predicted and point.predicted.estimated for point in profile.points)
-        source = "the datasheet" if is_estimated else "a measured table"
-        text = f"Estimated from {source} of {{}} and {_prompts(profile.workload.num_tune_prompts)}."
-        basis = _line(text, profile.hardware.model)
-        following = "the same search on that device, without --gpu, measures the profile"
-    return [*lines, basis, f"Next: {following}."]
+        plain = "Hugging Face" if gain.over == HF else "plain decoding"
+        lines = [*_choice(profile, chosen), f"{_times(gain)} as fast as {plain}{doubt}."]
+        lines += [] if profile.evidence.backends else _over_default(profile.evidence)
+    lines += _other_backends(profile.evidence.backends)
+    if not any(point.measured for point in profile.points):
+        return [*lines, *_unmeasured(profile)]
+    num_deciding = DECIDING if profile.evidence.shrinkage is None else profile.evidence.shrinkage.num_runs or DECIDING
+    num_prompts = len(profile.evidence.prompts)
+    guess = ", a guess" if num_prompts < JUDGING else ""
+    guess += f", chosen by {num_deciding}" if num_deciding < DECIDING else ""
+    basis = _line(f"Measured on {_prompts(num_prompts, 'held-out ')} of {{}}{guess}.", profile.workload.name)
+    more = "a larger --budget" if profile.workload.num_evaluate_prompts >= JUDGING else "more prompts"
+    further = f"the same search with {more}" if guess else f"autotune bench {command}"
+    is_alone = is_plain and profile.backend == RUNTIME
+    following = "search with another --draft" if is_alone else f"autotune run {command}"
+    return [*lines, basis, f"Next: {following}, or {further}."]
 
 
-def answer_of_engine(profile: EngineProfile, path: Path) -> list[str]:
-    """The answer of a search in an engine. The profile holds the command that starts its server."""
-    chosen, command = profile.speculation, shlex.quote(str(path))
-    if profile.arms:
-        best = max(profile.arms[1:], key=lambda arm: arm.measured)
-        label, gain = best.label, _gain(best.measured, best.ci95, best.timed)
-        guess = ", a guess" if best.timed < JUDGING else ""
-        basis = _line(f"Measured on {_prompts(best.timed, 'held-out ')} of {{}}{guess}.", profile.workload)
-        following = f"autotune run {command} --prompt TEXT starts its server and answers"
+def _drafts(point: OperatingPoint) -> bool:
+    """Whether a point speculates."""
+    return point.draft is not None or (point.deployment is not None and point.deployment.speculation is not None)
+
+
+def _unmeasured(profile: DecodingProfile) -> list[str]:
+    """The basis of an estimate, and how to measure it."""
+    if profile.backend != RUNTIME:
+        basis = _line("Not measured: estimated on {} for {}.", profile.hardware.model, profile.workload.name)
+        return [basis, "Next: the same search without the url measures it."]
+    is_estimated = any(point.predicted and point.predicted.estimated for point in profile.points)
+    source = "the datasheet" if is_estimated else "a measured table"
+    text = f"Estimated from {source} of {{}} and {_prompts(profile.workload.num_tune_prompts)}."
+    following = "Next: the same search on that device, without --gpu, measures the profile."
+    return [_line(text, profile.hardware.model), following]
+
+
+def _engine_choice(profile: DecodingProfile, gain: Gain) -> list[str]:
+    """The settings of an engine and their gain, or that its speculation is to be left off."""
+    deployment = profile.point.deployment
+    assert deployment is not None
+    is_raced = bool(profile.evidence.backends)
+    if deployment.speculation is None:
+        compared = [arm for arm in profile.evidence.compared if arm.name != AR]
+        best = max(compared, key=lambda arm: arm.speedup, default=None)
+        text = (
+            f"Deploy {deployment.backend} with {{}}, speculation off."
+            if is_raced
+            else f"Leave speculation off in {deployment.backend}."
+        )
+        lines = [_line(text, *[deployment.model.id] * is_raced)]
+        return [*lines, _line(f"At best, {{}} is {_times(gain)} as fast.", best.name)] if best else lines
+    draft = deployment.speculation.model
+    drafted = _line(" drafted by {}", draft, columns=40) if draft else ""
+    default = ", by its defaults" if deployment.speculation.is_default else ""
+    if is_raced:
+        first = _line(f"Deploy {deployment.backend} with {{}}: {deployment.label}.", deployment.model.id)
     else:
-        label = profile.fastest[0].speculation.label
-        gain = _gain(profile.fastest[0].speedup, profile.fastest[0].ci95)
-        basis = _line("Not measured: estimated on {} for {}.", profile.hardware.model, profile.workload)
-        following = "the same search without --url measures it"
-    if chosen is None:
-        lines = [f"Leave speculation off in {profile.engine}.", f"At best, {label} is {_times(gain)} as fast."]
-    else:
-        draft = _line(" drafted by {}", chosen.model, columns=40) if chosen.model else ""
-        default = ", by its defaults" if chosen.is_default else ""
-        lines = [f"Chosen for {profile.engine}: {chosen.label}{draft}{default}."]
-        lines.append(f"{_times(gain)} as fast as no speculation.")
-    return [*lines, basis, f"Next: {following}."]
+        first = f"Chosen for {deployment.backend}: {deployment.label}{drafted}{default}."
+    return [first, f"{_times(gain)} as fast as no speculation."]
+
+
+def _other_backends(backends: Sequence[BackendResult]) -> list[str]:
+    """How long the other backends took, and what backends with other weights would save."""
+    deployed = next((result for result in backends if result.is_deployed), None)
+    if deployed is None:
+        return []
+    lines = []
+    others = [result for result in backends if result is not deployed and not result.failure]
+    own = [f"{result.backend} {result.seconds / deployed.seconds:.2f}" for result in others if result.has_own_weights]
+    if own:
+        lines.append(_line("Times the seconds of this one on the same prompts: {}.", ", ".join(own)))
+    faster = [result for result in others if not result.has_own_weights and result.seconds < deployed.seconds]
+    if faster and not deployed.has_own_weights:
+        return lines
+    for result in sorted(faster, key=lambda result: result.seconds)[:1]:
+        text = f"{{}} ({result.precision}) takes {result.seconds / deployed.seconds:.2f}, {100 * result.agreement:.0f} % alike: --any-weights."
+        lines.append(_line(text, result.backend))
+    return lines
 
 
 def _over_plain(profile: DecodingProfile, chosen: OperatingPoint | None) -> Gain:
@@ -87,8 +126,13 @@ def _over_plain(profile: DecodingProfile, chosen: OperatingPoint | None) -> Gain
     """
     gains = {gain.over: gain for gain in profile.evidence.gains if gain.task == ALL}
     over = HF if any(arm.name == HF and arm.speedup > 1.0 for arm in profile.evidence.compared) else AR
-    if over in gains or chosen is None:
-        return gains.get(over, _gain(1.0, None))
+    if over in gains:
+        return gains[over]
+    if profile.evidence.engine is not None and not profile.evidence.gains:
+        predicted = profile.evidence.engine.predicted[0]
+        return _gain(predicted.speedup, predicted.ci95)
+    if chosen is None:
+        return _gain(1.0, None)
     if chosen.measured is not None:
         return _gain(chosen.measured.speedup, chosen.measured.ci95, chosen.measured.num_prompts)
     return (
@@ -131,10 +175,14 @@ def _prompts(number: int, kind: str = "") -> str:
 def _choice(profile: DecodingProfile, point: OperatingPoint) -> list[str]:
     """The draft, the tree policy and the draft's subnet in words, in one or two lines."""
     assert point.draft is not None and point.tree is not None
-    chosen = "Chosen" if len(profile.points) == 1 else "Chosen for most requests"
+    is_raced = bool(profile.evidence.backends)
+    chosen = "Deploy the runtime" if is_raced else "Chosen"
+    chosen += "" if len(profile.points) == 1 else " for most requests"
     kind = "" if point.draft.kind == point.draft.id else f" ({point.draft.kind})"
     shape = f"{'' if point.lossless else 'lossy '}{'chains' if point.tree.is_chain else f'{point.tree.policy} trees'}"
     words = [f"{shape} of up to {point.tree.max_nodes} tokens", *_subnet(point.draft.subnet)]
+    if is_raced:
+        return [_line(f"{chosen}: {{}}{kind}, {words[0]}.", point.draft.id)]
     text = _line(f"{chosen}: {{}}{kind}, {', '.join(words)}.", point.draft.id, columns=2 * COLUMNS - 10)
     return textwrap.wrap(text, COLUMNS, break_on_hyphens=False)
 

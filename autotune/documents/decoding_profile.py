@@ -95,6 +95,16 @@ class OperatingPoint(Document):
             )
         return self
 
+    def located(self, source: Path) -> OperatingPoint:
+        """The point with paths in place of the names of models that lie beside ``source``."""
+        draft, deployment = self.draft, self.deployment
+        if draft is not None:
+            draft = draft.model_copy(update={"id": beside(source, draft.id)})
+        if deployment is not None:
+            model = deployment.model.model_copy(update={"id": beside(source, deployment.model.id)})
+            deployment = deployment.model_copy(update={"model": model})
+        return self.model_copy(update={"draft": draft, "deployment": deployment})
+
     @model_validator(mode="after")
     def _is_calibrated_for_its_draft(self) -> OperatingPoint:
         draft, calibration = self.draft, self.calibration
@@ -104,6 +114,13 @@ class OperatingPoint(Document):
                 f"point's draft is {draft.id} ({draft.sha256[:8] or 'no hash'}); run autotune search for this draft"
             )
         return self
+
+    @property
+    def label(self) -> str:
+        """What decodes, in one line; ``off`` for plain decoding."""
+        if self.deployment is not None:
+            return self.deployment.label
+        return "off" if self.draft is None or self.tree is None else f"{self.tree.policy}, {self.draft.id}"
 
     @property
     def calibration(self) -> Calibration | None:
@@ -291,12 +308,7 @@ class DecodingProfile(Document, kind="decoding-profile", version=2, made_by="aut
 
     def located(self, source: Path) -> DecodingProfile:
         """The profile with paths in place of the names of models that lie beside its file, ``source``."""
-        points = [
-            point
-            if (draft := point.draft) is None
-            else point.model_copy(update={"draft": draft.model_copy(update={"id": beside(source, draft.id)})})
-            for point in self.points
-        ]
+        points = [point.located(source) for point in self.points]
         target = self.target.model_copy(update={"id": beside(source, self.target.id)})
         return self.model_copy(update={"target": target, "points": points})
 

@@ -40,7 +40,7 @@ def default_workload(target: str) -> str:
         return target
     if target in bundled_models():
         return DEFAULT_PAIR
-    return ",".join(SHIPPED if "vision_config" in _sizes_of(target)[1] else TEXTS)
+    return ",".join(SHIPPED if "vision_config" in sizes_of(target)[1] else TEXTS)
 
 
 def default_drafts(target: str) -> tuple[str, ...]:
@@ -55,13 +55,13 @@ def default_drafts(target: str) -> tuple[str, ...]:
         return (*(name for name in bundled_models() if name.startswith(f"{target}/")), RETRIEVAL)
     if target in bundled_models():
         return DEFAULT_DRAFTS
-    folder, sizes = _sizes_of(target)
+    folder, sizes = sizes_of(target)
     own = [target + MTP_SUFFIX] if _has_own_head(folder, sizes) else []
     heads = [name for name, path in _folders(target).items() if _is_head(path, target, sizes)]
     return (*own, *heads, RETRIEVAL)
 
 
-def _sizes_of(target: str) -> tuple[Path, Mapping[str, Any]]:
+def sizes_of(target: str) -> tuple[Path, Mapping[str, Any]]:
     """The folder of a target, and its config with the keys of its text model; of a GGUF file the sizes alone."""
     path = Path(resolve(target, weights=False))
     if path.is_file():

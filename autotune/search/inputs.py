@@ -14,15 +14,7 @@ from autotune.search.model_pool import ModelPool
 from autotune.search.plan import SearchSize
 from autotune.search.settings import SearchSettings, device_for
 from autotune.search.space_files import bounds_of, load_space
-from autotune.workloads.workload import Workload, WorkloadSplit, load_workload, shipped_files
-
-
-def load_prompts(settings: SearchSettings, split: WorkloadSplit, count: int | None = None) -> Workload:
-    """At most ``count`` prompts of a split, with the lengths, temperature and template variables of the settings."""
-    workload = load_workload(settings.workload, split, num_prompts=count, format=settings.workload_format)
-    workload = workload.cut(len(workload.prompts), settings.max_new_tokens)
-    workload = workload.with_variables(settings.chat_template_kwargs)
-    return workload if settings.temperature is None else workload.sampled(settings.temperature)
+from autotune.workloads.workload import shipped_files
 
 
 def load_models(
@@ -50,8 +42,8 @@ class SearchInputs:
 
     def __init__(self, settings: SearchSettings, console: Console, *, sizes_alone: bool = False) -> None:
         self.console = console
-        self.tune = load_prompts(settings, "tune", settings.num_tune_prompts)
-        self.evaluate = load_prompts(settings, "evaluate", settings.num_evaluate_prompts)
+        self.tune = settings.load_prompts("tune", settings.num_tune_prompts)
+        self.evaluate = settings.load_prompts("evaluate", settings.num_evaluate_prompts)
         if shipped_files(settings.workload):
             console.say(f"prompts: {settings.workload}, shipped with autotune; give your own with --workload FILE")
         if settings.has_default_drafts and settings.drafts == (RETRIEVAL,):

@@ -35,6 +35,7 @@ from autotune.replay.draws import time_draws
 from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.runtime.load import decoder_for
 from autotune.search import thresholds
+from autotune.search.evidence import Evaluation, print_evaluation
 from autotune.search.finalists import (
     MeasuredFinalists,
     block_s,
@@ -43,7 +44,7 @@ from autotune.search.finalists import (
     measure_finalists,
     published_defaults,
 )
-from autotune.search.held_out import Evaluation, differences_of, print_evaluation, shrinkage_of, with_evidence
+from autotune.search.held_out import differences_of, shrinkage_of, with_evidence
 from autotune.search.model_pool import ModelPool
 from autotune.search.operating_points import by_image, by_prompt_tokens, by_temperature, by_workload, choose_points
 from autotune.search.plan import KeptPrompts, StageClock

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,22 +17,33 @@ from pydantic import JsonValue, model_validator
 
 from autotune.cost.roofline import datasheets, find_limits
 from autotune.cost.table import shipped_tables
+from autotune.documents.deployment import RUNTIME
 from autotune.documents.execution import AUTO, check_capture_sizes
 from autotune.documents.option_fields import option_name, setting
 from autotune.errors import UserError, nearest
 from autotune.files import WORKSPACE, Document, require_writable
 from autotune.machine.device import check_supported, choose_device, fingerprint, gpu_fault, local_devices, local_gpus
-from autotune.modeling.loading import BUNDLED_TARGET, Dtype
+from autotune.modeling.gguf import PACKAGED
+from autotune.modeling.loading import BUNDLED_TARGET, Dtype, bundled_models
 from autotune.modeling.target_defaults import default_drafts, default_workload
+from autotune.search.backend_choices import BackendChoice, choose_backends, is_of_backend
+from autotune.search.backends import backend_options
 from autotune.search.space import SearchSpace
 from autotune.search.space_files import space_path
 from autotune.study.outputs import choose_output, settings_key
 from autotune.study.storage import PROFILE, STUDY, storage_url, study_folder
 from autotune.workloads.formats import Format
+from autotune.workloads.workload import TEXTS, Workload, WorkloadSplit, load_workload
 
 LOCAL = r"auto|cpu|cuda(:\d+)?"
 OF_NO_RESULT = {"output", "table", "folder", "jobs", "storage", "wait_until_idle_s"}
 """Settings with which a search stays the same one."""
+OF_ENGINES = {
+    *("backends", "changes", "target", "drafts", "workload", "workload_format", "max_new_tokens", "temperature"),
+    *("chat_template_kwargs", "budget_s", "study", "seed", "output", "requests_at_once", "any_weights"),
+    *("has_default_drafts", "num_tune_prompts", "num_evaluate_prompts", "folder"),
+}
+"""Settings of a search without the runtime."""
 
 
 class SearchSettings(Document):
@@ -45,6 +57,11 @@ class SearchSettings(Document):
     target: str = setting(
         BUNDLED_TARGET,
         "Target: a bundled name, a path, a Hugging Face id, or a GGUF file: its path, or OWNER/NAME:FILE.gguf of the hub.",
+    )
+    backends: tuple[str, ...] = setting(
+        (),
+        "Program to tune: runtime, llama.cpp or vllm, with =MODEL where it loads another file of the target; may be repeated, and the backends race each other; default: runtime.",
+        option="backend",
     )
     dtype: Dtype | None = setting(
         None,
@@ -74,7 +91,7 @@ class SearchSettings(Document):
     space: str = setting("quick", "Search space: a shipped name or a YAML file.")
     changes: tuple[str, ...] = setting(
         (),
-        "NAME=VALUE or NAME=A,B: values of a dimension of the space, such as heads=0.5, keep=0.2, injection-layer=9, policy=sage or d_max=8. Repeatable.",
+        "NAME=VALUE or NAME=A,B: values of a dimension of the space, such as heads=0.5, keep=0.2, injection-layer=9, policy=sage or d_max=8; NAME:command=, NAME:url= or NAME:draft= of an engine. Repeatable.",
         option="set",
     )
     budget_s: float = setting(
@@ -132,6 +149,12 @@ class SearchSettings(Document):
     )
     num_tune_prompts: int = setting(48, "Number of prompts that choose the configuration.", option=None, ge=1)
     num_evaluate_prompts: int = setting(64, "Number of held-out prompts for the evaluation.", option=None, ge=1)
+    requests_at_once: tuple[int, ...] = ()
+    """Numbers of requests at a time that engines also serve."""
+    any_weights: bool = setting(
+        False,
+        "Deploy the fastest backend even if its weights are not the target's at its precision, such as a quantized file.",
+    )
     folder: Path = setting(WORKSPACE, "Folder in which studies keep their documents.", option=None)
 
     @model_validator(mode="before")
@@ -139,9 +162,56 @@ class SearchSettings(Document):
     def _defaults_of_target(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Drafts and prompts that are not given are those that ``modeling.target_defaults`` finds for the target."""
         target = str(values.get("target") or BUNDLED_TARGET)
-        drafts = values.get("drafts") or default_drafts(target)
-        workload = values.get("workload") or default_workload(target)
+        backends = tuple(values.get("backends") or ())
+        if len(backends) == 1 and backends[0].partition("=")[0] == RUNTIME:  # the same search as without the option
+            target, backends = backends[0].partition("=")[2] or target, ()
+        values = {**values, "target": target, "backends": backends}
+        drafts, workload = values.get("drafts") or (), values.get("workload")
+        if not backends or any(name.partition("=")[0] == RUNTIME for name in backends):
+            drafts = drafts or default_drafts(target)
+            workload = workload or default_workload(target)
+        is_known = target in PACKAGED or target in bundled_models()
+        workload = workload or (default_workload(target) if is_known else ",".join(TEXTS))
         return {"has_default_drafts": not values.get("drafts"), **values, "drafts": tuple(drafts), "workload": workload}
+
+    @property
+    def choices(self) -> list[BackendChoice]:
+        """The backends of the search. A draft is for the runtime, or else for every engine.
+
+        Raises:
+            UserError: as ``choose_backends``, or several drafts for engines.
+        """
+        known = backend_options()
+        choices = choose_backends(self.backends, self.changes, self.target, known)
+        if not self.drafts or any(choice.name == RUNTIME for choice in choices):
+            return choices
+        if len(self.drafts) > 1:
+            raise UserError(f"--draft: an engine tunes one draft model; got {', '.join(self.drafts)}; give one")
+        return [
+            replace(choice, options={"draft": self.drafts[0], **choice.options})
+            if "draft" in known[choice.name]
+            else choice
+            for choice in choices
+        ]
+
+    def of_runtime(self, choice: BackendChoice, budget_s: float, output: Path) -> SearchSettings:
+        """The settings of the runtime's part in a search of several backends."""
+        values = self.model_dump(exclude={"backends", "requests_at_once", "any_weights", "has_default_drafts"})
+        changes = tuple(change for change in self.changes if not is_of_backend(change))
+        drafts = () if self.has_default_drafts else self.drafts
+        own = {"target": choice.model, "drafts": drafts, "changes": changes, "budget_s": budget_s, "output": output}
+        return SearchSettings(**values | own)
+
+    def load_prompts(self, split: WorkloadSplit, count: int | None = None) -> Workload:
+        """At most ``count`` prompts of a split, with the lengths, temperature and template variables of the settings.
+
+        Raises:
+            UserError: as ``load_workload``.
+        """
+        workload = load_workload(self.workload, split, num_prompts=count, format=self.workload_format)
+        workload = workload.cut(len(workload.prompts), self.max_new_tokens)
+        workload = workload.with_variables(self.chat_template_kwargs)
+        return workload if self.temperature is None else workload.sampled(self.temperature)
 
     @property
     def command(self) -> str:
@@ -160,7 +230,7 @@ class SearchSettings(Document):
                 "chat_template_kwargs": json.dumps(self.chat_template_kwargs),
                 "capture_sizes": ",".join(map(str, self.capture_sizes)),
             }
-            for text in value if name in ("drafts", "changes") else [texts.get(name, value)]:
+            for text in value if name in ("drafts", "changes", "backends") else [texts.get(name, value)]:
                 words += [f"--{option}", str(text)]
         return shlex.join(words)
 
@@ -178,6 +248,7 @@ def check_settings(settings: SearchSettings) -> SearchSettings:
         UserError: an unknown device or space, a database of an unknown kind, sizes out of range, or an output that
             cannot be written, or that holds anything but an earlier result of this search.
     """
+    check_backends(settings)
     check_capture_sizes(settings.capture_sizes)
     if settings.study is not None:
         if settings.study in ("", ".", ".."):
@@ -185,7 +256,8 @@ def check_settings(settings: SearchSettings) -> SearchSettings:
                 f"--study names a folder in {settings.folder}; got {settings.study!r}; give a name or a path"
             )
         require_writable(study_folder(settings.study, settings.folder) / STUDY, "--study")
-    SearchSpace.load(space_path(settings.space)).changed(settings.changes)
+    changes = [change for change in settings.changes if not is_of_backend(change)]
+    SearchSpace.load(space_path(settings.space)).changed(changes)
     if settings.storage is not None:
         storage_url(settings.storage)
     is_local = settings.gpu is None or settings.gpu in local_gpus()
@@ -193,6 +265,30 @@ def check_settings(settings: SearchSettings) -> SearchSettings:
         _require_known(settings.gpu)
     name = PROFILE if is_local else f"profile-{settings.gpu}.json"
     return settings.model_copy(update={"output": choose_output(settings.output, name, settings.key)})
+
+
+def check_backends(settings: SearchSettings, *, is_plan: bool = False) -> list[BackendChoice]:
+    """Refuse options that the backends of a search do not have. Returns the backends.
+
+    Raises:
+        UserError: such an option, or as ``choose_backends``.
+    """
+    choices = settings.choices
+    names = list(dict.fromkeys(choice.name for choice in choices))
+    refused = ["--plan"] if is_plan and settings.backends else []
+    if RUNTIME not in names:
+        given = [name for name in settings.model_dump(exclude_defaults=True) if name not in OF_ENGINES]
+        refused += [f"--{option_name(name, SearchSettings.model_fields[name])}" for name in given]
+        refused += [f"--set {change}" for change in settings.changes if not is_of_backend(change)]
+    if refused:
+        raise UserError(f"{refused[0]}: not an option of {' or '.join(names)}; drop it, or search the runtime alone")
+    if len(choices) == 1 and settings.any_weights:
+        raise UserError("--any-weights chooses among backends; name several with --backend")
+    if names == [RUNTIME] and settings.requests_at_once:
+        raise UserError("--requests-at-once: the runtime serves one request at a time; add --backend llama.cpp or vllm")
+    if len(choices) > 1 and (settings.gpu or settings.random_weights):
+        raise UserError("--gpu: backends race each other on this machine; give --device, or leave --backend out")
+    return choices
 
 
 def device_for(gpu: str | None, device: str = "auto") -> str | None:

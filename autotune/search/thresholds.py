@@ -54,3 +54,7 @@ NUM_POINT_CANDIDATES = 200  # fastest configurations for operating points, besid
 MAX_HELD_OUT_DEFAULTS = 3  # published defaults, the fastest on tuning prompts, that run on held-out prompts
 HELD_OUT_PROMPTS = 8  # held-out prompts between two looks; `MIN_PROMPTS` where so many take a third of the time
 EXAMINATION_SHARE = 0.12  # share of the time for evaluation in which answers that differ are examined
+ENGINE_PROMPTS = {"tune": 24, "evaluate": 60}  # largest number of prompts of each split in an engine's search
+# shares of an engine's budget after which its plain answers, the prices and the race of finalists end
+ENGINE_ENDS = {"answers": 0.3, "prices": 0.5, "finalists": 0.7}
+TUNING_SHARE = 0.8  # share of the budget in which several backends are tuned, equally long; the rest is for their race

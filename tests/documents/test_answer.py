@@ -10,16 +10,26 @@ from click.testing import CliRunner
 
 from autotune.cli.main import main
 from autotune.console import Console
-from autotune.documents.answer import DECIDING, JUDGING, answer_of, answer_of_engine
-from autotune.documents.decoding_profile import ComparedArm, DecodingProfile, Gain, Measured, Predicted, Shrinkage
-from autotune.documents.engine_profile import OPTIONS, EngineProfile, PredictedSettings, PricedStep, Speculation
+from autotune.documents.answer import DECIDING, JUDGING, answer_of
+from autotune.documents.decoding_profile import (
+    ComparedArm,
+    DecodingProfile,
+    Evidence,
+    Gain,
+    Measured,
+    OperatingPoint,
+    Predicted,
+    Shrinkage,
+)
+from autotune.documents.deployment import BackendResult, Deployment, EngineEvidence, PredictedSettings
 from autotune.documents.provenance import ModelReference
+from autotune.documents.speculation import OPTIONS, Speculation
 from autotune.documents.subnet import Subnet
 from autotune.search import pipeline
 from autotune.search.settings import SearchSettings
 from autotune.search.thresholds import KEPT_PROMPTS
 from tests.check.sample_documents import prompt_evidence
-from tests.sample_documents import DEVICE, PROVENANCE, TARGET, confirmed_arm, decoding_profile, write_workload
+from tests.sample_documents import TARGET, decoding_profile, write_workload
 from tests.tiny_models import Pair
 
 EAGLE3 = ModelReference(id="yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", sha256="b" * 64)
@@ -237,49 +247,73 @@ def test_a_search_ends_with_its_answer_on_standard_output(
 
 SUFFIX = Speculation(type="suffix", options={**OPTIONS["suffix"], "num_speculative_tokens": 8})
 DRAFT = Speculation(type="draft_model", options=OPTIONS["draft_model"], model="Qwen/Qwen3-0.6B")
-ENGINES: dict[str, tuple[Speculation | None, Speculation, tuple[float, float, float], int, list[str]]] = {
+
+
+def engine_profile(
+    chosen: Speculation | None, speedup: float, ci95: tuple[float, float], num_prompts: int
+) -> DecodingProfile:
+    """A profile of vLLM with speculation, or without any because SUFFIX has this speedup; without prompts a
+    prediction.
+    """
+    deployment = Deployment(backend="vllm", model=TARGET, command=["vllm"], speculation=chosen, build="1")
+    predicted = [PredictedSettings(label="x", type="x", is_default=True, speedup=speedup, ci95=ci95)]
+    evidence: dict[str, Any] = {"engine": EngineEvidence(num_replayed={}, predicted=predicted)}
+    figures = {"tokens_per_round": 2.0, "tokens_per_second": 9.0, "num_prompts": num_prompts}
+    measured = None
+    if num_prompts:
+        known = {"tree": None, "visual_keep": None, "predicted_speedup": None, **figures}
+        arms = {"ar": 1.0, (chosen or SUFFIX).label: speedup}
+        evidence |= {
+            "prompts": [prompt_evidence(str(number)) for number in range(num_prompts)],
+            "compared": [ComparedArm(name=name, speedup=s, ci95=(s, s), **known) for name, s in arms.items()],
+            "gains": [Gain(task="all", over="ar", speedup=speedup, ci95=ci95, num_prompts=num_prompts)],
+        }
+        measured = Measured(
+            speedup=speedup, ci95=ci95, ar_tokens_per_second=5.0, num_tokens=9, identical_outputs=1, **figures
+        )
+    point = OperatingPoint(draft=None, tree=None, deployment=deployment, predicted=None, measured=measured)
+    profile = decoding_profile()
+    workload = profile.workload.model_copy(update={"num_evaluate_prompts": num_prompts})
+    changes = {"backend": "vllm", "points": [point], "evidence": Evidence(**evidence), "workload": workload}
+    return profile.model_copy(update=changes)
+
+
+MEASURED_60 = "Measured on 60 held-out prompts of by hand."
+ENGINES: dict[str, tuple[Speculation | None, tuple[float, float, float], int, list[str]]] = {
     "off": (
         None,
-        SUFFIX,
         (0.98, 0.96, 1.08),
         60,
-        [
-            "Leave speculation off in vllm.",
-            "At best, suffix(24,1,0.1,8) is 0.98x (0.96 to 1.08) as fast.",
-            "Measured on 60 held-out prompts of chat,code.",
-        ],
+        ["Leave speculation off in vllm.", "At best, suffix(24,1,0.1,8) is 0.98x (0.96 to 1.08) as fast.", MEASURED_60],
     ),
     "settings of a type": (
-        SUFFIX,
         SUFFIX,
         (1.48, 1.27, 1.80),
         9,
         [
             "Chosen for vllm: suffix(24,1,0.1,8).",
             "1.48x (1.22 to 1.89 on 9 prompts) as fast as no speculation.",
-            "Measured on 9 held-out prompts of chat,code, a guess.",
+            "Measured on 9 held-out prompts of by hand, a guess.",
         ],
     ),
     "a draft model": (
-        DRAFT,
         DRAFT,
         (1.48, 1.27, 1.80),
         60,
         [
             "Chosen for vllm: draft_model(3) drafted by Qwen/Qwen3-0.6B, by its defaults.",
             "1.48x (1.27 to 1.80) as fast as no speculation.",
-            "Measured on 60 held-out prompts of chat,code.",
+            MEASURED_60,
         ],
     ),
     "a server that was not started": (
-        SUFFIX,
         SUFFIX,
         (1.48, 1.27, 1.80),
         0,
         [
             "Chosen for vllm: suffix(24,1,0.1,8).",
             "1.48x (1.27 to 1.80) as fast as no speculation.",
-            "Not measured: estimated on An abacus for chat,code.",
+            "Not measured: estimated on An abacus for by hand.",
         ],
     ),
 }
@@ -287,35 +321,76 @@ ENGINES: dict[str, tuple[Speculation | None, Speculation, tuple[float, float, fl
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_answer_of_a_search_in_an_engine(name: str) -> None:
-    chosen, best, (speedup, *ci95), timed, expected = ENGINES[name]
-    off = confirmed_arm(None, 1.0, (1.0, 1.0), timed=timed)
-    profile = EngineProfile(
-        provenance=PROVENANCE,
-        engine="vllm",
-        build="",
-        target=TARGET,
-        arguments=[],
-        command=["vllm", "serve"],
-        speculation=chosen,
-        workload="chat,code",
-        workload_sha256="d" * 64,
-        hardware=DEVICE,
-        context=512,
-        left_out={},
-        num_replayed={},
-        fastest=[PredictedSettings(speculation=best, speedup=speedup, ci95=tuple(ci95))],
-        prices=[PricedStep(tokens=1, context=1, wall_ms=[1.0], cpu_ms=[1.0])],
-        price_factor=1.0,
-        step_factor=1.0,
-        plain_factor=1.0,
-        draft_ms=(0.0, 0.0),
-        arms=[off, confirmed_arm(best, speedup, tuple(ci95), timed=timed)] if timed else [],
-        loads=[],
-        checked=best,
-        answers=[],
-        counts=off.counts,
-    )
-    *lines, following = answer_of_engine(profile, Path("p.json"))
+    chosen, (speedup, *ci95), num_prompts, expected = ENGINES[name]
+    profile = engine_profile(chosen, speedup, tuple(ci95), num_prompts)
+    *lines, following = answer_of(profile, Path("p.json"))
     assert lines == expected and max(map(len, [*lines, following])) <= 80
-    commands = "autotune run p.json --prompt TEXT starts its server and answers"
-    assert following == f"Next: {commands if timed else 'the same search without --url measures it'}."
+    further = "autotune bench p.json" if num_prompts > JUDGING else "the same search with more prompts"
+    run = f"Next: autotune run p.json, or {further}."
+    assert following == (run if num_prompts else "Next: the same search without the url measures it.")
+
+
+def raced(profile: DecodingProfile, *results: BackendResult) -> DecodingProfile:
+    evidence = profile.evidence.model_copy(update={"backends": list(results)})
+    return profile.model_copy(update={"evidence": evidence})
+
+
+def result(backend: str, seconds: float, **fields: Any) -> BackendResult:
+    known = {"precision": "bfloat16", "label": "off", "speedup": 1.0, "ci95": (1.0, 1.0), "num_prompts": 16}
+    known |= {"model": TARGET, "agreement": 1.0, "has_own_weights": True, "is_deployed": False}
+    return BackendResult(backend=backend, seconds=seconds, **{**known, **fields})
+
+
+Q4 = {"precision": "Q4_1", "has_own_weights": False, "agreement": 0.31}
+OTHERS = "Times the seconds of this one on the same prompts: {}."
+RACES = {
+    "an engine": (
+        raced(
+            engine_profile(SUFFIX, 1.48, (1.27, 1.80), 60),
+            result("runtime", 7.5),
+            result("llama.cpp", 2.5, **Q4),
+            result("llama.cpp", 6.0),
+            result("vllm", 5.0, is_deployed=True),
+            result("fake", 0.0, failure="it ended"),
+        ),
+        [
+            "Deploy vllm with tests/target: suffix(24,1,0.1,8).",
+            "1.48x (1.27 to 1.80) as fast as no speculation.",
+            OTHERS.format("runtime 1.50, llama.cpp 1.20"),
+            "llama.cpp (Q4_1) takes 0.50, 31 % alike: --any-weights.",
+            MEASURED_60,
+        ],
+    ),
+    "an engine without speculation": (
+        raced(engine_profile(None, 0.98, (0.96, 1.08), 60), result("vllm", 5.0, is_deployed=True, **Q4)),
+        [
+            "Deploy vllm with tests/target, speculation off.",
+            "At best, suffix(24,1,0.1,8) is 0.98x (0.96 to 1.08) as fast.",
+            MEASURED_60,
+        ],
+    ),
+    "the runtime": (
+        raced(
+            measured(("ar", 1.52, 1.44, 1.61, 16), ("eagle2", 1.08, 1.02, 1.14, 16)),
+            result("runtime", 5.0, is_deployed=True),
+            result("llama.cpp", 6.0),
+        ),
+        [
+            "Deploy the runtime: yuhuili/EAGLE3-LLaMA3.1-Instruct-8B (eagle3), chains of up to 3 tokens.",
+            "1.52x (1.44 to 1.61) as fast as plain decoding.",
+            OTHERS.format("llama.cpp 1.20"),
+            MEASURED,
+        ],
+    ),
+    "the runtime without a draft": (
+        raced(measured(("ar", 0.91, 0.85, 0.97, 16), draft=None), result("runtime", 5.0, is_deployed=True)),
+        ["Deploy the runtime, without a draft.", "The fastest draft is 0.91x (0.85 to 0.97) as fast.", MEASURED],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_the_answer_of_a_race_names_what_to_deploy_and_what_the_others_took(name: str) -> None:
+    profile, expected = RACES[name]
+    *lines, following = answer_of(profile, Path("p.json"))
+    assert lines == expected and len(lines) <= 5 and max(map(len, lines)) <= 80 and following.startswith("Next: ")

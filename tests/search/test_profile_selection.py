@@ -22,8 +22,8 @@ from autotune.evaluation.race import Race, race
 from autotune.evaluation.runner import ArmRunner
 from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.search import finalists, profile_selection
+from autotune.search.evidence import Evaluation, measured_point
 from autotune.search.finalists import estimated_speedup, published_defaults, winner_of
-from autotune.search.held_out import Evaluation, measured_point
 from autotune.search.model_pool import ModelPool
 from autotune.search.plan import StageClock
 from autotune.search.profile_selection import ProfileSelection

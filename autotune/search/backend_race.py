@@ -1,0 +1,290 @@
+"""``autotune search`` over backends: each is tuned in its share of the budget, and the best configuration of each races
+on held-out prompts. Loads no torch before the runtime is tuned.
+
+Of several backends, ``TUNING_SHARE`` of the budget is for tuning, in equal shares, and the rest for the race. Tuned
+profiles stay in the study's folder, so that the same command goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from autotune.console import Console
+from autotune.documents.decoded import Decoded
+from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
+from autotune.documents.deployment import RUNTIME, BackendResult
+from autotune.documents.provenance import ModelReference
+from autotune.errors import UserError
+from autotune.evaluation.arms import Arm
+from autotune.evaluation.race import Everyone, TimeLimit, race
+from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.summary import ms_per_token, summarize
+from autotune.files import content_key
+from autotune.modeling.loading import reference
+from autotune.modeling.target_defaults import sizes_of
+from autotune.search import thresholds
+from autotune.search.backend_choices import BackendChoice
+from autotune.search.backends import arms_of, make_backend
+from autotune.search.engine_tuning import EngineTuning
+from autotune.search.settings import SearchSettings, check_settings
+from autotune.study.storage import RUNS, study_folder
+from autotune.workloads.workload import Workload, WorkloadSplit
+
+SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")  # of models with the same weights in other files
+
+
+def search_backends(settings: SearchSettings, console: Console) -> DecodingProfile:
+    """Search a profile of the backends of the settings, and write it. An interrupted search goes on with what it has
+    recorded.
+
+    Raises:
+        UserError: a setting cannot work, or no backend can be tuned.
+    """
+    if not settings.backends:
+        from autotune.search.pipeline import search as search_runtime
+
+        return search_runtime(settings, console)
+    return _BackendSearch(check_settings(settings), console).run()
+
+
+@dataclass
+class _BackendSearch:
+    """A search over the backends of ``--backend``."""
+
+    settings: SearchSettings
+    console: Console
+    tuned: dict[str, DecodingProfile] = field(default_factory=dict)
+    """Profiles of the backends, by the choice's label."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Why a backend is not in the race, by the choice's label."""
+
+    def __post_init__(self) -> None:
+        self.choices = {choice.label: choice for choice in self.settings.choices}
+        self.key = self.settings.key
+        self.folder = study_folder(self.settings.study or f"backends-{self.key}", self.settings.folder)
+        self.console.say(f"study in {self.folder}")
+
+    def run(self) -> DecodingProfile:
+        settings, num_backends = self.settings, len(self.choices)
+        budget_s = settings.budget_s * (thresholds.TUNING_SHARE if num_backends > 1 else 1.0) / num_backends
+        for label, choice in self.choices.items():
+            if num_backends > 1:
+                self.console.say(f"backend    {label}: tuned in {budget_s:.0f} s of the budget")
+            try:
+                self.tuned[label] = self._tuned(choice, budget_s)
+            except UserError as error:
+                self._leave_out(label, str(error))
+        if not self.tuned:
+            raise UserError("; ".join(f"{label}: {reason}" for label, reason in self.failed.items()))
+        profile = next(iter(self.tuned.values()))
+        if num_backends > 1:
+            profile = self._raced()
+        provenance = profile.provenance.model_copy(update={"settings_key": self.key})
+        profile = profile.model_copy(update={"provenance": provenance})
+        assert settings.output is not None, "the check has chosen one"
+        for path in (self.folder / f"profile-{self.key}.json", settings.output):
+            profile.save(path)
+        self.console.say(f"decoding profile written to {settings.output}")
+        return profile
+
+    def _leave_out(self, label: str, reason: str) -> None:
+        """Note that a backend is not in the race."""
+        self.failed[label] = reason
+        if len(self.choices) > 1:
+            self.console.say(f"left out   {label}: {reason}")
+
+    def _prompts(self, split: WorkloadSplit) -> Workload:
+        """The prompts that engines are given: first turns, because later ones follow a target's answers."""
+        prompts = self.settings.load_prompts(split).first_turns()
+        return prompts.cut(thresholds.ENGINE_PROMPTS[split])
+
+    def _tuned(self, choice: BackendChoice, budget_s: float) -> DecodingProfile:
+        """The profile of one backend, which an earlier run may have made."""
+        options = [choice.name, choice.model, dict(choice.options)]
+        path = self.folder / f"tuned-{choice.name}-{content_key([self.key, options])}.json"
+        if choice.name == RUNTIME:
+            from autotune.search.pipeline import search as search_runtime
+
+            model = reference(choice.model)
+        else:
+            backend = make_backend(choice, console=self.console, seed=self.settings.seed)
+            model = backend.model
+        if path.exists():
+            profile = DecodingProfile.load(path)
+            if profile.target.is_same(model):
+                self.console.say(f"backend    {choice.label}: tuned before, {path}")
+                return profile
+        if choice.name == RUNTIME:
+            return search_runtime(self.settings.of_runtime(choice, budget_s, path), self.console)
+        profile = EngineTuning(
+            backend,
+            self._prompts("tune"),
+            self._prompts("evaluate"),
+            self.folder / RUNS,
+            self.console,
+            budget_s,
+            seed=self.settings.seed,
+            requests_at_once=self.settings.requests_at_once,
+        ).run()
+        limits = {"max_new_tokens": self.settings.max_new_tokens, "temperature": self.settings.temperature}
+        profile = profile.model_copy(update={"workload": profile.workload.model_copy(update=limits)})
+        profile.save(path)
+        return profile
+
+    def _raced(self) -> DecodingProfile:
+        """The profile of the backend that is deployed, with the race between all of them."""
+        own = {label for label, profile in self.tuned.items() if self._has_own_weights(profile)}
+        runs = self._race(own)
+        for label in [label for label in self.tuned if label not in runs]:
+            del self.tuned[label]
+        competing = [label for label in self.tuned if self.settings.any_weights or label in own]
+        if not competing:
+            self.console.say(f"no backend has the weights of {self.settings.target} at its precision: all compete")
+            competing = list(self.tuned)
+        deployed = min(competing, key=lambda label: ms_per_token(runs[label][TUNED]))
+        first = next((label for label in self.tuned if label in own), deployed)
+        results = [self._result(label, runs, deployed, first, is_own=label in own) for label in self.tuned]
+        results += [
+            BackendResult(
+                backend=self.choices[label].name,
+                model=ModelReference(id=self.choices[label].model, sha256=""),
+                precision="",
+                label="",
+                seconds=0.0,
+                speedup=0.0,
+                ci95=(0.0, 0.0),
+                num_prompts=0,
+                agreement=0.0,
+                has_own_weights=False,
+                is_deployed=False,
+                failure=reason,
+            )
+            for label, reason in self.failed.items()
+        ]
+        print_results(results, self.console)
+        profile = self.tuned[deployed]
+        evidence = profile.evidence.model_copy(update={"backends": results})
+        return profile.model_copy(update={"evidence": evidence})
+
+    def _race(self, own: Collection[str]) -> dict[str, dict[str, list[Decoded]]]:
+        """Runs of every backend's configuration, and of plain decoding in those that may be deployed, by label and arm;
+        a backend that does not start, or ends, is left out.
+
+        Raises:
+            UserError: no backend is left.
+        """
+        prompts = self._prompts("evaluate")
+        limits = [profile.workload.max_new_tokens for profile in self.tuned.values()]
+        prompts = prompts.cut(len(prompts.prompts), min((limit for limit in limits if limit), default=None))
+        deadline = time.monotonic() + (1 - thresholds.TUNING_SHARE) * self.settings.budget_s
+        places: dict[str, dict[str, str]] = {}
+        arms: list[Arm] = []
+        with ExitStack() as stack:
+            for label, profile in self.tuned.items():
+                command = self.choices[label].options.get("command")
+                started = arms_of(profile, device=self.settings.device, command=command, console=self.console)
+                try:
+                    found = stack.enter_context(started)
+                except UserError as error:
+                    self._leave_out(label, str(error))
+                    continue
+                tuned = TUNED if TUNED in found else AR
+                has_plain = label in own or not own or self.settings.any_weights
+                places[label] = {TUNED: label, AR: f"{label}, plain" if tuned == TUNED else label}
+                for name in {tuned, AR} if has_plain else {tuned}:
+                    found[name].name = places[label][name]
+                    arms.append(found[name])
+            if not arms:
+                raise UserError("; ".join(f"{label}: {reason}" for label, reason in self.failed.items()))
+            context = [profile.content_hash for profile in self.tuned.values()]
+            with self.console.stage("race of backends", len(prompts.prompts)) as update:
+                raced = race(
+                    ArmRunner(self.folder / RUNS, context=context),
+                    arms,
+                    prompts.prompts,
+                    Everyone(),
+                    time_limit=TimeLimit(deadline, thresholds.MIN_PROMPTS),
+                    seed=self.settings.seed,
+                    report=update,
+                )
+        for label, names in places.items():
+            if names[TUNED] in raced.failed:
+                self._leave_out(label, raced.failed[names[TUNED]])
+        return {
+            label: {arm: raced.runs[name] for arm, name in names.items() if name in raced.runs}
+            for label, names in places.items()
+            if label not in self.failed
+        }
+
+    def _has_own_weights(self, profile: DecodingProfile) -> bool:
+        """Whether a backend loads the weights of ``--target`` at its precision: the same file, or a file of the same
+        sizes in the target's data type.
+        """
+        target, deployment = self.settings.target, profile.point.deployment
+        model = profile.target if deployment is None else deployment.model
+        with suppress(UserError):
+            config = sizes_of(target)[1]
+            dtype = self.settings.dtype or config.get("dtype") or config.get("torch_dtype")
+            if model.is_same(reference(target, weights=False)):
+                return dtype in (None, profile.dtype)
+            sizes = sizes_of(model.id)[1]
+            return dtype == profile.precision and all(sizes.get(name) == config.get(name) for name in SIZES)
+        return model.id == target
+
+    def _result(
+        self, label: str, runs: Mapping[str, Mapping[str, list[Decoded]]], deployed: str, first: str, *, is_own: bool
+    ) -> BackendResult:
+        """A row of the race: ``deployed`` and ``first`` are the labels of the backends with which speed and answers are
+        compared.
+        """
+        profile, own = self.tuned[label], runs[label][TUNED]
+        plain = runs[deployed][AR]
+        summary = summarize(label, own[: len(plain)], plain[: len(own)])
+        point = profile.point
+        return BackendResult(
+            backend=profile.backend,
+            model=profile.target,
+            precision=profile.precision,
+            label=point.label,
+            seconds=sum(run.decode_ms for run in own) / 1e3,
+            speedup=summary.speedup,
+            ci95=summary.ci95,
+            num_prompts=len(own),
+            agreement=agreement(own, runs[first][TUNED]),
+            has_own_weights=is_own,
+            is_deployed=label == deployed,
+        )
+
+
+def agreement(runs: Sequence[Decoded], others: Sequence[Decoded]) -> float:
+    """Mean share of the tokens of answers before the first that differs from the other's."""
+    shares = []
+    for run, other in zip(runs, others, strict=False):
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(run.tokens, other.tokens, strict=False))
+        shares.append(sum(1 for _ in same) / max(1, len(run.tokens), len(other.tokens)))
+    return sum(shares) / max(1, len(shares))
+
+
+def print_results(results: Sequence[BackendResult], console: Console) -> None:
+    """Print the race between backends, and what its columns stand for."""
+    raced = sorted((result for result in results if not result.failure), key=lambda result: result.seconds)
+    rows = [
+        [
+            f"{result.backend}, {result.precision}",
+            f"{result.seconds:.1f}",
+            f"{result.speedup:.2f}x ({result.ci95[0]:.2f}-{result.ci95[1]:.2f})",
+            f"{100 * result.agreement:.0f} %",
+            "yes" if result.has_own_weights else "no",
+            "yes" if result.is_deployed else "",
+        ]
+        for result in raced
+    ]
+    title = f"Backends on {max((result.num_prompts for result in raced), default=0)} held-out prompts"
+    columns = ["backend", "seconds", "speedup over plain", "same tokens", "own weights", "deployed"]
+    deployed = next((number for number, result in enumerate(raced) if result.is_deployed), None)
+    console.table(title, columns, rows, emphasised=deployed)
+    console.labels({f"{result.backend}, {result.precision}": f"{result.label}, {result.model.id}" for result in raced})
