@@ -74,8 +74,9 @@ class EvaluationArms:
         self.defaults = [arm for name, arm in arms.items() if name not in (AR, HF, TUNED)]
         fastest = max(self.defaults, key=lambda arm: arm.speedup, default=None)
         self.best_default = arms.get(profile.evidence.best_default or "", fastest)
-        self.profile = self.plain if profile.point.tree is None else self.tuned
-        """The arm that the profile decodes with: the tuned one, or plain decoding if no draft was faster."""
+        is_plain = profile.point.tree is None and not getattr(profile.point.deployment, "speculation", None)
+        self.profile = self.plain if is_plain else self.tuned
+        """The arm that the profile decodes with: the tuned one, or plain decoding if nothing was faster."""
         self.gains: dict[str, dict[str, Gain]] = {}
         """Gains of tuning by task, then by the other arm."""
         for gain in profile.evidence.gains:
