@@ -19,11 +19,20 @@ from tests.sample_documents import TARGET, decoding_profile
 
 SPECULATION = Speculation(type="ngram-mod", options=OPTIONS["ngram-mod"])
 LOAD = ServedLoad(
-    label="off", requests_at_once=4, requests=8, tokens=80, seconds=2.0, first_token_ms=(9, 12), token_ms=(3, 4), identical=7
+    label="off",
+    requests_at_once=4,
+    requests=8,
+    tokens=80,
+    seconds=2.0,
+    first_token_ms=(9, 12),
+    token_ms=(3, 4),
+    identical=7,
 )
 
 
-def engine_profile(*command: str | Path, speculation: Speculation | None = SPECULATION, **evidence: Any) -> DecodingProfile:
+def engine_profile(
+    *command: str | Path, speculation: Speculation | None = SPECULATION, **evidence: Any
+) -> DecodingProfile:
     """A profile of llama.cpp, whose engine is started by a command."""
     deployment = Deployment(
         backend="llama.cpp",
@@ -34,7 +43,9 @@ def engine_profile(*command: str | Path, speculation: Speculation | None = SPECU
         build="b" * 64,
     )
     point = OperatingPoint(draft=None, tree=None, deployment=deployment, predicted=None, measured=None)
-    default = PredictedSettings(label=SPECULATION.label, type="ngram-mod", is_default=True, speedup=1.4, ci95=(1.2, 1.6))
+    default = PredictedSettings(
+        label=SPECULATION.label, type="ngram-mod", is_default=True, speedup=1.4, ci95=(1.2, 1.6)
+    )
     engine = EngineEvidence(
         num_replayed={"ngram-mod": 40, "ngram-simple": 12},
         predicted=[default, default.model_copy(update={"type": "ngram-simple", "is_default": False})],
