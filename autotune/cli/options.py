@@ -198,11 +198,19 @@ def output(default: str | None, help_text: str) -> Decorator:
     )
 
 
-PROMPT_CHOICES = ("num_prompts", "is_whole", "max_new_tokens", "temperature", "chat_template_kwargs")
+PROMPT_CHOICES = (
+    "workload",
+    "workload_format",
+    "num_prompts",
+    "is_whole",
+    "max_new_tokens",
+    "temperature",
+    "chat_template_kwargs",
+)
 
 
 def prompt_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of the prompts that a profile is measured on: ``PROMPT_CHOICES``, workload and format."""
+    """Add the options of the prompts that a profile is measured on: ``PROMPT_CHOICES``."""
     for option in (
         click.option(
             "--temperature",
