@@ -25,13 +25,13 @@ def command(profile: Path, draft_tokens: int | None, output: Path) -> None:
     chain of a profile of this runtime. Models that vLLM does not load as they are get written.
     """
     from autotune.cli.preflight import require_profile
-
-    deployment = require_profile(profile).point.deployment
-    if deployment is not None:
-        click.echo(shlex.join(deployment.command))
-        return
-
     from autotune.console import Console
-    from autotune.engines.vllm_export import export_profile
 
-    click.echo(export_profile(profile, Console(), draft_tokens=draft_tokens, output=output))
+    document = require_profile(profile)
+    if document.point.deployment is not None:
+        words = document.point.deployment.command
+    else:
+        from autotune.engines.runtime_export import vllm_command
+
+        words = vllm_command(document, Console(), draft_tokens=draft_tokens, output=output)
+    click.echo(shlex.join(words))

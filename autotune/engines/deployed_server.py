@@ -6,7 +6,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from autotune.documents.deployment import Deployment
-from autotune.engines.server import running
+from autotune.engines.process import running
 from autotune.errors import UserError
 
 NAME_OPTIONS = {"llama.cpp": "--alias"}
