@@ -38,9 +38,10 @@ BACKENDS_OF = {
 
 def require_options_of(backend: str) -> None:
     """Refuse the given options of the running command that the backend of its profile does not have."""
-    context = click.get_current_context(silent=True)
+    if (context := click.get_current_context(silent=True)) is None:
+        return
     known = RUNTIME if backend == RUNTIME else ENGINES
-    for option in [] if context is None else context.command.params:
+    for option in context.command.params:
         is_given = context.get_parameter_source(option.name) is not ParameterSource.DEFAULT
         names = option.name, f"{context.command.name} {option.name}"
         if is_given and any(BACKENDS_OF.get(name, known) != known for name in names):
