@@ -9,7 +9,6 @@ import click
 
 from autotune.cli import options
 from autotune.cli.verb import Verb
-from autotune.errors import UserError
 from autotune.search.settings import SearchSettings
 
 
@@ -20,7 +19,8 @@ from autotune.search.settings import SearchSettings
     "--arms",
     default=None,
     show_default="plain decoding, Hugging Face, prompt lookup and one published default a paper, where they can run",
-    help="Arms, separated by commas: ar, hf, hf-assisted, prompt_lookup, or the name of a published configuration.",
+    help="Arms, separated by commas: ar, hf, hf-assisted, prompt_lookup, or the name of a published configuration; "
+    "of an engine, ar, tuned, or its best default.",
 )
 @click.option(
     "--draft",
@@ -40,36 +40,35 @@ from autotune.search.settings import SearchSettings
 @options.as_json
 def command(profile: Path, arms: str | None, table: Path | None, as_json: bool, **choices: Any) -> None:
     """Measure a profile side by side with plain decoding and other configurations, interleaved in one run."""
-    from autotune.cli.preflight import evaluation_prompts, is_engine_profile
+    from autotune.cli.preflight import require_profile, workload_for
+    from autotune.evaluation.bench_settings import EvaluationPrompts, require_arms
     from autotune.study.outputs import require_replaceable
 
     if table is not None:
         require_replaceable(table, "--table", key="")
-    of_engines = {name: choices.pop(name) for name in ("engine_command", "requests_at_once")}
-    prompts, choices = evaluation_prompts(profile, choices)
-    if is_engine_profile(profile):
-        from autotune.console import Console
-        from autotune.engines.engine_use import bench_engine
-
-        measured = bench_engine(profile, prompts.load().first_turns(), Console(), **of_engines)
-        if as_json:
-            options.print_json(measured)
-        return
-    if any(of_engines.values()):
-        raise UserError("--engine-command and --requests-at-once are of engine profiles; leave them out")
-
-    from autotune.evaluation.bench_settings import BenchSettings
-
-    given = None if arms is None else tuple(name.strip() for name in arms.split(",") if name.strip())
-    settings = BenchSettings(prompts, given, **choices)
+    document = require_profile(profile)
+    names = None if arms is None else [name.strip() for name in arms.split(",") if name.strip()]
+    require_arms(document, names or ())
+    chosen = {name: choices.pop(name) for name in options.PROMPT_CHOICES}
+    if chosen["chat_template_kwargs"] is None:
+        chosen["chat_template_kwargs"] = document.chat_template_kwargs
+    chosen["workload"] = workload_for(profile, chosen["workload"], chosen["workload_format"])
     click.echo(f"measuring {profile}", err=True)
 
+    from autotune.cli.arms import compared_arms, measured_loads
     from autotune.console import Console
     from autotune.documents.decoded import runs_dataframe
     from autotune.evaluation.bench import run_bench
     from autotune.files import write_table
 
-    result = run_bench(profile, settings, Console())
+    console = Console()
+    prompts = EvaluationPrompts(**chosen).load()
+    measured = {name: choices.pop(name) for name in ("seed", "wait_until_idle_s")}
+    sizes, command = choices.pop("requests_at_once"), choices["engine_command"]
+    with compared_arms(profile, document, prompts, console, names=names, **choices) as (compared, device):
+        result = run_bench(document, compared, console, device=device, **measured)
+    loads = measured_loads(document, compared.prompts, sizes, command, console)
+    result |= {"profile": str(profile), "loads": loads}
     if table is not None:
         write_table(table, runs_dataframe(result["runs"]))
     if as_json:

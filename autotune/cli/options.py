@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import click
+from click.core import ParameterSource
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from autotune.documents.deployment import RUNTIME
 from autotune.documents.option_fields import extra_of, option_name
+from autotune.errors import UserError
 from autotune.modeling.loading import Dtype
 from autotune.strict_parsing import parse_json
 from autotune.study.outputs import require_replaceable
@@ -21,6 +24,28 @@ from autotune.workloads.chat import check_variables
 from autotune.workloads.formats import FORMATS
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+ENGINES = "engines"
+BACKENDS_OF = {
+    **dict.fromkeys(("device", "dtype", "bench draft", "export draft_tokens", "export output"), RUNTIME),
+    **dict.fromkeys(("report study", "report storage", "report workload"), RUNTIME),
+    **dict.fromkeys(("serve max_waiting", "serve max_model_len", "serve drain_s"), RUNTIME),
+    "serve chat_template_kwargs": RUNTIME,  # an engine takes them from each request
+    **dict.fromkeys(("engine_command", "requests_at_once"), ENGINES),
+}
+"""Options that only the runtime has, or only engines, in every verb or in one. All others hold for both."""
+
+
+def require_options_of(backend: str) -> None:
+    """Refuse the given options of the running command that the backend of its profile does not have."""
+    if (context := click.get_current_context(silent=True)) is None:
+        return
+    known = RUNTIME if backend == RUNTIME else ENGINES
+    for option in context.command.params:
+        is_given = context.get_parameter_source(option.name) is not ParameterSource.DEFAULT
+        names = option.name, f"{context.command.name} {option.name}"
+        if is_given and any(BACKENDS_OF.get(name, known) != known for name in names):
+            raise UserError(f"{option.opts[-1]}: not an option for a profile of {backend}; leave it out")
 
 
 # -------- value types
@@ -174,11 +199,19 @@ def output(default: str | None, help_text: str) -> Decorator:
     )
 
 
-PROMPT_CHOICES = ("num_prompts", "is_whole", "max_new_tokens", "temperature", "chat_template_kwargs")
+PROMPT_CHOICES = (
+    "workload",
+    "workload_format",
+    "num_prompts",
+    "is_whole",
+    "max_new_tokens",
+    "temperature",
+    "chat_template_kwargs",
+)
 
 
 def prompt_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of the prompts that a profile is measured on: ``PROMPT_CHOICES``, workload and format."""
+    """Add the options of the prompts that a profile is measured on: ``PROMPT_CHOICES``."""
     for option in (
         click.option(
             "--temperature",

@@ -20,18 +20,15 @@ from autotune.cli.verb import Verb
 )
 @click.option("--storage", default=None, help="Database of the study, if workers shared one.")
 @click.option("--workload", default=None, help="Workload file of the search, if it was moved.")
-def command(source: Path, output: Path | None, study: str | None, storage: str | None, workload: str | None) -> None:
+def command(source: Path, output: Path | None, **choices: str | None) -> None:
     """Write a page that explains a profile: one HTML file that opens offline."""
-    from autotune.cli.preflight import is_engine_profile
+    from autotune.cli.preflight import require_profile
     from autotune.console import Console
-    from autotune.report.page import write_engine_report, write_report
-    from autotune.study.document import newest_profile
+    from autotune.report.page import write_report
 
+    if not source.is_dir():
+        require_profile(source)
     name = source.stem.replace("profile", "report") if source.suffix == ".json" else "report"
     output = output or Path(f"{name}.html")
-    profile = newest_profile(source) if source.is_dir() else source
-    if profile is not None and profile.is_file() and profile.suffix == ".json" and is_engine_profile(profile):
-        write_engine_report(profile, output, Console())
-    else:
-        write_report(source, output, Console(), study=study, storage=storage, workload=workload)
+    write_report(source, output, Console(), **choices)
     click.echo(output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,50 +41,36 @@ def command(
     images: tuple[Path, ...],
     workload: str | None,
     workload_format: Format | None,
+    as_json: bool,
+    chat_template_kwargs: Variables | None,
     device: str,
     dtype: Dtype | None,
     engine_command: str | None,
-    as_json: bool,
-    chat_template_kwargs: Variables | None,
     **settings: Any,
 ) -> None:
     """Decode with a profile: one prompt, the evaluation prompts of a workload, or a bundled example."""
-    from autotune.cli.preflight import is_engine_profile, template_variables, workload_for
+    from autotune.cli.preflight import require_profile, workload_for
 
     if workload is not None and (prompt is not None or images):
         raise UserError("give either --workload, or --prompt with --image; got both; drop one")
     if images and prompt is None:
         raise UserError("an image needs a question; add --prompt TEXT")
-    is_engine = is_engine_profile(profile)
+    document = require_profile(profile)
     chosen = "" if prompt is not None else workload_for(profile, workload, workload_format)
     prompts = _prompts(prompt, images, chosen, workload_format, settings, whole=workload is not None)
-    prompts = [one.with_variables(template_variables(profile, chat_template_kwargs)) for one in prompts]
+    variables = document.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
+    prompts = [one.with_variables(variables) for one in prompts]
+    click.echo(f"loading the models of {profile}", err=True)
 
-    answers = []
-    for answer in _answers(profile, prompts, is_engine, engine_command, device=device, dtype=dtype, prints=not as_json):
-        answers.append(answer)
+    from autotune.cli.arms import answers
+
+    found = []
+    for answer in answers(profile, document, prompts, engine_command, device=device, dtype=dtype, prints=not as_json):
+        found.append(answer)
         if not as_json:
             click.echo(answer["summary"], err=True)
     if as_json:
-        options.print_json(answers if workload is not None else answers[0])
-
-
-def _answers(
-    profile: Path, prompts: list[WorkloadPrompt], is_engine: bool, engine_command: str | None, **choices: Any
-) -> Iterator[dict[str, Any]]:
-    if not is_engine:
-        click.echo(f"loading the models of {profile}", err=True)
-
-        from autotune.evaluation.answers import answer_prompts
-
-        yield from answer_prompts(profile, prompts, **choices)
-        return
-    from autotune.engines.engine_use import answer_in_engine
-
-    for answer in answer_in_engine(profile, prompts, engine_command):
-        if choices["prints"]:
-            click.echo(answer["text"])
-        yield answer
+        options.print_json(found if workload is not None else found[0])
 
 
 def _prompts(

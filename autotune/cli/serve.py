@@ -38,9 +38,10 @@ def command(
     chat_template_kwargs: dict[str, Any] | None,
     **values: Any,
 ) -> int:
-    """Answer /v1/chat/completions and /v1/completions in the form of OpenAI's API, one request after the other; also
-    /v1/models, /health and /metrics. SIGTERM, SIGHUP or Ctrl-C ends the server when accepted requests are answered, a
-    second one at once. With --json, an object says where requests are answered, as soon as they are.
+    """Answer /v1/chat/completions and /v1/completions in the form of OpenAI's API; also /v1/models, /health and
+    /metrics. The runtime answers one request after the other; a profile of an engine starts the engine, which answers.
+    SIGTERM, SIGHUP or Ctrl-C ends the server when accepted requests are answered, a second one at once. With --json, an
+    object says where requests are answered, as soon as they are.
     """
     from autotune.cli.preflight import require_profile
 
@@ -48,26 +49,38 @@ def command(
     if settings.api_key == "":
         raise UserError("--api-key: a key has one character at least; got none; give another, or leave it out")
     document = require_profile(profile)
-    click.echo(f"loading the models of {profile}", err=True)
-    target = document.target.id
-    try:
-        from autotune.serve.server import ApiServer, listen
-    except ImportError as error:
-        raise UserError(f'serving needs {error.name}; pip install "autotune-speculative[serve]"') from None
+    target, deployment = document.target.id, document.point.deployment
     name = settings.model_name or (Path(target).name if Path(target).is_absolute() else target)
-    listener, address = listen(settings)
+    click.echo(f"loading the models of {profile}", err=True)
 
     from autotune.console import Console
-    from autotune.runtime.load import load
+    from autotune.serve.address import listen
 
     console = Console()
 
-    def announce(max_model_len: int) -> None:
+    def announce(max_model_len: int | None = None) -> None:
         if as_json:
             options.print_json({"url": address, "model": name, "max_model_len": max_model_len})
+        length = "" if max_model_len is None else f", prompts and answers of up to {max_model_len} tokens"
         lossy = "" if all(point.lossless for point in document.points) else "; LOSSY, by the profile"
-        console.say(f"{address}/v1 answers for {name!r}, prompts and answers of up to {max_model_len} tokens{lossy}")
+        console.say(f"{address}/v1 answers for {name!r}{length}{lossy}")
 
+    if deployment is not None:
+        from autotune.engines.deployed_server import serve_deployment
+
+        listener, address = listen(settings)
+        listener.close()
+        serve_deployment(deployment, address, name, settings.api_key, announce)
+        return 0
+
+    try:
+        from autotune.serve.server import ApiServer
+    except ImportError as error:
+        raise UserError(f'serving needs {error.name}; pip install "autotune-speculative[serve]"') from None
+
+    from autotune.runtime.load import load
+
+    listener, address = listen(settings)
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("autotune.requests").setLevel(logging.INFO)  # a line for every request
     changed = document.model_copy(update={"chat_template_kwargs": chat_template_kwargs})

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from autotune.engines.http import open_url
 from autotune.errors import UserError
@@ -30,34 +31,39 @@ _PREFIX = re.compile(r"^\([^)]*pid=\d+\) ?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?
 
 
 @contextmanager
-def running(words: Sequence[str], name: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Start a server by its command on a free port, and yield its address and process when it is healthy; it is stopped
-    at the end. Error messages call it ``name``.
+def running(
+    words: Sequence[str], name: str, url: str | None = None, **environment: str
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Start a server by its command, and yield its address and process when it is healthy; it is stopped at the end.
+
+    Args:
+        name: of the program, in error messages.
+        url: the address at which it listens; None for a free port of this machine.
+        environment: variables of the server, besides those of this program.
 
     Raises:
         UserError: the server cannot be started, does not answer in time, or ends while it is used.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
+    url = url or _free_address()
     with tempfile.TemporaryDirectory(prefix="autotune-engine-") as folder:
         log = Path(folder) / "log"
         try:
             with log.open("wb") as file:
                 process = subprocess.Popen(
-                    [*words, "--port", str(port)],
+                    [*words, "--port", str(urlsplit(url).port)],
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    env=os.environ | environment,
                     preexec_fn=_end_with_this_program,
                 )
         except OSError as error:
             raise UserError(f"{words[0]}: cannot be started ({error.strerror}); name the engine's executable") from None
         when = "when it started"
         try:
-            _wait_until_ready(process, port, name)
+            _wait_until_ready(process, url, name)
             when = "while it was used"
-            yield f"http://127.0.0.1:{port}", process
+            yield url, process
         except UserError:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(ENDING_S)
@@ -69,19 +75,25 @@ def running(words: Sequence[str], name: str) -> Iterator[tuple[str, subprocess.P
             _stop(process)
 
 
+def _free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
 def _end_with_this_program() -> None:
     """Let a server that is about to start get SIGTERM when this program ends without stopping it (Linux)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], port: int, name: str) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, name: str) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise UserError(f"{name} ended when it started")
         try:
-            with open_url(urllib.request.Request(f"http://127.0.0.1:{port}/health"), timeout_s=5.0):
+            with open_url(urllib.request.Request(f"{url}/health"), timeout_s=5.0):
                 return
         except OSError as error:
             if getattr(error, "code", None) == 404:
@@ -107,10 +119,12 @@ def refusal(log: str) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the process, and its workers, which are in a session of their own."""
+    """End the process, and its workers, which are in a session of their own; at once if a signal comes meanwhile."""
     process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

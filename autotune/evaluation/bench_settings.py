@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from autotune.documents.decoding_profile import AR
-from autotune.documents.published_defaults import ARM_NAMES, COMPARED
+from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
+from autotune.documents.deployment import RUNTIME
+from autotune.documents.published_defaults import ARM_NAMES
 from autotune.errors import UserError, nearest
-from autotune.modeling.loading import Dtype
+from autotune.evaluation.arms import Arm
 from autotune.workloads.chat import Variables
 from autotune.workloads.formats import Format
 from autotune.workloads.workload import Workload, load_workload
@@ -19,7 +21,7 @@ class EvaluationPrompts:
 
     workload: str
     """Name or file."""
-    format: Format | None = None
+    workload_format: Format | None = None
     """Format of the file; None finds it out."""
     num_prompts: int = 32
     is_whole: bool = False
@@ -34,39 +36,28 @@ class EvaluationPrompts:
     def load(self) -> Workload:
         """Load the prompts."""
         workload = load_workload(
-            self.workload, "evaluate", num_prompts=self.num_prompts, format=self.format, is_whole=self.is_whole
+            self.workload, "evaluate", num_prompts=self.num_prompts, format=self.workload_format, is_whole=self.is_whole
         ).cut(self.num_prompts, self.max_new_tokens)
         workload = workload.with_variables(self.chat_template_kwargs)
         return workload if self.temperature is None else workload.sampled(self.temperature)
 
 
-@dataclass(frozen=True)
-class BenchSettings:
-    """Arms that a profile is compared with, and how they are measured.
+@dataclass
+class BenchArms:
+    """The arms of a bench, plain decoding first, and the prompts that they decode."""
 
-    Raises:
-        UserError: an arm does not exist.
-    """
+    arms: list[Arm]
+    prompts: Workload
+    unavailable: dict[str, str] = field(default_factory=dict)
+    """Why other arms cannot run, by name."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """Limitations of arms that run, by name."""
 
-    prompts: EvaluationPrompts
-    given_arms: tuple[str, ...] | None = None
-    """Names in ``ARM_NAMES``; None compares with the names in ``COMPARED`` that can run."""
-    draft: str | None = None
-    """Draft of the published configurations; None: the profile's."""
-    seed: int = 0
-    """Seed of the order of the runs."""
-    device: str = "auto"
-    dtype: Dtype | None = None
-    """Data type of the target; None: the profile's."""
-    wait_until_idle_s: float | None = None
-    """The longest time to wait until the machine is idle, in seconds; None: do not wait."""
 
-    def __post_init__(self) -> None:
-        for name in self.given_arms or ():
-            if name not in ARM_NAMES:
-                raise UserError(f"--arms {name}: no such arm; {nearest(name, ARM_NAMES)}")
-
-    @property
-    def arms(self) -> tuple[str, ...]:
-        """Names of all arms except the profile's own, plain decoding first."""
-        return (AR, *(COMPARED if self.given_arms is None else self.given_arms))
+def require_arms(profile: DecodingProfile, names: Sequence[str]) -> None:
+    """Refuse names of arms that a profile's backend does not have."""
+    own = tuple(filter(None, (AR, profile.evidence.best_default, TUNED)))
+    known = ARM_NAMES if profile.backend == RUNTIME else own
+    for name in names:
+        if name not in known:
+            raise UserError(f"--arms {name}: no such arm of {profile.backend}; {nearest(name, known)}")

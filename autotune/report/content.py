@@ -10,7 +10,7 @@ from autotune.cost.roofline import find_limits
 from autotune.documents.answer import answer_of
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.provenance import ModelReference, stamp
-from autotune.report.ablation import ablations, cumulative_ablation
+from autotune.report.ablation import cumulative_ablation
 from autotune.report.acceptance import acceptance
 from autotune.report.analysis import fastest_by_size, pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
@@ -39,7 +39,6 @@ class Content:
         self.answer = answer_of(profile, sources.profile_path) if profile and sources.profile_path else []
         self.front = pareto_front(sources.candidates)
         self.by_size = fastest_by_size(sources.candidates)
-        self.ablations = ablations(sources)
         self.cumulative = cumulative_ablation(sources)
         self.acceptance = acceptance(sources)
         tokens = TokenTexts(self.target.id if self.target else "")

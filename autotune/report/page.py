@@ -1,5 +1,5 @@
-"""``autotune report``: one HTML page that explains a decoding profile by the documents of its search, or an engine's
-profile. It opens offline: style, plots and images are inline, and there is no script.
+"""``autotune report``: one HTML page that explains a decoding profile by the documents of its search. It opens offline:
+style, plots and images are inline, and there is no script.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from autotune.console import Console, percent
-from autotune.documents.answer import answer_of_engine
-from autotune.documents.engine_profile import EngineProfile
-from autotune.documents.provenance import stamp
 from autotune.files import write_bytes
 from autotune.report.content import Content
 from autotune.report.plots import all_plots
@@ -56,43 +53,25 @@ def write_report(
 ) -> None:
     require_replaceable(output, "-o")
     sources = find_sources(given, study=study, storage=storage)
-    if sources.folder is None:
+    if sources.folder not in (None, given):
+        console.say(f"{given}: study in {sources.folder}")
+    elif sources.folder is None and not sources.is_of_engine:
         console.say(
             f"{given}: no study found next to it; the page shows the profile alone (give the study with --study)"
         )
-    elif sources.folder != given:
-        console.say(f"{given}: study in {sources.folder}")
-    _write(output, render(Content(sources, workload=workload)), console)
-
-
-def write_engine_report(given: Path, output: Path, console: Console) -> None:
-    """Write the page of an engine profile."""
-    require_replaceable(output, "-o")
-    profile = EngineProfile.load(given)
-    content = {"profile": profile, "answer": answer_of_engine(profile, given), "given": given, "provenance": stamp()}
-    _write(output, _filled("engine.html", content), console)
-
-
-def _write(output: Path, text: str, console: Console) -> None:
-    page = text.encode()
+    page = render(Content(sources, workload=workload)).encode()
     write_bytes(output, page)
     console.say(f"report written to {output} ({len(page) / 1e6:.1f} MB)")
 
 
 def render(content: Content) -> str:
-    """The page as HTML."""
+    """The page as HTML. Names and texts of models, prompts and devices are untrusted: all of them are escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     drawn = all_plots(content) | {f"tree-{example.number}": example.svg for example in content.examples if example.svg}
     plots = {name: Markup(svg) for name, svg in drawn.items()}  # our own SVG, whose texts are escaped
-    return _filled("page.html", vars(content) | CONSTANTS | {"plots": plots})
-
-
-def _filled(template: str, content: dict[str, Any]) -> str:
-    """A page as HTML. Names and texts of models, prompts and devices are untrusted: all of them are escaped."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     templates = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined)
     templates.trim_blocks = templates.lstrip_blocks = True
     templates.filters |= FILTERS
-    return templates.get_template(template).render(content)
+    return templates.get_template("page.html").render(vars(content) | CONSTANTS | {"plots": plots})

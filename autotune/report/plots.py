@@ -76,11 +76,6 @@ def _ablation(content: Content) -> Plots:
         label = "predicted speedup of the best chain"
         figure = figures.bars(speedups, label, start=1.0, value_format="{:.2f}x")
         yield "cumulative-ablation", f"Speedup as the dimensions are freed one by one: {described}.", figure
-    gains = pd.Series({a.dimension: 100 * a.gain for a in content.ablations if a.gain is not None})
-    if len(gains):
-        described = "; ".join(f"{dimension} {gain:.1f} %" for dimension, gain in gains.items())
-        figure = figures.bars(gains, "predicted decoding time saved, %", value_format="{:.1f} %")
-        yield "ablation", f"Decoding time saved by searching each dimension: {described}.", figure
 
 
 def _acceptance(content: Content) -> Plots:

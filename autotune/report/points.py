@@ -8,9 +8,7 @@ from typing import Any
 from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile, Gain, OperatingPoint
 from autotune.documents.subnet import Subnet
-from autotune.replay.replay import plain_decode_ms
 from autotune.report.sources import Sources
-from autotune.study.folder import points_of_prompts
 from autotune.trees.static import StaticPolicy
 
 
@@ -21,21 +19,6 @@ class PointSummary:
         self.condition = condition_label(sources.points, number)
         self.configuration = configuration_of(self.point)
         self.hyperparameters = hyperparameters(self.point)
-        self.num_own = len(sources.prompts_of(number))  # recorded prompts that the point decodes
-        self.own_speedup = own_speedup(sources, number)
-
-
-def own_speedup(sources: Sources, number: int) -> float | None:
-    """Predicted speedup on what a point decodes of the recorded prompts; None without its trace or cost table."""
-    point, evaluator = sources.points[number], sources.evaluator
-    trace, configuration = sources.trace_of(point), configuration_of(point)
-    if sources.profile is None or trace is None or evaluator is None or configuration is None:
-        return None
-    is_own = points_of_prompts(sources.profile, trace) == number
-    if not is_own.any() or not evaluator.can_replay(configuration):
-        return None
-    plain_ms = plain_decode_ms(trace, evaluator.prices[trace.header.draft.id, trace.header.subnet])
-    return float(plain_ms[is_own].sum() / evaluator.replay(configuration).decode_ms[is_own].sum())
 
 
 def condition_label(points: Sequence[OperatingPoint], number: int) -> str:
@@ -74,8 +57,9 @@ class EvaluationArms:
         self.defaults = [arm for name, arm in arms.items() if name not in (AR, HF, TUNED)]
         fastest = max(self.defaults, key=lambda arm: arm.speedup, default=None)
         self.best_default = arms.get(profile.evidence.best_default or "", fastest)
-        self.profile = self.plain if profile.point.tree is None else self.tuned
-        """The arm that the profile decodes with: the tuned one, or plain decoding if no draft was faster."""
+        is_plain = profile.point.tree is None and not getattr(profile.point.deployment, "speculation", None)
+        self.profile = self.plain if is_plain else self.tuned
+        """The arm that the profile decodes with: the tuned one, or plain decoding if nothing was faster."""
         self.gains: dict[str, dict[str, Gain]] = {}
         """Gains of tuning by task, then by the other arm."""
         for gain in profile.evidence.gains:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from autotune.cost.table import CostTable
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
+from autotune.documents.deployment import RUNTIME
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, read_lines
 from autotune.replay.evaluator import Candidate, Evaluator
@@ -47,6 +48,11 @@ class Sources:
             return None
         priced = [t for t in self.traces if t.num_tokens and self.table.holds(t.header.draft, t.header.subnet)]
         return Evaluator(priced, self.table) if priced else None
+
+    @property
+    def is_of_engine(self) -> bool:
+        """Whether an engine decodes, whose evidence is all in the profile."""
+        return self.profile is not None and self.profile.backend != RUNTIME
 
     @property
     def points(self) -> list[OperatingPoint]:
@@ -95,14 +101,20 @@ def find_sources(given: Path, *, study: str | None = None, storage: str | None =
     if given.is_dir():
         if study is not None:
             raise UserError(f"--study {study}: {given} is a study folder itself; give a profile, or leave --study out")
+        path = newest_profile(given)
+        alone = Sources() if path is None else Sources(profile=DecodingProfile.load(path), profile_path=path)
+        if alone.is_of_engine:
+            return alone
         if (newest := load_study(given)) is None:
             raise UserError(f"{given}: a study folder holds {STUDY}; give a folder of {WORKSPACE}/, or a profile")
-        path = newest_profile(given)
-        return _read_study(None if path is None else DecodingProfile.load(path), path, given, newest, storage)
+        return _read_study(alone, given, newest, storage)
     profile = DecodingProfile.load(given)
+    alone = Sources(profile=profile, profile_path=given)
+    if alone.is_of_engine:
+        return alone
     folder = find_study(profile, given) if study is None else study_folder(study, given.parent / WORKSPACE, WORKSPACE)
     if folder is None:
-        return Sources(profile=profile, profile_path=given)
+        return alone
     if not folder.is_dir():
         raise UserError(f"--study {study}: no such folder; give the one in {WORKSPACE}/ that autotune search named")
     if (own := load_study(folder, profile)) is None:
@@ -110,12 +122,11 @@ def find_sources(given: Path, *, study: str | None = None, storage: str | None =
             f"--study {study}: its documents belong to another target, device or workload than {given}; give that profile's "
             "own study"
         )
-    return _read_study(profile, given, folder, own, storage)
+    return _read_study(alone, folder, own, storage)
 
 
-def _read_study(
-    profile: DecodingProfile | None, path: Path | None, folder: Path, study: StudyDocument, storage: str | None
-) -> Sources:
+def _read_study(alone: Sources, folder: Path, study: StudyDocument, storage: str | None) -> Sources:
+    """A profile's sources with the documents of its study."""
     has_ledger = storage is not None or (folder / LEDGER).exists()
     ledger = Ledger(folder / LEDGER if storage is None else storage, must_exist=True) if has_ledger else None
     with ledger.reading() if ledger is not None else nullcontext():
@@ -135,9 +146,8 @@ def _read_study(
         for table in map(CostTable.load, files_by_age(folder, "*.cost.json"))
         if table.content_hash == study.cost_table
     ]
-    return Sources(
-        profile=profile,
-        profile_path=path,
+    return replace(
+        alone,
         folder=folder,
         study=study,
         table=tables[0] if tables else None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import re
 import time
@@ -18,19 +17,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from autotune.serve.address import is_local
 from autotune.serve.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from autotune.serve.service import READY, DecoderService, End, Job, Piece
 
 MAX_BODY = 32 << 20  # bytes
 BODY_S = 30.0  # longest time until the body is there
-
-
-def is_local(name: str) -> bool:
-    """Whether a name or address means this machine itself."""
-    try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 Asked = CompletionRequest | ChatRequest

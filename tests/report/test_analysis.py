@@ -6,19 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.documents.configuration import Configuration, configuration_of
-from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.replay.evaluator import Candidate, Evaluator
-from autotune.replay.replay import plain_decode_ms
-from autotune.report.ablation import SCREENING, TREES, ablations, cumulative_ablation
+from autotune.report.ablation import cumulative_ablation
 from autotune.report.acceptance import acceptance
 from autotune.report.analysis import fastest_by_size, pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
-from autotune.report.points import PointSummary, heads_label
+from autotune.report.points import heads_label
 from autotune.report.sources import Sources
 from autotune.study.records import ScreenedSubnet
-from tests.report.conftest import EVIL, KEEPS, SHAPE, MadeStudy
+from tests.report.conftest import EVIL, SHAPE, MadeStudy
 from tests.sample_documents import DEVICE, cost_table
 
 
@@ -48,34 +45,6 @@ def test_fastest_of_every_size(sources: Sources) -> None:
                 if other.policy == policy and round(other.nodes_per_round) == round(one.nodes_per_round)
             ]
             assert one.ms_per_token == min(alike)
-
-
-def test_ablation_fixes_one_dimension_at_a_time(sources: Sources) -> None:
-    """By hand: half of the heads save 0.1 ms, layer 3 saves 0.05, visual tokens save 0.015."""
-    found = {ablation.dimension: ablation for ablation in ablations(sources)}
-    best = 1.0 + 0.02 * 0.25
-    assert found["heads"].fixed_ms == pytest.approx(best + 0.1)
-    assert found["injection layer"].fixed_ms == pytest.approx(best + 0.05)
-    assert found["visual tokens"].fixed_ms == pytest.approx(1.02)
-    for name in ("heads", "injection layer", "visual tokens"):
-        assert (found[name].free_ms, found[name].stage) == (pytest.approx(best), SCREENING)
-    assert found["heads"].gain == pytest.approx(1 - best / (best + 0.1))
-    assert sources.evaluator is not None
-    by_force = [
-        sources.evaluator.evaluate(
-            Configuration(tree=tree, draft=EVIL.id, subnet=Subnet(visual_keep=keep))
-        ).ms_per_token
-        for keep in KEEPS
-        for tree in [PUBLISHED_DEFAULTS["chain"].tree]  # the other defaults are deeper than five levels
-    ]
-    tree = found["tree"]
-    assert (tree.stage, tree.fixed_ms, tree.free_ms) == (TREES, min(by_force), sources.candidates[0].ms_per_token)
-    assert "draft" not in found, "there is only one draft"
-
-
-def test_ablation_leaves_out_dimensions_with_one_value(made: MadeStudy) -> None:
-    only = [s for s in made.screened if s.subnet.heads is None and s.subnet.injection_layer == 4]
-    assert {ablation.dimension for ablation in ablations(Sources(screened=only))} == {"visual tokens"}
 
 
 def test_cumulative_ablation_frees_dimensions_one_by_one(sources: Sources, made: MadeStudy) -> None:
@@ -114,23 +83,6 @@ def test_acceptance_on_the_points_own_prompts(sources: Sources, made: MadeStudy)
     tokens = sum(int(trace.answer_start[p + 1] - trace.answer_start[p]) - 1 for p in (0, 2))
     rounds, accepted = depth.replayed_offered[1], depth.replayed_accepted.sum()
     assert rounds + accepted <= tokens, "plain steps emit the other tokens"
-
-
-def test_own_speedup_is_on_the_points_own_prompts(sources: Sources) -> None:
-    evaluator = sources.evaluator
-    assert evaluator is not None and sources.profile is not None
-    first, last = (PointSummary(sources, number) for number in (0, 1))
-    assert (first.num_own, last.num_own) == (2, 2)
-    configuration = configuration_of(last.point)
-    assert configuration is not None
-    trace = sources.trace_of(last.point)
-    assert trace is not None
-    found = evaluator.replay(configuration)
-    plain_ms = plain_decode_ms(trace, evaluator.prices[EVIL.id, trace.header.subnet])
-    assert last.own_speedup == pytest.approx((plain_ms[1] + plain_ms[3]) / (found.decode_ms[1] + found.decode_ms[3]))
-    assert last.own_speedup != pytest.approx(evaluator.evaluate(configuration).speedup)
-    alone = Sources(profile=sources.profile)
-    assert [one.own_speedup for one in (PointSummary(alone, number) for number in (0, 1))] == [None, None]
 
 
 def test_curves_repeat_the_cost_table(sources: Sources) -> None:

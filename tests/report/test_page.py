@@ -17,12 +17,14 @@ from autotune.report.content import Content
 from autotune.report.figures import Series, lines
 from autotune.report.page import render
 from autotune.report.sources import Sources, find_sources
+from tests.engine_profiles import LOAD, backend_result, engine_profile
 from tests.report.conftest import EVIL, QUESTION, MadeStudy
 from tests.sample_documents import decoding_profile
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 SECTIONS = {"profile", "evaluation", "predictions", "fronts", "ablation", "acceptance", "trees"}
 SECTIONS |= {"costs", "subnets", "configurations", "provenance"}
+ENGINE = {"settings", "prices", "loads"}
 VOID = {"meta", "img", "link", "br", "input", "hr"}
 
 
@@ -162,9 +164,9 @@ def test_numbers_are_those_of_the_documents(text: str, page: Page, made: MadeStu
     for rows, point in zip(points, made.profile.points, strict=True):
         measured = point.measured
         assert measured is not None and point.predicted is not None
-        assert rows[2][1] == f"{point.predicted.speedup:.2f}x"
+        assert rows[1][1] == f"{point.predicted.speedup:.2f}x"
         num = measured.num_prompts
-        assert rows[3][1:] == [f"{measured.speedup:.2f}x", "1.55 to 2.17", "2.34", "876", f"{num}", f"{num}/{num}"]
+        assert rows[2][1:] == [f"{measured.speedup:.2f}x", "1.55 to 2.17", "2.34", "876", f"{num}", f"{num}/{num}"]
     assert page.text.count("Measured on 2 prompts only") == 1
     grid = page.table("heads")
     assert grid == [["heads", "25 %", "50 %", "100 %"], *grid[1:]]
@@ -263,11 +265,61 @@ def test_same_documents_give_the_same_page(made: MadeStudy, text: str) -> None:
     assert again.split("<footer>")[0] == text.split("<footer>")[0]
 
 
+def test_the_page_of_an_engine_profile_has_its_sections(tmp_path: Path) -> None:
+    """Settings, prices and loads in place of a study's sections; the folder of its search gives the same page."""
+    path = tmp_path / "profile.json"
+    engine = engine_profile().evidence.engine
+    assert engine is not None
+    engine_profile(engine=engine.model_copy(update={"loads": [LOAD]})).save(path)
+    text = render(Content(find_sources(path)))
+    page = Page(text)
+    assert {"profile", "evaluation", "settings", "prices", "loads", "provenance"} == {*page.ids} & (SECTIONS | ENGINE)
+    assert page.missing == [] and "<does>" not in text
+    assert render(Content(find_sources(tmp_path))).partition("<footer>")[0] == text.partition("<footer>")[0]
+    label = "ngram-mod(24,48,64)"
+    assert f"llama.cpp serves tests/target with {label}" in page.text and "llama-server -m model.gguf" in page.text
+    assert [row[:3] for row in page.table("replayed")[1:]] == [
+        ["ngram-mod", "40", f"{label}, default"],
+        ["ngram-simple", "12", label],
+    ]
+    assert "ngram-simple is left out: the build <does> not have it." in page.text
+    assert page.table("wall, ms")[1:] == [["1", "64 tokens", "10.0", "9.0"], ["2", "64 tokens", "20.0", "9.0"]]
+    assert page.table("at once")[1] == ["off", "4", "8", "40.0", "9, 12", "3.0, 4.0", "7 of 8"]
+    assert [row[0] for row in page.table("arm")[1:]] == ["ar", "tuned: this profile"]
+    engine_profile(speculation=None).save(path)
+    plain = Page(render(Content(find_sources(path))))
+    assert "without speculation" in plain.text and "--requests-at-once 4" in plain.text
+    assert [row[0] for row in plain.table("arm")[1:]] == ["ar: this profile", "tuned"]
+
+
+def test_the_page_shows_the_race_between_backends(made: MadeStudy, tmp_path: Path) -> None:
+    failed = {"failure": "llama-server ended: out of memory", "precision": "Q4_1", "has_own_weights": False}
+    race = [backend_result("runtime", is_deployed=True), backend_result("llama.cpp", **failed)]
+    evidence = made.profile.evidence.model_copy(update={"backends": race})
+    made.profile.model_copy(update={"evidence": evidence}).save(tmp_path / "p.json")
+    page = Page(render(Content(find_sources(tmp_path / "p.json"))))
+    own, other = page.table("agreement")[1:]
+    assert own == [
+        "runtime: deployed",
+        "tests/target",
+        "float32",
+        "off",
+        "3.0",
+        "1.50x",
+        "1.40 to 1.60",
+        "3",
+        "100.0 %",
+    ]
+    assert other == ["llama.cpp", "tests/target", "Q4_1, another model", "llama-server ended: out of memory"]
+
+
 def test_wrong_options_are_refused_before_the_work(made: MadeStudy, tmp_path: Path) -> None:
-    output, missing = tmp_path / "r.html", tmp_path / "no such profile"
+    output, engine = tmp_path / "r.html", tmp_path / "engine.json"
+    engine_profile().save(engine)
     cases = (
+        (engine, ("-o", output, "--study", "x"), "--study: not an option for a profile of llama.cpp; leave it out"),
         (made.profile_path, ("-o", output, "--workload", "nothing.jsonl"), "nothing.jsonl: no such file"),
-        (missing, ("-o", "/proc/nowhere/r.html"), "cannot be written"),
+        (made.profile_path, ("-o", "/proc/nowhere/r.html"), "cannot be written"),
         (made.profile_path, ("-o", tmp_path), "must be a file"),
     )
     for profile, options, message in cases:
@@ -286,6 +338,7 @@ def test_wrong_options_are_refused_before_the_work(made: MadeStudy, tmp_path: Pa
     ],
 )
 def test_the_page_of_another_profile_is_another_file(source: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.cli.preflight.require_profile", lambda path: None)
     monkeypatch.setattr("autotune.report.page.write_report", lambda source, output, console, **options: None)
     assert CliRunner().invoke(main, ["report", source]).stdout == f"{page}\n"
 

@@ -19,7 +19,8 @@ from PIL import Image
 
 from autotune.modeling.loading import reference
 from autotune.runtime.decoder import Decoder
-from autotune.serve.server import ApiServer, listen
+from autotune.serve.address import listen
+from autotune.serve.server import ApiServer
 from autotune.serve.settings import ServeSettings
 from tests.cli.processes import start_command
 from tests.sample_documents import decoding_profile

@@ -22,8 +22,9 @@ from PIL import Image
 from autotune.cli.main import main
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
+from autotune.serve.address import listen
 from autotune.serve.answer_text import AnswerText
-from autotune.serve.server import ApiServer, listen
+from autotune.serve.server import ApiServer
 from autotune.serve.service import Job
 from autotune.serve.settings import ServeSettings
 from tests.sample_documents import decoding_profile
