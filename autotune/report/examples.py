@@ -4,8 +4,6 @@ one round.
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +14,7 @@ from autotune.report.prompts import TokenTexts
 from autotune.report.sources import Sources
 from autotune.report.tree_drawing import draw_tree
 from autotune.trees.tree import ROOT
+from autotune.workloads.pixels import png_url
 from autotune.workloads.prompt import WorkloadPrompt
 
 if TYPE_CHECKING:
@@ -119,6 +118,4 @@ def data_uri(image: Image) -> str:
     """A PNG as a data URI, scaled down to ``MAX_PIXELS`` if larger."""
     small = image.copy()
     small.thumbnail((MAX_PIXELS, MAX_PIXELS))
-    buffer = io.BytesIO()
-    small.save(buffer, format="PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return png_url(small)

@@ -80,6 +80,13 @@ def load_image(address: str | Path) -> Image:
         raise UserError(f"{name}: not a readable image ({error!s:.200}); give a PNG or JPEG file") from None
 
 
+def png_url(image: Image) -> str:
+    """A data URL of an image as a PNG, which keeps every pixel; ``load_image`` reads it."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
 def load_video(address: str | Path, fps: float) -> Video:
     """The frames of a video, ``fps`` of each second.
 
