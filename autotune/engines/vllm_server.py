@@ -22,7 +22,7 @@ from autotune.documents.engine_profile import (
 from autotune.documents.provenance import ModelReference
 from autotune.engines.client import TEXT, TOKENS, Counters, EngineClient
 from autotune.engines.engine import EngineServer, ServingEngine
-from autotune.engines.model_files import served_draft
+from autotune.engines.model_files import served_draft, served_target
 from autotune.engines.ngram_replay import total
 from autotune.engines.vllm_export import vllm_arguments
 from autotune.engines.vllm_images import CHAT, COMPLETIONS, Request, chat_request, path_of, request_of
@@ -183,7 +183,9 @@ class VllmEngine(ServingEngine):
             if local_only:
                 return target, ModelReference(id=target, sha256="")
             path = Path(resolve(target))
-        return (str(path.resolve()), reference(target)) if (path / "config.json").exists() else None
+        if not (path / "config.json").exists():
+            return None
+        return str(served_target(path.resolve(), WORKSPACE / "engines" / "targets")), reference(target)
 
     @classmethod
     def find_draft(cls, draft: str, target: str) -> tuple[ModelType, Path]:
