@@ -184,8 +184,10 @@ class Eagle3Network(UnrolledNetwork):
 
     def save(self, folder: Path) -> None:
         """Write the head in EAGLE's format, with weights in bfloat16."""
-        tensors = self.saved_tensors().items()
-        save_tensors(folder / WEIGHTS, {re.sub(r"^layer\.", "midlayer.", name): tensor for name, tensor in tensors})
+        tensors = {re.sub(r"^layer\.", "midlayer.", name): tensor for name, tensor in self.saved_tensors().items()}
+        if self.config.draft_vocabulary_size == self.layer_config.vocab_size:
+            del tensors["d2t"]  # vLLM has no offsets for the target's own vocabulary, and refuses them
+        save_tensors(folder / WEIGHTS, tensors)
         rope = dict(self.layer_config.rope_parameters)
         content = {
             "architectures": ["LlamaForCausalLMEagle3"],  # by which vLLM chooses its class
