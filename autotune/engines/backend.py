@@ -1,0 +1,118 @@
+"""The interface of a backend: what a search asks of a way to serve a model, in six methods. Loads no torch.
+
+A backend is one file and one row of ``search.backends.BACKENDS``; ``engines.contract`` tests it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from autotune.documents.decoded import Decoded
+from autotune.documents.provenance import ModelReference
+from autotune.errors import UserError
+from autotune.trees.limits import Floats
+from autotune.workloads.prompt import WorkloadPrompt
+
+if TYPE_CHECKING:
+    from autotune.documents.decoding_profile import Deployment
+    from autotune.documents.speculation import PricedStep, ServedLoad
+
+
+class Configuration(Protocol):
+    """Settings of a backend, such as ``documents.speculation.Speculation``."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def is_default(self) -> bool: ...
+
+
+class Recorded(Protocol):
+    """What ``Backend.record`` returns."""
+
+    @property
+    def answers(self) -> Sequence[Decoded]:
+        """Plain decoding's answers, in the order of the prompts."""
+
+
+class Steps(Protocol):
+    """What ``Backend.replay`` returns: the forward passes that a configuration takes for the recorded answers."""
+
+    @property
+    def counts(self) -> Sequence[tuple[int, int, int]]:
+        """Verifications, draft tokens and accepted ones of each prompt."""
+
+
+class Prices(ABC):
+    """What ``Backend.price`` returns: times of forward passes."""
+
+    left_out: Mapping[str, str] = {}
+    """Types of configurations that are not to be replayed, with the reason."""
+    priced: Sequence[PricedStep] = ()
+    """The measurements, for the profile."""
+    factors: Mapping[str, float] = {}
+    """Figures derived from them, for the profile."""
+
+    @abstractmethod
+    def ms(self, steps: Any) -> Floats:
+        """Predicted milliseconds of the recorded answers by prompt, comparable between configurations."""
+
+
+class Backend(ABC):
+    """A way to serve one model. ``None`` in place of a configuration is decoding without speculation.
+
+    ``until`` is the time of ``time.monotonic()`` after which no further prompt or repetition begins, apart from the
+    first ones. A method that is given the configurations, records or steps gets those that this backend made.
+    """
+
+    name: ClassVar[str]
+    model: ModelReference
+    precision: str
+    """Of the weights, such as ``bfloat16`` or ``Q4_1``."""
+    is_fixed: bool = False
+    """Whether this is a running server, whose settings stay: it has no arms, and the result is a prediction."""
+
+    @abstractmethod
+    def configurations(self) -> Sequence[Any]:
+        """Every configuration that is replayed."""
+
+    @abstractmethod
+    def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> Any:
+        """The plain answers to the prompts, which are kept, so that a search that is given again asks for the rest."""
+
+    @abstractmethod
+    def price(self, recorded: Any, until: float = math.inf) -> Prices:
+        """Measure forward passes, and find out which types are replayed as they are served."""
+
+    @abstractmethod
+    def replay(self, configuration: Any, recorded: Any) -> Steps:
+        """The steps for the recorded prompts, in their order in one new server."""
+
+    @abstractmethod
+    def arm(self, configuration: Any) -> AbstractContextManager[Any]:
+        """An ``evaluation.arms.Arm`` of the configuration, such as ``EngineArm``: a new server, which is stopped at the
+        end.
+
+        Raises:
+            UserError: it does not start, or it ends while it is used.
+        """
+
+    @abstractmethod
+    def deploy(self, configuration: Any) -> Deployment:
+        """What serves requests with the configuration."""
+
+    def loads(self, configurations: Sequence[Any], recorded: Any, requests_at_once: int) -> list[ServedLoad]:
+        """Serve the recorded prompts with each configuration, several at a time, in a new server each.
+
+        Raises:
+            UserError: this backend serves one request at a time.
+        """
+        raise UserError(f"--requests-at-once: {self.name} serves one request at a time; leave it out")
