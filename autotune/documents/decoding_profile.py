@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from autotune.documents.condition import Condition
+from autotune.documents.deployment import RUNTIME, BackendResult, Deployment, EngineEvidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance, beside
 from autotune.documents.subnet import Subnet
@@ -65,11 +66,15 @@ class Measured(Document):
 
 
 class OperatingPoint(Document):
-    """A draft and a tree policy, and the condition for using them. Both are null for plain decoding."""
+    """A draft and a tree policy, or an engine's deployment, and the condition for using them. All are null for plain
+    decoding in the runtime.
+    """
 
     when: Condition = Field(default_factory=Condition)
     draft: DraftChoice | None
     tree: Policy | None
+    deployment: Deployment | None = None
+    """The engine that serves the requests, in place of the runtime."""
     verification: Verification = Field(default_factory=LosslessVerification)
     lossless: bool = True
     fallback: RoundPrice | None = None
@@ -199,6 +204,10 @@ class Evidence(Document):
     """How many of the target's answers that were recorded are degenerate (``acceptance.degenerate_answers``); null for
     few.
     """
+    engine: EngineEvidence | None = None
+    """Null where the runtime decodes."""
+    backends: list[BackendResult] = Field(default_factory=list)
+    """The race between backends; empty where one was tuned alone."""
 
 
 class WorkloadReference(Document):
@@ -215,14 +224,19 @@ class WorkloadReference(Document):
     """Temperature of all prompts, where the search was given one."""
 
 
-class DecodingProfile(Document, kind="decoding-profile", made_by="autotune search"):
-    """Operating points for one target on one device."""
+class DecodingProfile(Document, kind="decoding-profile", version=2, made_by="autotune search"):
+    """Operating points for one target on one device, decoded by one backend."""
 
     provenance: Provenance
     target: ModelReference
     workload: WorkloadReference
     hardware: Fingerprint
+    backend: str = RUNTIME
+    """The program that decodes: this one, or the engine of the points' deployments."""
     precision: str
+    """Of the target's weights: ``float32``, ``bfloat16,int8``, and of a file that an engine loads, ``Q4_1``. The fields
+    after it, to ``prefill_threads``, keep their defaults for an engine.
+    """
     capture_sizes: tuple[int, ...] = ()
     """Numbers of tokens that inputs are padded to; empty for no padding."""
     mode: str = "eager"
@@ -263,6 +277,16 @@ class DecodingProfile(Document, kind="decoding-profile", made_by="autotune searc
                 raise ValueError(
                     f"points.{number}.tree.calibration was fitted to other prompts ({fit.workload_sha256[:8]}) than those that "
                     f"the profile is tuned for ({self.workload.tune_sha256[:8]}); run autotune search on these prompts"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _is_of_one_backend(self) -> DecodingProfile:
+        for number, point in enumerate(self.points):
+            backend = point.deployment.backend if point.deployment else RUNTIME
+            if backend != self.backend:
+                raise ValueError(
+                    f"points.{number} is decoded by {backend}, and the profile's backend is {self.backend}"
                 )
         return self
 

@@ -236,7 +236,7 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "profile.csv").write_text(whole)
     (folder / "truncated.json").write_text(whole[: len(whole) // 2])
     (folder / "typo.json").write_text(whole.replace('"verification"', '"verificatoin"'))
-    (folder / "other-version.json").write_text(whole.replace("decoding-profile/1", "decoding-profile/4"))
+    (folder / "other-version.json").write_text(whole.replace("decoding-profile/2", "decoding-profile/4"))
     write_image(folder / "photo.png", 0)
     (folder / "text.png").write_text("no image")
     write_workload(folder, [{"prompt": "Count."}, {"prompt": "Go on."}])
@@ -266,7 +266,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "unknown key": (["run", "typo.json", "--prompt", "x"], "unknown key 'points.0.verificatoin'; did you mean 'verification'"),
     "another version": (
         ["run", "other-version.json", "--prompt", "x"],
-        "reads schema 'autotune.decoding-profile/1'; got 'autotune.decoding-profile/4'; make the file again with autotune search",
+        "reads schema 'autotune.decoding-profile/2'; got 'autotune.decoding-profile/4'; make the file again with autotune search",
     ),
     "format of another benchmark": (
         ["bench", "profile.json", "--workload", "workload.jsonl", "--format", "sharegpt"],

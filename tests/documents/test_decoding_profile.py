@@ -59,7 +59,7 @@ def assert_equals_plain_decoding(decoder: Decoder, pair: Pair, inputs: Inputs) -
 def test_profile_is_saved_and_loaded(profile: DecodingProfile, path: Path) -> None:
     assert DecodingProfile.load(path) == profile
     content = json.loads(path.read_text())
-    assert content["schema"] == "autotune.decoding-profile/1"
+    assert content["schema"] == "autotune.decoding-profile/2"
     point = content["points"][0]
     assert point["tree"] == SagePolicy(d_max=6, n_max=20).model_dump(), (
         "defaults are written too, because they may change"
@@ -162,10 +162,10 @@ INVALID: tuple[tuple[tuple[str | int, ...], dict[str, Any], str], ...] = (
     (
         (),
         {"schema": "autotune.decoding-profile/4"},
-        "reads schema 'autotune.decoding-profile/1'; got 'autotune.decoding-profile/4'; make the file",
+        "reads schema 'autotune.decoding-profile/2'; got 'autotune.decoding-profile/4'; make the file",
     ),
-    ((), {"schema": "autotune.cost-table/1"}, "schema must be 'autotune.decoding-profile/1'; got 'autotune.cost"),
-    ((), {"schema": None}, "schema must be 'autotune.decoding-profile/1'; got None"),
+    ((), {"schema": "autotune.cost-table/1"}, "schema must be 'autotune.decoding-profile/2'; got 'autotune.cost"),
+    ((), {"schema": None}, "schema must be 'autotune.decoding-profile/2'; got None"),
     ((), {"hardwear": 1}, "unknown key 'hardwear'; did you mean 'hardware'"),
     ((), {"points": 5}, "points"),
     ((), {"points": []}, "points: .*at least 1 item"),

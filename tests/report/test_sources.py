@@ -154,7 +154,7 @@ def test_wrong_paths_are_refused(copied: MadeStudy) -> None:
     cases = [
         ("nothing.json", None, "no such file"),
         ("empty", None, "a study folder holds study.json; give a folder of .autotune/, or a profile"),
-        ("0123.cost.json", None, "schema must be 'autotune.decoding-profile/1'"),
+        ("0123.cost.json", None, "schema must be 'autotune.decoding-profile/2'"),
         ("profile.json", "nowhere", "--study nowhere: no such folder"),
         (".autotune/tests-target-0123", "empty", "is a study folder itself"),
     ]

@@ -1,0 +1,115 @@
+"""Backends in a profile: the engine that serves requests, the evidence for its settings, and the race between backends.
+Loads no torch.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from autotune.documents.provenance import ModelReference
+from autotune.documents.speculation import Milliseconds, Speculation
+from autotune.files import Document
+
+RUNTIME = "runtime"
+"""Name of the backend that decodes in this program."""
+
+
+class Deployment(Document):
+    """An engine that serves the requests of an operating point."""
+
+    backend: str
+    model: ModelReference
+    """The model that the engine loads."""
+    command: list[str] = Field(min_length=1)
+    """Starts the engine as recommended, speculation included, without a port."""
+    arguments: list[str] = Field(default_factory=list)
+    """The user's own arguments, which every server of the search had."""
+    speculation: Speculation | None
+    """None: speculation is off."""
+    build: str
+    """Hash of the engine's executable and libraries, or what a server says of itself."""
+
+    @property
+    def label(self) -> str:
+        return "off" if self.speculation is None else self.speculation.label
+
+
+class PricedStep(Document):
+    """Times of a forward pass over ``tokens`` tokens of a request after ``context`` tokens."""
+
+    tokens: int = Field(ge=1)
+    context: int = Field(ge=0)
+    wall_ms: list[Milliseconds] = Field(min_length=1)
+    cpu_ms: list[Milliseconds] = Field(min_length=1)
+
+
+class PredictedSettings(Document):
+    """Speedup of a configuration over plain decoding by replay and prices, pooled over the tuning prompts."""
+
+    label: str
+    type: str
+    is_default: bool
+    speedup: float
+    ci95: tuple[float, float]
+    """Bootstrap over prompts."""
+
+
+class ServedLoad(Document):
+    """A configuration that served several requests at a time in a new server; times are the client's, and prompts are
+    read in them.
+    """
+
+    label: str
+    requests_at_once: int = Field(ge=1)
+    requests: int = Field(ge=1)
+    tokens: int
+    seconds: float
+    """From the first request to the last reply."""
+    first_token_ms: tuple[float, float]
+    """Median and 95th percentile over requests."""
+    token_ms: tuple[float, float]
+    """The same for the time from a request's first token to its last, over the tokens after the first."""
+    identical: int
+    """Requests with plain decoding's answer, one request at a time."""
+
+
+class EngineEvidence(Document):
+    """Replays, prices and loads behind an engine's settings."""
+
+    num_replayed: dict[str, int]
+    """Configurations of each type that were replayed."""
+    predicted: list[PredictedSettings]
+    """The fastest three of each type, and its default, the fastest first."""
+    prices: list[PricedStep] = Field(default_factory=list)
+    factors: dict[str, float] = Field(default_factory=dict)
+    """Times in served requests over the prices' own, by kind of pass."""
+    left_out: dict[str, str] = Field(default_factory=dict)
+    """Types that the build does not have, or whose counts are not the replay's, with the reason."""
+    loads: list[ServedLoad] = Field(default_factory=list)
+    """Empty unless ``--requests-at-once`` asked for them."""
+
+
+class BackendResult(Document):
+    """A backend's best configuration in the race between backends, on held-out prompts."""
+
+    backend: str
+    model: ModelReference
+    precision: str
+    """Of the weights: ``float32``, ``bfloat16``, ``Q4_1``."""
+    label: str
+    """The configuration; ``off`` for plain decoding."""
+    seconds: float
+    """Time in which the backend decoded the prompts."""
+    speedup: float
+    """Over plain decoding in the deployed backend."""
+    ci95: tuple[float, float]
+    num_prompts: int
+    agreement: float
+    """Mean share of an answer's tokens before the first that differs from the first backend's with the target's own
+    weights.
+    """
+    has_own_weights: bool
+    """Whether the weights are the target's, at its precision."""
+    is_deployed: bool
+    failure: str = ""
+    """Why the backend is not in the race; empty for one that was. Its figures are 0 then."""
