@@ -109,6 +109,27 @@ class Backend(ABC):
     def deploy(self, configuration: Any) -> Deployment:
         """What serves requests with the configuration."""
 
+    @classmethod
+    def restored(cls, deployment: Deployment, **options: Any) -> Backend:
+        """The backend that a profile deploys.
+
+        Args:
+            options: those of the constructor that are given, such as ``console``.
+
+        Raises:
+            UserError: it cannot be made, or its model is another one.
+        """
+        return cls(deployment.model.id, **options)  # type: ignore[call-arg]
+
+    @classmethod
+    def find(cls, command: str | None) -> Any:
+        """The program on this machine.
+
+        Raises:
+            UserError: it is not here, or, as by default, nobody looks for it.
+        """
+        raise UserError(f"{command or cls.name}: not looked for on this machine")
+
     def loads(self, configurations: Sequence[Any], recorded: Any, requests_at_once: int) -> list[ServedLoad]:
         """Serve the recorded prompts with each configuration, several at a time, in a new server each.
 
