@@ -5,6 +5,7 @@ A backend is one file and one row of ``search.backends.BACKENDS``; ``engines.con
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -110,16 +111,26 @@ class Backend(ABC):
         """What serves requests with the configuration."""
 
     @classmethod
-    def restored(cls, deployment: Deployment, **options: Any) -> Backend:
-        """The backend that a profile deploys.
-
-        Args:
-            options: those of the constructor that are given, such as ``console``.
+    def make(cls, target: str, **options: Any) -> Backend:
+        """A backend with a model; options that are None are left out.
 
         Raises:
-            UserError: it cannot be made, or its model is another one.
+            UserError: its constructor has no such option, or the program or the model cannot be used.
         """
-        return cls(deployment.model.id, **options)  # type: ignore[call-arg]
+        given = {name: value for name, value in options.items() if value is not None}
+        known = inspect.signature(cls).parameters
+        if unknown := [name for name in given if name not in known]:
+            raise UserError(f"{cls.name}:{unknown[0]}: the backend {cls.name} has no such option; leave it out")
+        return cls(target, **given)  # type: ignore[call-arg]
+
+    @classmethod
+    def restored(cls, deployment: Deployment, **options: Any) -> Backend:
+        """The backend that a profile deploys; ``options`` as ``make``.
+
+        Raises:
+            UserError: as ``make``, or its model is another one.
+        """
+        return cls.make(deployment.model.id, **options)
 
     @classmethod
     def find(cls, command: str | None) -> Any:
