@@ -5,7 +5,6 @@ A backend is one file and one row of ``search.backends.BACKENDS``; ``engines.con
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -109,37 +108,6 @@ class Backend(ABC):
     @abstractmethod
     def deploy(self, configuration: Any) -> Deployment:
         """What serves requests with the configuration."""
-
-    @classmethod
-    def make(cls, target: str, **options: Any) -> Backend:
-        """A backend with a model; options that are None are left out.
-
-        Raises:
-            UserError: its constructor has no such option, or the program or the model cannot be used.
-        """
-        given = {name: value for name, value in options.items() if value is not None}
-        known = inspect.signature(cls).parameters
-        if unknown := [name for name in given if name not in known]:
-            raise UserError(f"{cls.name}:{unknown[0]}: the backend {cls.name} has no such option; leave it out")
-        return cls(target, **given)  # type: ignore[call-arg]
-
-    @classmethod
-    def restored(cls, deployment: Deployment, **options: Any) -> Backend:
-        """The backend that a profile deploys; ``options`` as ``make``.
-
-        Raises:
-            UserError: as ``make``, or its model is another one.
-        """
-        return cls.make(deployment.model.id, **options)
-
-    @classmethod
-    def find(cls, command: str | None) -> Any:
-        """The program on this machine.
-
-        Raises:
-            UserError: it is not here, or, as by default, nobody looks for it.
-        """
-        raise UserError(f"{command or cls.name}: not looked for on this machine")
 
     def loads(self, configurations: Sequence[Any], recorded: Any, requests_at_once: int) -> list[ServedLoad]:
         """Serve the recorded prompts with each configuration, several at a time, in a new server each.

@@ -16,7 +16,7 @@ from autotune.cli.main import main
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.engines.backend import Backend
 from autotune.engines.contract import BackendContract
-from autotune.search import backends, settings
+from autotune.search import backends
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from tests.imports import ROOT
 
@@ -41,8 +41,6 @@ def added(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert first_line.strip() in (ROOT / "autotune" / "search" / "backends.py").read_text()
     for name, backend in eval(f"{{{row.removeprefix('+')}}}", names).items():
         monkeypatch.setitem(backends.BACKENDS, name, backend)
-        for user in (backends, settings):
-            monkeypatch.setattr(user, "NAMES", (*backends.NAMES, name))
     return module
 
 
