@@ -34,7 +34,7 @@ docs: .venv/docs  ## the documentation as a site, in site/; a broken link fails
 ENGINES := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/autotune-engines
 LLAMA := 11434.0.0
 
-engines: $(if $(filter vllm,$(ENGINE)),$(ENGINES)/vllm/installed,llama-server)  ## llama-server for autotune search --engine llama.cpp: 10 to 30 minutes on two cores; or ENGINE=vllm on a CPU: 4 minutes, 3.5 GB
+engines: $(if $(filter vllm,$(ENGINE)),$(ENGINES)/vllm/installed,llama-server)  ## llama-server for autotune search --backend llama.cpp=MODEL: 10 to 30 minutes on two cores; or ENGINE=vllm on a CPU: 4 minutes, 3.5 GB
 
 llama-server: $(ENGINES)/llama.cpp/build.ninja
 	ninja -C $(ENGINES)/llama.cpp llama-server llama-quantize
