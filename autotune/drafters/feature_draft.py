@@ -23,10 +23,9 @@ from autotune.modeling.float8 import Float8Linear, round_weights, why_no_float8
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner
 from autotune.modeling.masks import MaskBuffer
-from autotune.modeling.packed_step import LAST, Layout, PackedStep, padded_columns
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.quantization import weight_bytes
-from autotune.modeling.step import Evaluated, Step
+from autotune.modeling.step import LAST, Evaluated, Layout, PackedStep, Step, padded_columns
 from autotune.modeling.transfer import to_device
 from autotune.modeling.tree_model import DEFAULT_CAPACITY
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree

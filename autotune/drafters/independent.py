@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from autotune.drafters.cached_draft import CachedDraft
-from autotune.drafters.draft import FeatureSource, check_vocabulary, kept_tokens, notify
-from autotune.drafters.forests import AnswerToRecord
+from autotune.drafters.draft import AnswerToRecord, FeatureSource, check_vocabulary, kept_tokens, notify
 from autotune.drafters.path_forest import PathForestGrower
 from autotune.errors import UserError
 from autotune.modeling.prompt import EncodedPrompt, placeholders_of, token_rows, visual_tokens

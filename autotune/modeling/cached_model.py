@@ -17,8 +17,7 @@ from autotune.modeling.compiled_layers import CompiledLayers
 from autotune.modeling.graph_memory import CapturedForward, Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner, check_mode
 from autotune.modeling.masks import MaskBuffer
-from autotune.modeling.packed_step import Draw
-from autotune.modeling.step import Evaluated, Step
+from autotune.modeling.step import Draw, Evaluated, Step
 from autotune.trees.limits import Ints
 
 MAX_DOUBLED_SHARE = 0.25  # of the free memory: a larger cache grows to what a request needs
@@ -87,7 +86,7 @@ class CachedModel(ABC):
         only one that is asked for, which stay valid. Nothing is committed. ``source`` is that of a draft's features.
         """
         evaluated = self.evaluate_step(step, *source)
-        return evaluated.logits if evaluated.forward is None else evaluated.logits.clone()
+        return evaluated.logits if evaluated.wait is None else evaluated.logits.clone()
 
     @abstractmethod
     def evaluate_step(self, *step_and_source: Any) -> Evaluated:
@@ -96,7 +95,7 @@ class CachedModel(ABC):
     def _launch(self, runner: GraphRunner, key: GraphKey, forward: CapturedForward) -> Evaluated:
         """Run a captured step whose input is written."""
         runner.launch(forward, partial(self._forward_over_buffers, key))
-        return Evaluated(forward.outputs[0], forward)
+        return Evaluated(forward.outputs[0], forward.wait)
 
     @abstractmethod
     def _compiled_layers(self) -> CompiledLayers:

@@ -3,7 +3,7 @@
 An eager forward pass shows attention the KV cache up to its last token, so its shapes change with every token. A CUDA
 graph needs the same shapes at the same addresses each time. A forward pass of n tokens therefore
 
-* reads its input from one array of integers that is allocated once (``packed_step.py``),
+* reads its input from one array of integers that is allocated once (``step.py``),
 * reads the lengths of prefix and tree from this array, also in attention (``tree_attention.py``),
 * writes keys and values at cache indices (*KV slots*) that it computes from them.
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from autotune.documents.execution import AUTO, CAPTURED, CUDA_GRAPH, EAGER, FIXED, MODES
 from autotune.errors import UserError, first_line
 from autotune.modeling.graph_memory import CapturedForward, Function, Outputs, Run, graph_memory
-from autotune.modeling.packed_step import Layout
+from autotune.modeling.step import Layout
 
 
 class GraphKey(NamedTuple):

@@ -22,8 +22,7 @@ from autotune.documents.execution import EAGER
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet, VisualInput, VisualRanking
 from autotune.drafters.checkpoint import LoadedDraft
-from autotune.drafters.draft import Draft
-from autotune.drafters.forests import AnswerToRecord
+from autotune.drafters.draft import AnswerToRecord, Draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.files import content_key, write_bytes

@@ -26,8 +26,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from autotune.drafters.draft import Coupling, cut_scores
 from autotune.errors import UserError
 from autotune.modeling import transfer
-from autotune.modeling.packed_step import Draw
-from autotune.modeling.step import NOT_FINITE, Evaluated, best_tokens
+from autotune.modeling.step import NOT_FINITE, Draw, Evaluated, best_tokens
 from autotune.modeling.target import NOISE_ROWS
 from autotune.trees.limits import Floats, Ints
 

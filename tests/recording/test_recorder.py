@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
-from autotune.drafters.forests import ROOTS_AT_ONCE, choose_expanded
+from autotune.drafters.draft import ROOTS_AT_ONCE
+from autotune.drafters.forests import choose_expanded
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.modeling.prompt import visual_tokens
