@@ -85,8 +85,6 @@ class Recorder:
         self.keys = keys or AnswerKeys(target, processor)
         self.layers: tuple[int, ...] = ()
         """Layers of the target whose outputs are kept in memory, to record several drafts that read them."""
-        self.num_decoded = 0
-        """Answers to train on that were decoded, because they had not been written before."""
         self._features: dict[tuple[str, int], TargetFeatures] = {}
         self._answers = AnswerRecorder(target, processor, mode)
         self._retrieval = RetrievalDraft()
@@ -124,7 +122,6 @@ class Recorder:
         missing = list({prompt.sha256: prompt for prompt in prompts if prompt.sha256 not in found}.values())
         for prompt, tokens in zip(missing, self._answers.write_together(missing) if missing else (), strict=True):
             found[prompt.sha256] = tokens
-            self.num_decoded += 1
             write_answer(paths[prompt.sha256], keys[prompt.sha256], Answer(tokens, 0, {}))
         return [found[prompt.sha256] for prompt in prompts]
 
