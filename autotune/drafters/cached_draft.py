@@ -50,7 +50,6 @@ class CachedDraft(CachedModel):
 
     visual_keep: float = 1.0
     sees_images: bool = True
-    reads_placeholders: bool | None = None
     standalone_model: Any | None = None
     max_context: float = math.inf
     aux_layers: tuple[int, ...] = ()

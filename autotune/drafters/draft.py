@@ -119,8 +119,6 @@ class Draft(Protocol):
     """Token counts that forward passes are padded to; empty: no padding."""
     sees_images: bool
     """Whether the draft has visual tokens, of which a search may choose a share."""
-    reads_placeholders: bool | None
-    """Whether the draft reads the placeholders of images as text (``subnet.VisualInput``); None where it cannot."""
     max_context: float
     """Longest sequence that the draft can read, in tokens; a longer request goes on without it."""
     device: torch.device

@@ -29,7 +29,6 @@ class TokenDraft(ABC):
 
     kind: str
     sees_images = False
-    reads_placeholders: bool | None = None
     has_states = False
     max_context = math.inf
     mode = EAGER

@@ -15,7 +15,7 @@ from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.execution import EAGER, STEPS_VERSION, capture_sizes_for
 from autotune.documents.provenance import ModelReference
-from autotune.documents.subnet import Subnet, VisualInput
+from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
@@ -177,17 +177,10 @@ class ModelPool:
         options: dict[str, Any] = {"mode": self.mode, "keys": self.answer_keys}
         return Recorder(self.target, self.target_reference, self.processor, folder, **options)
 
-    def trace(
-        self,
-        recorder: Recorder,
-        variant: DraftVariant,
-        workload: Workload,
-        bounds: ForestBounds,
-        visual_input: VisualInput = "features",
-    ) -> Trace:
+    def trace(self, recorder: Recorder, variant: DraftVariant, workload: Workload, bounds: ForestBounds) -> Trace:
         """The trace of a draft variant."""
         (draft, subnet), pruning = variant, {"visual_keep", "visual_ranking"}
-        options: dict[str, Any] = {"bounds": bounds, "visual_input": visual_input, **subnet.model_dump(include=pruning)}
+        options: dict[str, Any] = {"bounds": bounds, **subnet.model_dump(include=pruning)}
         return recorder.trace(self.draft(draft, subnet), self.references[draft], workload, **options)
 
     def plain_decoder(self, threads: int | None = None, prefill_threads: int | None = None) -> Decoder:
