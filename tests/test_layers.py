@@ -37,7 +37,7 @@ TORCH_FREE = (
     "check.settings",
     "check.timing",
     "cli",
-    "measuring.block_log",
+    "measuring.jobs",
     "cost.request_costs",
     "cost.roofline",
     "measuring.sampling",

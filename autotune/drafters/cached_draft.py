@@ -29,9 +29,9 @@ from autotune.drafters.draft import (
 from autotune.drafters.forests import ModelForestGrower
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_runner import GraphKey
+from autotune.modeling.host import rows_to_host, to_device
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import NOISE_ROW, TEMPERATURE, TOP_K, TOP_P, Evaluated, PackedStep, Step
-from autotune.modeling.transfer import rows_to_host, to_device
 from autotune.replay.trace import Forest
 from autotune.trees.limits import MAX_CHILDREN, MAX_LEVEL_STEP, MAX_STEP
 from autotune.trees.tree import ROOT, Ints, Tree, write_level

@@ -22,11 +22,11 @@ from autotune.modeling.compiled_layers import CompiledLayers
 from autotune.modeling.float8 import Float8Linear, round_weights, why_no_float8
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner
+from autotune.modeling.host import to_device
 from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.quantization import weight_bytes
 from autotune.modeling.step import LAST, Evaluated, Layout, PackedStep, Step, padded_columns
-from autotune.modeling.transfer import to_device
 from autotune.modeling.tree_model import DEFAULT_CAPACITY
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 

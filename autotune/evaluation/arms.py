@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from autotune.documents.condition import first_match
 from autotune.evaluation.hf_generate import hf_generate
+from autotune.modeling.host import limited_threads
 from autotune.modeling.prompt import has_pixels
-from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.workloads.prompt import Prompt

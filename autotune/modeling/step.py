@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from autotune.modeling.host import to_host
 from autotune.modeling.masks import TreeMask
-from autotune.modeling.transfer import to_host
 from autotune.trees.compilation import compiled
 from autotune.trees.limits import Ints
 

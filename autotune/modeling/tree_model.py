@@ -22,13 +22,13 @@ from autotune.modeling.feature_rows import FeatureRows
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner
 from autotune.modeling.grouped_attention import attention_of_steps
+from autotune.modeling.host import to_device
 from autotune.modeling.hybrid_cache import new_cache
 from autotune.modeling.masks import LayerMasks, MaskBuffer, by_layer_type
 from autotune.modeling.prompt import Encoded, EncodedPrompt, encode
 from autotune.modeling.quantization import unquantized, weight_bytes
 from autotune.modeling.step import LAST, Evaluated, Layout, PackedStep, Step, best_tokens, padded_columns
 from autotune.modeling.text_model import TextModel, text_model_of
-from autotune.modeling.transfer import to_device
 from autotune.modeling.tree_attention import additive_mask
 from autotune.modeling.vision_timing import vision_layers, vision_parts
 from autotune.trees.limits import Ints

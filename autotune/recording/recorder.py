@@ -88,13 +88,9 @@ class Recorder:
         self._retrieval = RetrievalDraft()
         self._retrieval.attach(target)
 
-    def answers(self, workload: Workload, report: Report | None = None) -> list[Answer]:
+    def answers(self, workload: Workload) -> list[Answer]:
         """The target's answer to every prompt, by plain decoding."""
-        answers: dict[str, Answer] = {}
-        for num_done, (prompt, answer) in enumerate(self._each_answer(workload.prompts), start=1):
-            answers[prompt.sha256] = answer
-            if report is not None:
-                report(num_done, len(workload.prompts))
+        answers = {prompt.sha256: answer for prompt, answer in self._each_answer(workload.prompts)}
         return [answers[prompt.sha256] for prompt in workload.prompts]
 
     def _each_answer(self, prompts: Sequence[WorkloadPrompt]) -> Iterator[tuple[WorkloadPrompt, Answer]]:
@@ -164,7 +160,6 @@ class Recorder:
         visual_keep: float,
         visual_ranking: VisualRanking = "text_after_image",
         bounds: ForestBounds,
-        report: Report | None = None,
     ) -> Trace:
         """The proposals of the draft, which sees the first ``visual_keep`` of the visual tokens by ``visual_ranking``,
         along the target's answers.
@@ -175,7 +170,7 @@ class Recorder:
         draft_key = content_key([reference, subnet.model_dump(), bounds.model_dump()])
         folder = self.folder / "forests" / draft_key
         parts = []
-        for done, (prompt, whole) in enumerate(zip(workload.prompts, self.answers(workload), strict=True), start=1):
+        for prompt, whole in zip(workload.prompts, self.answers(workload), strict=True):
             path = folder / f"{self._answer_key(prompt)}.safetensors"
             part = _read_part(path)
             if part is None:
@@ -190,8 +185,6 @@ class Recorder:
                 )
                 _write_part(path, part)
             parts.append(part)
-            if report is not None:
-                report(done, len(workload.prompts))
         return join(self.header(draft, draft_reference, subnet, draft.aux_layers, workload, bounds), parts)
 
     def _with_retrieved(self, forest: Forest, inputs: dict[str, Any]) -> Forest:

@@ -21,10 +21,10 @@ from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
 from autotune.files import content_key
 from autotune.machine.device import fingerprint, free_memory, usable_threads
+from autotune.modeling.host import limited_threads
 from autotune.modeling.loading import META, Dtype, load_model, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
 from autotune.modeling.target import Target
-from autotune.modeling.threads import limited_threads
 from autotune.recording.recorder import Recorder
 from autotune.replay.trace import ForestBounds, Trace
 from autotune.runtime.answer_keys import SOFTWARE, AnswerKeys

@@ -15,8 +15,7 @@ import pytest
 from autotune.cost.surface import Surface
 from autotune.cost.table import TOKENS
 from autotune.documents.subnet import Subnet
-from autotune.measuring.block_log import Block, BlockLog, LogHeader
-from autotune.measuring.jobs import PLAIN_STEPS, PLAIN_WARM_UPS
+from autotune.measuring.jobs import PLAIN_STEPS, PLAIN_WARM_UPS, Block, BlockLog, LogHeader
 from autotune.measuring.sampling import (
     LEVELS_PER_ROUND,
     REFERENCE_STEPS,

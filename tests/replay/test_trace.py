@@ -30,13 +30,7 @@ def assert_equal(actual: Trace, expected: Trace) -> None:
     for name, array in expected.forest.__dict__.items():
         np.testing.assert_array_equal(getattr(actual.forest, name), array)
         assert getattr(actual.forest, name).dtype == array.dtype, name
-    arrays = [
-        "answer_start",
-        "first_node",
-        "prompt_length",
-        "draft_prompt_length",
-        "num_visual_tokens",
-    ]
+    arrays = ["answer_start", "first_node", "prompt_length", "draft_prompt_length", "num_visual_tokens"]
     for name in arrays:
         np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
         assert getattr(actual, name).dtype == np.int64, name  # as the compiled replay takes it
