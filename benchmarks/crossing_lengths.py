@@ -18,7 +18,7 @@ import torch
 
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
-from autotune.modeling.clock import now_ms
+from autotune.modeling.host import now_ms
 from autotune.modeling.loading import BUNDLED_TARGET, load_model
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target

@@ -5,7 +5,7 @@
 Every stage is a process with its own time limit. It writes its JSON to the output folder as it goes; its output goes to
 a log of the same name, and cost tables and profiles to ``documents``. A stage that fails or is late does not stop the
 next. Models have the sizes of Llama-3.1-8B and Qwen2.5-VL-7B and random weights, because latency does not depend on
-weights. Everything takes about 20 minutes on an H100, and with ``--dry``, on tiny models and a simulated
+weights. Everything takes about 20 minutes on an H100, and with ``--dry``, on tiny models and a rehearsed
 device, 3 minutes.
 """
 
@@ -47,14 +47,13 @@ STAGES = {
     "tests": Stage("commands.pytest", 90),
     "micro": Stage("micro.operations", 60),
     "rounds": Stage("rounds.short", 250, is_switched=True),
-    "flags": Stage("rounds.flags", 110),
     "kernels": Stage("rounds.kernels", 60, is_switched=True),
     "long": Stage("rounds.long", 150, is_switched=True),
     "cost": Stage("commands.measure", 200),
     "search-smollm2": Stage("commands.search_smollm2", 170),
     "search-8b": Stage("commands.search_8b", 130),
 }
-SWITCHES = "base,captured,masks,compiled,float8,eager"
+SWITCHES = "base,captured,masks,float8,eager"
 
 
 def chosen(given: str, known: Collection[str]) -> list[str]:
@@ -94,9 +93,9 @@ def run(
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder for what is measured.")
 @click.option("--limit", default=1800.0, show_default=True, help="Seconds for everything.")
 @click.option("--stages", default=",".join(STAGES), show_default=True)
-@click.option("--switch", default="captured,masks,compiled,float8", show_default=True, help=f"Some of {SWITCHES}.")
+@click.option("--switch", default="captured,masks,float8", show_default=True, help=f"Some of {SWITCHES}.")
 @click.option("--base", type=click.Path(path_type=Path, exists=True), help="Folder whose package is the switch base.")
-@click.option("--dry", is_flag=True, help="Tiny models on a simulated device: times mean nothing.")
+@click.option("--dry", is_flag=True, help="Tiny models on a rehearsed device: times mean nothing.")
 def main(output: Path, limit: float, stages: str, switch: str, base: Path | None, dry: bool) -> None:
     """Measure this runtime on a GPU; prints a line for each stage, and exits with 1 if one fails."""
     switches = chosen(switch, SWITCHES.split(","))

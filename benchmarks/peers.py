@@ -36,7 +36,7 @@ from autotune.evaluation.bench import assistant_of
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import summarize
 from autotune.machine.contention_monitor import ContentionMonitor
-from autotune.modeling.threads import limited_threads
+from autotune.modeling.host import limited_threads
 from autotune.modeling.vision_timing import timed_forwards, vision_parts
 from autotune.runtime.load import load
 from autotune.runtime.stats import DecodingStats

@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from autotune.documents.subnet import Subnet
-from autotune.measuring.block_log import BlockLog
+from autotune.measuring.jobs import BlockLog
 from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET

@@ -24,7 +24,7 @@ from autotune.cost.table import EVERY_ROW, CostTable
 from autotune.documents.configuration import Configuration
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
-from autotune.modeling.threads import limited_threads
+from autotune.modeling.host import limited_threads
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.trace import load_trace
 from autotune.search.model_pool import ModelPool

@@ -19,13 +19,11 @@ HEAVY = {"torch", "transformers"}
 
 @functools.cache
 def imported_names(path: Path, *, deferred: bool) -> tuple[str, ...]:
-    """Full names of imported modules; ``deferred`` includes imports inside functions. TYPE_CHECKING blocks do not
-    count.
-    """
+    """Full names of imported modules; ``deferred`` includes imports inside functions and for type checking."""
 
     def walk(node: ast.AST) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test) and not deferred:
                 continue
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not deferred:
                 continue

@@ -92,25 +92,6 @@ def test_choices_are_clear(made: Made) -> None:
     assert 0.15 < logits.softmax(-1).amax(-1).median() < 0.85
 
 
-@torch.no_grad()
-def test_draft_agrees_often(made: Made) -> None:
-    agreed = []
-    for one in made.all_generated:
-        tokens = torch.tensor([one.tokens])
-        drafted = made.draft(**_with_tokens(one.inputs, tokens[:, :-1])).logits[0, -len(one.tokens) :].argmax(-1)
-        agreed += (drafted == tokens[0]).tolist()
-    assert 0.4 < np.mean(agreed) < 0.8
-    assert made.draft.config.get_text_config().vocab_size == made.target.config.get_text_config().vocab_size
-    assert len(made.draft.get_decoder().layers) < len(made.target.get_decoder().layers)
-
-
-def _with_tokens(inputs: Inputs, tokens: torch.Tensor) -> Inputs:
-    """The prompt with more text tokens."""
-    added = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    added |= {name: torch.zeros_like(tokens) for name in ("token_type_ids", "mm_token_type_ids") if name in inputs}
-    return {**inputs, **{name: torch.cat([inputs[name], more], dim=1) for name, more in added.items()}}
-
-
 def test_other_pictures_give_other_outputs(made: Made) -> None:
     rng = np.random.default_rng(1)
     for sight in made.family.sees:

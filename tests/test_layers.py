@@ -36,7 +36,7 @@ TORCH_FREE = (
     "evaluation.not_slower",
     "check.settings",
     "cli",
-    "measuring.block_log",
+    "measuring.jobs",
     "cost.request_costs",
     "cost.roofline",
     "measuring.sampling",

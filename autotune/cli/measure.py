@@ -48,7 +48,7 @@ def command(output: Path | None, table: Path | None, as_json: bool, **values: An
     from autotune.console import Console
     from autotune.machine.contention_monitor import wait_until_idle
     from autotune.machine.device import choose_device
-    from autotune.measuring.block_log import BlockLog
+    from autotune.measuring.jobs import BlockLog
     from autotune.search.cost_tables import measure_table, priced_variants, print_table
     from autotune.search.inputs import load_models
 

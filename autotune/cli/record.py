@@ -11,7 +11,6 @@ from autotune.cli import options
 from autotune.cli.verb import Verb
 from autotune.documents.execution import EAGER
 from autotune.documents.option_fields import make_settings
-from autotune.documents.subnet import VISUAL_INPUTS, VisualInput
 from autotune.search.settings import SearchSettings
 
 
@@ -29,18 +28,10 @@ from autotune.search.settings import SearchSettings
 )
 @options.chat_template_kwargs
 @options.device
-@click.option(
-    "--visual-input",
-    type=click.Choice(VISUAL_INPUTS),
-    default="features",
-    show_default=True,
-    hidden=True,
-    help="How an independent draft reads images: placeholders are read as text, as some serving engines do.",
-)
 @options.num_prompts(64)
 @options.output("traces", "Folder to write.")
 @options.as_json
-def command(output: Path, visual_input: VisualInput, num_prompts: int, as_json: bool, **values: Any) -> None:
+def command(output: Path, num_prompts: int, as_json: bool, **values: Any) -> None:
     """Record traces: the draft's proposals along the target's answers."""
     from autotune.cli.preflight import require_models, require_workload
     from autotune.files import require_writable
@@ -63,7 +54,7 @@ def command(output: Path, visual_input: VisualInput, num_prompts: int, as_json: 
     prompts = prompts.fitting(model_pool.processor, model_pool.target.max_context, console.say)
     prompts = model_pool.recorder(output).follow(prompts)
     variants = model_pool.subnets(space)
-    traces = record_traces(model_pool, variants, prompts, output, console, visual_input=visual_input)
+    traces = record_traces(model_pool, variants, prompts, output, console)
     print_agreement(traces, console)
     if as_json:
         agreements = [trace.agreement().pivot(index="rank", columns="task", values="share") for trace in traces]

@@ -50,7 +50,7 @@ class Point(Document):
     samples_ms: list[float] = Field(default_factory=list)
     """Measured samples are scaled by the plain steps before and after them (``autotune.measuring.sampling``)."""
     observed: Observation | None = None
-    """The robust mean of the samples (``autotune.measuring.observations``)."""
+    """The robust mean of the samples (``autotune.measuring.jobs``)."""
     live: Observation | None = None
     """The time of finalists' rounds near this size."""
     fitted_ms: float | None = Field(default=None, ge=0)

@@ -22,8 +22,8 @@ from autotune.machine.device import multiplies_bfloat16
 from autotune.measuring.jobs import plain_steps_ms
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
-from autotune.modeling.clock import now_ms
 from autotune.modeling.graph_memory import graph_memory
+from autotune.modeling.host import now_ms
 from autotune.modeling.loading import RETRIEVAL
 from autotune.modeling.near_ties import flips, largest_difference
 from autotune.modeling.self_check import allowed_difference, compare_tree_decoding

@@ -10,11 +10,8 @@ from autotune.trees.limits import MAX_STEP
 EAGER = "eager"
 CUDA_GRAPH = "cuda-graph"
 AUTO = "auto"  # the best mode of the device, which is known once the models are loaded
-COMPILED = "compiled"
-CAPTURED = (CUDA_GRAPH, COMPILED)
-"""Forward passes over static buffers, captured as CUDA graphs; ``compiled`` also compiles one function for all layers
-and merges products of one input. No device has measured it yet, so that it is never chosen by ``auto``.
-"""
+CAPTURED = (CUDA_GRAPH,)
+"""Forward passes over static buffers, captured as CUDA graphs."""
 MODES = (EAGER, *CAPTURED)
 """Forward passes as transformers runs them, or captured."""
 FIXED = "fixed"

@@ -15,12 +15,6 @@ from the text after the image, from all tokens (STAR, eq. 2), or from the last t
 random.
 """
 VISUAL_RANKINGS: tuple[VisualRanking, ...] = get_args(VisualRanking)
-VisualInput = Literal["features", "placeholders"]
-"""How a draft reads a prompt with an image: as this project's runtime shows it (features of the draft's own vision
-tower, or no visual tokens for a draft that sees no images), or with every placeholder read as a token of text, as some
-serving engines do.
-"""
-VISUAL_INPUTS: tuple[VisualInput, ...] = get_args(VisualInput)
 Operator = Literal["prune", "pool", "convolve", "resample", "text_only"]
 """An operator of SpecVLM's compressor (section 3.4)."""
 OPERATORS_WITH_RATIO: tuple[Operator, ...] = ("prune", "pool")

@@ -16,14 +16,22 @@ from torch.nn.functional import pad
 
 from autotune.documents.execution import round_up
 from autotune.documents.subnet import Subnet
-from autotune.drafters.draft import Coupling, Dimensions, Draft, FeatureSource, Proposals, cut_scores, top_proposals
-from autotune.drafters.forests import AnswerToRecord, ModelForestGrower
+from autotune.drafters.draft import (
+    AnswerToRecord,
+    Coupling,
+    Dimensions,
+    Draft,
+    FeatureSource,
+    Proposals,
+    cut_scores,
+    top_proposals,
+)
+from autotune.drafters.forests import ModelForestGrower
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_runner import GraphKey
-from autotune.modeling.packed_step import NOISE_ROW, TEMPERATURE, TOP_K, TOP_P, PackedStep
+from autotune.modeling.host import rows_to_host, to_device
 from autotune.modeling.prompt import EncodedPrompt
-from autotune.modeling.step import Evaluated, Step
-from autotune.modeling.transfer import rows_to_host, to_device
+from autotune.modeling.step import NOISE_ROW, TEMPERATURE, TOP_K, TOP_P, Evaluated, PackedStep, Step
 from autotune.replay.trace import Forest
 from autotune.trees.limits import MAX_CHILDREN, MAX_LEVEL_STEP, MAX_STEP
 from autotune.trees.tree import ROOT, Ints, Tree, write_level
@@ -42,7 +50,6 @@ class CachedDraft(CachedModel):
 
     visual_keep: float = 1.0
     sees_images: bool = True
-    reads_placeholders: bool | None = None
     standalone_model: Any | None = None
     max_context: float = math.inf
     aux_layers: tuple[int, ...] = ()
@@ -171,9 +178,9 @@ class CachedDraft(CachedModel):
         self.num_proposals, self.draw = num_proposals, draw if draw and draw.noise.device == self.device else None
         evaluated = self.read_pending() if frontier[0] == ROOT else self._read_level(tree, frontier)
         count = len(frontier)
-        if evaluated.forward is None or (coupling is not None and self.draw is None):
+        if evaluated.wait is None or (coupling is not None and self.draw is None):
             return self.best(evaluated.logits[:count], num_proposals, coupling)
-        tokens, logprobs = evaluated.forward.wait()[:, :count, :num_proposals]
+        tokens, logprobs = evaluated.wait()[:, :count, :num_proposals]
         return self._finite(tokens, logprobs.view(np.float32))
 
     def _read_level(self, tree: Tree, frontier: Ints) -> Evaluated:

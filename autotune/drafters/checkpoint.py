@@ -25,9 +25,9 @@ from autotune.drafters.trainable import CONFIG, FREQUENCIES, WEIGHTS, TrainableN
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
 from autotune.modeling.gguf import find_gguf
-from autotune.modeling.loading import MTP_SUFFIX, load_errors, load_model, load_tokenizer, resolve
+from autotune.modeling.loading import MTP_SUFFIX, load_model, load_tokenizer, resolve
 from autotune.modeling.target import Target
-from autotune.modeling.weight_files import check_finite
+from autotune.modeling.weight_files import check_finite, load_errors
 
 NETWORKS: dict[str, type[TrainableNetwork]] = {
     network.kind: network for network in (StarNetwork, DreamNetwork, SpecVlmNetwork, Eagle3Network, MtpNetwork)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,12 +15,12 @@ from torch import Tensor
 from autotune.cost.table import ModelShape
 from autotune.documents.subnet import Operator, Subnet
 from autotune.errors import UserError
-from autotune.modeling.packed_step import Draw
-from autotune.replay.trace import Forest
+from autotune.modeling.step import Draw
+from autotune.replay.trace import Forest, ForestBounds
+from autotune.trees.limits import MAX_STEP
 from autotune.trees.tree import Ints, Tree
 
 if TYPE_CHECKING:
-    from autotune.drafters.forests import AnswerToRecord
     from autotune.modeling.prompt import EncodedPrompt
     from autotune.modeling.target import Target
 
@@ -46,12 +47,45 @@ the token before, [n, hidden].
 """
 
 
+ROOTS_AT_ONCE = 24  # limit on the positions whose forests grow together,
+NODES_AT_ONCE = 800  # and on their nodes: every node's mask has a column for each of the others
 LEAST_SHARED = 0.9
 """Share of the larger vocabulary that the smaller one has at least, where they cannot be compared token by token."""
 
 
 class DraftNotice(UserWarning):
     """A draft that fits its target nearly, and what of it is not used. Tokens are the target's all the same."""
+
+
+@dataclass(frozen=True)
+class AnswerToRecord:
+    """An answer of the target, along which a draft's forest is grown."""
+
+    tokens: Ints
+    first_position: int
+    """Position of the first token in the target's sequence."""
+    bounds: ForestBounds
+    hidden: Mapping[int, Tensor]
+    """The target's outputs before each token, by layer, [tokens, hidden]; empty for a draft that reads none."""
+    coupling_at: Callable[[Ints], Coupling] | None = None
+    """``TokenSampler.coupling`` of the answer; None for greedy answers."""
+    shares_tokens: bool = True
+    """False evaluates every node of every forest, as a draft that reads features must."""
+
+    def coupling(self, offsets: Ints) -> Coupling | None:
+        """The coupling of proposals for the tokens ``offsets`` [n] after the first one."""
+        return None if self.coupling_at is None else self.coupling_at(self.first_position + offsets)
+
+    @property
+    def most_roots(self) -> int:
+        """Limit on the roots whose forests grow together."""
+        num_roots = ROOTS_AT_ONCE * (1 + self.shares_tokens)  # about half of the nodes are evaluated
+        return min(MAX_STEP, max(num_roots, NODES_AT_ONCE // max(1, self.bounds.largest)))
+
+    @property
+    def num_slots(self) -> int:
+        """KV slots that the answer and the forests after it take."""
+        return len(self.tokens) + self.most_roots * self.bounds.largest + MAX_STEP
 
 
 class Dimensions(NamedTuple):
@@ -85,8 +119,6 @@ class Draft(Protocol):
     """Token counts that forward passes are padded to; empty: no padding."""
     sees_images: bool
     """Whether the draft has visual tokens, of which a search may choose a share."""
-    reads_placeholders: bool | None
-    """Whether the draft reads the placeholders of images as text (``subnet.VisualInput``); None where it cannot."""
     max_context: float
     """Longest sequence that the draft can read, in tokens; a longer request goes on without it."""
     device: torch.device

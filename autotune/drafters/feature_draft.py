@@ -18,16 +18,14 @@ from autotune.drafters.draft import LEAST_SHARED, Dimensions, FeatureSource, kep
 from autotune.drafters.feature_cache import FeatureCache
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
-from autotune.modeling.compiled_layers import CompiledLayers
 from autotune.modeling.float8 import Float8Linear, round_weights, why_no_float8
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner
+from autotune.modeling.host import to_device
 from autotune.modeling.masks import MaskBuffer
-from autotune.modeling.packed_step import LAST, Layout, PackedStep, padded_columns
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.quantization import weight_bytes
-from autotune.modeling.step import Evaluated, Step
-from autotune.modeling.transfer import to_device
+from autotune.modeling.step import LAST, Evaluated, Layout, PackedStep, Step, padded_columns
 from autotune.modeling.tree_model import DEFAULT_CAPACITY
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 
@@ -312,9 +310,6 @@ class FeatureDraft(CachedDraft):
             packed.rows[-2, : len(source)] = source
             packed.rows[-1, step.only] = 0
         return self._launch(runner, key, forward)
-
-    def _compiled_layers(self) -> CompiledLayers:
-        return CompiledLayers([self.network], description=self.description)
 
     def _complete(self, key: GraphKey) -> tuple[GraphKey, list[Tensor]]:
         key, reads = super()._complete(key)

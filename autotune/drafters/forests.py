@@ -5,8 +5,6 @@ level.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,45 +13,12 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.drafters.draft import Coupling, FeatureSource
+from autotune.drafters.draft import NODES_AT_ONCE, AnswerToRecord, Coupling, FeatureSource
 from autotune.modeling.step import Step
-from autotune.replay.trace import Forest, ForestBounds
+from autotune.replay.trace import Forest
 from autotune.trees.limits import MAX_STEP, Floats, Ints
 
-ROOTS_AT_ONCE = 24  # limit on the positions whose forests grow together,
-NODES_AT_ONCE = 800  # and on their nodes: every node's mask has a column for each of the others
 NOT_EVALUATED = -1
-
-
-@dataclass(frozen=True)
-class AnswerToRecord:
-    """An answer of the target, along which a draft's forest is grown."""
-
-    tokens: Ints
-    first_position: int
-    """Position of the first token in the target's sequence."""
-    bounds: ForestBounds
-    hidden: Mapping[int, Tensor]
-    """The target's outputs before each token, by layer, [tokens, hidden]; empty for a draft that reads none."""
-    coupling_at: Callable[[Ints], Coupling] | None = None
-    """``TokenSampler.coupling`` of the answer; None for greedy answers."""
-    shares_tokens: bool = True
-    """False evaluates every node of every forest, as a draft that reads features must."""
-
-    def coupling(self, offsets: Ints) -> Coupling | None:
-        """The coupling of proposals for the tokens ``offsets`` [n] after the first one."""
-        return None if self.coupling_at is None else self.coupling_at(self.first_position + offsets)
-
-    @property
-    def most_roots(self) -> int:
-        """Limit on the roots whose forests grow together."""
-        num_roots = ROOTS_AT_ONCE * (1 + self.shares_tokens)  # about half of the nodes are evaluated
-        return min(MAX_STEP, max(num_roots, NODES_AT_ONCE // max(1, largest_forest(self.bounds))))
-
-    @property
-    def num_slots(self) -> int:
-        """KV slots that the answer and the forests after it take."""
-        return len(self.tokens) + self.most_roots * largest_forest(self.bounds) + MAX_STEP
 
 
 class StepDraft(Protocol):
@@ -105,18 +70,6 @@ class _Evaluated:
         self.ancestors[begin:end] = -1 if ancestors is None else ancestors
         self.num_drafted[begin:end] = (self.ancestors[begin:end] >= 0).sum(1)
         self.size = end
-
-
-def largest_forest(bounds: ForestBounds) -> int:
-    """Most nodes of a root's forest, itself not counted."""
-    levels = range(1, bounds.depth)
-    return sum(
-        2  # most probable path and answer
-        + bounds.width
-        + (bounds.beam if level < bounds.beam_depth else 0)
-        + (bounds.nucleus_width if level < bounds.nucleus_depth else 0)
-        for level in levels
-    )
 
 
 class ForestGrower(ABC):

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from autotune.drafters.cached_draft import CachedDraft
-from autotune.drafters.draft import FeatureSource, check_vocabulary, kept_tokens, notify
-from autotune.drafters.forests import AnswerToRecord
+from autotune.drafters.draft import AnswerToRecord, FeatureSource, check_vocabulary, kept_tokens, notify
 from autotune.drafters.path_forest import PathForestGrower
 from autotune.errors import UserError
 from autotune.modeling.prompt import EncodedPrompt, placeholders_of, token_rows, visual_tokens
@@ -58,7 +57,6 @@ class IndependentDraft(CachedDraft, TreeModel):
         self.tokenizer, self.standalone_model = tokenizer, model
         self.visual_keep = visual_keep
         self.sees_images = True  # whether the target's pixels are also the draft's
-        self.reads_placeholders: bool | None = False  # True to record what a serving engine shows a draft
         self._placeholders = placeholders_of(model.config)
         self.max_context = self.text.max_context
         self._num_common = self.target_vocab_size = self.vocab_size  # vocabulary shared with the target
@@ -108,19 +106,7 @@ class IndependentDraft(CachedDraft, TreeModel):
         )
 
     def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt] = ()) -> Sequence[EncodedPrompt]:
-        """The rows of a batch, encoded by the draft's own vision tower or without visual tokens.
-
-        Raises:
-            UserError: placeholders are to be read as text, and the draft's vocabulary does not hold them.
-        """
-        if self.reads_placeholders:
-            if (largest := max(self._placeholders, default=0)) >= self.vocab_size:
-                raise UserError(
-                    f"the draft's vocabulary has {self.vocab_size} tokens, so it cannot read the placeholder {largest} as text; "
-                    "record it without --visual-input placeholders"
-                )
-            rows = [self._known(row.to(self.device)) for row in token_rows(inputs)]
-            return [EncodedPrompt(row, torch.zeros_like(row, dtype=torch.bool)) for row in rows]
+        """The rows of a batch, encoded by the draft's own vision tower or without visual tokens."""
         if self.sees_images:
             try:
                 return self.encode({**inputs, "input_ids": self._known(inputs["input_ids"])}).prompts

@@ -20,9 +20,9 @@ from torch import Tensor
 from autotune.documents.draft_kinds import MTP_PROMISES
 from autotune.drafters.mtp import MtpConfig, MtpNetwork, set_head
 from autotune.errors import UserError
-from autotune.modeling.loading import MTP_SUFFIX, load_errors, resolve
+from autotune.modeling.loading import MTP_SUFFIX, resolve
 from autotune.modeling.target import Target
-from autotune.modeling.weight_files import check_whole
+from autotune.modeling.weight_files import check_whole, load_errors
 
 _AFTER_THE_LAST = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)$")
 _OF_ITS_OWN = re.compile(r"^(?:model\.)?mtp\.(.+)$")

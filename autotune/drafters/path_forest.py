@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.drafters.forests import AnswerToRecord, ForestGrower
+from autotune.drafters.draft import AnswerToRecord
+from autotune.drafters.forests import ForestGrower
 from autotune.modeling.step import Step
 from autotune.trees.limits import Ints
 

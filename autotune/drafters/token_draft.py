@@ -14,8 +14,8 @@ from torch import Tensor
 from autotune.cost.table import ModelShape
 from autotune.documents.execution import EAGER
 from autotune.documents.subnet import Subnet
-from autotune.drafters.draft import Coupling, Dimensions, Proposals
-from autotune.drafters.forests import AnswerToRecord, LevelForestGrower
+from autotune.drafters.draft import AnswerToRecord, Coupling, Dimensions, Proposals
+from autotune.drafters.forests import LevelForestGrower
 from autotune.modeling.prompt import EncodedPrompt, token_rows
 from autotune.replay.trace import Forest
 from autotune.trees.tree import Ints, Tree
@@ -29,7 +29,6 @@ class TokenDraft(ABC):
 
     kind: str
     sees_images = False
-    reads_placeholders: bool | None = None
     has_states = False
     max_context = math.inf
     mode = EAGER

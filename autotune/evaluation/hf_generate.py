@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autotune.modeling.clock import now_ms
+from autotune.modeling.host import now_ms
 from autotune.modeling.vision_timing import timed_forwards, timed_vision
 from autotune.runtime.stats import DecodingStats
 from autotune.runtime.token_sampler import not_finite

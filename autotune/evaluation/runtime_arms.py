@@ -24,8 +24,8 @@ from autotune.evaluation.hf_generate import hf_generate
 from autotune.evaluation.perplexity import quality
 from autotune.evaluation.runner import ArmRunner
 from autotune.modeling.graph_memory import graph_memory
+from autotune.modeling.host import limited_threads
 from autotune.modeling.prompt import has_pixels
-from autotune.modeling.threads import limited_threads
 from autotune.runtime.answer_keys import AnswerKeys
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from autotune.machine.device import free_memory
-from autotune.modeling.clock import now_ms
+from autotune.modeling.host import now_ms
 
 COPY_BYTES = 1 << 29  # more than the caches of processors hold
 MEMORY_SHARE = 1 / 8  # of the free memory that source and destination of the copy may take each

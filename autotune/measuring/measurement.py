@@ -19,7 +19,7 @@ from autotune.drafters.checkpoint import LoadedDraft
 from autotune.errors import UserError
 from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.machine.device import fingerprint
-from autotune.measuring.block_log import BlockLog, LogHeader
+from autotune.measuring.jobs import BlockLog, LogHeader
 from autotune.measuring.request_timing import (
     LEAST_PREFILLS,
     OverheadRuns,
@@ -31,8 +31,8 @@ from autotune.measuring.sampling import DECODE, DRAFT_FIRST, DRAFT_LEVEL, VERIFY
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench, choose_threads
 from autotune.modeling.attention import choose_attention
+from autotune.modeling.host import limited_threads
 from autotune.modeling.target import Target
-from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.workloads.workload import Workload
 

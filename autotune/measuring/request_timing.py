@@ -16,10 +16,9 @@ import torch
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.machine.device import usable_threads
 from autotune.measuring.settings import CostSettings
-from autotune.modeling.clock import now_ms
+from autotune.modeling.host import limited_threads, now_ms
 from autotune.modeling.prompt import num_patches
 from autotune.modeling.target import Target
-from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP

@@ -25,9 +25,23 @@ import numpy as np
 from autotune.cost.joint_fit import FIRST, LEVEL, PLAIN_STEPS, TARGET, VERIFICATIONS, Posterior, SurfaceSteps
 from autotune.cost.surface import Observation, Point, Surface, robust_deviation
 from autotune.documents.subnet import Subnet
-from autotune.measuring.block_log import Block, BlockLog, Samples, TimedJob
-from autotune.measuring.jobs import SLOW_STEP_MS, Bench, Job, PlainSteps, Rounds, TimedRound, plain_steps_ms
-from autotune.measuring.observations import ITERATIONS, Key, Observations, observe
+from autotune.measuring.jobs import (
+    ITERATIONS,
+    SLOW_STEP_MS,
+    Bench,
+    Block,
+    BlockLog,
+    Job,
+    Key,
+    Observations,
+    PlainSteps,
+    Rounds,
+    Samples,
+    TimedJob,
+    TimedRound,
+    observe,
+    plain_steps_ms,
+)
 from autotune.measuring.settings import CostSettings, Size
 
 LEVELS_PER_ROUND = 4  # draft levels after the draft's first forward

@@ -16,10 +16,9 @@ from autotune.drafters.checkpoint import LoadedDraft
 from autotune.machine.device import usable_threads
 from autotune.measuring.jobs import plain_steps_ms
 from autotune.measuring.settings import CostSettings
-from autotune.modeling.clock import now_ms
+from autotune.modeling.host import limited_threads, now_ms
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
-from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import Call, Request
 from autotune.runtime.preparation import TREE_SLOTS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from functools import cached_property, partial
 from typing import Any
@@ -11,14 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.documents.execution import COMPILED, EAGER, KV_LENGTH_STEP, rounded_capacity
+from autotune.documents.execution import EAGER, KV_LENGTH_STEP, rounded_capacity
 from autotune.machine.device import check_room, free_memory
-from autotune.modeling.compiled_layers import CompiledLayers
 from autotune.modeling.graph_memory import CapturedForward, Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner, check_mode
 from autotune.modeling.masks import MaskBuffer
-from autotune.modeling.packed_step import Draw
-from autotune.modeling.step import Evaluated, Step
+from autotune.modeling.step import Draw, Evaluated, Step
 from autotune.trees.limits import Ints
 
 MAX_DOUBLED_SHARE = 0.25  # of the free memory: a larger cache grows to what a request needs
@@ -87,7 +84,7 @@ class CachedModel(ABC):
         only one that is asked for, which stay valid. Nothing is committed. ``source`` is that of a draft's features.
         """
         evaluated = self.evaluate_step(step, *source)
-        return evaluated.logits if evaluated.forward is None else evaluated.logits.clone()
+        return evaluated.logits if evaluated.wait is None else evaluated.logits.clone()
 
     @abstractmethod
     def evaluate_step(self, *step_and_source: Any) -> Evaluated:
@@ -96,11 +93,7 @@ class CachedModel(ABC):
     def _launch(self, runner: GraphRunner, key: GraphKey, forward: CapturedForward) -> Evaluated:
         """Run a captured step whose input is written."""
         runner.launch(forward, partial(self._forward_over_buffers, key))
-        return Evaluated(forward.outputs[0], forward)
-
-    @abstractmethod
-    def _compiled_layers(self) -> CompiledLayers:
-        """The layers that mode ``compiled`` compiles, before the first step, because merging moves weights."""
+        return Evaluated(forward.outputs[0], forward.wait)
 
     @property
     def mode(self) -> str:
@@ -114,8 +107,7 @@ class CachedModel(ABC):
             return
         if name not in self._graph_runners:
             check_mode(name, self.device, self.num_devices, has_states=self.has_states)
-            within = self._compiled_layers().run if name == COMPILED else operator.call
-            self._graph_runners[name] = GraphRunner(name, self.device, description=self.description, within=within)
+            self._graph_runners[name] = GraphRunner(name, self.device, description=self.description)
         self.graph_runner = self._graph_runners[name]
 
     def __del__(self) -> None:

@@ -1,5 +1,5 @@
 """The attention of captured steps, as the layers of a transformers model call it: their masks are packed
-(``packed_step.py``).
+(``step.py``).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.modeling.transfer import select
+from autotune.modeling.host import select
 from autotune.trees.limits import MAX_STEP, Ints
 
 NUM_ROWS = 2 * MAX_STEP

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.util
 import mmap
 import re
-import struct
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
 from autotune.modeling.hub import Repository, is_id, listed, repository
+from autotune.modeling.weight_files import load_errors
 
 SUFFIX = ".gguf"
 PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
@@ -28,7 +27,7 @@ SIZE_MARKS = {
 }
 """The bytes in front of a model's sizes: a key and the type of its value, an integer or a list of texts."""
 METADATA_BYTES = 1 << 28  # at the begin of a file, in which its metadata lie
-_READ_ERRORS = (LookupError, NotImplementedError, OSError, OverflowError, RuntimeError, ValueError, struct.error)
+GGUF_ADVICE = "download it again if it may be damaged, or give another architecture or quantization, or safetensors"
 
 
 def find_gguf(name: str, *, local_only: bool = False, is_split: bool = False) -> Path | None:
@@ -152,7 +151,7 @@ def read_metadata(path: Path, name: str) -> Mapping[str, Any]:
         raise UserError(f"{name}: GGUF files need the package gguf; run pip install 'autotune-speculative[gguf]'")
     from transformers.integrations.gguf import read_gguf_metadata
 
-    with gguf_errors(name):
+    with load_errors(name, GGUF_ADVICE):
         metadata, _ = read_gguf_metadata(str(path))
     if (count := metadata.get("split.count", 1)) > 1:
         number = metadata.get("split.no", 0) + 1
@@ -171,16 +170,3 @@ def file_type(metadata: Mapping[str, Any]) -> str:
         return LlamaFileType(metadata.get("general.file_type", -1)).name
     except ValueError:
         return "quantized"
-
-
-@contextmanager
-def gguf_errors(name: str) -> Iterator[None]:
-    """Turn errors of reading a file, which may be damaged or of a kind that transformers does not support, into one
-    line.
-    """
-    try:
-        yield
-    except _READ_ERRORS as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        step = "download it again if it may be damaged, or give another architecture or quantization, or safetensors"
-        raise UserError(f"{name}: transformers cannot load this GGUF file ({reason}); {step}") from None

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.modeling.packed_step import Layout, PackedStep
+from autotune.modeling.step import Layout, PackedStep
 
 Outputs = tuple[Tensor, ...]
 Run = Callable[[], Outputs]

@@ -3,7 +3,7 @@
 An eager forward pass shows attention the KV cache up to its last token, so its shapes change with every token. A CUDA
 graph needs the same shapes at the same addresses each time. A forward pass of n tokens therefore
 
-* reads its input from one array of integers that is allocated once (``packed_step.py``),
+* reads its input from one array of integers that is allocated once (``step.py``),
 * reads the lengths of prefix and tree from this array, also in attention (``tree_attention.py``),
 * writes keys and values at cache indices (*KV slots*) that it computes from them.
 
@@ -13,9 +13,8 @@ All forward passes with the same n then share one ``CapturedForward``, whatever 
 from __future__ import annotations
 
 import functools
-import operator
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,8 +22,8 @@ from torch import Tensor
 
 from autotune.documents.execution import AUTO, CAPTURED, CUDA_GRAPH, EAGER, FIXED, MODES
 from autotune.errors import UserError, first_line
-from autotune.modeling.graph_memory import CapturedForward, Function, Outputs, Run, graph_memory
-from autotune.modeling.packed_step import Layout
+from autotune.modeling.graph_memory import CapturedForward, Function, graph_memory
+from autotune.modeling.step import Layout
 
 
 class GraphKey(NamedTuple):
@@ -51,16 +50,12 @@ class GraphRunner:
     Args:
         mode: any but ``eager``.
         description: of the model, for messages.
-        within: runs what is captured (``CompiledLayers.run``).
     """
 
-    def __init__(
-        self, mode: str, device: torch.device, *, description: str, within: Callable[[Run], Outputs] = operator.call
-    ) -> None:
+    def __init__(self, mode: str, device: torch.device, *, description: str) -> None:
         self.mode = check_mode(mode, device)
         self.device = device
         self.description = description
-        self._within = within
         self.why_eager: str | None = None
         """The error of the first failed capture. After it, all forward passes run eagerly over the same buffers."""
         self._captured: dict[Hashable, CapturedForward] = {}
@@ -88,8 +83,7 @@ class GraphRunner:
         is_new, memory = not forward.outputs, graph_memory(self.device)
         if is_new and not self.runs_eagerly:
             try:
-                run = functools.partial(self._within, functools.partial(forward.run, function))
-                forward.graph, forward.outputs = memory.capture(run)
+                forward.graph, forward.outputs = memory.capture(functools.partial(forward.run, function))
             except Exception as error:
                 self.why_eager = first_line(error)
                 warnings.warn(

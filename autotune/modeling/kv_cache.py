@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from autotune.errors import UserError
+from autotune.modeling.host import select
 from autotune.modeling.masks import first_visible
-from autotune.modeling.transfer import select
 
 KVShape = tuple[int, int]
 """Number of KV heads, and head size."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +13,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
 from autotune.files import data_root, known_sha256_of, read_json
 from autotune.machine.device import check_room, multiplies_bfloat16
-from autotune.modeling.gguf import PACKAGED, UNQUANTIZED, file_type, find_gguf, gguf_errors, gguf_models, read_metadata
+from autotune.modeling.gguf import GGUF_ADVICE, PACKAGED, UNQUANTIZED, file_type, find_gguf, gguf_models, read_metadata
 from autotune.modeling.hub import is_cached, is_id, listed, repository, suggestion, weight_files
 from autotune.modeling.known_models import KNOWN_MODELS
 from autotune.modeling.processors import image_processor_class
@@ -24,7 +24,7 @@ from autotune.modeling.quantization import (
     quantization_of,
     usable_quantizer,
 )
-from autotune.modeling.weight_files import check_weights, check_whole
+from autotune.modeling.weight_files import FILES_ADVICE, check_weights, check_whole, load_errors
 
 if TYPE_CHECKING:
     from autotune.console import Console
@@ -164,7 +164,7 @@ def load_model(
     advice = "free some, or load a smaller model"
     logging.disable_progress_bar()
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    with load_errors(name), gguf_errors(name) if gguf else nullcontext():
+    with load_errors(name, GGUF_ADVICE if gguf else FILES_ADVICE):
         if not gguf:
             _check_type(Path(source), name)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **gguf)
@@ -297,21 +297,6 @@ def _check_runs(model: Any, dtype: Dtype | None, name: str) -> None:
         )
 
 
-@contextmanager
-def load_errors(name: str, advice: str = "check the name or path, and its files") -> Iterator[None]:
-    """Turn errors of transformers and safetensors, which raise anything for damaged files, into one line."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
-        line = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
-        raise UserError(f"{name:.200}: transformers cannot load it ({line[:300]}); {advice}") from None
-
-
 def _check_sizes(config: Any, *, name: str) -> None:
     """Refuse sizes that no model has, of which transformers would make modules until the memory is full."""
     for part in (config, *(getattr(config, key, None) for key in ("text_config", "vision_config"))):
@@ -364,7 +349,7 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
 
     source, gguf = _pretrained(name, weights=False)
     if gguf:
-        with load_errors(name), gguf_errors(name):
+        with load_errors(name, GGUF_ADVICE):
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **gguf)
     if or_bundled and not _has_tokenizer(name):
         return load_processor(BUNDLED_TARGET).tokenizer

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +25,7 @@ from autotune.modeling.near_ties import flips
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Step
 from autotune.modeling.text_model import KNOWN_TEXT_TYPES
-
-if TYPE_CHECKING:
-    from autotune.modeling.target import Target
-    from autotune.modeling.tree_model import TreeModel
+from autotune.modeling.tree_model import TreeModel
 
 # Parents of a tree with 3 levels and two branches of different depth. The second path is kept, so that a wrong mask,
 # position or compaction shows.
@@ -244,7 +241,7 @@ def _cached(model: TreeModel, text: list[int], num_prompt: int) -> Tensor:
 
 
 @torch.inference_mode()
-def compare_captured_steps(target: Target) -> CapturedSteps:
+def compare_captured_steps(target: TreeModel) -> CapturedSteps:
     """Compare captured plain steps and a captured verification with eager ones, at the tokens of a greedy answer. If
     mode ``auto`` must not capture, an ``EagerNotice`` says why.
 
@@ -254,7 +251,7 @@ def compare_captured_steps(target: Target) -> CapturedSteps:
         return _compare_captured_steps(target)
 
 
-def _compare_captured_steps(target: Target) -> CapturedSteps:
+def _compare_captured_steps(target: TreeModel) -> CapturedSteps:
     text, tree = _random_text(target, len(_CAPTURED_PARENTS) + CAPTURED_TOKENS, _CAPTURED_PROMPT_TOKENS)
     prompt, verification = (
         _encoded(target, text),
@@ -281,7 +278,7 @@ def _compare_captured_steps(target: Target) -> CapturedSteps:
     return found
 
 
-def _compared(target: Target, eager: Tensor, at_once: Tensor, captured: Tensor) -> CapturedSteps:
+def _compared(target: TreeModel, eager: Tensor, at_once: Tensor, captured: Tensor) -> CapturedSteps:
     """Compare logits [tokens, vocabulary]; ``at_once`` are those of the first tokens in one forward pass."""
     deviation = float(eager.std())
     allowed = allowed_difference(target, float((eager[: len(at_once)] - at_once).abs().max()) / deviation)

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from autotune.documents.captured_steps import CapturedSteps
-from autotune.documents.execution import EAGER
 from autotune.documents.subnet import VisualRanking
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.self_check import check_tree_decoding
-from autotune.modeling.step import Step
 from autotune.modeling.tree_model import TreeModel
 from autotune.modeling.visual_attention import NEED_ATTENTION, LayerAttention, observed_attention, visual_scores
 
@@ -33,7 +31,7 @@ class Prefilled:
 
 
 class Target(TreeModel):
-    """A ``TreeModel`` that is decoded: it ranks the visual tokens of a prompt and takes plain steps."""
+    """A ``TreeModel`` that is decoded: it ranks the visual tokens of a prompt."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -73,40 +71,3 @@ class Target(TreeModel):
             logits = self.prefill_prompt(prompt, in_one_pass=True)
         assert scores, "the last layer with attention did not use the attention interface"
         return Prefilled(prompt, logits, scores)
-
-    def step(self, token: int) -> Tensor:
-        """Decode one token without a tree and commit it; returns the logits after it, [vocabulary]."""
-        logits = self.forward(Step.single(token))
-        self.cache.advance(1)
-        return logits[0]
-
-    @torch.inference_mode()
-    def single_steps(
-        self,
-        prompt: EncodedPrompt,
-        num_tokens: int,
-        *,
-        mode: str = EAGER,
-        tokens: Sequence[int] = (),
-        then: Step | None = None,
-    ) -> tuple[list[int], Tensor]:
-        """Tokens of a greedy answer by single steps, past its end too, and the logits at each, [tokens, vocabulary].
-
-        Args:
-            mode: of the steps.
-            tokens: are read in place of the greedy ones.
-            then: is evaluated after all tokens but the last, where its root is; its logits follow the others.
-        """
-        before, self.output_layers = self.mode, ()
-        self.use_mode(mode)
-        try:
-            self.reserve(len(prompt) + num_tokens + (0 if then is None else len(then.tokens)))
-            answer, logits = list(tokens), [self.prefill(prompt).logits]
-            for number in range(num_tokens):
-                if number > 0:
-                    logits.append(self.step(answer[number - 1]))
-                if not tokens:
-                    answer.append(int(logits[-1].argmax()))
-            return answer, torch.cat([torch.stack(logits), *([] if then is None else [self.forward(then)])])
-        finally:
-            self.use_mode(before)

@@ -14,15 +14,8 @@ from autotune.errors import UserError
 from autotune.files import read_json
 from autotune.modeling.gguf import PACKAGED, gguf_sizes
 from autotune.modeling.hub import cached_models
-from autotune.modeling.loading import (
-    DEFAULT_DRAFTS,
-    DEFAULT_PAIR,
-    MTP_SUFFIX,
-    RETRIEVAL,
-    bundled_models,
-    load_errors,
-    resolve,
-)
+from autotune.modeling.loading import DEFAULT_DRAFTS, DEFAULT_PAIR, MTP_SUFFIX, RETRIEVAL, bundled_models, resolve
+from autotune.modeling.weight_files import load_errors
 from autotune.workloads.workload import SHIPPED, TEXTS
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autotune.errors import first_line
 from autotune.modeling.grouped_attention import grouped_attention
-from autotune.modeling.packed_step import WORD_BITS
+from autotune.modeling.step import WORD_BITS
 
 LEAST_CAPABILITY = (8, 0)  # Triton has no products on the tensor cores of older devices
 
@@ -33,7 +33,7 @@ def attend(
     Args:
         query: [heads, n, size]; query head h reads KV head h // (heads / KV heads).
         keys, values: the whole cache, [KV heads, capacity, size] each. What lies beyond the step's tokens is not read.
-        mask: packed (``packed_step.py``), [1 + n, 1 + words].
+        mask: packed (``step.py``), [1 + n, 1 + words].
         scale: factor of the products.
         softcap: limit of the products; 0: none.
         sinks: for each head a logit that takes part in the softmax without a value, [heads].

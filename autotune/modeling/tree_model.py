@@ -4,6 +4,7 @@ prefix. The target and independent drafts are such models.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,22 +13,21 @@ import torch
 from torch import Tensor
 
 from autotune.cost.table import ModelShape
+from autotune.documents.execution import EAGER
 from autotune.modeling.attention import choose_attention
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.captured_attention import captured_attention
-from autotune.modeling.compiled_layers import CompiledLayers
 from autotune.modeling.feature_rows import FeatureRows
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner
 from autotune.modeling.grouped_attention import attention_of_steps
+from autotune.modeling.host import to_device
 from autotune.modeling.hybrid_cache import new_cache
 from autotune.modeling.masks import LayerMasks, MaskBuffer, by_layer_type
-from autotune.modeling.packed_step import LAST, Layout, PackedStep, padded_columns
 from autotune.modeling.prompt import Encoded, EncodedPrompt, encode
 from autotune.modeling.quantization import unquantized, weight_bytes
-from autotune.modeling.step import Evaluated, Step, best_tokens
+from autotune.modeling.step import LAST, Evaluated, Layout, PackedStep, Step, best_tokens, padded_columns
 from autotune.modeling.text_model import TextModel, text_model_of
-from autotune.modeling.transfer import to_device
 from autotune.modeling.tree_attention import additive_mask
 from autotune.modeling.vision_timing import vision_layers, vision_parts
 from autotune.trees.limits import Ints
@@ -163,6 +163,43 @@ class TreeModel(CachedModel):
         self.cache.advance(len(prompt))
         return hidden[-1:]
 
+    def step(self, token: int) -> Tensor:
+        """Decode one token without a tree and commit it; returns the logits after it, [vocabulary]."""
+        logits = self.forward(Step.single(token))
+        self.cache.advance(1)
+        return logits[0]
+
+    @torch.inference_mode()
+    def single_steps(
+        self,
+        prompt: EncodedPrompt,
+        num_tokens: int,
+        *,
+        mode: str = EAGER,
+        tokens: Sequence[int] = (),
+        then: Step | None = None,
+    ) -> tuple[list[int], Tensor]:
+        """Tokens of a greedy answer by single steps, past its end too, and the logits at each, [tokens, vocabulary].
+
+        Args:
+            mode: of the steps.
+            tokens: are read in place of the greedy ones.
+            then: is evaluated after all tokens but the last, where its root is; its logits follow the others.
+        """
+        before, self.output_layers = self.mode, ()
+        self.use_mode(mode)
+        try:
+            self.reserve(len(prompt) + num_tokens + (0 if then is None else len(then.tokens)))
+            answer, logits = list(tokens), [self.prefill_prompt(prompt)]
+            for number in range(num_tokens):
+                if number > 0:
+                    logits.append(self.step(answer[number - 1]))
+                if not tokens:
+                    answer.append(int(logits[-1].argmax()))
+            return answer, torch.cat([torch.stack(logits), *([] if then is None else [self.forward(then)])])
+        finally:
+            self.use_mode(before)
+
     def evaluate_step(self, step: Step) -> Evaluated:
         """Logits of n tokens after the prefix and the uncommitted tokens. Nothing is committed."""
         # Nodes past the maximum context are never emitted. Their positions are clamped, because they must not stretch
@@ -205,9 +242,6 @@ class TreeModel(CachedModel):
             forward.step.rows[num_axes] = self.features.next_pass(self.output_layers, num_tokens)
         self._latest = forward
         return self._launch(runner, key, forward)
-
-    def _compiled_layers(self) -> CompiledLayers:
-        return CompiledLayers.of(self.text)
 
     def paths(self, step: Step) -> Tensor:
         """The tokens on the path to each token of the latest step, which has no uncommitted tokens, [n, n]. Columns

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn import ModuleList
 
-from autotune.modeling.clock import now_ms
+from autotune.modeling.host import now_ms
 
 # Attribute names in transformers' model classes; the first one found counts. Qwen's ``visual`` includes its projector.
 _TOWERS = ("vision_tower", "visual", "vision_model")

@@ -1,15 +1,32 @@
-"""Files of weights: written whole, and refused where they are truncated or not finite."""
+"""Files of models: written whole, and refused in one line where they are damaged or weights are not finite."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
 from autotune.files import write_bytes
+
+FILES_ADVICE = "check the name or path, and its files"
+
+
+@contextmanager
+def load_errors(name: str, advice: str = FILES_ADVICE) -> Iterator[None]:
+    """Turn errors of transformers and safetensors, which raise anything for damaged files, into one line."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
+        line = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
+        raise UserError(f"{name:.200}: transformers cannot load it ({line[:300]}); {advice}") from None
 
 
 def check_whole(path: Path) -> None:

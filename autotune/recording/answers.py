@@ -88,10 +88,6 @@ class AnswerRecorder:
         if batch:
             yield from self._record_batch(batch)
 
-    def record_alone(self, prompt: WorkloadPrompt) -> Answer:
-        """The answer of a prompt that is decoded by itself."""
-        return self._answer(self._request(prompt), self._alone(prompt))
-
     def write_together(self, prompts: Sequence[WorkloadPrompt], **settings: Any) -> list[list[int]]:
         """The tokens of answers that are decoded in one batch, in which rounding may choose others than one by one: to
         train on.

@@ -22,7 +22,7 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.star import StarNetwork
-from autotune.modeling import transfer
+from autotune.modeling import host
 from autotune.modeling.prompt import num_patches
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Answer, Recorder, TargetFeatures
@@ -228,7 +228,7 @@ def _best(draft: Any, states: Tensor, sampler: TokenSampler | None, positions: T
     """The most probable token after each state and its log-probability, [batch, n] each; ``positions`` [batch, n] are
     those of these tokens.
     """
-    coupling = None if sampler is None else sampler.coupling(transfer.to_host(positions.flatten()))
+    coupling = None if sampler is None else sampler.coupling(host.to_host(positions.flatten()))
     logits = draft.logits(states).flatten(0, 1)
     tokens, logprobs = draft.best_on_device(logits, 1, coupling)
     tokens = tokens.masked_fill(logprobs.isnan(), NO_TOKEN)  # as ``CachedDraft.best``

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,12 @@ from torch import Tensor
 
 from autotune.documents.execution import EAGER
 from autotune.documents.provenance import ModelReference, stamp
-from autotune.documents.subnet import Subnet, VisualInput, VisualRanking
+from autotune.documents.subnet import Subnet, VisualRanking
 from autotune.drafters.checkpoint import LoadedDraft
-from autotune.drafters.draft import Draft
-from autotune.drafters.forests import AnswerToRecord
+from autotune.drafters.draft import AnswerToRecord, Draft
 from autotune.drafters.retrieval import RetrievalDraft
-from autotune.errors import UserError
 from autotune.files import content_key, write_bytes
-from autotune.modeling.prompt import EncodedPrompt, num_patches, token_rows
+from autotune.modeling.prompt import EncodedPrompt, num_patches
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.recording.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer, write_answer
@@ -86,20 +83,14 @@ class Recorder:
         self.keys = keys or AnswerKeys(target, processor)
         self.layers: tuple[int, ...] = ()
         """Layers of the target whose outputs are kept in memory, to record several drafts that read them."""
-        self.num_decoded = 0
-        """Answers to train on that were decoded, because they had not been written before."""
         self._features: dict[tuple[str, int], TargetFeatures] = {}
         self._answers = AnswerRecorder(target, processor, mode)
         self._retrieval = RetrievalDraft()
         self._retrieval.attach(target)
 
-    def answers(self, workload: Workload, report: Report | None = None) -> list[Answer]:
+    def answers(self, workload: Workload) -> list[Answer]:
         """The target's answer to every prompt, by plain decoding."""
-        answers: dict[str, Answer] = {}
-        for num_done, (prompt, answer) in enumerate(self._each_answer(workload.prompts), start=1):
-            answers[prompt.sha256] = answer
-            if report is not None:
-                report(num_done, len(workload.prompts))
+        answers = {prompt.sha256: answer for prompt, answer in self._each_answer(workload.prompts)}
         return [answers[prompt.sha256] for prompt in workload.prompts]
 
     def _each_answer(self, prompts: Sequence[WorkloadPrompt]) -> Iterator[tuple[WorkloadPrompt, Answer]]:
@@ -125,7 +116,6 @@ class Recorder:
         missing = list({prompt.sha256: prompt for prompt in prompts if prompt.sha256 not in found}.values())
         for prompt, tokens in zip(missing, self._answers.write_together(missing) if missing else (), strict=True):
             found[prompt.sha256] = tokens
-            self.num_decoded += 1
             write_answer(paths[prompt.sha256], keys[prompt.sha256], Answer(tokens, 0, {}))
         return [found[prompt.sha256] for prompt in prompts]
 
@@ -169,50 +159,33 @@ class Recorder:
         *,
         visual_keep: float,
         visual_ranking: VisualRanking = "text_after_image",
-        visual_input: VisualInput = "features",
         bounds: ForestBounds,
-        report: Report | None = None,
     ) -> Trace:
         """The proposals of the draft, which sees the first ``visual_keep`` of the visual tokens by ``visual_ranking``,
         along the target's answers.
         """
-        check_visual_input(draft, draft_reference.id, visual_keep, visual_input)
         draft.visual_keep = visual_keep
         subnet = draft.subnet.model_copy(update={"visual_ranking": visual_ranking})
         reference = draft_reference.sha256 or draft_reference.id
-        draft_key = content_key([reference, subnet.model_dump(), bounds.model_dump(), visual_input])
+        draft_key = content_key([reference, subnet.model_dump(), bounds.model_dump()])
         folder = self.folder / "forests" / draft_key
         parts = []
-        for done, (prompt, whole) in enumerate(zip(workload.prompts, self.answers(workload), strict=True), start=1):
+        for prompt, whole in zip(workload.prompts, self.answers(workload), strict=True):
             path = folder / f"{self._answer_key(prompt)}.safetensors"
             part = _read_part(path)
             if part is None:
                 answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
                 inputs = prompt.inputs(self.processor, draft.device)
                 outputs = self.target_features(prompt, inputs, answer, draft.aux_layers) if draft.aux_layers else None
-                with _with_visual_input(draft, visual_input):
-                    part = record_forest(
-                        self.target,
-                        draft,
-                        inputs,
-                        answer,
-                        bounds,
-                        outputs,
-                        visual_ranking=visual_ranking,
-                        sampler=self.sampler(prompt),
-                    )
-                (row,) = token_rows(inputs)
+                options: dict[str, Any] = {"visual_ranking": visual_ranking, "sampler": self.sampler(prompt)}
+                part = record_forest(self.target, draft, inputs, answer, bounds, outputs, **options)
                 part = part._replace(
                     forest=self._with_retrieved(part.forest, inputs),
                     num_patches=num_patches(self.target.model.config, inputs),
-                    prompt_tokens=row.cpu().numpy().astype(np.int64),
                 )
                 _write_part(path, part)
             parts.append(part)
-            if report is not None:
-                report(done, len(workload.prompts))
-        header = self.header(draft, draft_reference, subnet, draft.aux_layers, workload, bounds)
-        return join(header.model_copy(update={"visual_input": visual_input}), parts)
+        return join(self.header(draft, draft_reference, subnet, draft.aux_layers, workload, bounds), parts)
 
     def _with_retrieved(self, forest: Forest, inputs: dict[str, Any]) -> Forest:
         """The forest with what the prompt and the answer hold of every token's continuation."""
@@ -265,30 +238,6 @@ class Recorder:
         return self._features[key]
 
 
-def check_visual_input(draft: LoadedDraft, name: str, visual_keep: float, visual_input: VisualInput) -> None:
-    """Check that a draft can read a prompt so.
-
-    Raises:
-        UserError: placeholders read as text, for a draft that is not an independent model with all visual tokens.
-    """
-    if visual_input == "placeholders" and (visual_keep < 1.0 or draft.reads_placeholders is None):
-        raise UserError(
-            f"{name}: placeholders are read as text by independent drafts with all visual tokens; this draft is of kind "
-            f"{draft.kind} with {visual_keep:g} of them; leave --visual-input out, or choose a draft with --draft"
-        )
-
-
-@contextmanager
-def _with_visual_input(draft: LoadedDraft, visual_input: VisualInput) -> Iterator[None]:
-    """Show an independent draft the placeholders of images as text for a while."""
-    before = draft.reads_placeholders
-    draft.reads_placeholders = before if visual_input == "features" else True
-    try:
-        yield
-    finally:
-        draft.reads_placeholders = before
-
-
 _FOREST = tuple(field.name for field in fields(Forest))
 
 
@@ -298,7 +247,7 @@ def _read_part(path: Path) -> RecordedPrompt | None:
         arrays = load(path.read_bytes())
         forest = Forest(*(arrays[name] for name in _FOREST))
         lengths = dict(zip(PER_PROMPT, arrays["lengths"].tolist(), strict=True))
-        return RecordedPrompt(forest, **lengths, prompt_tokens=arrays["prompt_tokens"])
+        return RecordedPrompt(forest, **lengths)
     except (OSError, SafetensorError, KeyError, ValueError, TypeError):
         return None
 
@@ -306,7 +255,7 @@ def _read_part(path: Path) -> RecordedPrompt | None:
 def _write_part(path: Path, part: RecordedPrompt) -> None:
     arrays = {name: np.ascontiguousarray(getattr(part.forest, name)) for name in _FOREST}
     lengths = np.array([getattr(part, name) for name in PER_PROMPT])
-    write_bytes(path, save({**arrays, "lengths": lengths, "prompt_tokens": part.prompt_tokens}))
+    write_bytes(path, save({**arrays, "lengths": lengths}))
 
 
 @torch.inference_mode()

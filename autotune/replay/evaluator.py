@@ -17,8 +17,7 @@ from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.errors import UserError
 from autotune.files import Document
 from autotune.machine.container import num_cores
-from autotune.replay.draws import PriceDraws
-from autotune.replay.prices import TreePricing
+from autotune.replay.prices import PriceDraws, TreePricing
 from autotune.replay.replay import Replay, check_reach, plain_decode_ms, replay
 from autotune.replay.sequoia import rank_acceptance, sequoia_trees
 from autotune.replay.trace import Trace

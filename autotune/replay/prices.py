@@ -1,20 +1,28 @@
-"""Prices by a cost table of the trees whose policies need them."""
+"""Prices by a cost table: of the trees whose policies need them, and draws of what prices may truly be."""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
-from autotune.cost.table import DensePrices
+from autotune.cost.joint_fit import is_fitted, posterior_of
+from autotune.cost.surface import Surface
+from autotune.cost.table import CostTable, DensePrices
 from autotune.documents.configuration import Tree
+from autotune.documents.provenance import ModelReference
+from autotune.documents.subnet import Subnet
 from autotune.replay.calibration import calibrate
+from autotune.replay.replay import FIRST, LEVEL, PLAIN, VERIFICATION
 from autotune.replay.trace import Trace
+from autotune.trees.limits import Floats
 from autotune.trees.policy import POLICIES, parse_policy
 from autotune.trees.priced import Calibration, TreePrices
 
 NUM_CONTEXTS = 4  # context lengths at which trees are priced
 DIGITS = 4  # of a price
+NUM_DRAWS = 256
 
 
 class TreePricing:
@@ -61,3 +69,57 @@ def tree_prices(trace: Trace, prices: DensePrices, *, width: int, nodes: int) ->
         level=tuple(map(tuple, np.round(level_ms / step_ms, DIGITS).tolist())),
         verify=tuple(map(tuple, np.round(verify_ms / step_ms, DIGITS).tolist())),
     )
+
+
+class PriceFactors(NamedTuple):
+    """True prices over those of the table, by draw."""
+
+    steps: Floats
+    """[draws, 4, tokens], as ``Replay.step_ms``."""
+    overhead: Floats
+    prefill: Floats
+
+
+class PriceDraws:
+    """Draws of the prices of a table; of a table without a fit, such as an estimate, all are its own."""
+
+    def __init__(self, table: CostTable) -> None:
+        self._table = table
+        self._rng = np.random.default_rng(0)
+        self._draws = posterior_of(table).draws(NUM_DRAWS) if is_fitted(table) else None
+        self._overheads = {costs.draft.id: self._lognormal(costs.overhead.uncertainty) for costs in table.drafts}
+        self._others = [
+            (self._lognormal(costs.prefill.uncertainty), self._lognormal(costs.verify_error)) for costs in table.drafts
+        ]
+
+    def _lognormal(self, error: float | None) -> Floats:
+        factors: Floats = np.exp((error or 0.0) * self._rng.standard_normal(NUM_DRAWS))
+        return factors
+
+    def plain(self) -> Floats:
+        """Factors of a plain step."""
+        return self._by_tokens(0, self._table.decode, 2)[:, 1]
+
+    def of(self, draft: ModelReference, subnet: Subnet, num_tokens: int) -> PriceFactors:
+        """Factors of the prices of a draft, for steps of less than ``num_tokens`` tokens."""
+        low, high, weight = self._table.costs_around(draft, subnet)
+        costs = low if weight < 0.5 else high
+        number = next(number for number, other in enumerate(self._table.drafts) if other is costs)
+        prefill, verify = self._others[number]
+        steps = np.ones((NUM_DRAWS, 4, num_tokens))
+        steps[:, PLAIN] = self.plain()[:, None]
+        steps[:, VERIFICATION] = verify[:, None] * self._by_tokens(1, self._table.verify, num_tokens)
+        steps[:, FIRST] = self._by_tokens(2 + 2 * number, costs.draft_first, num_tokens)
+        steps[:, LEVEL] = self._by_tokens(3 + 2 * number, costs.draft_level, num_tokens)
+        return PriceFactors(steps, self._overheads[costs.draft.id], prefill)
+
+    def _by_tokens(self, part: int, surface: Surface, num_tokens: int) -> Floats:
+        """Factors [draws, tokens] of a part, means over KV lengths."""
+        if self._draws is None:
+            return np.ones((NUM_DRAWS, num_tokens))
+        tokens = np.array([point.tokens for point in surface.points])
+        grid = np.unique(tokens)
+        means = np.stack([self._draws[part][:, tokens == n].mean(1) for n in grid])  # [grid, draws]
+        weights = np.stack([np.interp(np.arange(num_tokens), grid, row) for row in np.eye(len(grid))])
+        factors: Floats = means.T @ weights
+        return factors

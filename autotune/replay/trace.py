@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from autotune.documents.provenance import ModelReference, Provenance
-from autotune.documents.subnet import Subnet, VisualInput
+from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import Document, content_key, write_bytes
 from autotune.trees.base import ForestBounds as ForestBounds
@@ -41,8 +41,6 @@ class TraceHeader(Document, kind="trace", version=2, made_by="autotune record"):
     subnet: Subnet = Field(default_factory=Subnet)
     aux_layers: tuple[int, ...] = ()
     """Layers of the target whose outputs the draft reads."""
-    visual_input: VisualInput = "features"
-    """Replay of ``placeholders`` predicts a serving engine, not this project's runtime."""
     workload: str
     workload_sha256: str
     bounds: ForestBounds
@@ -53,12 +51,11 @@ class TraceHeader(Document, kind="trace", version=2, made_by="autotune record"):
 
     @property
     def file(self) -> str:
-        """Path in a study folder, with the subnet, the visual input where it is not the runtime's, and a hash of what
-        was recorded: traces of other prompts, models or bounds have other files.
+        """Path in a study folder, with the subnet and a hash of what was recorded: traces of other prompts, models or
+        bounds have other files.
         """
-        name = self.subnet.name if self.visual_input == "features" else f"{self.subnet.name}-{self.visual_input}"
         recorded = self.model_dump(mode="json", exclude={"provenance", "arrays_sha256"})
-        return f"traces/{self.draft.id.replace('/', '-')}/{name}-{content_key(recorded)}.trace.json"
+        return f"traces/{self.draft.id.replace('/', '-')}/{self.subnet.name}-{content_key(recorded)}.trace.json"
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,6 @@ class Trace:
     """Image tokens of the prompt, before pruning."""
     num_patches: Ints
     """Patches that a vision tower reads of the prompt's images and videos (``modeling.prompt.num_patches``)."""
-    prompt_tokens: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Tokens of all prompts, concatenated; prompt p has ``prompt_length[p]``. Empty where they were not recorded."""
 
     @functools.cached_property
     def packed(self) -> PackedForest:
@@ -137,9 +132,7 @@ class Trace:
                 self.forest.match_length[answer],
             )
             numbers = {name: int(getattr(self, name)[p]) for name in PER_PROMPT}
-            end = int(self.prompt_length[: p + 1].sum())
-            tokens = self.prompt_tokens[end - numbers["prompt_length"] : end]
-            parts.append(RecordedPrompt(forest, **numbers, prompt_tokens=tokens))
+            parts.append(RecordedPrompt(forest, **numbers))
         names, tasks = ([values[p] for p in prompts] for values in (header.prompts, header.tasks))
         return join(header.model_copy(update={"prompts": names, "tasks": tasks}), parts)
 
@@ -232,7 +225,6 @@ class RecordedPrompt(NamedTuple):
     draft_prompt_length: int
     num_visual_tokens: int
     num_patches: int = 0
-    prompt_tokens: Ints = np.zeros(0, np.int64)
 
 
 PER_PROMPT = ("prompt_length", "draft_prompt_length", "num_visual_tokens", "num_patches")
@@ -260,13 +252,10 @@ def join(header: TraceHeader, parts: list[RecordedPrompt]) -> Trace:
         answer_start=np.concatenate([[0], np.cumsum([len(f.answer) for f in forests])]).astype(np.int64),
         first_node=first_node.astype(np.int64),
         **{name: np.array([getattr(part, name) for part in parts], np.int64) for name in PER_PROMPT},
-        prompt_tokens=np.concatenate([part.prompt_tokens for part in parts])
-        if all(len(part.prompt_tokens) == part.prompt_length for part in parts)
-        else np.zeros(0, np.int64),
     )
 
 
-_ARRAYS = ("answer_start", "first_node", *PER_PROMPT, "prompt_tokens")
+_ARRAYS = ("answer_start", "first_node", *PER_PROMPT)
 _FOREST = ("answer", "child_token", "child_logprob", "child_node", "retrieved", "match_length")
 
 

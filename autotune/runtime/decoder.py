@@ -14,10 +14,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from autotune.documents.execution import AUTO, CAPTURED, capture_sizes_for
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
-from autotune.modeling.clock import now_ms
 from autotune.modeling.graph_memory import graph_memory
+from autotune.modeling.host import limited_threads, now_ms
 from autotune.modeling.target import Target
-from autotune.modeling.threads import limited_threads
 from autotune.runtime.generate_args import (
     Call,
     Request,

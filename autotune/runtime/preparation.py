@@ -20,10 +20,9 @@ from autotune.drafters.draft import Draft
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import check_mode
-from autotune.modeling.packed_step import Draw
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.self_check import compare_captured_steps
-from autotune.modeling.step import Step
+from autotune.modeling.step import Draw, Step
 from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
 from autotune.runtime.ownership import Ownership

@@ -11,10 +11,9 @@ from torch import Tensor
 from autotune.documents.execution import round_up
 from autotune.drafters.draft import Draft
 from autotune.drafters.retrieval import RetrievalDraft
-from autotune.modeling.clock import host_ms, now_ms
+from autotune.modeling.host import host_ms, now_ms, select
 from autotune.modeling.step import NOT_FINITE, Step
 from autotune.modeling.target import Target
-from autotune.modeling.transfer import select
 from autotune.runtime.generate_args import Request
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.token_sampler import TokenSampler, candidate_logprobs, not_finite

@@ -10,9 +10,8 @@ import torch
 
 from autotune.drafters.draft import Draft
 from autotune.drafters.retrieval import RetrievalDraft
-from autotune.modeling.clock import host_ms, now_ms
+from autotune.modeling.host import host_ms, limited_threads, now_ms
 from autotune.modeling.target import Prefilled
-from autotune.modeling.threads import limited_threads
 from autotune.runtime.generate_args import Request
 from autotune.runtime.ownership import Ownership
 from autotune.runtime.points import LoadedPoint

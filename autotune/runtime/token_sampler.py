@@ -25,9 +25,8 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from autotune.drafters.draft import Coupling, cut_scores
 from autotune.errors import UserError
-from autotune.modeling import transfer
-from autotune.modeling.packed_step import Draw
-from autotune.modeling.step import NOT_FINITE, Evaluated, best_tokens
+from autotune.modeling import host
+from autotune.modeling.step import NOT_FINITE, Draw, Evaluated, best_tokens
 from autotune.modeling.target import NOISE_ROWS
 from autotune.trees.limits import Floats, Ints
 
@@ -119,9 +118,9 @@ def candidate_logprobs(logits: Tensor, scores: Tensor, rows: Ints, tokens: Ints)
     They are the model's own at temperature 1, as a draft's are, whatever the temperature of the request; tokens that
     the request's top-k, top-p or processors exclude, whose ``scores`` are -inf, have -inf.
     """
-    at = transfer.to_device(rows, logits.device), transfer.to_device(tokens, logits.device)
+    at = host.to_device(rows, logits.device), host.to_device(tokens, logits.device)
     picked = logits.float().log_softmax(-1)[at].masked_fill(scores[at] == -math.inf, -math.inf)
-    return np.concatenate([[0.0], transfer.to_host(picked.double())])
+    return np.concatenate([[0.0], host.to_host(picked.double())])
 
 
 class TokenSampler:
@@ -207,14 +206,14 @@ class TokenSampler:
         self.decided = best_tokens(self.scores(logits, positions, paths, unsure), logits)
         for is_unsure in unsure or ():
             self.decided = self.decided.masked_fill(is_unsure, UNSURE)
-        tokens = transfer.to_host(self.decided)
+        tokens = host.to_host(self.decided)
         if (tokens == UNSURE).any():
             rows = np.union1d(0, np.flatnonzero(tokens == UNSURE))  # positions count from the first one
-            at = transfer.to_device(rows, logits.device)
+            at = host.to_device(rows, logits.device)
             scores = self.scores(logits[at], positions[rows], None if paths is None else paths[at])
             exact = best_tokens(scores, logits[at])
             self.decided[at] = torch.where(self.decided[at] == UNSURE, exact, self.decided[at])
-            tokens = transfer.to_host(self.decided)
+            tokens = host.to_host(self.decided)
         return tokens
 
     def append(self, tokens: Tensor) -> None:
@@ -299,7 +298,7 @@ class TokenSampler:
             return self._noise_at(int(positions[0]), logits.shape[-1]).to(logits.device)
         distinct, inverse = np.unique(positions, return_inverse=True)
         noise = self.noise(distinct.tolist(), logits.shape[-1]).to(logits.device)
-        return noise[transfer.to_device(inverse, noise.device)]
+        return noise[host.to_device(inverse, noise.device)]
 
     def _noise_at(self, position: int, vocabulary: int) -> Tensor:
         """The noise of a position, [vocabulary]. Draft and target ask for the same positions, so recent ones

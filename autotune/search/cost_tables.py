@@ -17,7 +17,7 @@ from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.machine.device import gib
-from autotune.measuring.block_log import BlockLog
+from autotune.measuring.jobs import BlockLog
 from autotune.measuring.measurement import kv_lengths_for, measure_costs
 from autotune.measuring.settings import CostSettings
 from autotune.modeling.graph_memory import graph_memory

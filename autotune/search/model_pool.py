@@ -15,16 +15,16 @@ from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.execution import EAGER, STEPS_VERSION, capture_sizes_for
 from autotune.documents.provenance import ModelReference
-from autotune.documents.subnet import Subnet, VisualInput
+from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.errors import UserError
 from autotune.evaluation.runtime_arms import RuntimeArms
 from autotune.files import content_key
 from autotune.machine.device import fingerprint, free_memory, usable_threads
+from autotune.modeling.host import limited_threads
 from autotune.modeling.loading import META, Dtype, load_model, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
 from autotune.modeling.target import Target
-from autotune.modeling.threads import limited_threads
 from autotune.recording.recorder import Recorder
 from autotune.replay.trace import ForestBounds, Trace
 from autotune.runtime.answer_keys import SOFTWARE, AnswerKeys
@@ -177,17 +177,10 @@ class ModelPool:
         options: dict[str, Any] = {"mode": self.mode, "keys": self.answer_keys}
         return Recorder(self.target, self.target_reference, self.processor, folder, **options)
 
-    def trace(
-        self,
-        recorder: Recorder,
-        variant: DraftVariant,
-        workload: Workload,
-        bounds: ForestBounds,
-        visual_input: VisualInput = "features",
-    ) -> Trace:
+    def trace(self, recorder: Recorder, variant: DraftVariant, workload: Workload, bounds: ForestBounds) -> Trace:
         """The trace of a draft variant."""
         (draft, subnet), pruning = variant, {"visual_keep", "visual_ranking"}
-        options: dict[str, Any] = {"bounds": bounds, "visual_input": visual_input, **subnet.model_dump(include=pruning)}
+        options: dict[str, Any] = {"bounds": bounds, **subnet.model_dump(include=pruning)}
         return recorder.trace(self.draft(draft, subnet), self.references[draft], workload, **options)
 
     def plain_decoder(self, threads: int | None = None, prefill_threads: int | None = None) -> Decoder:

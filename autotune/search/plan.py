@@ -18,7 +18,7 @@ from autotune.errors import UserError
 from autotune.evaluation.runtime_arms import WARM_UP_S
 from autotune.files import Document
 from autotune.machine.device import usable_threads
-from autotune.modeling.threads import limited_threads
+from autotune.modeling.host import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.search import thresholds

@@ -15,9 +15,8 @@ import numpy as np
 
 from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
-from autotune.documents.subnet import VisualInput
 from autotune.recording.answers import ANSWERS_AT_ONCE
-from autotune.recording.recorder import Report, check_visual_input
+from autotune.recording.recorder import Report
 from autotune.replay.degenerate_answers import degenerate_answers
 from autotune.replay.trace import ForestBounds, Trace, save_trace
 from autotune.search.model_pool import ModelPool
@@ -106,12 +105,9 @@ class Recording:
     """A value of ``time.monotonic``."""
     limit: float = math.inf
     """The same for ``MIN_TRACED_PROMPTS``, which may pass the deadline."""
-    visual_input: VisualInput = "features"
 
     def __post_init__(self) -> None:
         drafts = [self.model_pool.draft(*variant) for variant in self.variants]
-        for draft, (name, subnet) in zip(drafts, self.variants, strict=True):
-            check_visual_input(draft, name, subnet.visual_keep, self.visual_input)
         self.recorder = self.model_pool.recorder(self.folder)
         self.recorder.layers = tuple(sorted({layer for draft in drafts for layer in draft.aux_layers}))
 
@@ -128,7 +124,7 @@ class Recording:
 
     def traces(self, workload: Workload) -> list[Trace]:
         """The traces of all variants; what is on disk is not recorded again."""
-        trace = partial(self.model_pool.trace, workload=workload, bounds=self.bounds, visual_input=self.visual_input)
+        trace = partial(self.model_pool.trace, workload=workload, bounds=self.bounds)
         return [trace(self.recorder, variant) for variant in self.variants]
 
     def record(

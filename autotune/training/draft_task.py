@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,11 +25,9 @@ from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.trainable import Metrics, TrainableNetwork, divergence
 from autotune.errors import UserError, errors_about
 from autotune.files import WORKSPACE, content_key
-from autotune.machine.device import free_memory, gib, multiplies_bfloat16, usable_threads
-from autotune.modeling.clock import now_ms
+from autotune.machine.device import free_memory, gib, multiplies_bfloat16
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
-from autotune.modeling.threads import limited_threads
 from autotune.recording.answers import AnswerRecorder
 from autotune.recording.recorder import Recorder, Report
 from autotune.runtime.decoder import Decoder
@@ -40,7 +37,6 @@ from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.teacher import Teacher, TeacherBatches
 from autotune.workloads.prompt import load_prompt
 
-THREAD_REPEATS = 2
 CHAIN_DEPTH = 5  # of the draft that is tried on held-out prompts
 NUM_TRIED_PROMPTS, NUM_TRIED_TOKENS = 8, 64
 NUM_HELD_OUT = 3  # batches
@@ -72,10 +68,6 @@ class TriedStep(NamedTuple):
 
     batch: str
     """The size of the batch, in words."""
-    read_s: float
-    """Time in which the target read the batch."""
-    step_s: float
-    """Time of the rest of the step."""
     num_bytes: int
     """Memory in use, models included."""
 
@@ -91,10 +83,8 @@ class DraftTask:
         recipe: Recipe,
         recipe_path: Path,
         accelerator: Accelerator,
-        checkpoint: Callable[[], Mapping[str, float]] = dict,
         *,
         report: Report | None = None,
-        notify: Callable[[str], None] | None = None,
         console: Console | None = None,
     ) -> None:
         self.recipe = recipe
@@ -147,8 +137,7 @@ class DraftTask:
         # Recipes of one file of examples share answers and teacher batches, wherever they are trained from.
         self.cache = (path.parent if os.access(path.parent, os.W_OK) else Path()) / WORKSPACE
         recorder = Recorder(self.target, self.target_reference, self.processor, self.cache)
-        began = partial(self._begin_reading, checkpoint, notify, len(training))
-        lines = read_examples(path, [*training, *held_out], recorder, accelerator, report, began)
+        lines = read_examples(path, [*training, *held_out], recorder, accelerator, report)
         self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
         self._choose_vocabulary(self._training_lines)
 
@@ -176,65 +165,6 @@ class DraftTask:
             text = text.with_vocabulary(kept)
             self.module.keep_tokens(kept, text.head.weight)
         self._kept, self._head, self._num_tokens = kept, text.logits, size if kept is None else len(kept)
-
-    def _begin_reading(
-        self,
-        checkpoint: Callable[[], Mapping[str, float]],
-        notify: Callable[[str], None] | None,
-        num_training: int,
-        lines: Sequence[Line],
-        num_missing: int,
-        seconds: float,
-    ) -> None:
-        """Choose the number of threads, and say how long ``num_missing`` answers and the training take, after the
-        answers of ``lines`` took ``seconds``.
-        """
-        self._choose_vocabulary(lines)
-        numbers = checkpoint()
-        self._choose_threads(lines, int(numbers.get("threads", 0)))
-        if notify is None:
-            return
-        training_s, num_left = 0.0, 0
-        num_read: dict[int, int] = {}  # batches by their size; stages share those of the target
-        for number, stage in enumerate(self.recipe.stages):
-            begun = numbers.get("stage", 0)
-            num_done = stage.steps if number < begun else int(numbers.get("step", 0)) * (number == begun)
-            num_batches, size = math.ceil(num_training / stage.batch_size), stage.batch_size
-            num_known = max(num_read.get(size, 0), min(num_done, num_batches))
-            num_read[size] = max(num_known, min(stage.steps, num_batches))
-            if num_done < stage.steps:
-                _, tried = (self._try_step(stage, lines) for _ in range(2))  # the first step prepares kernels
-                num_left += stage.steps - num_done
-                training_s += (stage.steps - num_done) * tried.step_s + (num_read[size] - num_known) * tried.read_s
-        num_steps = sum(stage.steps for stage in self.recipe.stages)
-        parts = [
-            f"{num_left:,} of {num_steps:,} steps about {timedelta(seconds=round(training_s))} (as a tried one of each stage takes)"
-        ]
-        if num_missing > 0:
-            answers_s = seconds * num_missing / len(lines)
-            num_tokens = sum(len(line.answer) for line in lines)
-            parts.insert(
-                0,
-                f"the other {num_missing:,} answers about {timedelta(seconds=round(answers_s))} "
-                f"({num_tokens / seconds:,.0f} tokens/s, as the first {len(lines)} take)",
-            )
-        threads = f"; CPU threads: {usable_threads()}" if self.accelerator.device.type == "cpu" else ""
-        notify(f"time (h:mm:ss{threads}): {', '.join(parts)}")
-
-    def _choose_threads(self, lines: Sequence[Line], num_before: int) -> None:
-        """Let torch use all CPU threads, or one where steps then take less time in the mean: beside another busy
-        process threads wait for each other. A resumed run keeps its number, and so its weights.
-        """
-        available = usable_threads()
-        if self.accelerator.device.type != "cpu" or available == 1:
-            return
-        seconds = dict.fromkeys((1, available), 0.0)
-        self._try_step(self.recipe.stages[0], lines)  # prepares kernels
-        for number in THREAD_REPEATS * [*seconds] if num_before == 0 else []:
-            with limited_threads(number):
-                tried = self._try_step(self.recipe.stages[0], lines)
-            seconds[number] += tried.read_s + tried.step_s
-        torch.set_num_threads(num_before or min(seconds, key=seconds.__getitem__))
 
     def try_largest_batches(self) -> str:
         """Try a step on the largest batch of every stage; returns the memory that it takes, as one line.
@@ -268,10 +198,8 @@ class DraftTask:
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         batch_words = f"{size} examples of up to {max(line.length for line in chosen):,} tokens"
         self.module.train()
-        started = now_ms(device)
         try:
             batch = self._compared(self.teacher.read(examples[0], layers=layers, rule=rule))
-            is_read = now_ms(device)
             with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
                 loss, _ = self.module.loss(batch, stage, torch.Generator().manual_seed(0), self._compare)
             num_bytes = memory_in_use(device)
@@ -287,10 +215,9 @@ class DraftTask:
             ) from None
         num_bytes = max(num_bytes, memory_in_use(device))
         optimizer.zero_grad()
-        ended = now_ms(device)
         for name, buffer in self.module.named_buffers():
             buffer.copy_(buffers[name])
-        return TriedStep(batch_words, (is_read - started) / 1000, (ended - is_read) / 1000, num_bytes)
+        return TriedStep(batch_words, num_bytes)
 
     def prepare(self) -> None:
         """Compute what weights begin with."""

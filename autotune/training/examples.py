@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -152,14 +151,9 @@ def read_examples(
     recorder: Recorder,
     accelerator: Accelerator,
     report: Report | None = None,
-    announce: Callable[[list[Line], int, float], None] | None = None,
 ) -> list[Line]:
     """The lines with answers. The target writes missing answers in batches of prompts of similar length, each process a
     share of them; the recorder caches them.
-
-    Args:
-        announce: is called once, with the lines of the first batch of which answers were missing, the number of later
-            lines, and the seconds that the batch would take if all were; or with all lines, 0 and 0.
 
     Raises:
         UserError: an unreadable image, or a prompt that the target cannot read.
@@ -171,10 +165,7 @@ def read_examples(
     answered: dict[int, Line] = {}  # by the identity of the line without its answer
     for share in [missing] if num_processes == 1 else [missing[process::num_processes], missing]:
         answered = {}
-        batches = list(_batches(share, recorder.target))
-        middle = len(batches) // 2
-        for batch in (*batches[middle:], *batches[:middle]):  # those of medium length tell how long the others take
-            num_decoded, began = recorder.num_decoded, time.perf_counter()
+        for batch in _batches(share, recorder.target):
             with errors_about(str(path)):
                 answers = recorder.answers_to_train_on(
                     [load_prompt(path, line.number, line.settings) for line in batch]
@@ -184,15 +175,8 @@ def read_examples(
                 answered[id(line)] = _answered(line, list(read), recorder)
             if report is not None:
                 report(len(answered), len(share))
-            if announce is not None and (num_new := recorder.num_decoded - num_decoded):  # the others were on the disk
-                seconds = (time.perf_counter() - began) * len(batch) / num_new
-                announce([answered[id(line)] for line in batch], len(share) - len(answered), seconds)
-                announce = None
         accelerator.wait_for_everyone()
-    lines = [answered.get(id(line), line) for line in asked]
-    if announce is not None:
-        announce(lines, 0, 0.0)
-    return lines
+    return [answered.get(id(line), line) for line in asked]
 
 
 def _batches(lines: Sequence[Line], target: Target) -> Iterator[list[Line]]:

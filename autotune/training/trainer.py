@@ -58,12 +58,12 @@ class Checkpoint:
             for optimizer in optimizers:
                 for moment, value in optimizer.state.get(parameter, {}).items():
                     tensors[f"{moment}.{name}"] = value
-        numbers = {"stage": stage, "step": step, "threads": torch.get_num_threads(), **further}
+        numbers = {"stage": stage, "step": step, **further}
         save_tensors(self.path, tensors, {"recipe": self.recipe_key} | {name: str(n) for name, n in numbers.items()})
 
     def numbers(self) -> dict[str, float]:
-        """The ``stage`` and ``step`` to continue from, the CPU ``threads`` so far, and what else was saved; empty
-        without a checkpoint, a ``UserError`` for a damaged or another recipe's one.
+        """The ``stage`` and ``step`` to continue from, and what else was saved; empty without a checkpoint, a
+        ``UserError`` for a damaged or another recipe's one.
         """
         if not self.path.exists():
             return {}
@@ -264,34 +264,31 @@ def train(
         key = content_key([content, sha256_of(recipe_path.parent / recipe.data.file)])
         return Checkpoint(output / ".checkpoint" / name, key)
 
-    with contextlib.ExitStack() as stack:
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        monitor = ContentionMonitor(str(accelerator.device))
-        numbers = lambda: checkpoint(STATE).numbers()  # noqa: E731
-        task = DraftTask(recipe, recipe_path, accelerator, numbers, report=report, notify=notify, console=console)
-        autocast = autocast_dtype(accelerator.device, task.target.dtype)
-        log, best = output / "training.jsonl", checkpoint("best.safetensors")
-        trainer = Trainer(recipe, task, accelerator, checkpoint(STATE), log, progress, autocast, best)
-        memory = task.try_largest_batches()
-        if notify is not None:
-            notify(memory)
-        trainer.run()
-        if not accelerator.is_main_process:
-            return output
-        if kept := best.numbers():
-            best.load_model(task.module)
-        task.save(output)
-        if notify is not None:
-            if kept:
-                notify(
-                    f"the weights are those of step {kept['step']:.0f} of the last stage, whose held-out agreement is the highest: "
-                    f"{kept['agreement']:.1%}"
-                )
-            tokens = task.tokens_per_round(output)
-            accelerator.log({"held_out_tokens_per_round": tokens}, sum(stage.steps for stage in recipe.stages))
-            notify(f"on held-out prompts a chain of {CHAIN_DEPTH} emits {tokens:.2f} tokens per round")
-            notify(monitor.contention().describe("during the training"))
-            notify(f"weights and training log written to {output}")
+    monitor = ContentionMonitor(str(accelerator.device))
+    task = DraftTask(recipe, recipe_path, accelerator, report=report, console=console)
+    autocast = autocast_dtype(accelerator.device, task.target.dtype)
+    log, best = output / "training.jsonl", checkpoint("best.safetensors")
+    trainer = Trainer(recipe, task, accelerator, checkpoint(STATE), log, progress, autocast, best)
+    memory = task.try_largest_batches()
+    if notify is not None:
+        notify(memory)
+    trainer.run()
+    if not accelerator.is_main_process:
+        return output
+    if kept := best.numbers():
+        best.load_model(task.module)
+    task.save(output)
+    if notify is not None:
+        if kept:
+            notify(
+                f"the weights are those of step {kept['step']:.0f} of the last stage, whose held-out agreement is the highest: "
+                f"{kept['agreement']:.1%}"
+            )
+        tokens = task.tokens_per_round(output)
+        accelerator.log({"held_out_tokens_per_round": tokens}, sum(stage.steps for stage in recipe.stages))
+        notify(f"on held-out prompts a chain of {CHAIN_DEPTH} emits {tokens:.2f} tokens per round")
+        notify(monitor.contention().describe("during the training"))
+        notify(f"weights and training log written to {output}")
     return output
 
 

@@ -58,6 +58,18 @@ class ForestBounds(Document):
     answer_tokens: int | None = Field(default=None, ge=2)
     """Tokens recorded of each answer; None: all."""
 
+    @property
+    def largest(self) -> int:
+        """Most nodes of a root's forest, itself not counted."""
+        levels = range(1, self.depth)
+        return sum(
+            2  # most probable path and answer
+            + self.width
+            + (self.beam if level < self.beam_depth else 0)
+            + (self.nucleus_width if level < self.nucleus_depth else 0)
+            for level in levels
+        )
+
 
 class TreeSize(NamedTuple):
     """How large the trees of a policy can become."""

@@ -22,7 +22,7 @@ class Job(NamedTuple):
     """The stage's JSON. Beside it is the folder ``documents``, for those that the command writes."""
     switches: list[str]
     dry: bool
-    """Tiny models on a simulated device."""
+    """Tiny models on a rehearsed device."""
 
     def save(self, result: Any) -> None:
         """Write what has been measured so far, whole or not at all."""
@@ -38,8 +38,8 @@ def main() -> None:
     if not job.dry:
         return run(job)
     from autotune.modeling.loading import load_model
-    from tests.simulated_device import SimulatedDevice
+    from tests.rehearsal import Rehearsal
 
     load_model("digits/target")  # nothing is rehearsed that transformers does when it first loads a model
-    with SimulatedDevice("h100"):
+    with Rehearsal(num_devices=1):
         run(job)

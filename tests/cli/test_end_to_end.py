@@ -72,12 +72,10 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     assert set(traces[0]["agreement"]) == {"prompt", "read"}
     assert all(list(tmp_path.glob(f"traces/traces/*/keep-{keep}-*.trace.json")) for keep in ("1", "0.5"))
 
-    as_engines = ["--visual-input", "placeholders", "--max-new-tokens", "5", "--temperature", "0", "-o", "engine"]
-    stage("record", *models, *workload, *as_engines)
-    (path,) = tmp_path.glob("engine/traces/*/keep-1-placeholders-*.trace.json")
+    stage("record", *models, *workload, "--max-new-tokens", "5", "--temperature", "0", "-o", "engine")
+    (path,) = tmp_path.glob("engine/traces/*/keep-1-*.trace.json")
     header = TraceHeader.load(path)
     assert header.workload_sha256 == load_workload(workload[1], "tune").sampled(0.0).cut(4, 5).sha256
-    assert header.visual_input == "placeholders"
 
     small = ["--space", "small.yaml", "--trials", "8", "--budget", "1h"]
     profile = stage("search", *models, *workload, *small, "-o", "profile.json", "--table", "trials.csv")

@@ -18,7 +18,7 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.modeling.target import Target
 from autotune.trees.tree import ROOT, Tree, new_tree, set_root
 from tests.obvious import add_node, ancestors_of, children_of, logits_after, refused, tokens_to
-from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair, new_llama
+from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
 NUM_PROPOSALS = 10
 CAPACITY = 512
@@ -210,17 +210,6 @@ def test_the_number_of_visual_tokens_kept() -> None:
 
 
 # -------- others
-
-
-@torch.inference_mode()
-def test_a_larger_request_gets_larger_buffers(prompts: dict[str, Inputs]) -> None:
-    draft = IndependentDraft(new_llama(1))
-    capacity = draft.cache.capacity
-    (prompt,) = draft.prompts({"input_ids": prompts["text"]["input_ids"]})
-    draft.prefill(prompt, None, capacity=capacity)
-    assert draft.cache.capacity == capacity
-    draft.prefill(prompt, None, capacity=capacity + 1)
-    assert draft.cache.capacity > capacity and draft.length == prompts["text"]["input_ids"].shape[1]
 
 
 def test_top_proposals_are_sorted_log_probabilities() -> None:

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from autotune.drafters import independent
-from autotune.drafters.draft import DraftNotice
-from autotune.drafters.forests import AnswerToRecord
+from autotune.drafters.draft import AnswerToRecord, DraftNotice
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError

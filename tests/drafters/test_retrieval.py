@@ -197,15 +197,6 @@ def test_it_is_loaded_by_name_and_has_one_subnet(pair: Pair) -> None:
 # -------- decoding
 
 
-@pytest.mark.parametrize("prompt", ["text", "image", "long"])
-def test_decoding_emits_the_target_s_own_tokens(pair: Pair, prompts: dict[str, Inputs], prompt: str) -> None:
-    inputs = prompts[prompt]
-    draft = RetrievalDraft()
-    expected = Decoder(pair.target).generate(**inputs, max_new_tokens=40)
-    found = Decoder(pair.target, draft, tree=CHAIN).generate(**inputs, max_new_tokens=40)
-    assert torch.equal(found.sequences, expected.sequences)
-
-
 def test_a_repetitive_answer_is_accepted(
     pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from autotune.machine import container
 from autotune.machine.device import fingerprint, free_memory, usable_threads
-from autotune.modeling.threads import limited_threads
+from autotune.modeling.host import limited_threads
 
 GIB, MIB = 1 << 30, 1 << 20
 V1 = "memory/box/memory"

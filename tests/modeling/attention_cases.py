@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.modeling.packed_step import Layout, PackedStep, padded_columns
-from autotune.modeling.step import Step
+from autotune.modeling.step import Layout, PackedStep, Step, padded_columns
 
 
 class Case(NamedTuple):

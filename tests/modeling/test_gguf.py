@@ -212,7 +212,7 @@ def test_what_is_wrong_with_a_gguf_file_is_told(
     folder.mkdir()
     for name in ("a.gguf", "b.gguf"):
         (folder / name).touch()
-    damaged = "transformers cannot load this GGUF file .*; download it again if it may be damaged"
+    damaged = "transformers cannot load it .*; download it again if it may be damaged"
     cases = {
         file("weights", content[:-1000]): damaged,
         file("header", content[:700]): damaged,

@@ -19,9 +19,8 @@ from autotune.modeling.feature_rows import FeatureRows
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import EagerNotice, GraphKey, GraphRunner
 from autotune.modeling.masks import MaskBuffer, first_visible
-from autotune.modeling.packed_step import HEADER, Layout, PackedStep, padded_columns
 from autotune.modeling.prompt import EncodedPrompt
-from autotune.modeling.step import Step
+from autotune.modeling.step import HEADER, Layout, PackedStep, Step, padded_columns
 from autotune.modeling.target import Target
 from autotune.modeling.tree_attention import additive_mask
 from autotune.runtime.decoder import Decoder

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from autotune.modeling import self_check
 from autotune.modeling.graph_runner import EagerNotice
-from autotune.modeling.packed_step import PackedStep
 from autotune.modeling.self_check import CAPTURED_TOKENS
+from autotune.modeling.step import PackedStep
 from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
 from autotune.runtime.decoder import Decoder

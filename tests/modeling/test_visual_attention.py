@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.modeling.target import Prefilled, Target
-from autotune.modeling.visual_attention import even_scores, observed_attention
+from autotune.modeling.visual_attention import even_scores
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
 
@@ -98,14 +98,6 @@ def test_even_ranks_spread_every_share_of_the_tokens(count: int) -> None:
         assert columns.max() <= 4
 
 
-def test_an_eager_target_is_observed_too(eager_target: Any, prompts: dict[str, Inputs]) -> None:
-    """Its attention is a function in the model's module, which transformers' table does not list."""
-    with torch.inference_mode():
-        scores = prefill(eager_target, prompts["image"]).visual_scores["text_after_image"]
-    expected = obvious_scores(eager_target, prompts["image"])["text_after_image"]
-    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
-
-
 def test_an_image_that_ends_the_prompt_is_ranked_by_its_last_token(
     pair: Pair, eager_target: Any, prompts: dict[str, Inputs]
 ) -> None:
@@ -130,18 +122,3 @@ def test_a_prompt_without_an_image_has_no_scores(pair: Pair, prompts: dict[str, 
     with torch.inference_mode():
         prefilled = prefill(pair.target, prompts["text"])
     assert (prefilled.visual_scores, prefilled.prompt.num_visual_tokens) == ({}, 0)
-
-
-def test_the_config_is_restored(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """Saved models and later calls are not affected, even after an error inside the context."""
-    target = Target(pair.target)
-    before = pair.target.config.to_dict()
-    with torch.inference_mode():
-        prefill(pair.target, prompts["image"])
-    assert pair.target.config.to_dict() == before
-    config = target.text.config
-    with pytest.raises(ZeroDivisionError), observed_attention(target.text, lambda attention: None):
-        assert config._attn_implementation != "sdpa"
-        raise ZeroDivisionError
-    assert config._attn_implementation == "sdpa"
-    assert pair.target.config.to_dict() == before

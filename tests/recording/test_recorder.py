@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
-from autotune.drafters.forests import ROOTS_AT_ONCE, choose_expanded
+from autotune.drafters.draft import ROOTS_AT_ONCE
+from autotune.drafters.forests import choose_expanded
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.modeling.prompt import visual_tokens
@@ -28,7 +29,6 @@ from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, load_workload
-from tests.obvious import refused
 from tests.sample_documents import write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS
 
@@ -217,53 +217,6 @@ def test_a_node_has_the_proposals_of_the_draft_alone(
         tokens, logprobs = alone.children([*answer.tokens[: root + 1], *path], SMALL.num_proposals)
         np.testing.assert_allclose(part.forest.child_logprob[node], logprobs, atol=TOLERANCE)
         assert part.forest.child_token[node].tolist() == tokens.tolist()
-
-
-def test_placeholders_are_read_as_text(
-    recorder: Recorder, draft: IndependentDraft, draft_reference: ModelReference, workload: Workload, processor: Any
-) -> None:
-    """As serving engines feed a draft model: the ids of the whole prompt, and no image. Other traces keep their
-    records.
-    """
-    two = Workload("x", "tune", workload.prompts[:2])
-    trace = record(recorder, draft, draft_reference, two, visual_input="placeholders")
-    seen = record(recorder, draft, draft_reference, two)
-    assert trace.header.visual_input == "placeholders" != seen.header.visual_input and not draft.reads_placeholders
-    assert trace.num_visual_tokens.tolist() == seen.num_visual_tokens.tolist() == [0, NUM_VISUAL_TOKENS]
-    assert seen.num_patches.tolist() == [0, NUM_VISUAL_TOKENS]
-    assert record(recorder, draft, draft_reference, two).num_patches.tolist() == [0, NUM_VISUAL_TOKENS], "read again"
-    assert trace.draft_prompt_length.tolist() == trace.prompt_length.tolist()
-    for number, answer in enumerate(recorder.answers(two)):
-        forest = trace.select([number]).forest
-        ids = two.prompts[number].inputs(processor)["input_ids"]
-        for node, (root, path) in list(paths_of(forest).items())[::7]:
-            tokens = torch.cat([ids, torch.tensor([[*answer.tokens[: root + 1], *path]])], 1)
-            with torch.inference_mode():
-                hidden = draft.text.module(inputs_embeds=draft.model.get_input_embeddings()(tokens), use_cache=False)
-                logprobs = draft.text.logits(hidden.last_hidden_state[0, -1]).log_softmax(-1).topk(SMALL.num_proposals)
-            np.testing.assert_allclose(forest.child_logprob[node], logprobs.values.numpy(), atol=TOLERANCE)
-            assert forest.child_token[node].tolist() == logprobs.indices.tolist()
-        is_equal = np.array_equal(forest.child_logprob, seen.select([number]).forest.child_logprob)
-        assert is_equal == (number == 0), "the first prompt has no image"
-
-
-def test_placeholders_that_cannot_be_read_are_refused(
-    fresh: Recorder,
-    draft: IndependentDraft,
-    draft_reference: ModelReference,
-    workload: Workload,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with refused(r"of kind independent with 0\.5 of them; leave --visual-input out"):
-        record(fresh, draft, draft_reference, workload, visual_input="placeholders", visual_keep=0.5)
-    placeholder = int(fresh.target.model.config.image_token_id)
-    monkeypatch.setattr(draft, "vocab_size", placeholder)
-    message = (
-        f"the draft's vocabulary has {placeholder} tokens, so it cannot read the placeholder {placeholder} as text"
-    )
-    with refused(message):
-        record(fresh, draft, draft_reference, workload, visual_input="placeholders")
-    assert not draft.reads_placeholders
 
 
 def test_long_answers_and_wide_levels_take_several_forwards(

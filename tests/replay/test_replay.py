@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -360,27 +360,6 @@ def test_a_chain_by_hand() -> None:
     total = draft_ms + verify_ms + 1.8125 + 5.5
     assert replayed.decode_ms[0] == pytest.approx(total)
     assert replayed.ms_per_token == pytest.approx(total / 6)
-
-
-@pytest.mark.parametrize("below_threshold", ["leaf", "drop"])
-def test_a_sage_tree_by_hand(below_threshold: Literal["leaf", "drop"]) -> None:
-    """Two levels, two children of the root, then one child each, three nodes at most.
-
-    ReplayedRound 1: 11 (0.6), 20 (0.3), then 12 (0.48), which leaves no room for 20's 21 (0.27). Both tokens are
-    accepted. ReplayedRound 2, root 13: 14 (0.7), 20 (0.2), then 21 (0.63) below 14. ReplayedRound 3, root 15: 16, and
-    20 falls below 0.05: it is a leaf, or not in the tree.
-    """
-    policy = SagePolicy(d_min=2, d_max=2, w_min=2, w_max=2, k=2, n_max=3, below_threshold=below_threshold)
-    last = 2 if below_threshold == "leaf" else 1  # nodes of round 3
-    replayed = replay(trace_by_hand(), policy, prices_by_hand())
-    assert replayed.accepted_lengths[0].tolist() == [2, 1, 1]
-    # ReplayedRound 3 expands its one node of level 1, which is past the answer and not recorded.
-    assert (replayed.draft_forwards[0], replayed.verified_nodes[0], replayed.missing[0]) == (6, 3 + 3 + last, 1)
-    # The second level reads two nodes in rounds 1 and 2, one in round 3.
-    draft_ms = (1 + 0.1) + (2 + 0.1) + (2 + 0.1) + (2 + 0.2) + (1 + 0.2) + (1 + 0.2) + 3 * 0.5
-    verify_ms = (40 + 2) + (40 + 3) + (10 + 10 * last + 3)  # root and nodes
-    assert replayed.draft_ms[0] == pytest.approx(draft_ms)
-    assert replayed.verify_ms[0] == pytest.approx(verify_ms)
 
 
 def test_a_level_wider_than_a_forward_pass_costs_several() -> None:

@@ -30,14 +30,7 @@ def assert_equal(actual: Trace, expected: Trace) -> None:
     for name, array in expected.forest.__dict__.items():
         np.testing.assert_array_equal(getattr(actual.forest, name), array)
         assert getattr(actual.forest, name).dtype == array.dtype, name
-    arrays = [
-        "answer_start",
-        "first_node",
-        "prompt_length",
-        "draft_prompt_length",
-        "num_visual_tokens",
-        "prompt_tokens",
-    ]
+    arrays = ["answer_start", "first_node", "prompt_length", "draft_prompt_length", "num_visual_tokens"]
     for name in arrays:
         np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
         assert getattr(actual, name).dtype == np.int64, name  # as the compiled replay takes it
@@ -77,22 +70,6 @@ def test_a_saved_trace_loads_equal(tmp_path: Path) -> None:
         assert_equal(load_trace(path), trace)
     assert json.loads(path.read_text())["schema"] == "autotune.trace/2"
     assert sorted(p.name for p in path.parent.iterdir()) == ["keep-0.5.trace.json", "keep-0.5.trace.safetensors"]
-
-
-def test_tokens_of_prompts_are_kept(tmp_path: Path) -> None:
-    """They are left out where one prompt lacks them."""
-    parts = [
-        RecordedPrompt(FIRST, 3, 3, 0, 0, np.array([1, 2, 3])),
-        RecordedPrompt(SECOND, 2, 2, 0, 0, np.array([8, 9])),
-    ]
-    bounds = ForestBounds(depth=2, num_proposals=2)
-    trace = join(header(2, bounds=bounds), parts)
-    assert trace.prompt_tokens.tolist() == [1, 2, 3, 8, 9]
-    assert trace.select([1, 0]).prompt_tokens.tolist() == [8, 9, 1, 2, 3]
-    path = tmp_path / "x.trace.json"
-    save_trace(path, trace)
-    assert_equal(load_trace(path), trace)
-    assert not len(join(header(2, bounds=bounds), [parts[0], RecordedPrompt(SECOND, 2, 2, 0)]).prompt_tokens)
 
 
 def test_damaged_arrays_are_refused(tmp_path: Path) -> None:

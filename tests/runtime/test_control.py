@@ -54,38 +54,7 @@ def test_a_fallback_changes_no_token(pair: Pair, prompts: dict[str, Inputs]) -> 
         assert out.stats.plain_steps > 20
 
 
-def test_a_useless_draft_is_probed_less_and_less_often(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """In every request anew: a request does not depend on those before it."""
-    decoder = Decoder(pair.target, useless_draft(), tree={"policy": "chain"}, fallback=COSTLY)
-    stats = [decoder.generate(**prompts["image"], max_new_tokens=100).stats for _ in range(4)]
-    # One round loses at least 1.2 + 5 x 0.3 + 5 x 0.03 - 1 = 1.85 steps: fallback after 4 rounds, then one probe after
-    # 8 plain steps, one after 16, one after 32.
-    assert [s.rounds - s.plain_steps for s in stats] == [7] * 4
-
-
-def test_a_draft_that_helps_or_has_no_price_is_never_left_out(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    for draft, price in ((pair.target, COSTLY), (useless_draft(), None)):
-        decoder = Decoder(pair.target, draft, tree={"policy": "chain"}, fallback=price)
-        for _ in range(4):
-            stats = decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS).stats
-            assert stats.plain_steps == 0 < stats.draft_forwards
-
-
 # -------- capture sizes
-
-
-def test_capture_sizes_change_no_token(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """Neither tokens nor counts: padding is masked."""
-    for number, tree in enumerate(TREES.values()):
-        plain, rounded = (
-            Decoder(pair.target, pair.draft, tree=tree, capture_sizes=capture_sizes)
-            for capture_sizes in ((), (8, 3, 64, 16))
-        )
-        settings: dict[str, Any] = ({}, {"temperature": 1.0, "seed": 4})[number % 2]
-        expected, found = (d.generate(**prompts["image"], max_new_tokens=14, **settings) for d in (plain, rounded))
-        assert torch.equal(expected.sequences, found.sequences)
-        assert expected.stats.accepted_lengths == found.stats.accepted_lengths
-        assert expected.stats.verified_nodes == found.stats.verified_nodes
 
 
 def test_forwards_have_capture_sizes(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,12 +161,6 @@ def test_levels_wider_than_a_forward_pass_are_drafted_in_parts(
 def test_a_mistake_in_the_verification(pair: Pair, verification: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Decoder(pair.target, pair.draft, verification=verification)
-
-
-def test_a_verification_may_be_a_dictionary(pair: Pair) -> None:
-    decoder = Decoder(pair.target, pair.draft, verification={"kind": "wetap", "threshold": 0.5})
-    assert decoder.point.verification == WetapVerification(threshold=0.5)
-    assert Decoder(pair.target, pair.draft, verification={"kind": "lossless"}).point.verification.is_lossless
 
 
 def test_logits_processors_of_lossy_verification_read_what_is_accepted(pair: Pair, prompts: dict[str, Inputs]) -> None:

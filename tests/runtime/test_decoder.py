@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -93,13 +92,6 @@ def test_a_draft_that_is_never_right_changes_no_token(pair: Pair, prompts: dict[
     out = Decoder(pair.target, draft, tree=TREES["sage"]).generate(**prompts["image"], max_new_tokens=NEW_TOKENS)
     assert torch.equal(out.sequences, greedy("image"))
     assert out.stats.tokens_per_round is not None and out.stats.tokens_per_round < 1.5
-
-
-def test_a_draft_that_is_always_right_is_accepted_whole(pair: Pair, prompts: dict[str, Inputs], greedy: Greedy) -> None:
-    """The target as its own draft: a chain of 4 emits 5 tokens in every round; 20 = 1 of the prefill + 3 * 5 + 4."""
-    out = Decoder(pair.target, pair.target, tree=TREES["chain"]).generate(**prompts["image"], max_new_tokens=NEW_TOKENS)
-    assert torch.equal(out.sequences, greedy("image"))
-    assert out.stats.accepted_lengths == [4] * 4
 
 
 @pytest.mark.parametrize("num_seeds", [200, pytest.param(1000, marks=pytest.mark.nightly)])
@@ -203,17 +195,6 @@ def test_decoding_ends_with_the_end_of_sequence(
 # -------- Hugging Face's custom_generate
 
 
-def test_custom_generate_equals_generate(
-    pair: Pair, prompts: dict[str, Inputs], greedy: Greedy, decoder: Decoder
-) -> None:
-    for prompt, num_tokens in (("image", 1), ("long", 7), ("image", NEW_TOKENS), ("text", NEW_TOKENS)):
-        for method in (decoder, Decoder(pair.target)):
-            generated = pair.target.generate(
-                **prompts[prompt], max_new_tokens=num_tokens, do_sample=False, custom_generate=method
-            )
-            assert torch.equal(generated, greedy(prompt, max_new_tokens=num_tokens))
-
-
 def test_custom_generate_samples_repeatably_and_the_draft_changes_nothing(
     pair: Pair, prompts: dict[str, Inputs], decoder: Decoder
 ) -> None:
@@ -234,40 +215,6 @@ def test_custom_generate_samples_repeatably_and_the_draft_changes_nothing(
     assert torch.equal(sample(decoder, 1), sample(decoder, 1))
     assert torch.equal(sample(decoder, 1), sample(Decoder(pair.target), 1))
     assert not torch.equal(sample(decoder, 1), sample(decoder, 2))
-
-
-class Recorder:
-    """A streamer that keeps its tokens; transformers' streamers have only ``put`` and ``end`` in common."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.num_puts = 0
-        self.num_ends = 0
-
-    def put(self, value: Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-        self.num_puts += 1
-
-    def end(self) -> None:
-        self.num_ends += 1
-
-
-def test_custom_generate_feeds_a_streamer(
-    pair: Pair, prompts: dict[str, Inputs], greedy: Greedy, decoder: Decoder
-) -> None:
-    """``generate`` does not forward its own ``streamer`` to a custom method, so it is bound beforehand. It receives the
-    prompt, as from transformers, then the tokens of each round.
-    """
-    streamer = Recorder()
-    out = pair.target.generate(
-        **prompts["image"],
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        custom_generate=functools.partial(decoder, streamer=streamer),
-        return_dict_in_generate=True,
-    ).sequences
-    assert streamer.tokens == out[0].tolist() == greedy("image")[0].tolist()
-    assert (streamer.num_puts, streamer.num_ends) == (2 + decoder.last_output.stats.rounds, 1)
 
 
 def test_custom_generate_shows_the_draft_the_image_itself(
@@ -339,13 +286,6 @@ def test_vocabularies_that_are_padded_to_different_sizes(draft_size: int) -> Non
         Decoder(target, IndependentDraft(draft, tokenizer=WordLevel(300, "other ")), processor=tokenizer)
 
 
-def test_more_than_the_context_holds(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
-    length = prompts["text"]["input_ids"].shape[1]
-    message = rf"context of 2048 tokens; got {length} \+ {2049 - length}; shorten the prompt or lower max_new_tokens"
-    with pytest.raises(UserError, match=message):
-        decoder.generate(**prompts["text"], max_new_tokens=2049 - length)
-
-
 def test_the_context_to_the_last_token(text_pair: Pair) -> None:
     """A prompt and answer that fill it are allowed: the tree that reaches beyond it is not emitted."""
     prompt = torch.from_numpy(np.random.default_rng(1).integers(4, VOCABULARY_SIZE, (1, 2040)))
@@ -357,24 +297,6 @@ def test_no_prompt(decoder: Decoder) -> None:
     for inputs, given in (({"pixel_values": torch.zeros(1, 3, 32, 32)}, "pixel_values"), ({}, "nothing")):
         with pytest.raises(UserError, match=f"generate needs input_ids, .*; got {given}"):
             decoder.generate(**inputs)
-
-
-def test_sampling_settings_out_of_range(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
-    for settings, message in (
-        ({"temperature": -1.0}, "temperature must be a number of at least 0; got -1.0"),
-        ({"top_p": 2.0}, "top_p must be above 0 and at most 1; got 2.0"),
-        ({"top_k": -2}, "top_k must be at least 0; got -2"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1; got 0"),
-    ):
-        for call in (decoder.generate, decoder.stream):
-            with pytest.raises(UserError, match=message):
-                list(call(**prompts["text"], **settings))
-
-
-def test_a_misspelt_setting(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
-    for misspelt in ("temprature", "max_tokens", "do_samples"):
-        with pytest.raises(UserError, match=misspelt):
-            decoder.generate(**prompts["text"], max_new_tokens=2, **{misspelt: 1})
 
 
 def test_a_share_of_visual_tokens_out_of_range(pair: Pair, decoder: Decoder) -> None:
@@ -390,19 +312,6 @@ def test_an_unknown_ranking(pair: Pair) -> None:
         Decoder(pair.target, pair.draft, visual_keep=0.5, visual_ranking="evn")  # type: ignore[arg-type]
 
 
-def test_an_unknown_tree(pair: Pair, decoder: Decoder) -> None:
-    with pytest.raises(UserError, match="unknown tree policy 'sagee'; did you mean 'sage'"):
-        Decoder(pair.target, pair.draft, tree={"policy": "sagee"})
-    with pytest.raises(UserError, match="unknown key 'dmax'; did you mean 'd_max'"):
-        decoder.configure({"policy": "sage", "dmax": 3}, visual_keep=1.0)
-
-
 def test_custom_generate_on_another_model(pair: Pair, prompts: dict[str, Inputs], decoder: Decoder) -> None:
     with pytest.raises(UserError, match="must be called on the decoder's own target; load it with target=model"):
         pair.draft.generate(**prompts["image"], max_new_tokens=3, custom_generate=decoder)
-
-
-def test_custom_generate_of_several_sequences(pair: Pair, prompts: dict[str, Inputs], decoder: Decoder) -> None:
-    for settings in ({"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
-        with pytest.raises(UserError, match="num_beams and num_return_sequences must be 1"):
-            pair.target.generate(**prompts["image"], max_new_tokens=3, custom_generate=decoder, **settings)

@@ -184,6 +184,27 @@ class DecodingContract:
                 assert set(found[len(tokens) :]) <= {pad}
                 assert out.row_stats[row].new_tokens == len(tokens)
 
+    def test_generate_takes_the_decoder(self, member: Member) -> None:
+        """``model.generate(custom_generate=decoder)``, which prepares positions and pixels in its own way."""
+        decoder = Decoder(member.target, member.draft, tree=self.batch_tree, visual_keep=0.5)
+        for example in member.examples:
+            found = member.target.generate(
+                **example.inputs, max_new_tokens=NEW_TOKENS, do_sample=False, custom_generate=decoder
+            )
+            assert torch.equal(found, example.sequences)
+            assert decoder.last_output.stats.draft_forwards > 0
+
+    def test_the_model_is_left_as_it_was(self, member: Member) -> None:
+        """Its config, its hooks, and its own greedy output."""
+        before = member.target.config.to_dict()
+        first, last = member.examples[0], member.examples[-1]
+        decoder = Decoder(member.target, member.draft, tree=self.batch_tree, visual_keep=0.5)
+        for example in (last, first, last):
+            decoder.generate(**example.inputs, max_new_tokens=5)
+        assert member.target.config.to_dict() == before
+        assert not any(module._forward_pre_hooks for module in member.target.get_decoder().modules())
+        assert torch.equal(greedy(member.target, last.inputs), last.sequences)
+
 
 class TestEveryFamily(DecodingContract):
     """Every family in ``FAMILIES`` must pass all of this."""
@@ -326,16 +347,6 @@ class TestEveryFamily(DecodingContract):
                 assert request.tokens == answer(example.sequences, example.inputs)[:limit]
         assert len(certain) >= 3
 
-    def test_generate_takes_the_decoder(self, member: Member) -> None:
-        """``model.generate(custom_generate=decoder)``, which prepares positions and pixels in its own way."""
-        decoder = Decoder(member.target, member.draft, tree=TREES[4], visual_keep=0.5)
-        for example in member.examples:
-            found = member.target.generate(
-                **example.inputs, max_new_tokens=NEW_TOKENS, do_sample=False, custom_generate=decoder
-            )
-            assert torch.equal(found, example.sequences)
-            assert decoder.last_output.stats.draft_forwards > 0
-
     def test_drafts_of_other_families_keep_the_output(self, member: Member, text_draft: Any, llava_draft: Any) -> None:
         """A text-only draft reads the prompt without images. So does one whose pixels are made by another processor."""
         example = member.examples[-1]
@@ -395,17 +406,6 @@ class TestEveryFamily(DecodingContract):
             assert torch.equal(out.sequences, example.sequences)
             num_levels += out.stats.draft_forwards
         assert num_levels > 0
-
-    def test_the_model_is_left_as_it_was(self, member: Member) -> None:
-        """Its config, its hooks, and its own greedy output."""
-        before = member.target.config.to_dict()
-        first, last = member.examples[0], member.examples[-1]
-        decoder = Decoder(member.target, member.draft, visual_keep=0.5)
-        for example in (last, first, last):
-            decoder.generate(**example.inputs, max_new_tokens=5)
-        assert member.target.config.to_dict() == before
-        assert not member.target.get_decoder()._forward_pre_hooks
-        assert torch.equal(greedy(member.target, last.inputs), last.sequences)
 
 
 @pytest.mark.parametrize("name", REPLAYED)

@@ -308,15 +308,6 @@ def test_a_batch_equals_that_of_generate(pair: Pair, decoder: Decoder, batch: In
             assert [s.new_tokens for s in row_stats] == [s.new_tokens for s in out.row_stats]
 
 
-def test_padding_on_either_side_is_left_out(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
-    ids = prompts["text"]["input_ids"]
-    texts = [{"input_ids": ids}, {"input_ids": ids[:, :4]}]
-    single = [new_tokens(decoder.generate(**one, max_new_tokens=NEW_TOKENS).sequences, one) for one in texts]
-    for side in ("left", "right"):
-        out = decoder.generate(**padded(texts, side, 0), max_new_tokens=NEW_TOKENS).sequences
-        assert [row[ids.shape[1] :][: len(alone)].tolist() for row, alone in zip(out, single, strict=True)] == single
-
-
 def test_rows_of_a_batch_are_sampled_with_seeds_of_their_own(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
     """Row r as alone with ``seed + r``, so that a prompt that comes twice gives two samples."""
     one = {"input_ids": prompts["text"]["input_ids"]}
@@ -436,24 +427,6 @@ def test_odd_generation_configs_give_the_greedy_answer(
     )
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"min_length": 400},
-        {"suppress_tokens": [5, 9], "begin_suppress_tokens": [7]},
-        {"forced_bos_token_id": 5, "forced_eos_token_id": 2},
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-    ],
-)
-def test_other_settings_of_generation_configs_mean_what_they_mean_to_generate(
-    settings: dict[str, Any], pair: Pair, decoder: Decoder, prompts: dict[str, Inputs], configured: Any
-) -> None:
-    for name, value in settings.items():
-        setattr(configured, name, value)
-    expected = pair.target.generate(**prompts["text"], max_new_tokens=12)
-    assert torch.equal(decoder.generate(**prompts["text"], max_new_tokens=12).sequences, expected)
-
-
 def test_embeddings_in_place_of_tokens(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
     embeddings = pair.target.get_input_embeddings()(prompts["text"]["input_ids"]).detach()
     with pytest.raises(UserError, match="generate needs input_ids"):
@@ -524,9 +497,3 @@ def test_values_of_wrong_types(model: str, decoder: Decoder, text_pair: Pair) ->
         assert torch.equal(decoder.generate(**{**inputs, **right}).sequences, expected), right
         assert torch.equal(target.generate(**{**inputs, **right}, custom_generate=decoder), expected), right
     decoder.generate(**inputs, temperature=np.float64(0.5), seed=np.int32(1))
-
-
-def test_calls_that_generate_refuses_give_one_line(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
-    with pytest.raises(UserError, match=r"generate refuses the call: .*strictly positive") as caught:
-        decoder.generate(**prompts["text"], max_new_tokens=3, repetition_penalty=-1.0)
-    assert "\n" not in str(caught.value)

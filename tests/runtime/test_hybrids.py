@@ -46,7 +46,6 @@ from tests.runtime.test_families import (
     Member,
     answer,
     extended,
-    greedy,
     new_member,
 )
 from tests.sample_documents import free_prices, header
@@ -130,19 +129,6 @@ class TestEveryHybrid(DecodingContract):
                 decoder.target, example.inputs, answer(alone, example.inputs), answer(with_draft, example.inputs)
             )
             assert found is None or found.is_near_tie, str(found)
-
-    def test_generate_takes_the_decoder_and_the_model_is_left_as_it_was(self, member: Member) -> None:
-        """Its config, its hooks, and its own greedy output."""
-        before, example = member.target.config.to_dict(), member.examples[-1]
-        decoder = Decoder(member.target, member.draft, tree=CHAINS[2])
-        found = member.target.generate(
-            **example.inputs, max_new_tokens=NEW_TOKENS, do_sample=False, custom_generate=decoder
-        )
-        assert torch.equal(found, example.sequences)
-        assert decoder.last_output.stats.draft_forwards > 0
-        assert member.target.config.to_dict() == before
-        assert not any(module._forward_pre_hooks for module in decoder.target.text.mixers.values())
-        assert torch.equal(greedy(member.target, example.inputs), example.sequences)
 
 
 def logits_of_all(model: Any, inputs: Inputs, tokens: list[int]) -> Tensor:

@@ -153,14 +153,6 @@ def test_custom_generate_picks_the_same_point(decoder: Decoder, pair: Pair, prom
             assert torch.equal(found, generate(**prompts["image"], max_new_tokens=NEW_TOKENS, do_sample=False))
 
 
-def test_a_stream_picks_the_same_point(decoder: Decoder, pair: Pair, prompts: dict[str, Inputs]) -> None:
-    for tag, expected in (("read", READ), (None, OTHERS), ("read", READ)):
-        found = list(decoder.stream(**prompts["image"], max_new_tokens=NEW_TOKENS, workload=tag))
-        assert decoder.point is decoder.points[expected]
-        length = prompts["image"]["input_ids"].shape[1]
-        assert found == plainly(pair, {**prompts["image"], "max_new_tokens": NEW_TOKENS})[0, length:].tolist()
-
-
 def test_each_row_of_a_batch_picks_its_point(decoder: Decoder, pair: Pair, prompts: dict[str, Inputs]) -> None:
     """By their lengths without padding."""
     rows = [prompts["text"]["input_ids"][0], torch.cat([prompts["text"]["input_ids"][0]] * 2)]

@@ -27,7 +27,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.trees.fallback import RoundPrice
 from autotune.workloads.workload import load_workload
 from tests.drafters.test_feature_draft import agreeing_draft
-from tests.runtime.conftest import NEW_TOKENS, SAMPLED, TREES, Greedy, new_tokens
+from tests.runtime.conftest import NEW_TOKENS, TREES, Greedy, new_tokens
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
 
@@ -122,12 +122,6 @@ def test_a_session_is_closed_however_its_request_ends(
 
 def raise_out_of_memory(*_: Any) -> None:
     raise RuntimeError("out of memory")
-
-
-def test_a_request_after_a_failed_one(decoder: Decoder, prompts: dict[str, Inputs], greedy: Greedy) -> None:
-    with pytest.raises(UserError):
-        decoder.generate(input_ids=prompts["image"]["input_ids"])
-    assert torch.equal(decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS).sequences, greedy("image"))
 
 
 # -------- threads
@@ -300,13 +294,6 @@ def test_between_two_tokens_and_after_an_error_in_any_layer_the_model_is_the_use
 
 
 # -------- streaming
-
-
-def test_a_stream_yields_the_tokens_of_generate(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
-    for settings in ({}, SAMPLED[1]):
-        out = decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS, **settings)
-        streamed = list(decoder.stream(**prompts["image"], max_new_tokens=NEW_TOKENS, **settings))
-        assert streamed == new_tokens(out.sequences, prompts["image"])
 
 
 def test_a_stream_yields_before_the_text_is_done(decoder: Decoder, prompts: dict[str, Inputs]) -> None:

@@ -13,7 +13,7 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
-from autotune.measuring.block_log import Block, BlockLog, LogHeader, TimedJob
+from autotune.measuring.jobs import Block, BlockLog, LogHeader, TimedJob
 from autotune.search import cost_tables
 from autotune.search.cost_tables import local_table, priced_variants, table_for_gpu
 from autotune.search.model_pool import ModelPool

@@ -130,11 +130,11 @@ def test_answers_are_written_once_in_batches(
     sizes, together = [], recorder._answers.write_together
     monkeypatch.setattr(recorder._answers, "write_together", lambda asked: sizes.append(len(asked)) or together(asked))
     training, held_out = read(path, recorder)
-    assert sizes == [2, 3] and len(list((recorder.folder / "training-answers").iterdir())) == 5
-    assert read(path, recorder) == (training, held_out) and sizes == [2, 3]
+    assert sizes == [3, 2] and len(list((recorder.folder / "training-answers").iterdir())) == 5
+    assert read(path, recorder) == (training, held_out) and sizes == [3, 2]
     workloads = [load_workload(str(path), split) for split in ("tune", "evaluate")]
     prompts = [prompt for workload in workloads for prompt in workload.prompts]
-    alone = {prompt.name: recorder._answers.record_alone(prompt).tokens for prompt in prompts}
+    alone = {prompt.name: recorder._answers._alone(prompt) for prompt in prompts}
     for prompt in prompts:
         if prompt.settings.temperature and prompt.settings.top_p == 1.0:
             assert together([prompt])[0] != alone[prompt.name]

@@ -178,21 +178,6 @@ def test_the_entropy_bonus_falls_to_zero_over_the_stage(
     assert weights == pytest.approx([0.2, 0.15, 0.1, 0.05])
 
 
-def test_the_gate_is_surer_without_the_entropy_bonus(target: Target, batch: TeacherBatch) -> None:
-    """The bonus is larger than the differences in cost between the operators of a draft whose visual rows hardly
-    matter.
-    """
-    margins = []
-    for weight in (0.02, 0.0):
-        network = new_specvlm(target)
-        settings = LossSettings(gate_entropy=weight)
-        choices_after(network, batch, 60, lambda generator: network.gate_loss(batch, settings, generator))  # noqa: B023
-        questions = network.target_features({LAST: batch.hidden[LAST][torch.arange(2), batch.loss_start]})
-        best = network.compressor.scores(questions).softmax(-1).topk(2).values
-        margins.append(float((best[:, 0] - best[:, 1]).min().detach()))
-    assert margins[1] > 2 * margins[0] > 0
-
-
 def test_texts_without_images_do_not_train_the_gate(target: Target, encoded: list[EncodedPrompt]) -> None:
     texts = [prompt for prompt in encoded if not prompt.num_visual_tokens]
     batch = Teacher(target).read([Example(prompt, len(prompt) - 6) for prompt in texts], layers=())

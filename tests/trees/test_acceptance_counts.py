@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 
 from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.trees.tree import ROOT, Tree, new_tree, set_root
@@ -32,29 +33,21 @@ def observed(*paths: list[int]) -> AcceptanceCounts:
 NOTHING = {"by_depth": [], "by_rank": []}
 
 
-def test_a_round_in_which_nothing_is_accepted() -> None:
-    """Depth 1 is offered, by children of ranks 0 and 2; deeper nodes are not."""
-    assert observed([]).to_json() == {"by_depth": [[1, 0]], "by_rank": [[1, 0], [0, 0], [1, 0]]}
-
-
-def test_a_round_that_is_accepted_to_a_leaf() -> None:
-    """Path 1, 4, 7: the root offers ranks 0 and 2, node 1 ranks 0, 1 and 3, node 4 rank 0. Rank 0 is offered three
-    times and accepted twice, rank 1 is offered once and accepted. Depth 4 is not offered.
-    """
-    assert observed([1, 4, 7]).to_json() == {
-        "by_depth": [[1, 1], [1, 1], [1, 1]],
-        "by_rank": [[3, 2], [1, 1], [1, 0], [1, 0]],
-    }
-
-
-def test_a_round_that_ends_at_a_leaf_offers_no_deeper_level() -> None:
-    """Node 3 has no children; nodes of depth 3 elsewhere do not count."""
-    assert observed([1, 3]).to_json()["by_depth"] == [[1, 1], [1, 1]]
-
-
-def test_a_round_that_ends_above_a_leaf() -> None:
-    """Node 2 is accepted, node 6 is not."""
-    assert observed([2]).to_json() == {"by_depth": [[1, 1], [1, 0]], "by_rank": [[2, 0], [0, 0], [1, 1]]}
+@pytest.mark.parametrize(
+    ("path", "by_depth", "by_rank"),
+    [
+        # Depth 1 is offered, by children of ranks 0 and 2; deeper nodes are not.
+        ([], [[1, 0]], [[1, 0], [0, 0], [1, 0]]),
+        # The root offers ranks 0 and 2, node 1 ranks 0, 1 and 3, node 4 rank 0. Depth 4 is not offered.
+        ([1, 4, 7], [[1, 1], [1, 1], [1, 1]], [[3, 2], [1, 1], [1, 0], [1, 0]]),
+        # Node 3 has no children; nodes of depth 3 elsewhere do not count.
+        ([1, 3], [[1, 1], [1, 1]], [[2, 2], [1, 0], [1, 0], [1, 0]]),
+        # Node 2 is accepted, node 6 is not.
+        ([2], [[1, 1], [1, 0]], [[2, 0], [0, 0], [1, 1]]),
+    ],
+)
+def test_counts_of_a_round_by_hand(path: list[int], by_depth: list[list[int]], by_rank: list[list[int]]) -> None:
+    assert observed(path).to_json() == {"by_depth": by_depth, "by_rank": by_rank}
 
 
 def test_a_root_alone_offers_nothing() -> None:

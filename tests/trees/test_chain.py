@@ -90,12 +90,6 @@ def test_a_dropped_draft_leaves_the_root_and_has_cost_its_forward_passes() -> No
     assert session.grow(by_table(table | {(0, 0): [0.5]})) == [(0,), (0, 0), (0, 0, 0)]
 
 
-def test_a_floor_is_part_of_the_label() -> None:
-    policy = parse_policy({"policy": "chain", "p_min": 0.5, "n_min": 2})
-    assert policy.label == "chain(depth=5, p_min=0.50, n_min=2)"
-    assert policy.changed == {"depth": 5, "p_min": 0.5, "n_min": 2}
-
-
 def test_the_default_is_what_serving_engines_run() -> None:
     """vLLM and SGLang: five tokens."""
     policy = parse_policy({"policy": "chain"})

@@ -144,13 +144,6 @@ def test_the_largest_tree_fits_the_arrays(name: str) -> None:
         session.update(*[24] * 50)
 
 
-def test_wetap_reaches_its_limits() -> None:
-    session = TreeSession("wetap", **LARGEST["wetap"])
-    session.grow(same_everywhere(*[1 / 16] * 16))
-    assert len(session.grown) == session.policy.max_grown == 16 + 23 * 256
-    assert max(map(len, session.expanded)) == session.policy.max_width == 256
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_is_written_beyond_the_largest_tree(name: str) -> None:
     """Entries beyond the policy's limits stay unchanged."""

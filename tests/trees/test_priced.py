@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from autotune.trees import priced
 from autotune.trees.priced import GRID, MAX_SURVIVAL, Calibration, PricedPolicy, TreePrices
 from autotune.trees.tree import Retrieved
 from tests.trees.drafts import Draft, Ranks, TreeSession, assert_refused, logprobs_of, random_draft, same_everywhere
-
-FREE = TreePrices(level=((0.0, 0.0),), verify=((1.0, 1.0),))
-CHEAP = TreePrices(level=((0.0, 0.01, 0.01),), verify=((1.0, 1.001, 1.002),))
 
 
 def calibration(curves: Any, retrieved: Any = None) -> Calibration:
@@ -170,37 +166,6 @@ def test_trees_are_the_references_in_two_thousand_rounds() -> None:
     assert min(sizes) == 0 and max(sizes) > 15 and num_draft_free > 50 and num_shared > 50
 
 
-def test_nodes_grow_while_they_pay() -> None:
-    """A chain of probability 0.9 a token: a level pays while ``worth * level_value * survival`` exceeds its price."""
-    prices = TreePrices(level=((0.0, 0.3),), verify=((1.0, 1.0),)).model_dump()
-    session = TreeSession("priced", worth=0.5, level_value=1.0, width=1, k=1, depth=20, prices=prices)
-    paths = session.grow(same_everywhere(0.9))
-    # 0.5 * 0.9 ** 4 = 0.33 pays for a level of 0.3; 0.5 * 0.9 ** 5 = 0.295 does not.
-    assert len(session.expanded) == 5 and [len(path) for path in paths] == [1, 2, 3, 4, 5]
-
-
-def test_a_level_that_pays_only_when_wide_is_wide() -> None:
-    """Two nodes cost what one does, and one alone does not pay."""
-    prices = TreePrices(level=((0.0, 0.4, 0.4),), verify=((1.0, 1.0),)).model_dump()
-    tree = {"worth": 1.0, "level_value": 1.0, "k": 2, "depth": 2, "prices": prices}
-    assert len(TreeSession("priced", width=1, **tree).grow(same_everywhere(0.3, 0.3))) == 2
-    assert len(TreeSession("priced", width=2, **tree).grow(same_everywhere(0.3, 0.3))) == 6
-
-
-def test_free_rows_of_a_padded_verification_are_filled() -> None:
-    """Four draft nodes cost as much as one does here, and a fifth costs more than it is worth."""
-    prices = TreePrices(level=((0.0, 9.0),), verify=((1.0, 1.2, 1.2, 1.2, 1.2, 1.9),)).model_dump()
-    session = TreeSession("priced", worth=1.0, k=6, depth=1, budget=5, prices=prices)
-    assert len(session.grow(same_everywhere(0.4, 0.2, 0.15, 0.1, 0.1, 0.05))) == 4
-
-
-def test_prices_are_those_of_the_nearest_context() -> None:
-    prices = TreePrices(contexts=(100, 300), level=((0.0, 0.1), (0.0, 5.0)), verify=((1.0, 1.0), (1.0, 1.0)))
-    session = TreeSession("priced", worth=1.0, k=1, depth=6, prices=prices.model_dump())
-    draft = same_everywhere(0.9)
-    assert [len(session.grow(draft, context)) for context in (0, 199, 201, 9999)] == [6, 6, 1, 1]
-
-
 def test_survivals_adapt_within_bounds_and_are_forgotten_with_the_request() -> None:
     prices = TreePrices(level=((0.0, 0.2),), verify=((1.0, 1.05),)).model_dump()
     session = TreeSession("priced", worth=0.8, rate=0.2, k=1, depth=12, prices=prices)
@@ -224,12 +189,6 @@ def test_incomplete_prices_and_curves_are_refused() -> None:
         ({"prices": {"verify": [[1.0]]}}, "verify must have one row"),
         ({"calibration": short}, f"curves must have {len(GRID)} values for each rank"),
     )
-
-
-@pytest.mark.parametrize("prices", [FREE, CHEAP])
-def test_a_tree_is_as_large_as_its_limits_where_nodes_are_free(prices: TreePrices) -> None:
-    session = TreeSession("priced", worth=1.0, depth=4, width=2, k=3, budget=16, prices=prices.model_dump())
-    assert len(session.grow(same_everywhere(0.4, 0.3, 0.3))) == 16
 
 
 def test_a_long_match_drafts_nothing_and_a_short_one_competes() -> None:

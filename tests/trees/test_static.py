@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from autotune.trees.policy import TreeGrower, parse_policy
-from autotune.trees.static import StaticPolicy
 from tests.trees.drafts import (
     Ranks,
     TreeSession,
@@ -36,10 +35,6 @@ def test_the_tree_is_its_paths_level_by_level_by_parent_then_by_rank() -> None:
     session = TreeSession("static", paths=PATHS)
     assert session.grow(random_draft(0, 0.3)) == IN_ORDER
     assert session.expanded == [[()], [(0,), (1,), (2,)], [(0, 0), (1, 0)]]
-
-
-def test_the_default_is_the_chain_of_five() -> None:
-    assert TreeSession("static").grow(same_everywhere(0.5, 0.5)) == [(0,) * level for level in range(1, 6)]
 
 
 def test_a_path_names_ranks_and_not_tokens() -> None:
@@ -86,20 +81,6 @@ def test_limits_follow_from_the_paths() -> None:
         session.grow(same_everywhere(*[1 / 16] * 16))
         assert session.policy.max_width == max(map(len, session.expanded))
         assert session.policy.max_depth == len(session.expanded)
-
-
-def test_lists_of_json_and_yaml_are_paths() -> None:
-    policy = parse_policy({"policy": "static", "paths": [list(path) for path in PATHS]})
-    assert policy == StaticPolicy(paths=tuple(PATHS))
-    assert StaticPolicy.model_validate_json(policy.model_dump_json()) == policy
-    assert parse_policy(policy.model_dump(mode="json")) == policy
-
-
-def test_the_deepest_and_the_largest_tree_are_allowed() -> None:
-    chain = [[0] * level for level in range(1, 25)]
-    assert parse_policy({"policy": "static", "paths": chain}).max_depth == 24
-    bush = [[rank, *[0] * level] for rank in range(16) for level in range(8)]
-    assert parse_policy({"policy": "static", "paths": bush}).max_nodes == 128
 
 
 def test_paths_that_are_no_tree_are_refused() -> None:

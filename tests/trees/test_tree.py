@@ -109,16 +109,6 @@ def test_the_best_children_are_those_of_a_stable_sort_over_all() -> None:
         assert [(float(tree.path_logprob[n]), int(tree.parent[n]), int(tree.rank[n])) for n in new] == expected
 
 
-def test_the_best_come_first_and_equal_ones_keep_their_order() -> None:
-    order = np.full(9, -1)
-    assert best_first(np.array([0.5, 3.0, 1.0, 3.0, 1.0, 2.0]), 5, 3, order) == 3
-    assert order[:4].tolist() == [1, 3, 2, -1], "3.0, 3.0, then the first 1.0; the 2.0 is beyond the count"
-    assert best_first(np.array([1.0, 2.0]), 2, 5, order) == 2, "fewer than num_best"
-    assert order[:2].tolist() == [1, 0]
-    assert best_first(np.array([1.0, 2.0]), 2, 0, order) == 0
-    assert best_first(np.array([1.0, 2.0]), 0, 2, order) == 0
-
-
 def test_the_best_of_random_values_are_those_of_a_stable_sort() -> None:
     """Most values are equal to others."""
     rng = np.random.default_rng(3)

@@ -143,10 +143,24 @@ def test_invalid_line_is_reported_with_its_number(line: Any, message: str, tmp_p
     assert str(error.value).startswith(f"{path}:2: ") and "\n" not in str(error.value)
 
 
-def test_missing_image(tmp_path: Path) -> None:
-    path = write_workload(tmp_path, [{"prompt": "x", "images": ["nowhere.png"]}])
-    with pytest.raises(UserError, match=r"nowhere\.png: no such image; check the path"):
-        load_workload(str(path), "tune")
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("workload.jsonl", b"", "the file is empty; add a line such as"),
+        ("workload.jsonl", b"\n  \n", "the file is empty; add a line such as"),
+        ("workload.jsonl", b'{"prompt": "x"}', "prompts in both splits; none is in 'evaluate'; add prompts, or mark"),
+        ("workload.jsonl", b'{"prompt": "x", "images": ["no.png"]}', r"no\.png: no such image; check the path"),
+        ("latin.jsonl", '{"prompt": "\u00e9"}'.encode("latin-1"), "cannot be read as text"),  # JSON is UTF-8
+        ("", None, "cannot be read as text"),
+        ("nowhere.jsonl", None, r"nowhere\.jsonl: no such file"),
+        ("digit", None, "digit: no such file"),
+    ],
+)
+def test_files_that_are_no_workload(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_workload(str(tmp_path / name), "evaluate")
 
 
 def png(chunk: bytes, content: bytes) -> bytes:
@@ -198,31 +212,6 @@ def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
     for separator in ("\u2028", "\x85"):
         path.write_text(json.dumps({"prompt": f"one{separator}two"}, ensure_ascii=False) + "\n", encoding="utf-8")
         assert load_workload(str(path), "tune").prompts[0].settings.prompt == f"one{separator}two"
-
-
-def test_empty_file(tmp_path: Path) -> None:
-    path = tmp_path / "workload.jsonl"
-    for content in ("", "\n  \n"):
-        path.write_text(content)
-        with pytest.raises(UserError, match="the file is empty; add a line such as"):
-            load_workload(str(path), "tune")
-
-
-def test_split_without_prompts(tmp_path: Path) -> None:
-    path = write_workload(tmp_path, [{"prompt": "x"}])
-    assert names(load_workload(str(path), "tune")) == ["workload.jsonl:1"]
-    with pytest.raises(UserError, match="needs prompts in both splits; none is in 'evaluate'; add prompts, or mark"):
-        load_workload(str(path), "evaluate")
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    for name in ("nowhere.jsonl", "digit"):
-        with pytest.raises(UserError, match=f"{name}: no such file"):
-            load_workload(str(tmp_path / name), "tune")
-    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))  # JSON is UTF-8
-    for path in (tmp_path, tmp_path / "latin.jsonl"):
-        with pytest.raises(UserError, match="cannot be read as text"):
-            load_workload(str(path), "tune")
 
 
 def test_hash_covers_everything_that_determines_the_answer(tmp_path: Path) -> None:

@@ -1,15 +1,46 @@
-"""Transfers between host and device during a round. A transfer to the host synchronizes with the device, so there are
-few, and all of them are made here.
+"""The host beside a device: its clock, the CPU threads of a step, and transfers during a round.
+
+A forward pass of a few tokens ends before a second thread has started, so that threads are limited. A transfer to the
+host synchronizes with the device, so there are few, and all of them are made here.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+def now_ms(device: torch.device) -> float:
+    """Wall-clock time after the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() * 1e3
+
+
+def host_ms() -> float:
+    """Wall-clock time where the device is known to be idle, as after a transfer to the host: nothing is waited for."""
+    return time.perf_counter() * 1e3
+
+
+@contextmanager
+def limited_threads(number: int | None) -> Iterator[None]:
+    """Limit torch to ``number`` threads inside the context; None changes nothing."""
+    before = torch.get_num_threads()
+    if number is None or number == before:
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def to_host(tensor: Tensor) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Steps use a limited number of threads; prefills and callers use all."""
+"""Steps use a limited number of threads, prefills and callers all; a level's proposals are one transfer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from autotune.drafters.draft import top_proposals
 from autotune.drafters.independent import IndependentDraft
 from autotune.measuring.step_bench import choose_threads
+from autotune.modeling import host
+from autotune.modeling.host import limited_threads
 from autotune.modeling.target import Target
-from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from tests.tiny_models import Inputs, Pair
 
@@ -126,3 +129,21 @@ def test_there_is_nothing_to_choose_on_an_accelerator_or_with_one_thread() -> No
     assert choose_threads([Bench({}, {}, "cuda")]) is None  # type: ignore[list-item]
     with limited_threads(1):
         assert choose_threads([Bench({}, {})]) is None  # type: ignore[list-item]
+
+
+def test_a_level_s_proposals_are_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, infinities included."""
+    transfers = []
+
+    def counted(tensor: torch.Tensor) -> np.ndarray:
+        transfers.append(tensor.shape)
+        return tensor.cpu().numpy()
+
+    monkeypatch.setattr(host, "to_host", counted)
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    logits[1, 4:] = -torch.inf
+    expected = logits.log_softmax(-1).topk(5)
+    tokens, logprobs = host.rows_to_host(*top_proposals(logits, 5))
+    assert transfers == [(2, 3, 5)]
+    assert tokens.dtype == np.int32 and np.array_equal(tokens, expected.indices.numpy())
+    assert logprobs.dtype == np.float32 and np.array_equal(logprobs, expected.values.numpy())
