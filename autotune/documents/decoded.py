@@ -93,19 +93,6 @@ def tokens_key(tokens: Sequence[int]) -> str:
     return hashlib.sha256(repr(list(tokens)).encode()).hexdigest()[:16]
 
 
-<<<<<<< HEAD
-def prompt_evidence(run: Decoded, plain: Decoded) -> PromptEvidence:
-    """The counts and times that a profile stores of a prompt, for checks to compare with."""
-    return PromptEvidence(
-        name=run.prompt,
-        sha256=run.prompt_sha256,
-        ar_decode_ms=plain.decode_ms,
-        **{name: getattr(run, name) for name in PromptEvidence.model_fields if hasattr(run, name)},
-    )
-
-
-=======
->>>>>>> check
 def runs_dataframe(runs: Mapping[str, Sequence[Decoded | Mapping[str, Any]]]) -> DataFrame:
     """A row for every run: arm, prompt, task, counts, times in milliseconds, and the band of the answer's length.
 

@@ -79,7 +79,6 @@ class EngineServer(EngineHttp):
         """Whether a draft model drafts before every pass."""
         return self.speculation is not None and bool(self.speculation.model)
 
-<<<<<<< HEAD
     def ask(self, prompt: WorkloadPrompt) -> Served:
         """Decode one prompt greedily. Reading it takes none of the time."""
         answer = self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens, prompt)
@@ -95,14 +94,6 @@ class EngineServer(EngineHttp):
         raise NotImplementedError
 
     def continuation(self, answer: Served, prompt: WorkloadPrompt | None = None) -> list[int]:
-=======
-    def ask(self, prompt: WorkloadPrompt, other: EngineServer | None = None) -> ServedAnswer:
-        """The answer to a prompt, with its continuation by the server, or by the ``other`` one."""
-        answer = self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens, prompt)
-        return answer.model_copy(update={"beyond": (other or self).continuation(answer, prompt)})
-
-    def continuation(self, answer: ServedAnswer, prompt: WorkloadPrompt | None = None) -> list[int]:
->>>>>>> images
         """The tokens that follow an answer, of an engine whose drafts reach there."""
         return []
 
@@ -110,32 +101,11 @@ class EngineServer(EngineHttp):
         """See ``prices.Verifier``."""
         raise NotImplementedError
 
-<<<<<<< HEAD
     def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
         """See ``loads.Stream``."""
         raise NotImplementedError
 
     def text(self, tokens: Sequence[int]) -> str:
-=======
-    @abstractmethod
-    def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> ServedAnswer:
-        """Decode one prompt greedily; ``prompt`` has its images, if any. Reading it takes none of the time."""
-
-    @abstractmethod
-    def verify(self, prompt: list[int], n: int) -> ServedAnswer:
-        """A request that is exactly one verification of ``n`` tokens after its first token, in a server that drafts as
-        ``priced_by`` says; or one that drafted another number of tokens than n - 1.
-        """
-
-    @abstractmethod
-    def stream(self, answer: ServedAnswer, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
-        """Decode the prompt of an answer as one of several requests: tokens, and seconds from the request to each part
-        of the reply.
-        """
-
-    @abstractmethod
-    def text(self, tokens: list[int]) -> str:
->>>>>>> images
         """The text of tokens."""
         raise NotImplementedError
 
@@ -204,13 +174,10 @@ class EngineBackend(Backend):
     """Settings of the servers whose counts are compared with the replay's, one for each type. Passes are priced in the
     first one's.
     """
-<<<<<<< HEAD
     space: ClassVar[dict[str, Sequence[tuple[float, ...]]]]
     """Values of the options that are replayed beside the defaults, by type."""
     tolerated_mismatches: ClassVar[float] = 0.0
     """The share of requests whose counts may differ from the replay's."""
-=======
->>>>>>> images
     reads_images: ClassVar[bool] = False
     """Whether prompts with images are served; else they are refused."""
     has_one_loop: ClassVar[bool] = True

@@ -23,10 +23,7 @@ from autotune.documents.decoding_profile import TUNED, DecodingProfile, Evidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.errors import NotComparable
-<<<<<<< HEAD
-=======
 from autotune.evaluation.arms import Arm
->>>>>>> check
 from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.files import read_lines
 from autotune.machine.device import fingerprint
@@ -178,21 +175,7 @@ def test_only_outputs_of_lossless_points_must_equal_plain_decoding(
 def test_each_prompt_is_decoded_by_its_own_point(world: Path) -> None:
     """The lossy point accepts every draft token, so it takes fewer rounds than the lossless one on the same prompt."""
     write_points(world, "strict", "loose")
-<<<<<<< HEAD
-    runs: dict[str, Any] = {}
-    decode = DecoderArm.decode
-
-    def noted(arm: DecoderArm, prompt: Any) -> Any:
-        found = decode(arm, prompt)
-        if arm.name == TUNED:
-            runs[prompt.settings.task] = found
-        return found
-
-    monkeypatch.setattr(DecoderArm, "decode", noted)
-    check("points.json")
-=======
     runs = {run.task: run for run in check("points.json").workloads[0].prompts}
->>>>>>> check
     assert runs["loose"].rounds < runs["strict"].rounds == len(runs["strict"].accepted_lengths)
 
 
