@@ -15,7 +15,7 @@ from autotune.documents.decoding_profile import AR
 from autotune.evaluation.race import Everyone, Fastest, Race, TimeLimit, race
 from autotune.evaluation.runner import MAX_REPEATS, ArmRunner
 from autotune.workloads.prompt import WorkloadPrompt
-from benchmarks.false_verdicts import share_of_false_verdicts
+from benchmarks.false_verdicts import RULES, false_verdicts, recommended_by_intervals
 from tests.evaluation.fake_arm import FakeArm, FakeClock, prompts_by_hand
 
 BLOCK, PASSES = 8, 4
@@ -68,10 +68,11 @@ def test_a_race_may_go_on_or_end_otherwise() -> None:
     assert [len(rest) for rest in arms[0].prepared] == [*range(64, 0, -8)], "before every block"
 
 
-@pytest.mark.parametrize("rule", ["2 arms", "5 arms"])
-def test_equal_arms_rarely_leave(rule: str) -> None:
-    """With a risk that was spent anew at every look one of two left in 31 % of the races, one of five in half."""
-    assert share_of_false_verdicts(f"Fastest, {rule}", num_races=100, seed=1) <= 0.05
+def test_equal_arms_rarely_leave() -> None:
+    """In 40 races of each rule, by seed, at most two lose an arm; engines' earlier rule names a winner more often."""
+    num_lost = {rule: round(40 * false_verdicts(rule, "prompts 15 %", num_races=40, seed=1)) for rule in RULES}
+    assert max(num_lost.values()) <= 2, num_lost
+    assert recommended_by_intervals("prompts 15 %", num_races=200, seed=1) > 0.05
 
 
 @pytest.mark.parametrize("seconds", [15.0, 100.0])
