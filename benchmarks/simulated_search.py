@@ -24,6 +24,7 @@ from autotune.cli.options import Duration
 from autotune.console import Console
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import DecodingProfile
+from autotune.evaluation.race import Everyone, race
 from autotune.evaluation.summary import ms_per_token
 from autotune.files import read_lines
 from autotune.modeling.graph_memory import graph_memory
@@ -92,9 +93,9 @@ def decoded_ms_per_token(
     pool: ModelPool, evaluator: Evaluator, c: list[Configuration], prompts: Workload
 ) -> list[float]:
     """Simulated time per token of each configuration, decoded in turns."""
-    runner = pool.runner(evaluator.table)
-    arms = [runner.arm(configuration.key, configuration) for configuration in c]
-    runs = runner.compare([runner.plain, *arms], prompts)
+    runtime = pool.arms(evaluator.table)
+    arms = [runtime.arm(configuration.key, configuration) for configuration in c]
+    runs = race(runtime.runner(), [runtime.plain, *arms], prompts.prompts, Everyone()).runs
     return [ms_per_token(runs[arm.name]) for arm in arms]
 
 
