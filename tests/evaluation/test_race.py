@@ -211,6 +211,12 @@ def test_a_race_goes_on_without_an_arm_that_fails(ledger: Path, fails: str) -> N
     assert {name: len(runs) for name, runs in done.runs.items()} == {AR: 4, "engine": int(fails)}
 
 
+def test_a_race_goes_on_without_an_arm_that_cannot_get_its_state_back(ledger: Path) -> None:
+    everyone(ledger, FakeArm(AR), FakeArm("engine"), count=1)
+    done = everyone(ledger, FakeArm(AR), FakeArm("engine", keeps_state=True, fails="0"), count=3)
+    assert done.failed.keys() == {"engine"} and [len(runs) for runs in done.runs.values()] == [3, 1]
+
+
 def once(**values: float) -> Callable[[WorkloadPrompt], dict[str, Any]]:
     """Fields of the first run of prompt 1."""
     left = [values]
