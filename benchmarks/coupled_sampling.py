@@ -23,8 +23,9 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.published_defaults import HF_ASSISTED
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.drafters.independent import IndependentDraft
-from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
-from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.arms import Arm
+from autotune.evaluation.race import Everyone, race
+from autotune.evaluation.runtime_arms import DecoderArm, HuggingFaceArm, RuntimeArms
 from autotune.evaluation.summary import summarize
 from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor
 from autotune.modeling.step import Step
@@ -71,19 +72,19 @@ def measure(
 ) -> list[list[str]]:
     """A row for each arm of one draft at one temperature."""
     decoder = Decoder(target, draft, processor=processor)
-    runner = ArmRunner(decoder, processor)
+    runtime = RuntimeArms(decoder, processor)
     chain_tree = {"policy": "chain", "depth": depth}
-    chain = runner.arm(f"chain-{depth}", Configuration(tree=chain_tree))
+    chain = runtime.arm(f"chain-{depth}", Configuration(tree=chain_tree))
     uncoupled = Decoder(target, draft, tree=chain_tree, coupled=False, processor=processor)
-    arms: list[Arm] = [runner.plain, DecoderArm(f"{chain.name}-uncoupled", uncoupled), chain]
+    arms: list[Arm] = [runtime.plain, DecoderArm(f"{chain.name}-uncoupled", uncoupled, runtime), chain]
     if isinstance(draft, IndependentDraft):
-        arms.append(HuggingFaceArm(HF_ASSISTED, target.model, draft.model))
+        arms.append(HuggingFaceArm(HF_ASSISTED, runtime, draft.model))
     with console.stage(f"{name} at {temperature:g}") as update:
-        runs = runner.compare(arms, workload, report=lambda done, of: update(done, of, ""))
+        runs = race(runtime.runner(), arms, workload.prompts, Everyone(), report=update).runs
     rate = rejection_rate(target, draft, processor, workload)
     rows = []
     for arm in arms[1:]:
-        summary = summarize(arm.name, runs[arm.name], runs[runner.plain.name])
+        summary = summarize(arm.name, runs[arm.name], runs[runtime.plain.name])
         same = f"{summary.identical_outputs}/{summary.num_prompts}"
         speedup = f"{summary.speedup:.2f}x ({summary.ci95[0]:.2f}-{summary.ci95[1]:.2f})"
         tokens_per_round = f"{summary.tokens_per_round:.2f}"

@@ -20,6 +20,7 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
+from autotune.evaluation.race import Everyone, race
 from autotune.evaluation.summary import summarize
 from autotune.files import write_table
 from autotune.replay.evaluator import Evaluator
@@ -109,9 +110,10 @@ def main(
         configurations[name] = best.configuration
 
     with console.stage("measured") as update:
-        runner = model_pool.runner(costs, study / RUNS)
-        arms = [runner.arm(name, configuration) for name, configuration in configurations.items()]
-        runs = runner.compare([runner.plain, *arms], evaluate, seed=seed, report=lambda done, of: update(done, of, ""))
+        runtime = model_pool.arms(costs)
+        arms = [runtime.plain, *(runtime.arm(name, c) for name, c in configurations.items())]
+        runner = runtime.runner(study / RUNS, context=model_pool.key)
+        runs = race(runner, arms, evaluate.prompts, Everyone(), seed=seed, report=update).runs
     cells, rows_of_table = [], []
     for name, configuration in configurations.items():
         summary = summarize(name, runs[name], runs[AR])

@@ -25,6 +25,7 @@ from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, configuration_of
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, DecodingProfile
+from autotune.evaluation.race import Everyone, race
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import write_table
 from autotune.replay.evaluator import Evaluator
@@ -163,19 +164,19 @@ def main(
     drawn = random_configurations(searched, evaluator, pairs, rng)
     if winner is not None:
         drawn += next_best(searched, evaluator, winner, NEXT_BEST, rng)
-    runner = model_pool.runner(costs)
-    arms = [runner.plain, *(runner.arm(f"{number}", configuration) for number, configuration in enumerate(drawn))]
+    runtime = model_pool.arms(costs)
+    arms = [runtime.plain, *(runtime.arm(f"{number}", configuration) for number, configuration in enumerate(drawn))]
     if winner is not None:
-        arms.append(runner.arm("winner", winner))
+        arms.append(runtime.arm("winner", winner))
     passes = [
-        runner.compare(
+        race(
+            runtime.runner(),
             arms,
-            chosen,
+            chosen.prompts,
+            Everyone(),
             seed=seed + number,
-            min_prompts=prompts,
-            repeat=number,
             report=lambda done, of, n=number: print(f"pass {n + 1}: prompt {done}/{of}", flush=True),
-        )
+        ).runs
         for number in range(repeats)
     ]
 

@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -81,65 +80,58 @@ class SimulatedBench:
         return self._time(f"draft_level {self.draft}", tokens, kv_length)
 
 
-class SimulatedRunner:
-    """Runs arms in no time, at true prices."""
+class SimulatedArms:
+    """Makes arms that run in no time, at true prices."""
 
     def __init__(self, machine: Machine, truth: Any) -> None:
         self.machine, self.truth = machine, truth
-        self.plain = SimpleNamespace(name="ar", key="ar", configuration=None)
+        self.plain = SimulatedArm("ar", None, self)
 
-    def arm(self, name: str, configuration: Any) -> Any:
-        return SimpleNamespace(name=name, key=configuration.key, configuration=configuration)
+    def arm(self, name: str, configuration: Any) -> SimulatedArm:
+        return SimulatedArm(name, configuration, self)
 
-    def reserve(self, workload: Any) -> None:
+
+class SimulatedArm:
+    keeps_state = False
+
+    def __init__(self, name: str, configuration: Any, arms: SimulatedArms) -> None:
+        self.name, self.configuration, self.arms = name, configuration, arms
+        self.key = name if configuration is None else configuration.key
+
+    def prepare(self, prompts: Sequence[Any]) -> None:
         """Nothing is captured."""
 
-    def prompt_s(self, arms: Sequence[Any]) -> float:
-        """Runs take no real time."""
-        return 0.0
-
-    def compare(self, arms: Sequence[Any], workload: Any, **_: Any) -> dict[str, list[Any]]:
+    def decode(self, prompt: Any) -> Any:
         from autotune.documents.decoded import Decoded
 
-        runs: dict[str, list[Any]] = {arm.name: [] for arm in arms}
-        for prompt in workload.prompts:
-            number = int(prompt.name)
-            for arm in arms:
-                times = self._times(arm.configuration, number)
-                factor = self.machine.take(sum(times.values()), RUN_NOISE) / sum(times.values())
-                times = {name: factor * ms for name, ms in times.items()}
-                runs[arm.name].append(
-                    Decoded(
-                        arm=arm.key,
-                        prompt=prompt.name,
-                        prompt_sha256=prompt.name,
-                        tokens_sha256="",
-                        new_tokens=int(self._tokens[number]) + 1,
-                        rounds=max(1, int(self._rounds[number])),
-                        accepted_lengths=[],
-                        target_forwards=1,
-                        draft_forwards=1,
-                        target_prefill_ms=1.0,
-                        vision_ms=0.0,
-                        draft_prefill_ms=times["prefill"],
-                        draft_ms=times["draft"],
-                        verify_ms=times["verify"],
-                        decode_ms=sum(times.values()),
-                        acceptance_counts={},
-                        plain_steps=0,
-                        verified_nodes=int(self._nodes[number]),
-                        captures=0,
-                    )
-                )
-        return runs
+        number = int(prompt.name)
+        times = self._times(self.configuration, number)
+        factor = self.arms.machine.take(sum(times.values()), RUN_NOISE) / sum(times.values())
+        times = {name: factor * ms for name, ms in times.items()}
+        return Decoded(
+            arm=self.key,
+            prompt=prompt.name,
+            prompt_sha256=prompt.name,
+            tokens_sha256="",
+            new_tokens=int(self._tokens[number]) + 1,
+            rounds=max(1, int(self._rounds[number])),
+            target_forwards=1,
+            draft_forwards=1,
+            target_prefill_ms=1.0,
+            draft_prefill_ms=times["prefill"],
+            draft_ms=times["draft"],
+            verify_ms=times["verify"],
+            decode_ms=sum(times.values()),
+            verified_nodes=int(self._nodes[number]),
+        )
 
     def _times(self, configuration: Any, number: int) -> dict[str, float]:
         if configuration is None:
-            trace = next(iter(self.truth.traces.values()))
+            trace = next(iter(self.arms.truth.traces.values()))
             self._tokens = np.diff(trace.answer_start) - 1
             self._rounds, self._nodes = self._tokens, 0 * self._tokens
-            return {"verify": float(self.truth.ar_ms[number]), "draft": 0.0, "prefill": 0.0, "overhead": 0.0}
-        result = self.truth.replay(configuration)
+            return {"verify": float(self.arms.truth.ar_ms[number]), "draft": 0.0, "prefill": 0.0, "overhead": 0.0}
+        result = self.arms.truth.replay(configuration)
         self._tokens, self._rounds, self._nodes = result.tokens, result.rounds, result.verified_nodes
         return {
             "verify": float(result.verify_ms[number]),
@@ -160,6 +152,7 @@ def work(path: Path) -> None:
     from autotune.documents.provenance import ModelReference, stamp
     from autotune.documents.published_defaults import COMPARED_DEFAULTS
     from autotune.documents.subnet import Subnet
+    from autotune.evaluation.runner import ArmRunner
     from autotune.measuring.sampling import Sampler
     from autotune.measuring.settings import CostSettings
     from autotune.replay.evaluator import Evaluator
@@ -245,7 +238,8 @@ def work(path: Path) -> None:
             measured = measure_finalists(
                 finalists,
                 defaults,
-                SimulatedRunner(machine, truth),
+                SimulatedArms(machine, truth),
+                ArmRunner(key_of=lambda prompt: prompt.name),
                 found,
                 Console(),
                 seed=seed,

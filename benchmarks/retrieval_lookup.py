@@ -21,7 +21,7 @@ import numpy as np
 from autotune.console import Console
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.retrieval import MAX_MATCH, RetrievalDraft
-from autotune.evaluation.runner import PROMPT_LOOKUP_MATCH
+from autotune.evaluation.runtime_arms import PROMPT_LOOKUP_MATCH
 from autotune.modeling.loading import BUNDLED_TARGET, RETRIEVAL
 from autotune.replay.reference_replay import rounds
 from autotune.replay.trace import Trace, bounds_for

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from autotune.documents.decoded import Decoded
+from autotune.errors import ArmFailed
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import in_one_clock, is_significantly_slower, ms_per_token, spent_share
@@ -190,6 +191,7 @@ class _Course:
                     break
                 if not is_prepared:
                     self._prepare(racing)
+                    racing = [arm for arm in racing if arm.name not in self.failed]
                     is_prepared = True
                 found, failed = self.runner.run(racing, prompt, random.Random(f"{self.seed}/{self.num_done}"))
                 self.failed |= failed
@@ -207,9 +209,12 @@ class _Course:
     def _prepare(self, arms: Sequence[Arm]) -> None:
         """Prepare arms for the next block; those that keep state decode what the ledger knows, in its order."""
         for arm in arms:
-            arm.prepare(self.rest)
-            for prompt in self.unseen.pop(arm.name, ()) if arm.keeps_state else ():
-                arm.decode(prompt)
+            try:
+                arm.prepare(self.rest)
+                for prompt in self.unseen.pop(arm.name, ()) if arm.keeps_state else ():
+                    arm.decode(prompt)
+            except ArmFailed as error:
+                self.failed[arm.name] = str(error)
 
 
 class Everyone:

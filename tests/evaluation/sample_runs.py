@@ -9,7 +9,14 @@ from autotune.trees.acceptance_counts import AcceptanceCounts
 
 
 def run(
-    decode_ms: float, *, arm: str = "x", tokens: int = 11, rounds: int = 5, output: str = "same", **values: Any
+    decode_ms: float,
+    *,
+    arm: str = "x",
+    prompt_sha256: str = "0",
+    tokens: int = 11,
+    rounds: int = 5,
+    output: str = "same",
+    **values: Any,
 ) -> Decoded:
     """A run of ``tokens`` new tokens, the first of which the prefill emitted."""
     zero = dict.fromkeys(("target_prefill_ms", "vision_ms", "draft_prefill_ms", "draft_ms"), 0.0)
@@ -17,7 +24,7 @@ def run(
     return Decoded(
         arm=arm,
         prompt="p",
-        prompt_sha256="0",
+        prompt_sha256=prompt_sha256,
         tokens_sha256=output,
         new_tokens=tokens,
         rounds=rounds,

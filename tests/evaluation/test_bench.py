@@ -16,8 +16,7 @@ from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.published_defaults import ARM_NAMES, COMPARED_DEFAULTS, HF_ASSISTED, PROMPT_LOOKUP
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
-from autotune.evaluation import arms
-from autotune.evaluation.arms import HuggingFaceArm
+from autotune.evaluation import runtime_arms
 from autotune.evaluation.bench import ARMS, assistant_of, choose_arms, run_bench
 from autotune.evaluation.bench_settings import BenchSettings, EvaluationPrompts
 from autotune.evaluation.bench_tables import (
@@ -30,7 +29,7 @@ from autotune.evaluation.bench_tables import (
     print_tasks,
     speedups_by_task,
 )
-from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runtime_arms import HuggingFaceArm, RuntimeArms
 from autotune.evaluation.summary import summarize
 from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
@@ -179,18 +178,18 @@ def prompts(world: Path, monkeypatch: pytest.MonkeyPatch) -> Workload:
 
 
 @pytest.fixture
-def runner(pair: Pair, processor: Any) -> ArmRunner:
-    return ArmRunner(Decoder(pair.target, pair.draft), processor)
+def arms(pair: Pair, processor: Any) -> RuntimeArms:
+    return RuntimeArms(Decoder(pair.target, pair.draft), processor)
 
 
-def reason_against_assisted(runner: ArmRunner, prompts: Workload) -> str | None:
-    chosen = choose_arms([AR, HF_ASSISTED], runner, prompts)
+def reason_against_assisted(arms: RuntimeArms, prompts: Workload) -> str | None:
+    chosen = choose_arms([AR, HF_ASSISTED], arms, prompts)
     assert [arm.name for arm in chosen.arms] == [AR, *([] if chosen.unavailable else [HF_ASSISTED])]
     return chosen.unavailable.get(HF_ASSISTED)
 
 
 def test_assisted_generation_that_raises_is_left_out(
-    runner: ArmRunner, prompts: Workload, monkeypatch: pytest.MonkeyPatch
+    arms: RuntimeArms, prompts: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first line of any exception is the reason."""
     errors = [ValueError("The assistant cannot.\nSecond line."), NotImplementedError()]
@@ -198,67 +197,67 @@ def test_assisted_generation_that_raises_is_left_out(
     def failing(*_: Any, **__: Any) -> Any:
         raise errors.pop(0)
 
-    monkeypatch.setattr(assistant_of(runner), "generate", failing)
+    monkeypatch.setattr(assistant_of(arms), "generate", failing)
     for reason in ("ValueError: The assistant cannot.", "NotImplementedError: no message"):
-        assert reason_against_assisted(runner, prompts) == f"on workload.jsonl:1 generate raised {reason}"
+        assert reason_against_assisted(arms, prompts) == f"on workload.jsonl:1 generate raised {reason}"
 
 
 def test_assisted_generation_with_another_output_is_left_out(
-    runner: ArmRunner, prompts: Workload, monkeypatch: pytest.MonkeyPatch
+    arms: RuntimeArms, prompts: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where rounding or sampling may explain the difference, the table shows it instead."""
-    original = arms.hf_generate
+    original = runtime_arms.hf_generate
 
     def garbled(*args: Any, assistant: Any, **settings: Any) -> Any:
         tokens, stats = original(*args, assistant=assistant, **settings)
         return (tokens if assistant is None else tokens[::-1]), stats
 
-    monkeypatch.setattr(arms, "hf_generate", garbled)
+    monkeypatch.setattr(runtime_arms, "hf_generate", garbled)
     for is_exact, temperature, is_refused in ((True, 0.0, True), (False, 0.0, False), (True, 1.0, False)):
         monkeypatch.setattr(TextModel, "is_exact", is_exact)
         sampled = tuple(
             WorkloadPrompt(p.name, p.settings.model_copy(update={"temperature": temperature}), p.pixels)
             for p in prompts.prompts
         )
-        reason = reason_against_assisted(runner, Workload("sampled", "evaluate", sampled))
+        reason = reason_against_assisted(arms, Workload("sampled", "evaluate", sampled))
         assert reason == ("on workload.jsonl:1 its output differs from generate alone" if is_refused else None)
 
 
 def test_a_draft_that_is_no_model_cannot_assist(pair: Pair, processor: Any, prompts: Workload) -> None:
-    runner = ArmRunner(Decoder(pair.target, RetrievalDraft()), processor)
-    assert reason_against_assisted(runner, prompts) == (
+    arms = RuntimeArms(Decoder(pair.target, RetrievalDraft()), processor)
+    assert reason_against_assisted(arms, prompts) == (
         "the profile's draft is no model that generate takes as its assistant_model"
     )
 
 
-def test_both_kinds_of_prompt_are_tried(runner: ArmRunner, prompts: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_kinds_of_prompt_are_tried(arms: RuntimeArms, prompts: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of each kind; a workload without images tries one prompt."""
     tried: list[tuple[str, str]] = []
     original = HuggingFaceArm.decode
 
-    def noting(self: HuggingFaceArm, inputs: Any, settings: Prompt) -> Any:
-        tried.append((self.name, settings.text))
-        return original(self, inputs, settings)
+    def noting(arm: HuggingFaceArm, prompt: WorkloadPrompt) -> Any:
+        tried.append((arm.name, prompt.settings.text))
+        return original(arm, prompt)
 
     monkeypatch.setattr(HuggingFaceArm, "decode", noting)
-    chosen = choose_arms([HF_ASSISTED], runner, prompts)
+    chosen = choose_arms([HF_ASSISTED], arms, prompts)
     assert tried == [(arm, prompt.settings.text) for prompt in prompts.prompts[:2] for arm in (HF_ASSISTED, HF)]
     assert chosen.notes == {HF_ASSISTED: BLIND}
     text = Workload("text", "evaluate", prompts.prompts[:1])
-    assert choose_arms([HF_ASSISTED], runner, text).notes == {}, "without images the draft is not blind"
+    assert choose_arms([HF_ASSISTED], arms, text).notes == {}, "without images the draft is not blind"
 
 
 def test_text_pairs_assist(text_pair: Pair, processor: Any) -> None:
     """A Llama assists a Llama, with no limitation to note."""
     prompt = WorkloadPrompt("text", Prompt(prompt="Count.", max_new_tokens=12), ())
-    runner = ArmRunner(Decoder(Target(text_pair.target), text_pair.draft), processor)
-    chosen = choose_arms([HF_ASSISTED], runner, Workload("text", "evaluate", (prompt,)))
+    arms = RuntimeArms(Decoder(Target(text_pair.target), text_pair.draft), processor)
+    chosen = choose_arms([HF_ASSISTED], arms, Workload("text", "evaluate", (prompt,)))
     assert [arm.name for arm in chosen.arms] == [HF_ASSISTED] and not chosen.notes and not chosen.unavailable
 
 
 def test_the_arm_of_hugging_face_is_said_to_be_eager(text_pair: Pair, processor: Any, prompts: Workload) -> None:
-    runner = ArmRunner(Decoder(text_pair.target, mode="fixed"), processor)
-    assert "so that gains over it include that of mode fixed" in choose_arms([HF], runner, prompts).notes[HF]
+    arms = RuntimeArms(Decoder(text_pair.target, mode="fixed"), processor)
+    assert "so that gains over it include that of mode fixed" in choose_arms([HF], arms, prompts).notes[HF]
 
 
 def test_speedups_by_task_by_hand() -> None:

@@ -15,7 +15,7 @@ from autotune.documents.decoding_profile import AR
 from autotune.evaluation.race import Everyone, Fastest, Race, TimeLimit, race
 from autotune.evaluation.runner import MAX_REPEATS, ArmRunner
 from autotune.workloads.prompt import WorkloadPrompt
-from benchmarks.false_verdicts import share_of_false_verdicts
+from benchmarks.false_verdicts import RULES, false_verdicts, recommended_by_intervals
 from tests.evaluation.fake_arm import FakeArm, FakeClock, prompts_by_hand
 
 BLOCK, PASSES = 8, 4
@@ -68,10 +68,11 @@ def test_a_race_may_go_on_or_end_otherwise() -> None:
     assert [len(rest) for rest in arms[0].prepared] == [*range(64, 0, -8)], "before every block"
 
 
-@pytest.mark.parametrize("rule", ["2 arms", "5 arms"])
-def test_equal_arms_rarely_leave(rule: str) -> None:
-    """With a risk that was spent anew at every look one of two left in 31 % of the races, one of five in half."""
-    assert share_of_false_verdicts(f"Fastest, {rule}", num_races=100, seed=1) <= 0.05
+def test_equal_arms_rarely_leave() -> None:
+    """In 40 races of each rule, by seed, at most two lose an arm; engines' earlier rule names a winner more often."""
+    num_lost = {rule: round(40 * false_verdicts(rule, "prompts 15 %", num_races=40, seed=1)) for rule in RULES}
+    assert max(num_lost.values()) <= 2, num_lost
+    assert recommended_by_intervals("prompts 15 %", num_races=200, seed=1) > 0.05
 
 
 @pytest.mark.parametrize("seconds", [15.0, 100.0])
@@ -208,6 +209,12 @@ def test_a_race_goes_on_without_an_arm_that_fails(ledger: Path, fails: str) -> N
     done = everyone(ledger, FakeArm(AR), FakeArm("engine", fails=fails), count=4)
     assert done.failed == {"engine": "engine: the server has ended"} and done.remaining == [AR]
     assert {name: len(runs) for name, runs in done.runs.items()} == {AR: 4, "engine": int(fails)}
+
+
+def test_a_race_goes_on_without_an_arm_that_cannot_get_its_state_back(ledger: Path) -> None:
+    everyone(ledger, FakeArm(AR), FakeArm("engine"), count=1)
+    done = everyone(ledger, FakeArm(AR), FakeArm("engine", keeps_state=True, fails="0"), count=3)
+    assert done.failed.keys() == {"engine"} and [len(runs) for runs in done.runs.values()] == [3, 1]
 
 
 def once(**values: float) -> Callable[[WorkloadPrompt], dict[str, Any]]:

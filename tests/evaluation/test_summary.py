@@ -8,7 +8,14 @@ import pytest
 from autotune.documents.decoded import REST, length_bands, runs_dataframe, time_shares
 from autotune.documents.decoding_profile import AR
 from autotune.errors import UserError
-from autotune.evaluation.summary import bootstrap_ratio, is_significantly_slower, speedup, spent_share, summarize
+from autotune.evaluation.summary import (
+    bootstrap_ratio,
+    in_one_clock,
+    is_significantly_slower,
+    speedup,
+    spent_share,
+    summarize,
+)
 from tests.evaluation.sample_runs import run
 
 
@@ -115,7 +122,7 @@ def test_answers_of_one_token_do_not_count() -> None:
 
 
 def slower(ms: np.ndarray, than: np.ndarray, risk: float) -> bool:
-    first, second = ([run(float(x)) for x in times] for times in (ms, than))
+    first, second = ([run(float(x), prompt_sha256=f"{n}") for n, x in enumerate(times)] for times in (ms, than))
     return is_significantly_slower(first, second, risk=risk)
 
 
@@ -139,10 +146,33 @@ def test_the_test_is_a_paired_t_test_of_log_ratios() -> None:
     assert not slower(np.full(1, 2.0), np.ones(1), risk=0.5), "a single prompt proves nothing"
 
 
+def test_repeated_runs_of_a_prompt_count_once() -> None:
+    """As their mean: two prompts that are decoded eight times prove no more than two prompts."""
+    rng = np.random.default_rng(3)
+    ms, than = rng.normal(1.1, 0.02, 16), np.ones(16)
+    first, second = ([run(float(x), prompt_sha256=f"{n % 2}") for n, x in enumerate(times)] for times in (ms, than))
+    means = np.exp(np.log(ms.reshape(8, 2)).mean(0))
+    for risk in (1e-3, 1e-2, 0.1):
+        assert is_significantly_slower(first, second, risk=risk) == slower(means, np.ones(2), risk)
+    assert slower(ms, than, 0.01) and not is_significantly_slower(first, second, risk=1e-6)
+    numbered = [run(float(x), prompt_sha256=f"{n}") for n, x in enumerate(ms)]
+    plain = [run(1.0, prompt_sha256=f"{n}") for n in range(16)]
+    assert not is_significantly_slower(numbered, plain, risk=0.5, tolerance=0.15), "within what is tolerated"
+
+
+@pytest.mark.parametrize(("cpu_ms", "clock"), [(50.0, "wall"), (40.0, "cpu"), (0.0, "wall")])
+def test_the_clock_is_the_cpu_where_other_processes_used_the_machine(cpu_ms: float, clock: str) -> None:
+    """Where both are measured, and the speedup is another one by CPU time."""
+    runs = {"ar": [run(100.0, cpu_ms=100.0)] * 4, "tuned": [run(50.0, cpu_ms=cpu_ms)] * 4}
+    found, used = in_one_clock(runs)
+    assert used == clock and speedup(found["tuned"], found["ar"]) == (2.5 if clock == "cpu" else 2.0)
+    assert in_one_clock({}) == ({}, "wall")
+
+
 def test_times_are_per_token() -> None:
     """A shorter answer is no gain, and a prompt for which nothing was decoded does not count."""
-    short = [run(10.0, tokens=6) for _ in range(8)]
-    long = [run(15.0, tokens=11) for _ in range(8)]
+    short = [run(10.0, tokens=6, prompt_sha256=f"{n}") for n in range(8)]
+    long = [run(15.0, tokens=11, prompt_sha256=f"{n}") for n in range(8)]
     assert is_significantly_slower(short, long, risk=0.01) and not is_significantly_slower(long, short, risk=0.5)
     nothing = [run(0.0, tokens=1)] * 8
     assert not is_significantly_slower([*short, *nothing], [*short, *nothing], risk=0.5)

@@ -20,6 +20,7 @@ from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.race import Race, race
 from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runtime_arms import RuntimeArm
 from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.search import finalists, profile_selection
 from autotune.search.evidence import Evaluation, measured_point
@@ -90,18 +91,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets the decoding time of every arm and prompt, and the nodes of every arm."""
 
     def set_speed(speed: Speed, nodes: Callable[[Arm], int] = lambda arm: 10) -> None:
-        def compare(self: ArmRunner, arms: Sequence[Arm], workload: Workload, **_: Any) -> dict[str, list[Decoded]]:
-            return {
-                arm.name: [
-                    run(
-                        TOKENS * speed(arm, prompt), tokens=TOKENS, task=prompt.settings.task, verified_nodes=nodes(arm)
-                    )
-                    for prompt in workload.prompts
-                ]
-                for arm in arms
-            }
+        def decode(arm: RuntimeArm, prompt: WorkloadPrompt) -> Decoded:
+            known = {"prompt_sha256": prompt.sha256, "task": prompt.settings.task, "verified_nodes": nodes(arm)}
+            return run(TOKENS * speed(arm, prompt), arm=arm.key, tokens=TOKENS, **known)
 
-        monkeypatch.setattr(ArmRunner, "compare", compare)
+        monkeypatch.setattr(RuntimeArm, "decode", decode)
+        monkeypatch.setattr(ArmRunner, "keep", lambda *_: None)  # each test has other times
 
     return set_speed
 
@@ -156,13 +151,13 @@ def test_a_published_default_wins_if_it_is_the_fastest(selection: ProfileSelecti
         assert {gain.over: gain.speedup for gain in document.evidence.gains}[name] == pytest.approx(1.0)
 
 
-def race_of(ms: Mapping[str, Sequence[float]], nodes: Mapping[str, int], defaults: Sequence[str] = ()) -> Race:
+def race_of(ms: Mapping[str, Sequence[float]], nodes: Mapping[str, int]) -> Race:
     """Runs with these decoding times of each arm, none of which was eliminated; every run is of one round."""
     runs = {
         name: [run(arm_ms, verified_nodes=nodes.get(name, 10), rounds=1) for arm_ms in times]
         for name, times in ms.items()
     }
-    return Race(runs, [name for name in ms if name not in defaults], list(defaults))
+    return Race(runs, [*ms])
 
 
 NOISY, NOISY_TOO = [4.0, 6.0, 5.0, 5.2], [6.0, 4.0, 5.3, 5.0]
@@ -183,15 +178,15 @@ def test_finalists_that_measure_alike_are_told_apart_by_their_estimates() -> Non
 def test_no_finalist_wins_that_measured_slower_than_a_default() -> None:
     ms = {"A": NOISY, "B": NOISY_TOO, "sage": [4.5, 5.5, 5.1, 5.15]}
     assert sum(NOISY) < sum(ms["sage"]) < sum(NOISY_TOO)
-    assert winner_of(race_of(ms, {}, ["sage"]), {"A": 2.0, "B": 2.5}) == "A"
+    assert winner_of(race_of(ms, {}), {"A": 2.0, "B": 2.5}) == "A"
     ms["sage"] = [4.0, 4.0, 4.0, 4.0]
-    assert winner_of(race_of(ms, {}, ["sage"]), {"A": 2.0, "B": 2.5}) == "sage"
+    assert winner_of(race_of(ms, {}), {"A": 2.0, "B": 2.5}) == "sage"
 
 
 def test_a_shorter_answer_is_no_gain() -> None:
     """Speeds are times per token."""
     runs = {"A": [run(10.0, tokens=11)] * 4, "short": [run(9.0, tokens=6)] * 4}
-    assert winner_of(Race(runs, ["short", "A"], []), {"A": 1.0, "short": 2.0}) == "A"
+    assert winner_of(Race(runs, ["short", "A"]), {"A": 1.0, "short": 2.0}) == "A"
 
 
 def test_ties_go_to_the_smaller_tree(selection: ProfileSelection, clock: Callable[..., None]) -> None:
@@ -271,7 +266,7 @@ def test_the_first_block_of_finalists_is_whole(
     blocks: list[tuple[int, int]] = []
 
     def observed(*arguments: Any, **settings: Any) -> Race:
-        blocks.append((settings["min_prompts"], settings["prompts_per_block"]))
+        blocks.append((settings["time_limit"].min_prompts, arguments[3].prompts_per_block))
         return race(*arguments, **settings)
 
     monkeypatch.setattr(finalists, "race", observed)

@@ -15,7 +15,9 @@ from autotune.documents.decoding_profile import AR
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.answers import answer_prompts
+from autotune.evaluation.race import Everyone, race
 from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runtime_arms import RuntimeArms
 from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
@@ -113,19 +115,17 @@ def test_turns_are_followed_until_a_deadline(
 def test_arms_follow_the_answers_of_plain_decoding(
     pair: Pair, processor: Any, chats: Workload, by_hand: list[tuple[list[int], list[int]]]
 ) -> None:
-    """Each is decoded once, as the arm ``ar``, or apart where the comparison has no such arm."""
-    runner = ArmRunner(Decoder(Target(pair.target), IndependentDraft(pair.draft)), processor)
-    decode = runner._plain_answers
+    """Each is decoded once, as the arm ``ar``, or apart where the race has no such arm."""
+    arms, alone = (RuntimeArms(Decoder(Target(pair.target), IndependentDraft(pair.draft)), processor) for _ in range(2))
+    decode = arms._plain_answers
     asked: list[WorkloadPrompt] = []
-    runner.conversations = Conversations(processor, lambda prompts: asked.extend(prompts) or decode(prompts))
-    arm = runner.arm("chain", CHAIN)
-    runs = runner.compare([arm, runner.plain], chats)
-    assert [run.tokens_sha256 for run in runs["chain"]] == [run.tokens_sha256 for run in runs[AR]]
+    arms.conversations = Conversations(processor, lambda prompts: asked.extend(prompts) or decode(prompts))
+    runs = race(ArmRunner(), [arms.arm("chain", CHAIN), arms.plain], chats.prompts, Everyone()).runs
+    assert [run.tokens for run in runs["chain"]] == [run.tokens for run in runs[AR]]
     assert [run.new_tokens for run in runs[AR]] == [len(answer) for _, answer in by_hand]
     assert not asked
-    alone = ArmRunner(Decoder(Target(pair.target), IndependentDraft(pair.draft)), processor)
-    only = alone.compare([alone.arm("chain", CHAIN)], chats)
-    assert [run.tokens_sha256 for run in only["chain"]] == [run.tokens_sha256 for run in runs[AR]]
+    only = race(ArmRunner(), [alone.arm("chain", CHAIN)], chats.prompts, Everyone()).runs
+    assert [run.tokens for run in only["chain"]] == [run.tokens for run in runs[AR]]
 
 
 def test_run_decodes_turn_after_turn(
