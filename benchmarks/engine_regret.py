@@ -6,7 +6,7 @@ The files hold the plain answers that a search recorded in llama-server; the tra
 Each type's grid is the one that searches replayed before, of 88 to 550 settings. Every setting is replayed over every file and
 priced three ways, as verifications cost on a CPU with four bits, on a CPU with bfloat16, and on an accelerator. The
 regret is how much longer the fastest of the few settings, the types' defaults or no speculation take than the fastest
-of the grids or no speculation. With --choose N, the best N settings of each type are found greedily instead. Takes
+of the grids or no speculation. With --choose N, the best N settings of each engine are found greedily instead. Takes
 two minutes.
 """
 
@@ -73,7 +73,7 @@ def regret(rows: np.ndarray, best: np.ndarray) -> np.ndarray:
 
 @click.command(help=__doc__)
 @click.argument("files", nargs=-1)
-@click.option("--choose", default=0, help="Settings of each type to find.")
+@click.option("--choose", default=0, help="Settings of each engine to find, with the defaults.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=None)
 def main(files: tuple[str, ...], choose: int, output: Path | None) -> None:
     names, answers = list[str](), list[list[Served]]()
@@ -87,26 +87,28 @@ def main(files: tuple[str, ...], choose: int, output: Path | None) -> None:
     scenarios, result = [f"{name}; {price}" for name in names for price in PRICES], {}
     spaces = {**LlamaBackend.space, **VllmBackend.space}
     for engine, kinds in (("llama.cpp", ("ngram-simple", "ngram-mod")), ("vllm", ("ngram", "suffix"))):
-        fine, few = list[list[float]](), list[list[float]]()
+        labels, defaults = list[tuple[str, tuple[float, ...]]](), list[int]()
         for kind in kinds:
-            default = tuple(OPTIONS[kind].values())
-            grid = list(dict.fromkeys([default, *grids()[kind], *spaces[kind]]))
-            rows = np.array([times(kind, values, answers) for values in grid])
-            chosen = [0] if choose else [grid.index(values) for values in (default, *spaces[kind])]
-            while choose and len(chosen) <= choose:
-                worst = [regret(rows[[*chosen, at]], rows.min(axis=0)) for at in range(len(grid))]
-                chosen.append(min(range(len(grid)), key=lambda at: (worst[at].max(), worst[at].sum())))
-            lost = regret(rows[chosen], rows.min(axis=0))
-            print(f"{kind}: {len(grid)} settings, {[grid[at] for at in chosen]}: at most {lost.max():.2%}", flush=True)
-            fine += rows.tolist()
-            few += rows[chosen].tolist()
-        lost = regret(np.array(few), np.array(fine).min(axis=0))
-        gains = 1 / np.minimum(1.0, np.array(fine).min(axis=0))
+            defaults.append(len(labels))
+            values = [tuple(OPTIONS[kind].values()), *grids()[kind], *spaces[kind]]
+            labels += [(kind, one) for one in dict.fromkeys(values)]
+        rows = np.array([times(*label, answers) for label in labels])
+        best = rows.min(axis=0)
+        chosen = list(defaults) if choose else [n for n, (kind, one) in enumerate(labels) if one in spaces[kind]]
+        chosen = list(dict.fromkeys([*defaults, *chosen]))
+        while choose and len(chosen) < choose:
+            worst = [regret(rows[[*chosen, at]], best) for at in range(len(labels))]
+            chosen.append(min(range(len(labels)), key=lambda at: (worst[at].max(), worst[at].sum())))
+        lost = regret(rows[chosen], best)
+        print(f"{engine}: {len(labels)} settings, {len(chosen)} chosen, regret at most {lost.max():.2%}")
+        for at in chosen:
+            print("   ", *labels[at], flush=True)
+        gains = 1 / np.minimum(1.0, best)
         for name, one, gain in zip(scenarios, lost, gains, strict=True):
             print(f"{engine}; {name}: at best {gain:.2f}x, regret {one:.2%}")
         result[engine] = {
-            "settings": len(few),
-            "of": len(fine),
+            "settings": len(chosen),
+            "of": len(labels),
             "most_regret": round(float(lost.max()), 4),
             "regret": dict(zip(scenarios, (round(float(one), 4) for one in lost), strict=True)),
             "best_speedup": dict(zip(scenarios, (round(float(one), 3) for one in gains), strict=True)),

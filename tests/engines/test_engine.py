@@ -45,7 +45,6 @@ def test_what_was_recorded_is_kept_where_an_engine_dies(
         with pytest.raises(UserError, match=f"{backend.program} ended while it was used"):
             backend.record(prompts)
         assert len(records(folder)) == recorded
-    assert len(start(folder, "--dies").record(prompts[:4], until=0.0).answers) == 4, "asks for two again"
 
 
 @ENGINES
@@ -54,7 +53,7 @@ def test_few_prompts_are_recorded_where_there_is_no_time(
 ) -> None:
     recorded = start(folder).record(prompts, until=time.monotonic())
     assert len(recorded.answers) == len(recorded.prompts) == 4
-    assert {len(step.wall_ms) for step in start(folder).price(recorded, until=time.monotonic()).priced} == {2}
+    assert {len(step.wall_ms) for step in start(folder).price(recorded, until=time.monotonic()).priced} == {1, 3}
 
 
 @ENGINES
