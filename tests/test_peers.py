@@ -15,8 +15,8 @@ from autotune.evaluation.runner import ArmRunner  # noqa: E402
 from autotune.runtime.decoder import Decoder  # noqa: E402
 from autotune.workloads.prompt import Prompt  # noqa: E402
 from benchmarks import peers  # noqa: E402
-from tests.engines.recorded_llama import PART_S  # noqa: E402
-from tests.engines.test_engine_search import SCRIPT, TRANSCRIBED  # noqa: E402
+from tests.engines.recorded_llama import HELP, PART_S, TRANSCRIPT  # noqa: E402
+from tests.engines.conftest import SCRIPT  # noqa: E402
 from tests.imports import ROOT  # noqa: E402
 
 if TYPE_CHECKING:
