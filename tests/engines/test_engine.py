@@ -92,7 +92,9 @@ def test_types_that_the_build_lacks_are_not_replayed(folder: Path, start: Start,
     assert type_ not in {one.type for one in backend.configurations()}
 
 
-@pytest.mark.parametrize(("architecture", "kind"), [("llama", "draft-simple"), ("eagle3", "draft-eagle3"), ("", "eagle3")])
+@pytest.mark.parametrize(
+    ("architecture", "kind"), [("llama", "draft-simple"), ("eagle3", "draft-eagle3"), ("", "eagle3")]
+)
 def test_the_chains_of_a_draft_model_are_replayed_from_the_longest(
     folder: Path, prompts: list[WorkloadPrompt], architecture: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,7 +156,9 @@ def test_options_of_the_command_line_have_the_types_that_vllm_validates() -> Non
 
 
 @ENGINES
-def test_a_server_at_a_url_is_priced_and_not_measured(folder: Path, prompts: list[WorkloadPrompt], start: Start) -> None:
+def test_a_server_at_a_url_is_priced_and_not_measured(
+    folder: Path, prompts: list[WorkloadPrompt], start: Start
+) -> None:
     backend = start(folder)
     target = "model" if backend.name == "vllm" else "model.gguf"
     for tested in (backend.tested[0], None):
