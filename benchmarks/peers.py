@@ -27,13 +27,14 @@ import click
 
 from autotune.console import Console
 from autotune.documents.decoding_profile import AR, HF, TUNED
-from autotune.documents.engine_profile import OPTIONS, EngineName, ServedAnswer, Speculation, SpeculationType
 from autotune.documents.published_defaults import HF_ASSISTED
+from autotune.documents.speculation import OPTIONS, Speculation
 from autotune.engines.engine import EngineServer
-from autotune.engines.engine_search import ENGINES
-from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
+from autotune.engines.served import Served
+from autotune.evaluation.arms import Arm
 from autotune.evaluation.bench import assistant_of
-from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.race import Everyone, race
+from autotune.evaluation.runtime_arms import DecoderArm, HuggingFaceArm, RuntimeArm, RuntimeArms
 from autotune.evaluation.summary import summarize
 from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.modeling.threads import limited_threads
@@ -42,12 +43,10 @@ from autotune.runtime.load import load
 from autotune.runtime.stats import DecodingStats
 from autotune.workloads.prompt import Prompt
 from autotune.workloads.workload import load_workload
+from benchmarks.engine_counts import ENGINES
 
 FLASHSPEC = "flashspec==0.3.1"
-DOCUMENTED: dict[EngineName, tuple[str, SpeculationType]] = {
-    "llama.cpp": ("--spec-default", "ngram-mod"),
-    "vllm": ("documented", "ngram"),
-}
+DOCUMENTED: dict[str, tuple[str, str]] = {"llama.cpp": ("--spec-default", "ngram-mod"), "vllm": ("documented", "ngram")}
 """The speculation that an engine recommends: a label, and the type whose defaults it has."""
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of transformers' documentation
 
@@ -55,29 +54,30 @@ LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of transformers' documentation
 class PromptLookupArm(HuggingFaceArm):
     """Transformers' ``generate`` with ``prompt_lookup_num_tokens``."""
 
-    def decode(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
-        config = self.model.generation_config
+    def generate(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
+        config = self.arms.decoder.target_model.generation_config
         before, config.prompt_lookup_num_tokens = config.prompt_lookup_num_tokens, LOOKUP_TOKENS
         try:
-            return super().decode(inputs, settings)
+            return super().generate(inputs, settings)
         finally:
             config.prompt_lookup_num_tokens = before
 
 
-class FlashSpecArm(Arm):
+class FlashSpecArm(RuntimeArm):
     """flashspec's engine on the loaded target, greedy and eager, with prompt lookup or, with a draft, its default
     strategy.
     """
 
     def __init__(
-        self, folder: Path, model: Any, draft: Any | None, stop_tokens: list[int], threads: int | None
+        self, folder: Path, arms: RuntimeArms, draft: Any | None, stop_tokens: list[int], threads: int | None
     ) -> None:
         sys.path.insert(0, str(folder))
         import flashspec
         from flashspec.engine import HuggingFaceDrafter, NgramDrafter, TargetModel
 
-        self.name = self.key = "flashspec-lookup" if draft is None else "flashspec"
-        self.model, self.threads = model, threads
+        super().__init__("flashspec-lookup" if draft is None else "flashspec", arms)
+        self.model = model = arms.decoder.target_model
+        self.threads = threads
         device, dtype = model.device, model.dtype
         chosen: dict[str, Any] = {"drafter_strategy": "bandit", "bandit": flashspec.BanditConfig(n_arms=1)}
         drafters = [NgramDrafter()]
@@ -89,7 +89,7 @@ class FlashSpecArm(Arm):
         )
         self.engine = flashspec.SpeculativeEngine(config, drafters, TargetModel("target", device, dtype, model=model))
 
-    def decode(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
+    def generate(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
         with limited_threads(self.threads), timed_forwards([self.model], self.model.device, first_only=True) as target:
             began = time.perf_counter()
             output = self.engine.generate(inputs["input_ids"], max_new_tokens=settings.max_new_tokens)
@@ -105,16 +105,16 @@ class FlashSpecArm(Arm):
         )
 
 
-class EngineArm(Arm):
+class EngineArm(RuntimeArm):
     """A serving engine, which decodes the tokens of a prompt greedily and streams its answer."""
 
-    def __init__(self, name: str, server: EngineServer) -> None:
-        self.name = self.key = name
+    def __init__(self, name: str, arms: RuntimeArms, server: EngineServer) -> None:
+        super().__init__(name, arms)
         self.server = server
 
-    def decode(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
+    def generate(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
         prompt = inputs["input_ids"][0].tolist()
-        request = ServedAnswer(prompt_tokens=prompt, tokens=prompt[-1:], limit=settings.max_new_tokens)
+        request = Served.of(prompt, prompt[-1:], settings.max_new_tokens)
         tokens, seconds = self.server.stream(request)
         return tokens, DecodingStats(
             prompt_tokens=len(prompt),
@@ -124,17 +124,15 @@ class EngineArm(Arm):
         )
 
 
-def engine_arms(name: EngineName, model: str, command: str, stack: ExitStack) -> list[Arm]:
+def engine_arms(arms: RuntimeArms, name: str, model: str, command: str, stack: ExitStack) -> list[Arm]:
     """An engine without speculation and with the settings that it recommends, each in a server that ends with the
     stack.
     """
-    if (found := ENGINES[name].find_model(model)) is None:
-        raise click.UsageError(f"--engine {name}: {model} is not {ENGINES[name].models}")
-    engine = ENGINES[name].find(command, found[0])
+    engine = ENGINES[name](model, command=command)
     label, kind = DOCUMENTED[name]
     speculation = Speculation(type=kind, options=OPTIONS[kind])
-    settings = {name: [], f"{name} {label} {speculation.label}": [speculation]}
-    return [EngineArm(arm, stack.enter_context(engine.started(one))) for arm, one in settings.items()]
+    settings = {name: None, f"{name} {label} {speculation.label}": speculation}
+    return [EngineArm(arm, arms, stack.enter_context(engine.started(one))) for arm, one in settings.items()]
 
 
 def install_flashspec(folder: Path) -> None:
@@ -150,26 +148,26 @@ def stop_tokens_of(model: Any) -> list[int]:
     return [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
 
 
-def peers_of(runner: ArmRunner, flashspec: Path | None) -> tuple[list[Arm], list[str]]:
+def peers_of(runtime: RuntimeArms, flashspec: Path | None) -> tuple[list[Arm], list[str]]:
     """The arms beside plain decoding and the profile, and what is left out and why."""
-    model, threads, notes = runner.decoder.target_model, runner.decoder.threads, []
+    model, threads, notes = runtime.decoder.target_model, runtime.decoder.threads, []
     arms: list[Arm] = [
-        HuggingFaceArm(HF, model, threads=threads),
-        PromptLookupArm("hf-prompt-lookup", model, threads=threads),
+        HuggingFaceArm(HF, runtime, threads=threads),
+        PromptLookupArm("hf-prompt-lookup", runtime, threads=threads),
     ]
-    draft = assistant_of(runner)
+    draft = assistant_of(runtime)
     if draft is None:
         notes.append(
             "the profile's draft is no whole model, so that assisted generation and flashspec's default cannot use it"
         )
     else:
-        arms.append(HuggingFaceArm(HF_ASSISTED, model, draft, threads=threads))
+        arms.append(HuggingFaceArm(HF_ASSISTED, runtime, draft, threads=threads))
     if flashspec is None or vision_parts(model):
         notes.append("flashspec takes text models only")
         return arms, notes
     install_flashspec(flashspec)
     stop = stop_tokens_of(model)
-    arms += [FlashSpecArm(flashspec, model, one, stop, threads) for one in dict.fromkeys((None, draft))]
+    arms += [FlashSpecArm(flashspec, runtime, one, stop, threads) for one in dict.fromkeys((None, draft))]
     return arms, notes
 
 
@@ -197,23 +195,23 @@ def main(
     workload: str | None,
     max_new_tokens: int | None,
     flashspec: Path | None,
-    engines: tuple[tuple[EngineName, str, str], ...],
+    engines: tuple[tuple[str, str, str], ...],
     output: Path | None,
     seed: int,
 ) -> None:
     console, began, stack = Console(), time.monotonic(), ExitStack()
     decoder = load(profile, context_tokens=0, console=console)
-    runner = ArmRunner(decoder, decoder.processor)
+    runtime = RuntimeArms(decoder)
     document = decoder.profile
     assert document is not None
     chosen = load_workload(workload or document.workload.name, "evaluate", num_prompts=prompts)
     chosen = chosen.cut(prompts, max_new_tokens or document.workload.max_new_tokens)
-    others, notes = peers_of(runner, flashspec)
-    others += [arm for one in engines for arm in engine_arms(*one, stack)]
-    tuned = [DecoderArm(TUNED, decoder)] if decoder.draft is not None else []
-    kept: list[Arm] = [runner.plain, *tuned]
+    others, notes = peers_of(runtime, flashspec)
+    others += [arm for one in engines for arm in engine_arms(runtime, *one, stack)]
+    tuned = [DecoderArm(TUNED, decoder, runtime)] if decoder.draft is not None else []
+    kept: list[Arm] = [runtime.plain, *tuned]
     for arm in others:  # a program that cannot decode these prompts is left out, and the reason is said
-        failure = failure_of(arm, runner, chosen.prompts[0])
+        failure = failure_of(arm, chosen.prompts[0])
         if failure is None:
             kept.append(arm)
         else:
@@ -222,7 +220,7 @@ def main(
         console.say(note)
     monitor = ContentionMonitor(str(decoder.target.device))
     with stack, console.stage("peers") as update:
-        runs = runner.compare(kept, chosen, seed=seed, report=lambda done, of: update(done, of, ""))
+        runs = race(runtime.runner(), kept, chosen.prompts, Everyone(), seed=seed, report=update).runs
     contention = monitor.contention()
     console.say(contention.describe("while runs were timed"))
     rows, records = [], []
@@ -262,11 +260,10 @@ def main(
         output.write_text(json.dumps(content, indent=1))
 
 
-def failure_of(arm: Arm, runner: ArmRunner, prompt: Any) -> str | None:
+def failure_of(arm: Arm, prompt: Any) -> str | None:
     """Why an arm cannot decode a prompt, in a line; None if it can."""
-    inputs = prompt.inputs(runner.processor, runner.decoder.target.device)
     try:
-        arm.decode(inputs, prompt.settings)
+        arm.decode(prompt)
     except Exception as error:  # whatever another program raises for models that it does not support
         return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')}"
     return None

@@ -288,7 +288,7 @@ def test_the_real_server_drafts_as_the_replay_says(
     monkeypatch.chdir(tmp_path)
     backend = LlamaBackend(str(model), command="llama-server -t 1", draft=str(model))
     recorded = backend.record(prompts)
-    assert not backend.price(recorded).left_out and SELF_TEST >= len(prompts)
+    assert not backend.price(recorded).left_out and len(prompts) <= SELF_TEST
     # Its own draft is right but for rounding, and two tokens come of a verification.
     rounds, drafted, accepted = map(sum, zip(*backend.replay(backend.chains[0], recorded).counts, strict=True))
     assert drafted == rounds and accepted > 0.9 * drafted
