@@ -3,11 +3,11 @@
     python benchmarks/engine_regret.py chat=.autotune/engines/KEY/plain.jsonl code=... -o regret.json
 
 The files hold the plain answers that a search recorded in llama-server; the transcripts of tests/engines are added.
-Each type's grid is the one that searches replayed before, of 88 to 550 settings. Every setting is replayed over every file and
-priced three ways, as verifications cost on a CPU with four bits, on a CPU with bfloat16, and on an accelerator. The
-regret is how much longer the fastest of the few settings, the types' defaults or no speculation take than the fastest
-of the grids or no speculation. With --choose N, the best N settings of each engine are found greedily instead. Takes
-two minutes.
+Each type's grid is the one that searches replayed before, of 75 to 640 settings. Every setting is replayed over every
+file and priced three ways, as verifications cost on a CPU with four bits, on a CPU with bfloat16, and on an
+accelerator. The regret is how much longer the fastest of the few settings, the types' defaults or no speculation take
+than the fastest of the grids or no speculation. With --choose N, the best N settings of each engine are found greedily
+instead. Takes two minutes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -26,6 +27,7 @@ from autotune.engines.replay import RequestReplay, replay_speculation
 from autotune.engines.served import Served
 from autotune.engines.vllm import VllmBackend
 from autotune.files import read_lines
+from benchmarks.evidence.result import stamped
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = 8192
@@ -50,9 +52,12 @@ def grids() -> dict[str, list[tuple[float, ...]]]:
     }
 
 
+TABLES = {name: np.interp(np.arange(80), *points).tolist() for name, points in PRICES.items()}
+
+
 def steps(request: RequestReplay, price: str) -> float:
     """Time of a request in plain steps."""
-    return sum(number * float(np.interp(n, *PRICES[price])) for (n, _), number in request.passes.items())
+    return sum(number * TABLES[price][n] for (n, _), number in request.passes.items())
 
 
 def times(kind: str, values: tuple[float, ...], answers: list[list[Served]]) -> list[float]:
@@ -84,7 +89,8 @@ def main(files: tuple[str, ...], choose: int, output: Path | None) -> None:
         rows = json.loads((ROOT / f"tests/engines/{engine}_transcript.json").read_text())["prompts"]
         names.append(f"transcript of {engine}")
         answers.append([Served.of(**{k: value for k, value in row.items() if k != "text"}) for row in rows])
-    scenarios, result = [f"{name}; {price}" for name in names for price in PRICES], {}
+    scenarios = [(name, price) for name in names for price in PRICES]
+    regrets, settings = list[dict[str, Any]](), list[dict[str, Any]]()
     spaces = {**LlamaBackend.space, **VllmBackend.space}
     for engine, kinds in (("llama.cpp", ("ngram-simple", "ngram-mod")), ("vllm", ("ngram", "suffix"))):
         labels, defaults = list[tuple[str, tuple[float, ...]]](), list[int]()
@@ -104,17 +110,21 @@ def main(files: tuple[str, ...], choose: int, output: Path | None) -> None:
         for at in chosen:
             print("   ", *labels[at], flush=True)
         gains = 1 / np.minimum(1.0, best)
-        for name, one, gain in zip(scenarios, lost, gains, strict=True):
-            print(f"{engine}; {name}: at best {gain:.2f}x, regret {one:.2%}")
-        result[engine] = {
-            "settings": len(chosen),
-            "of": len(labels),
-            "most_regret": round(float(lost.max()), 4),
-            "regret": dict(zip(scenarios, (round(float(one), 4) for one in lost), strict=True)),
-            "best_speedup": dict(zip(scenarios, (round(float(one), 3) for one in gains), strict=True)),
-        }
+        for (name, price), one, gain in zip(scenarios, lost.tolist(), gains.tolist(), strict=True):
+            print(f"{engine}; {name}; {price}: at best {gain:.2f}x, regret {one:.2%}")
+            row = {"answers": name, "prices": price, "best": round(gain, 3), "regret": round(one, 4)}
+            regrets.append({"engine": engine, **row})
+        most = {"replayed": len(chosen), "before": len(labels), "most_regret": round(float(lost.max()), 4)}
+        settings.append({"engine": engine, **most})
     if output:
-        output.write_text(json.dumps(result, indent=1) + "\n")
+        fields = {
+            "source": "counted",
+            "machine": "any",
+            "command": f"python benchmarks/engine_regret.py {' '.join(f'{name}=FILE' for name in names[:-2])}",
+            "note": "answers of SmolLM2-135M-Instruct in Q4_1; the settings were chosen on the same answers",
+            "values": {"settings": settings, "regret": regrets},
+        }
+        stamped(output.stem, **fields).save(output)
 
 
 if __name__ == "__main__":
