@@ -35,6 +35,10 @@ class NotComparable(UserError):
     exit_code = 4
 
 
+class ArmFailed(UserError):
+    """A way to decode cannot go on, such as an engine that has ended: a race continues without it."""
+
+
 def first_line(error: Exception) -> str:
     """Kind and first line of an error of a library."""
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

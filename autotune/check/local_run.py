@@ -13,9 +13,9 @@ from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, Prom
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.errors import NotComparable
-from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.divergence import divergences_from_plain
-from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.race import Everyone, race
+from autotune.evaluation.runtime_arms import DecoderArm, RuntimeArms
 from autotune.evaluation.summary import Summary, summarize
 from autotune.machine.device import fingerprint
 from autotune.modeling.near_ties import Divergence
@@ -134,23 +134,29 @@ def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: C
     """Decode prompt by prompt in random order, side by side with plain decoding; then again, to see if counts
     repeat.
     """
-    runner = ArmRunner(decoder, decoder.processor)
-    workload = runner.conversations.follow_workload(workload)
-    tuned = runner.plain if decoder.draft is None else DecoderArm(TUNED, decoder)
+    arms = RuntimeArms(decoder)
+    runner = arms.runner()
+    workload = arms.conversations.follow_workload(workload)
+    tuned = arms.plain if decoder.draft is None else DecoderArm(TUNED, decoder, arms)
     steps = 2 * len(workload.prompts)
-    runs = runner.compare([runner.plain, tuned], workload, seed=seed, report=lambda done, _: report(done, steps))
-    again = runner.compare([tuned], workload, seed=seed, report=lambda done, _: report(steps // 2 + done, steps))
-    prompts = [prompt_evidence(run, plain) for run, plain in zip(runs[tuned.name], runs[AR], strict=True)]
-    first = [Counts.of(evidence.name, evidence) for evidence in prompts]
+    prompts, everyone = workload.prompts, Everyone()
+    runs = race(
+        runner, [arms.plain, tuned], prompts, everyone, seed=seed, report=lambda done, _: report(done, steps)
+    ).runs
+    again = race(
+        runner, [tuned], prompts, everyone, seed=seed, report=lambda done, _: report(steps // 2 + done, steps)
+    ).runs
+    evidence = [prompt_evidence(run, plain) for run, plain in zip(runs[tuned.name], runs[AR], strict=True)]
+    first = [Counts.of(one.name, one) for one in evidence]
     second = [Counts.of(run.prompt, prompt_evidence(run, run)) for run in again[tuned.name]]
     assert decoder.profile is not None
     return LocalRun(
         workload=workload,
         profile=decoder.profile,
         runs=runs[tuned.name],
-        prompts=prompts,
+        prompts=evidence,
         summary=summarize(tuned.name, runs[tuned.name], runs[AR], seed=seed),
-        divergences=divergences_from_plain(tuned, runner.plain, workload, runner, runs),
+        divergences=divergences_from_plain(tuned, prompts, runs[tuned.name], runs[AR]),
         not_repeated=[a.prompt for a, b in zip(first, second, strict=True) if a != b],
         precision=decoder.target.text.precision,
         hardware=fingerprint(str(decoder.target.device)),

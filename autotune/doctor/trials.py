@@ -13,9 +13,9 @@ from autotune.documents.decoding_profile import AR
 from autotune.documents.execution import EAGER
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.drafters.checkpoint import LoadedDraft
-from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.divergence import divergences_from_plain
-from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.race import Everyone, race
+from autotune.evaluation.runtime_arms import DecoderArm, RuntimeArms
 from autotune.evaluation.summary import summarize
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.target import Target
@@ -43,25 +43,25 @@ def try_drafts(
     tree = CHAIN if has_states else TREE
     decoded: dict[Any, Any] = {None: None, **drafts}
     options: dict[str, Any] = {"tree": tree.tree, "processor": processor}
+    runtime = RuntimeArms(Decoder(target, **options))
     arms = {
-        (name, mode): DecoderArm(f"{name or AR} {mode}", Decoder(target, draft, mode=mode, **options))
+        (name, mode): DecoderArm(f"{name or AR} {mode}", Decoder(target, draft, mode=mode, **options), runtime)
         for name, draft in decoded.items()
         for mode in modes
     }
     lengths = [prompt.inputs(processor)["input_ids"].shape[1] for prompt in workload.prompts]
     context = max(lengths) + max(prompt.settings.max_new_tokens for prompt in workload.prompts)
     captures = {key: _capture(arms[key].decoder, context) for key in reversed(arms)}  # the largest trees first
-    plain = arms[None, EAGER]
-    runner = ArmRunner(plain.decoder, processor)
     with console.stage("decoding with drafts", len(workload.prompts)) as update:
-        runs = runner.compare([*arms.values()], workload, report=update)
+        runs = race(runtime.runner(), [*arms.values()], workload.prompts, Everyone(), report=update).runs
     trials = []
+    plain_name = arms[None, EAGER].name
     for (name, mode), arm in arms.items():
         own, eager = runs[arm.name], runs[arms[name, EAGER].name]
         summary = summarize(arm.name, own, runs[arms[None, mode].name])
         same = [(a.rounds, b.rounds) for a, b in zip(own, eager, strict=True) if a.tokens_sha256 == b.tokens_sha256]
         rounds, eager_rounds = np.sum(same, axis=0) if same else (0, 0)
-        differing = divergences_from_plain(arm, plain, workload, runner, runs)
+        differing = divergences_from_plain(arm, workload.prompts, own, runs[plain_name])
         unexplained = tuple(f"{prompt}, {found}" for prompt, found in differing.items() if not found.is_near_tie)
         trials.append(
             DecodingTrial(

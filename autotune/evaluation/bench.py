@@ -18,7 +18,7 @@ from autotune.documents.provenance import stamp
 from autotune.documents.published_defaults import HF_ASSISTED, NAMED, PROMPT_LOOKUP
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
-from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
+from autotune.evaluation.arms import Arm
 from autotune.evaluation.bench_settings import BenchSettings
 from autotune.evaluation.bench_tables import (
     benchmark_results,
@@ -33,7 +33,9 @@ from autotune.evaluation.bench_tables import (
     print_tasks,
     speedups_by_task,
 )
+from autotune.evaluation.race import Everyone, race
 from autotune.evaluation.runner import SLOW_FORWARD, SLOW_PREFILL, ArmRunner
+from autotune.evaluation.runtime_arms import DecoderArm, HuggingFaceArm, RuntimeArms
 from autotune.evaluation.summary import summarize
 from autotune.machine.contention_monitor import ContentionMonitor, wait_until_idle
 from autotune.machine.device import fingerprint
@@ -46,12 +48,12 @@ from autotune.workloads.formats import OWN
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
-ARMS: dict[str, Callable[[ArmRunner], Arm]] = {
-    AR: lambda runner: runner.plain,
-    HF: lambda runner: HuggingFaceArm(HF, runner.decoder.target_model),
-    HF_ASSISTED: lambda runner: HuggingFaceArm(HF_ASSISTED, runner.decoder.target_model, assistant_of(runner)),
-    PROMPT_LOOKUP: ArmRunner.prompt_lookup_arm,
-    **{name: partial(ArmRunner.arm, name=name, configuration=tree) for name, tree in NAMED.items()},
+ARMS: dict[str, Callable[[RuntimeArms], Arm]] = {
+    AR: lambda arms: arms.plain,
+    HF: lambda arms: HuggingFaceArm(HF, arms),
+    HF_ASSISTED: lambda arms: HuggingFaceArm(HF_ASSISTED, arms, assistant_of(arms)),
+    PROMPT_LOOKUP: RuntimeArms.prompt_lookup,
+    **{name: partial(RuntimeArms.arm, name=name, configuration=tree) for name, tree in NAMED.items()},
 }
 """Makers of the arms that a profile can be compared with, by the names in ``ARM_NAMES``."""
 
@@ -66,15 +68,17 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
     # Warm-ups capture.
     decoder = load(profile, device=settings.device, dtype=settings.dtype, context_tokens=0, console=console)
     prompts = prompts.fitting(decoder.processor, decoder.target.max_context, console.say)
-    runner = _runner(decoder, settings)
-    chosen = choose_arms(settings.arms, runner, prompts)
+    makes = _arms(decoder, settings)
+    runner = makes.runner()
+    chosen = choose_arms(settings.arms, makes, prompts)
     for reason in dict.fromkeys(chosen.unavailable.values()):
         names = [name for name, own in chosen.unavailable.items() if own == reason]
         console.say(f"left out: {', '.join(names)}: {reason}")
     for name, note in chosen.notes.items():
         console.say(f"{name}: {note}")
-    arms = [*chosen.arms, DecoderArm(TUNED, decoder)] if decoder.draft is not None else chosen.arms
-    runs, contention = _measure(runner, arms, prompts, settings, console)
+    arms = [*chosen.arms, DecoderArm(TUNED, decoder, makes)] if decoder.draft is not None else chosen.arms
+    device = str(decoder.target.device)
+    runs, contention = _measure(runner, arms, prompts, device, settings, console)
     if runner.num_repeated:
         console.say(
             f"{runner.num_repeated} runs were measured again: their prefill took {SLOW_PREFILL:g} times the "
@@ -84,14 +88,14 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
         console.say(f"{TUNED}: {points_used(decoder.profile, runs[TUNED])}")
     decoded = prompts.prompts[: len(runs[AR])]
     limits = [prompt.settings.max_new_tokens for prompt in decoded]
-    degenerate = degenerate_answers([runner.answers[AR, prompt.sha256] for prompt in decoded], limits)
+    degenerate = degenerate_answers([run.tokens for run in runs[AR]], limits)
     if degenerate is not None:
         console.say(degenerate)
     results = BenchResults(runs, prompts, settings.seed)
     results.print(console)
     return {
         "provenance": stamp(contention).model_dump(mode="json"),
-        "hardware": fingerprint(str(decoder.target.device)).model_dump(mode="json"),
+        "hardware": fingerprint(device).model_dump(mode="json"),
         "profile": str(profile),
         "workload": settings.prompts.workload,
         "workload_sha256": prompts.sha256,
@@ -104,8 +108,8 @@ def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[
     }
 
 
-def _runner(decoder: Decoder, settings: BenchSettings) -> ArmRunner:
-    """The runner of the arms, which computes perplexities where an arm or a point is lossy."""
+def _arms(decoder: Decoder, settings: BenchSettings) -> RuntimeArms:
+    """The arms of the profile's target, with perplexities where an arm or a point is lossy."""
     if decoder.draft is None and settings.draft is None and any(name in NAMED for name in settings.given_arms or ()):
         raise UserError(
             "this profile decodes without a draft, so trees cannot be compared with it; "
@@ -117,22 +121,21 @@ def _runner(decoder: Decoder, settings: BenchSettings) -> ArmRunner:
         point.lossless for point in decoder.profile.points
     )
     draft_of = None if own_draft is None else lambda configuration: own_draft
-    return ArmRunner(decoder, decoder.processor, with_perplexity=is_lossy, draft_of=draft_of)
+    return RuntimeArms(decoder, with_perplexity=is_lossy, draft_of=draft_of)
 
 
 def _measure(
-    runner: ArmRunner, arms: Sequence[Arm], prompts: Workload, settings: BenchSettings, console: Console
+    runner: ArmRunner, arms: Sequence[Arm], prompts: Workload, device: str, settings: BenchSettings, console: Console
 ) -> tuple[dict[str, list[Decoded]], Contention]:
     """The runs by arm, and what other processes took of the machine meanwhile."""
-    device = str(runner.decoder.target.device)
     if settings.wait_until_idle_s is not None:
         wait_until_idle(settings.wait_until_idle_s, device, console)
     monitor = ContentionMonitor(device)
     with console.stage("bench", len(prompts.prompts)) as update:
-        runs = runner.compare(arms, prompts, seed=settings.seed, report=lambda done, of: update(done, of, ""))
+        done = race(runner, arms, prompts.prompts, Everyone(), seed=settings.seed, report=update)
     contention = monitor.contention()
     console.say(contention.describe("while runs were timed"))
-    return runs, contention
+    return done.runs, contention
 
 
 class BenchResults:
@@ -167,7 +170,10 @@ class BenchResults:
             "by_length": json.loads(self.by_length.to_json(orient="records")),
             "time_shares": self.time_shares,
             "acceptance_counts": {name: count.to_json() for name, count in self.counts.items() if not count.is_empty},
-            "runs": {name: [run.model_dump(mode="json") for run in of_arm] for name, of_arm in self.runs.items()},
+            "runs": {
+                name: [run.model_dump(mode="json", exclude={"tokens"}) for run in of_arm]
+                for name, of_arm in self.runs.items()
+            },
         }
 
 
@@ -180,20 +186,20 @@ class ChosenArms:
     notes: dict[str, str] = field(default_factory=dict)
 
 
-def choose_arms(names: Sequence[str], runner: ArmRunner, prompts: Workload) -> ChosenArms:
+def choose_arms(names: Sequence[str], arms: RuntimeArms, prompts: Workload) -> ChosenArms:
     """The arms of these names that can run, each once, in this order."""
-    chosen, decoder = ChosenArms(), runner.decoder
+    chosen, decoder = ChosenArms(), arms.decoder
     has_states = decoder.target.has_states or (decoder.draft is not None and decoder.draft.has_states)
     for name in dict.fromkeys(names):
         failure: str | None = None
         note: str | None = None
-        has_draft = decoder.draft is not None or (runner.draft_of is not None and name in NAMED)
+        has_draft = decoder.draft is not None or (arms.draft_of is not None and name in NAMED)
         if not has_draft and (name in NAMED or name == HF_ASSISTED):
             failure = "the profile decodes without a draft"
         elif name in NAMED and not parse_policy(NAMED[name].tree).is_chain and has_states:
             failure = "recurrent or convolution states follow one path, so that only chains are decoded"
         elif name == HF_ASSISTED:
-            failure, note = try_assisted(runner, prompts)
+            failure, note = try_assisted(arms, prompts)
         elif name == HF and decoder.mode != EAGER:
             note = f"generate runs eagerly, so that gains over it include that of mode {decoder.mode}; gains over {AR} do not"
         if failure is not None:
@@ -201,17 +207,17 @@ def choose_arms(names: Sequence[str], runner: ArmRunner, prompts: Workload) -> C
             continue
         if note is not None:
             chosen.notes[name] = note
-        chosen.arms.append(ARMS[name](runner))
+        chosen.arms.append(ARMS[name](arms))
     return chosen
 
 
-def try_assisted(runner: ArmRunner, prompts: Workload) -> tuple[str | None, str | None]:
+def try_assisted(arms: RuntimeArms, prompts: Workload) -> tuple[str | None, str | None]:
     """Try Hugging Face's assisted generation on the first prompt with an image and the first without.
 
     Returns why it cannot run, or None, and a limitation to report, or None. In half precision rounding can flip the
     argmax of a near tie, so only in float32 an output that differs from ``generate`` alone is a failure.
     """
-    assistant = assistant_of(runner)
+    assistant = assistant_of(arms)
     if assistant is None:
         return "the profile's draft is no model that generate takes as its assistant_model", None
     note = None
@@ -219,22 +225,21 @@ def try_assisted(runner: ArmRunner, prompts: Workload) -> tuple[str | None, str 
     for prompt in prompts.prompts:
         first_of_kind.setdefault(bool(prompt.pixels), prompt)
     for prompt in first_of_kind.values():
-        inputs = prompt.inputs(runner.processor, runner.decoder.target.device)
         try:
             with timed_vision(assistant) as vision:
-                tokens, _ = ARMS[HF_ASSISTED](runner).decode(inputs, prompt.settings)
+                answer = ARMS[HF_ASSISTED](arms).decode(prompt)
         except Exception as error:  # whatever transformers raises for models it does not support
             first_line = next(iter(str(error).strip().splitlines()), "no message")
             return f"on {prompt.name} generate raised {type(error).__name__}: {first_line}", None
-        is_exact = runner.decoder.target.text.is_exact and prompt.settings.temperature == 0
-        if is_exact and tokens != ARMS[HF](runner).decode(inputs, prompt.settings)[0]:
+        is_exact = arms.decoder.target.text.is_exact and prompt.settings.temperature == 0
+        if is_exact and answer.tokens != ARMS[HF](arms).decode(prompt).tokens:
             return f"on {prompt.name} its output differs from generate alone", None
         if prompt.pixels and vision_parts(assistant) and vision.num_forwards == 0:
             note = "generate gives the draft no image, so that it drafts blind"
     return None, note
 
 
-def assistant_of(runner: ArmRunner) -> Any | None:
+def assistant_of(arms: RuntimeArms) -> Any | None:
     """The draft as an ``assistant_model`` of Hugging Face's generate; None if the draft is not a whole model."""
-    draft = runner.decoder.draft
+    draft = arms.decoder.draft
     return None if draft is None else draft.standalone_model

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,12 @@ import torch
 
 from autotune.documents.decoded import Decoded
 from autotune.documents.execution import EAGER
-from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.perplexity import answer_logits
-from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.modeling.near_ties import Divergence, largest_difference
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import TokenSampler
-from autotune.workloads.workload import Workload
+from autotune.workloads.prompt import WorkloadPrompt
 
 
 @torch.inference_mode()
@@ -68,34 +67,30 @@ def first_divergence(
 
 def divergences_from_plain(
     arm: DecoderArm,
-    plain: DecoderArm,
-    workload: Workload,
-    runner: ArmRunner,
-    runs: Mapping[str, Sequence[Decoded]],
+    prompts: Sequence[WorkloadPrompt],
+    runs: Sequence[Decoded],
+    plain: Sequence[Decoded],
     deadline: float = math.inf,
 ) -> dict[str, Divergence]:
-    """First divergences of an arm from plain decoding by prompt, of lossless points. Answers with other hashes whose
-    tokens the runner does not know, of an interrupted comparison, are decoded again.
+    """First divergences of an arm from plain decoding by prompt, of lossless points.
 
     Args:
-        runs: of both arms on the first prompts of the workload, by the arms' names.
+        prompts: without later turns that are not answered.
+        runs: of the arm on the first prompts.
+        plain: runs of plain decoding on the same prompts.
         deadline: of ``time.monotonic``, after which no further prompt is begun.
     """
     divergences = {}
     target = arm.decoder.target
-    for prompt, run, plain_run in zip(workload.prompts, runs[arm.name], runs[plain.name], strict=False):
+    for prompt, run, plain_run in zip(prompts, runs, plain, strict=False):
         is_lossless = arm.decoder.points[run.point].verification.is_lossless
         if run.tokens_sha256 == plain_run.tokens_sha256 or not is_lossless:
             continue
         if time.monotonic() > deadline:
             break
-        settings, inputs = prompt.settings, prompt.inputs(runner.processor, target.device)
-        expected, tokens = (
-            runner.answers.get((each.key, run.prompt_sha256)) or each.decode(inputs, settings)[0]
-            for each in (plain, arm)
-        )
+        settings, inputs = prompt.settings, prompt.inputs(arm.arms.processor, target.device)
         sampler = arm.decoder.sampler(**inputs, **settings.generation)
-        divergence = first_divergence(target, inputs, expected, tokens, sampler, mode=arm.decoder.mode)
+        divergence = first_divergence(target, inputs, plain_run.tokens, run.tokens, sampler, mode=arm.decoder.mode)
         if divergence is not None:
             divergences[prompt.name] = divergence
     return divergences

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,9 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
-from autotune.evaluation.arms import WARM_UP_S
-from autotune.evaluation.race import Race, race
+from autotune.evaluation.race import Fastest, Race, TimeLimit, race
 from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runtime_arms import WARM_UP_S, RuntimeArms
 from autotune.evaluation.summary import ms_per_token, speedup, summarize, time_ratio
 from autotune.replay.draws import time_draws
 from autotune.replay.evaluator import Candidate, Evaluator
@@ -96,6 +96,7 @@ class MeasuredFinalists:
 def measure_finalists(
     candidates: Sequence[Candidate],
     defaults: Mapping[str, Configuration],
+    runtime: RuntimeArms,
     runner: ArmRunner,
     prompts: TuningPrompts,
     console: Console,
@@ -104,6 +105,7 @@ def measure_finalists(
     least: tuple[int, int, int | None] = thresholds.ROUNDS[-1],
     seed: int,
     deadline: float,
+    last: float = math.inf,
 ) -> MeasuredFinalists:
     """Run finalists, with their fallbacks, and published defaults on confirming prompts until the fastest is known or
     the time is over. Where the time is short, fewer of them run: the fastest by prediction.
@@ -116,6 +118,7 @@ def measure_finalists(
         all_candidates: every configuration that may lead with other prices.
         least: prompts, finalists and published defaults for which the search has kept the time until the deadline.
         deadline: a value of ``time.monotonic``.
+        last: the first prompts may end past the deadline, until then.
     """
     confirming = prompts.confirming
     finalists = {
@@ -132,7 +135,11 @@ def measure_finalists(
         )
 
     def compete(
-        finalists: Mapping[str, Configuration], defaults: Mapping[str, Configuration], at: TuningPrompts, **times: Any
+        finalists: Mapping[str, Configuration],
+        defaults: Mapping[str, Configuration],
+        at: TuningPrompts,
+        time_limit: TimeLimit,
+        seed: int,
     ) -> tuple[Race, dict[str, MeasuredConfiguration], MeasuredConfiguration, TuningPrompts]:
         """A race, with the documents of its arms, the one that wins, and the prices that follow from its rounds."""
         arms = {**finalists, **defaults}
@@ -141,15 +148,18 @@ def measure_finalists(
         ) as update:
             measured = race(
                 runner,
-                [runner.arm(name, configuration) for name, configuration in finalists.items()],
-                at.confirming_workload,
-                always=[runner.plain],
-                defaults=[runner.arm(name, default) for name, default in defaults.items()],
-                risk=thresholds.RISK,
-                prompts_per_block=prompts_per_block,
-                passes=thresholds.MAX_PASSES,
+                [runtime.plain, *(runtime.arm(name, configuration) for name, configuration in arms.items())],
+                at.confirming_workload.prompts,
+                Fastest(
+                    risk=thresholds.RISK,
+                    prompts_per_block=prompts_per_block,
+                    passes=thresholds.MAX_PASSES,
+                    always=[AR],
+                    defaults=[*defaults],
+                ),
+                time_limit=time_limit,
+                seed=seed,
                 report=update,
-                **times,
             )
         documents = {name: _document(name, c, measured, at.confirming) for name, c in arms.items()}
         print_finalists(documents, console)
@@ -160,7 +170,7 @@ def measure_finalists(
 
     # The first block was chosen to fit.
     measured, documents, winner, updated = compete(
-        fitting, fitting_defaults, prompts, min_prompts=prompts_per_block, seed=seed, deadline=first_deadline
+        fitting, fitting_defaults, prompts, TimeLimit(first_deadline, prompts_per_block, last), seed
     )
     plain_ms = [run.decode_ms for run in measured.runs[AR]]
     ratio = sum(plain_ms) / confirming.ar_ms[np.arange(len(plain_ms)) % len(confirming.tasks)].sum()
@@ -174,16 +184,15 @@ def measure_finalists(
             console.say(
                 f"with the prices of these rounds, other configurations may be faster: {len(leading)} run beside the winner"
             )
-            _, more, winner, updated = compete(
-                again, {}, updated, min_prompts=thresholds.MIN_PROMPTS, seed=seed + 1, deadline=deadline
-            )
+            num_first = min(thresholds.MIN_PROMPTS, prompts_per_block)
+            _, more, winner, updated = compete(again, {}, updated, TimeLimit(deadline, num_first, last), seed + 1)
             documents |= more | documents
             winner = documents[winner.name]
     return MeasuredFinalists(
         winner,
         [document for name, document in documents.items() if name not in defaults],
         [documents[name] for name in fitting_defaults],
-        {name: defaults[name] for name in measured.remaining_defaults},
+        {name: defaults[name] for name in measured.remaining if name in defaults},
         updated,
     )
 
@@ -258,7 +267,7 @@ def _document(name: str, configuration: Configuration, measured: Race, confirmin
         speedup=summary.speedup,
         ci95=summary.ci95,
         num_runs=len(runs),
-        is_eliminated=name not in {*measured.remaining, *measured.remaining_defaults},
+        is_eliminated=name not in measured.remaining,
         predicted_speedup=predicted,
         interval90=interval90,
     )
@@ -282,9 +291,10 @@ def winner_of(measured: Race, estimates: Mapping[str, float]) -> str:
     Speeds are times per token, so that a shorter answer is no gain. ``estimates`` are the finalists'
     ``estimated_speedup``.
     """
-    defaults = {name: measured.runs[name] for name in measured.remaining_defaults}
-    finalists = {name: measured.runs[name] for name in measured.remaining}
-    fastest_name, fastest = min((finalists | defaults).items(), key=lambda arm: ms_per_token(arm[1]))
+    remaining = {name: measured.runs[name] for name in measured.remaining}
+    finalists = {name: runs for name, runs in remaining.items() if name in estimates}
+    defaults = {name: runs for name, runs in remaining.items() if name not in estimates}
+    fastest_name, fastest = min(remaining.items(), key=lambda arm: ms_per_token(arm[1]))
 
     def is_open(runs: Sequence[Decoded]) -> bool:
         is_behind = any(speedup(runs, default) < 1.0 for default in defaults.values())

@@ -23,10 +23,9 @@ from autotune.documents.decoding_profile import (
     OperatingPoint,
     Shrinkage,
 )
-from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.bench_tables import ARM_COLUMNS, ARM_NOTES
 from autotune.evaluation.divergence import divergences_from_plain
-from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.evaluation.summary import Summary, summarize
 from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import MeasuredConfiguration
@@ -71,14 +70,14 @@ class Evaluation:
 
 
 def differences_of(
-    tuned: DecoderArm, runner: ArmRunner, workload: Workload, runs: Mapping[str, Sequence[Decoded]], deadline: float
+    tuned: DecoderArm, workload: Workload, runs: Mapping[str, Sequence[Decoded]], deadline: float
 ) -> Differences:
-    """Examine the answers of the profile that differ from plain decoding, until the deadline of ``time.monotonic``."""
+    """Examine the answers of the profile that differ from plain decoding, until ``deadline`` of ``time.monotonic``."""
     num = sum(a.tokens_sha256 != b.tokens_sha256 for a, b in zip(runs[tuned.name], runs[AR], strict=True))
-    decoded = runner.conversations.follow_workload(workload.cut(len(runs[tuned.name]) if num else 0))
-    last = deadline - runner.prompt_s([runner.plain])
-    found = divergences_from_plain(tuned, runner.plain, decoded, runner, runs, last)
-    is_exact = runner.decoder.target.text.is_exact
+    decoded = tuned.arms.conversations.follow_all(workload.prompts[: len(runs[tuned.name]) if num else 0])
+    longest_s = max(run.target_prefill_ms + run.decode_ms for run in runs[AR]) / 1e3  # an examination decodes plainly
+    found = divergences_from_plain(tuned, decoded, runs[tuned.name], runs[AR], deadline - longest_s)
+    is_exact = tuned.decoder.target.text.is_exact
     other = [f"{prompt}: {one}" for prompt, one in found.items() if is_exact or not one.is_near_tie]
     return Differences(rounding=len(found) - len(other), other=other, unexamined=num - len(found))
 

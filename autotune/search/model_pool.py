@@ -18,7 +18,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet, VisualInput
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.errors import UserError
-from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runtime_arms import RuntimeArms
 from autotune.files import content_key
 from autotune.machine.device import fingerprint, free_memory, usable_threads
 from autotune.modeling.loading import META, Dtype, load_model, load_processor, reference
@@ -195,12 +195,10 @@ class ModelPool:
         options: dict[str, Any] = {"capture_sizes": self.capture_sizes, "mode": self.mode, "processor": self.processor}
         return Decoder(self.target, threads=threads, prefill_threads=prefill_threads, **options)
 
-    def runner(self, table: CostTable | None, ledger: Path | None = None) -> ArmRunner:
-        """A runner of arms with any of the drafts, on the CPU threads of a cost table; None for torch's default."""
+    def arms(self, table: CostTable | None) -> RuntimeArms:
+        """Arms with any of the drafts, on the CPU threads of a cost table; None for torch's default."""
         threads = (None, None) if table is None else (table.threads, table.prefill_threads)
-        plain = self.plain_decoder(*threads)
-        options: dict[str, Any] = {"draft_of": self.draft_of, "keys": self.answer_keys}
-        return ArmRunner(plain, self.processor, ledger, context=[self.key, threads], **options)
+        return RuntimeArms(self.plain_decoder(*threads), draft_of=self.draft_of, keys=self.answer_keys)
 
     def draft_of(self, configuration: Configuration) -> LoadedDraft:
         """The draft of a configuration; the first one if it names none."""

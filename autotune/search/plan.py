@@ -15,7 +15,7 @@ from functools import partial
 from statistics import fmean
 
 from autotune.errors import UserError
-from autotune.evaluation.arms import WARM_UP_S
+from autotune.evaluation.runtime_arms import WARM_UP_S
 from autotune.files import Document
 from autotune.machine.device import usable_threads
 from autotune.modeling.threads import limited_threads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,8 @@ from autotune.documents.decoding_profile import (
 )
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
-from autotune.evaluation.arms import DecoderArm, HuggingFaceArm
-from autotune.evaluation.race import race
-from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.race import Fastest, TimeLimit, race
+from autotune.evaluation.runtime_arms import DecoderArm, HuggingFaceArm, RuntimeArms
 from autotune.evaluation.summary import ms_per_token, speedup
 from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.replay.draws import time_draws
@@ -78,7 +77,10 @@ class ProfileSelection:
 
     def __post_init__(self) -> None:
         self.evaluator = self.prompts.full
-        self.runner = self.model_pool.runner(self.evaluator.table, self.folder / RUNS)
+        table = self.evaluator.table
+        self.arms = self.model_pool.arms(table)
+        context = [self.model_pool.key, (table.threads, table.prefill_threads)]
+        self.runner = self.arms.runner(self.folder / RUNS, context=context)
 
     def predicted_profile(self) -> DecodingProfile:
         """The profile for another device, with predictions only."""
@@ -110,10 +112,10 @@ class ProfileSelection:
 
     def measure_finalists(self, candidates: list[Candidate]) -> MeasuredFinalists:
         """The results of candidates and published defaults in real runs."""
-        self.runner.limit = self.clock.limit_of("finalists")
         return measure_finalists(
             candidates,
             published_defaults(self.model_pool),
+            self.arms,
             self.runner,
             self.prompts,
             self.console,
@@ -121,6 +123,7 @@ class ProfileSelection:
             least=self.kept_prompts[1:],
             seed=self.seed,
             deadline=self.clock.deadline_of("finalists"),
+            last=self.clock.limit_of("finalists"),
         )
 
     def points(self, winner: Candidate) -> list[tuple[Condition, Candidate]]:
@@ -153,23 +156,24 @@ class ProfileSelection:
             candidate = self.evaluator.with_fallback(predicted).configuration
             if candidate.key in {rival.key for rival in rivals.values()}:
                 continue
-            arms = [self.runner.arm(name, c) for name, c in {**rivals, POINT: candidate}.items()]
+            arms = [self.arms.arm(name, c) for name, c in {**rivals, POINT: candidate}.items()]
             if time.monotonic() + thresholds.MIN_PROMPTS * self.runner.prompt_s(arms) > deadline:
                 num_left = len(points) - number
                 self.console.say(f"{num_left} operating points were not confirmed in their share of the budget")
                 break
             requests = zip(self.prompts.workload.prompts, self._requests(), strict=True)
-            prompts = tuple(prompt for prompt, request in requests if condition.matches(**request))
+            prompts = [prompt for prompt, request in requests if condition.matches(**request)]
             runs = race(  # until the difference of the point to the others is significant or the time is over
                 self.runner,
                 arms,
-                replace(self.prompts.workload, prompts=prompts),
-                risk=thresholds.RISK,
-                prompts_per_block=thresholds.MIN_PROMPTS,
-                min_prompts=thresholds.MIN_PROMPTS,
-                ends=lambda leaders: POINT not in leaders or len(leaders) == 1,
+                prompts,
+                Fastest(
+                    risk=thresholds.RISK,
+                    prompts_per_block=thresholds.MIN_PROMPTS,
+                    ends=lambda leaders: POINT not in leaders or len(leaders) == 1,
+                ),
+                time_limit=TimeLimit(deadline, thresholds.MIN_PROMPTS, self.clock.limit_of("operating points")),
                 seed=self.seed,
-                deadline=deadline,
             ).runs
             ratios = [speedup(runs[name], runs[POINT]) for name in rivals]
             is_faster = max(ratios) <= 1 - thresholds.MIN_GAIN
@@ -207,39 +211,40 @@ class ProfileSelection:
         decoder = decoder_for(profile, pool.target, lambda c: pool.draft(c.id, c.subnet), processor=pool.processor)
         points = [point.model_dump(mode="json") for point in profile.points]
         context = [pool.key, profile.threads, profile.prefill_threads, points]
-        runner = ArmRunner(decoder, pool.processor, self.folder / RUNS, context=context, draft_of=pool.draft_of)
-        runner.limit = deadline
+        arms = RuntimeArms(decoder, draft_of=pool.draft_of, keys=pool.answer_keys)
         last = configuration_of(profile.point)
         assert last is not None, "a profile that decodes plainly has nothing to compare"
         tuned_to = {name for name, default in defaults.items() if len(points) == 1 and default.key == last.key}
         if (evaluator := self.evaluator).can_replay(last):
-            others = [name for name in [*defaults][1:] if evaluator.can_replay(defaults[name])]
-            beaten = [name for name in others if _is_slower(defaults[name], last, evaluator)]
+            replayable = [name for name in [*defaults][1:] if evaluator.can_replay(defaults[name])]
+            beaten = [name for name in replayable if _is_slower(defaults[name], last, evaluator)]
             defaults = {name: default for name, default in defaults.items() if name not in beaten}
-        tuned = DecoderArm(TUNED, decoder, key=last.key)
+        tuned = DecoderArm(TUNED, decoder, arms, key=last.key)
         whole_s = block_s([last, *defaults.values()], evaluator, thresholds.HELD_OUT_PROMPTS)
         is_long = 3 * whole_s > deadline - time.monotonic()
+        others = [arms.arm(name, default) for name, default in defaults.items() if name not in tuned_to]
         may_differ = not pool.target.text.is_exact
         examination_s = may_differ * thresholds.EXAMINATION_SHARE * max(0.0, deadline - time.monotonic())
         with self.console.stage("evaluation, measured", len(self.evaluate.prompts)) as update:
             measured = race(
-                runner,
-                [],
-                self.evaluate,
-                always=[runner.plain, tuned],
-                briefly=[HuggingFaceArm(HF, decoder.target.model, threads=decoder.threads)],
-                defaults=[runner.arm(name, default) for name, default in defaults.items() if name not in tuned_to],
-                risk=thresholds.RISK,
-                prompts_per_block=thresholds.MIN_PROMPTS if is_long else thresholds.HELD_OUT_PROMPTS,
-                min_prompts=thresholds.MIN_PROMPTS,
-                kept_prompts=self.kept_prompts[0],
-                ends=lambda _: False,
+                arms.runner(self.folder / RUNS, context=context),
+                [arms.plain, tuned, HuggingFaceArm(HF, arms, threads=decoder.threads), *others],
+                self.evaluate.prompts,
+                Fastest(
+                    risk=thresholds.RISK,
+                    prompts_per_block=thresholds.MIN_PROMPTS if is_long else thresholds.HELD_OUT_PROMPTS,
+                    always=[AR, TUNED],
+                    briefly=[HF],
+                    defaults=[arm.name for arm in others],
+                    kept_prompts=self.kept_prompts[0],
+                    ends=lambda _: False,
+                ),
+                time_limit=TimeLimit(deadline - examination_s, thresholds.MIN_PROMPTS, deadline),
                 seed=self.seed + 1,
-                deadline=deadline - examination_s,
                 report=update,
             )
         runs = measured.runs | {name: measured.runs[TUNED] for name in tuned_to}
-        remaining = [*measured.remaining_defaults, *tuned_to]
+        remaining = [*measured.remaining, *tuned_to]
         configurations = {AR: None, HF: None, **defaults, TUNED: last}
         replayed = {**defaults, **({TUNED: last} if len(points) == 1 else {})}
         return Evaluation(
@@ -247,7 +252,7 @@ class ProfileSelection:
             configurations=configurations,
             predicted={name: self.evaluator.speedup(configuration) for name, configuration in replayed.items()},
             best_default=min(remaining, key=lambda name: ms_per_token(runs[name]), default=None),
-            differences=differences_of(tuned, runner, self.evaluate, measured.runs, deadline),
+            differences=differences_of(tuned, self.evaluate, measured.runs, deadline),
         )
 
     def profile_of(self, device: Fingerprint, points: Sequence[tuple[Condition, Configuration]]) -> DecodingProfile:
