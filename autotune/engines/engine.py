@@ -28,7 +28,7 @@ from autotune.engines.http import EngineHttp
 from autotune.engines.loads import measure_load, show_loads
 from autotune.engines.ngram_drafters import KnownRequest
 from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices, with_draft
-from autotune.engines.process import running
+from autotune.engines.process import ENDING_S, running
 from autotune.engines.replay import KEEPS_STATE, EngineSteps, replay_speculation, replayed_pairs
 from autotune.engines.served import Served, require_served
 from autotune.errors import UserError
@@ -108,6 +108,16 @@ class EngineServer(EngineHttp, ABC):
     @abstractmethod
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
+
+    def failure(self, error: UserError) -> str:
+        """Why a request failed: the server's end, or the error."""
+        if self.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                code = self.process.wait(ENDING_S)
+                return (
+                    f"the server ended while it was used, with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+                )
+        return str(error)
 
     def cpu_ms(self) -> float:
         """CPU time of the threads of the server and its workers; 0 if they are not on this machine."""

@@ -1,5 +1,5 @@
-"""Backends of engines, played back from transcripts: recording, the self-test, drafts with a model, requests at once, and
-bad input.
+"""Backends of engines, played back from transcripts: recording, the self-test, draft models, requests at once, and bad
+input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autotune.engines.engine import SELF_TEST, EngineBackend
 from autotune.engines.llama_cpp import LlamaBackend
 from autotune.engines.process import running
 from autotune.engines.vllm import VllmBackend, vllm_arguments
-from autotune.errors import UserError
+from autotune.errors import ArmFailed, UserError
 from autotune.files import user_cache
 from autotune.modeling.gguf import find_gguf
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
@@ -54,6 +54,17 @@ def test_few_prompts_are_recorded_where_there_is_no_time(
     recorded = start(folder).record(prompts, until=time.monotonic())
     assert len(recorded.answers) == len(recorded.prompts) == 4
     assert {len(step.wall_ms) for step in start(folder).price(recorded, until=time.monotonic()).priced} == {1, 3}
+
+
+@ENGINES
+@pytest.mark.parametrize(("switch", "end"), [("--dies", "exit code 3"), ("--killed", "signal 9")])
+def test_an_arm_whose_server_ends_leaves_the_race_in_one_line(
+    folder: Path, prompts: list[WorkloadPrompt], start: Start, switch: str, end: str
+) -> None:
+    with start(folder, switch).arm(None) as arm:
+        with pytest.raises(ArmFailed, match=f"^the server ended while it was used, with {end}$"):
+            for prompt in prompts:
+                arm.decode(prompt)
 
 
 @ENGINES
@@ -259,7 +270,7 @@ def test_another_program_at_the_port_is_told_before_it_is_asked(
     with running([str(folder / "bin" / "llama-server"), "--parallel", "1"], "llama-server") as (url, _):
         monkeypatch.setattr("socket.socket.getsockname", lambda _: ("127.0.0.1", int(url.rpartition(":")[2])))
         # The server that was started may end before or after the other one answers.
-        with pytest.raises(UserError, match="Address already in use|another program took this port"):
+        with pytest.raises(UserError, match=r"Address already in use|another program took this port"):
             llama(folder).record(prompts)
     assert not records(folder)
 
