@@ -61,10 +61,10 @@ def test_few_prompts_are_recorded_where_there_is_no_time(
 def test_an_arm_whose_server_ends_leaves_the_race_in_one_line(
     folder: Path, prompts: list[WorkloadPrompt], start: Start, switch: str, end: str
 ) -> None:
-    with start(folder, switch).arm(None) as arm:
-        with pytest.raises(ArmFailed, match=f"^the server ended while it was used, with {end}$"):
-            for prompt in prompts:
-                arm.decode(prompt)
+    message = f"^the server ended while it was used, with {end}$"
+    with start(folder, switch).arm(None) as arm, pytest.raises(ArmFailed, match=message):
+        for prompt in prompts:
+            arm.decode(prompt)
 
 
 @ENGINES
