@@ -4,7 +4,7 @@
 
 The files hold the plain answers that a search recorded in llama-server; the transcripts of tests/engines are added.
 Each type's grid is the one that searches replayed before, of 75 to 640 settings. Every setting is replayed over every
-file and priced three ways, as verifications cost on a CPU with four bits, on a CPU with bfloat16, and on an
+file and priced four ways, as verifications cost on a CPU with four bits, with bfloat16 in either engine, and on an
 accelerator. The regret is how much longer the fastest of the few settings, the types' defaults or no speculation take
 than the fastest of the grids or no speculation. With --choose N, the best N settings of each engine are found greedily
 instead. Takes two minutes.
@@ -34,7 +34,8 @@ CONTEXT = 8192
 SIZES, LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 PRICES = {
     "CPU, Q4_1": ([1, 2, 4, 8, 16, 64], [1.0, 2.3, 3.4, 5.6, 9.8, 38.7]),
-    "CPU, bfloat16": ([1, 2, 4, 8, 16, 32, 64], [1.0, 1.0, 1.1, 1.3, 1.6, 2.5, 4.3]),
+    "CPU, BF16 of llama.cpp": ([1, 2, 4, 8, 16, 64], [1.0, 1.6, 2.2, 2.8, 4.5, 15.0]),
+    "CPU, bfloat16 of vLLM": ([1, 2, 4, 8, 16, 32, 64], [1.0, 1.0, 1.1, 1.3, 1.6, 2.5, 4.3]),
     "accelerator": ([1, 64], [1.0, 1.3]),
 }
 """Passes over numbers of tokens, in plain steps: of searches of llama.cpp and of vLLM on two cores, and a model."""

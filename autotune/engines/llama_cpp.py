@@ -27,8 +27,12 @@ FIXED = ("--metrics", "--cache-ram", "0")
 PRICED_BY = Speculation(type="ngram-mod", options={"n-match": 4, "n-min": 0, "n-max": 64})
 REPEATED_TOKENS = 8  # that price a verification: more than n-match
 SPACE: dict[str, Sequence[tuple[float, ...]]] = {
-    "ngram-simple": [(1, 3), (1, 12), (1, 16), (1, 24), (1, 32), (1, 48), (2, 6), (2, 16), (2, 24), (4, 24), (6, 24)],
-    "ngram-mod": [(10, 2, 8), (20, 4, 24)],
+    "ngram-simple": [
+        *((1, most) for most in (3, 12, 16, 24, 32, 48)),
+        *((2, most) for most in (4, 6, 16, 24)),
+        *((3, 6), (4, 8), (4, 24), (6, 24)),
+    ],
+    "ngram-mod": [(4, 0, 8), (4, 2, 4), (8, 0, 8), (10, 2, 8), (20, 4, 24)],
 }
 """Settings besides the defaults, of which the fastest is that of 700 (``benchmarks/engine_regret.py``)."""
 VERIFICATIONS = "llamacpp:spec_decode_num_drafts_total"
