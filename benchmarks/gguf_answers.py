@@ -1,9 +1,9 @@
 """Answers of llama.cpp with a GGUF file beside those of the dequantized model: how many are equal, and where the first
 difference lies.
 
-    python benchmarks/gguf_answers.py smollm2 .autotune/engines/KEY/answers.jsonl [--dtype float32]
+    python benchmarks/gguf_answers.py smollm2 .autotune/engines/KEY/plain.jsonl [--dtype float32]
 
-The file holds the plain answers that ``autotune search --engine llama.cpp`` recorded. One forward pass over each gives
+The file holds the plain answers that ``autotune search --backend llama.cpp`` recorded. One forward pass over each gives
 the greedy choice of the dequantized model after every prefix, so that its first other choice is where greedy decoding
 would leave llama.cpp's answer. Takes about 20 seconds for 24 answers of a model of 135M parameters.
 """
@@ -15,8 +15,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from autotune.documents.engine_profile import ServedAnswer
-from autotune.engines.engine_runs import OFF
+from autotune.engines.served import Served
 from autotune.files import read_lines
 
 
@@ -32,7 +31,7 @@ def main(target: str, answers: Path, dtype: str) -> None:
     model = load_model(target, dtype=dtype)
     firsts, gaps, same, total = [], [], 0, 0
     for row in read_lines(answers):
-        answer = ServedAnswer.model_validate(row["answers"][OFF])
+        answer = Served.model_validate(row)
         with torch.inference_mode():
             logits = model(torch.tensor([[*answer.prompt_tokens, *answer.tokens]])).logits[0].float()
         chosen = torch.tensor(answer.tokens)

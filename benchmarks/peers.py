@@ -27,10 +27,10 @@ import click
 
 from autotune.console import Console
 from autotune.documents.decoding_profile import AR, HF, TUNED
-from autotune.documents.engine_profile import OPTIONS, EngineName, ServedAnswer, Speculation, SpeculationType
 from autotune.documents.published_defaults import HF_ASSISTED
+from autotune.documents.speculation import OPTIONS, Speculation
 from autotune.engines.engine import EngineServer
-from autotune.engines.engine_search import ENGINES
+from autotune.engines.served import Served
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.bench import assistant_of
 from autotune.evaluation.race import Everyone, race
@@ -43,12 +43,10 @@ from autotune.runtime.load import load
 from autotune.runtime.stats import DecodingStats
 from autotune.workloads.prompt import Prompt
 from autotune.workloads.workload import load_workload
+from benchmarks.engine_counts import ENGINES
 
 FLASHSPEC = "flashspec==0.3.1"
-DOCUMENTED: dict[EngineName, tuple[str, SpeculationType]] = {
-    "llama.cpp": ("--spec-default", "ngram-mod"),
-    "vllm": ("documented", "ngram"),
-}
+DOCUMENTED: dict[str, tuple[str, str]] = {"llama.cpp": ("--spec-default", "ngram-mod"), "vllm": ("documented", "ngram")}
 """The speculation that an engine recommends: a label, and the type whose defaults it has."""
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens of transformers' documentation
 
@@ -116,7 +114,7 @@ class EngineArm(RuntimeArm):
 
     def generate(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
         prompt = inputs["input_ids"][0].tolist()
-        request = ServedAnswer(prompt_tokens=prompt, tokens=prompt[-1:], limit=settings.max_new_tokens)
+        request = Served.of(prompt, prompt[-1:], settings.max_new_tokens)
         tokens, seconds = self.server.stream(request)
         return tokens, DecodingStats(
             prompt_tokens=len(prompt),
@@ -126,16 +124,14 @@ class EngineArm(RuntimeArm):
         )
 
 
-def engine_arms(arms: RuntimeArms, name: EngineName, model: str, command: str, stack: ExitStack) -> list[Arm]:
+def engine_arms(arms: RuntimeArms, name: str, model: str, command: str, stack: ExitStack) -> list[Arm]:
     """An engine without speculation and with the settings that it recommends, each in a server that ends with the
     stack.
     """
-    if (found := ENGINES[name].find_model(model)) is None:
-        raise click.UsageError(f"--engine {name}: {model} is not {ENGINES[name].models}")
-    engine = ENGINES[name].find(command, found[0])
+    engine = ENGINES[name](model, command=command)
     label, kind = DOCUMENTED[name]
     speculation = Speculation(type=kind, options=OPTIONS[kind])
-    settings = {name: [], f"{name} {label} {speculation.label}": [speculation]}
+    settings = {name: None, f"{name} {label} {speculation.label}": speculation}
     return [EngineArm(arm, arms, stack.enter_context(engine.started(one))) for arm, one in settings.items()]
 
 
@@ -199,7 +195,7 @@ def main(
     workload: str | None,
     max_new_tokens: int | None,
     flashspec: Path | None,
-    engines: tuple[tuple[EngineName, str, str], ...],
+    engines: tuple[tuple[str, str, str], ...],
     output: Path | None,
     seed: int,
 ) -> None:

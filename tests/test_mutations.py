@@ -31,7 +31,7 @@ from autotune.workloads.formats import FORMATS
 from autotune.workloads.prompt import load_image
 from autotune.workloads.workload import load_workload
 from tests.check.sample_documents import check_result
-from tests.engines.test_client import LLAMA_REPLIES, REPLIES, ask, ask_llama
+from tests.engines.test_http import LLAMA_REPLIES, REPLIES, ask, ask_llama
 from tests.mutations import damaged, json_bytes, mutate, mutated, nightly
 from tests.sample_documents import cost_table, decoding_profile, free_prices, random_trace, write_image
 from tests.study.test_document import study_document

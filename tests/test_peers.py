@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +15,8 @@ from autotune.evaluation.runtime_arms import RuntimeArms  # noqa: E402
 from autotune.runtime.decoder import Decoder  # noqa: E402
 from autotune.workloads.prompt import Prompt  # noqa: E402
 from benchmarks import peers  # noqa: E402
-from tests.engines.recorded_llama import PART_S  # noqa: E402
-from tests.engines.test_engine_search import SCRIPT, TRANSCRIBED  # noqa: E402
-from tests.imports import ROOT  # noqa: E402
+from tests.engines.conftest import SCRIPT, write_script  # noqa: E402
+from tests.engines.recorded_llama import PART_S, TRANSCRIPT  # noqa: E402
 
 if TYPE_CHECKING:
     from tests.tiny_models import Pair
@@ -41,13 +40,12 @@ def test_peers_emit_the_tokens_of_plain_decoding(text_pair: Pair) -> None:
 def test_engines_emit_what_their_servers_stream(tmp_path: Path, text_pair: Pair) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF metadata tokenizer.chat_template")
     script = tmp_path / "llama-server"
-    script.write_text(SCRIPT.format(python=sys.executable, root=str(ROOT)))
-    script.chmod(0o755)
+    write_script(script, SCRIPT)
     with ExitStack() as stack:
         runtime = RuntimeArms(Decoder(text_pair.target))
         arms = peers.engine_arms(runtime, "llama.cpp", str(tmp_path / "model.gguf"), str(script), stack)
         assert [arm.name for arm in arms] == ["llama.cpp", "llama.cpp --spec-default ngram-mod(24,48,64)"]
-        for row in TRANSCRIBED["prompts"][:2]:
+        for row in json.loads(TRANSCRIPT.read_text())["prompts"][:2]:
             inputs = {"input_ids": torch.tensor([row["prompt_tokens"]])}
             for arm in arms:
                 found, stats = arm.generate(inputs, Prompt(prompt="", max_new_tokens=8))

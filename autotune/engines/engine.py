@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from autotune.engines.http import EngineHttp
 from autotune.engines.loads import measure_load, show_loads
 from autotune.engines.ngram_drafters import KnownRequest
 from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices, with_draft
-from autotune.engines.process import running
+from autotune.engines.process import ENDING_S, running
 from autotune.engines.replay import KEEPS_STATE, EngineSteps, replay_speculation, replayed_pairs
 from autotune.engines.served import Served, require_served
 from autotune.errors import UserError
@@ -52,7 +52,7 @@ def text_chat(prompt: WorkloadPrompt) -> dict[str, Any]:
     return {"messages": messages, **({"chat_template_kwargs": variables} if variables else {})}
 
 
-class EngineServer(EngineHttp):
+class EngineServer(EngineHttp, ABC):
     """A client of one server, which sends one request at a time unless it streams.
 
     Raises:
@@ -85,29 +85,39 @@ class EngineServer(EngineHttp):
         named = {"prompt": prompt.name, "prompt_sha256": prompt.sha256, "task": prompt.settings.task}
         return answer.model_copy(update=named)
 
+    @abstractmethod
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
         """The tokens of a prompt after the model's chat template."""
-        raise NotImplementedError
 
+    @abstractmethod
     def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> Served:
         """Decode the tokens of a prompt greedily; ``prompt`` has its images, if any."""
-        raise NotImplementedError
 
     def continuation(self, answer: Served, prompt: WorkloadPrompt | None = None) -> list[int]:
         """The tokens that follow an answer, of an engine whose drafts reach there."""
         return []
 
+    @abstractmethod
     def verify(self, prompt: list[int], n: int) -> Served:
         """See ``prices.Verifier``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
         """See ``loads.Stream``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
-        raise NotImplementedError
+
+    def failure(self, error: UserError) -> str:
+        """Why a request failed: the server's end, or the error."""
+        if self.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                code = self.process.wait(ENDING_S)
+                return (
+                    f"the server ended while it was used, with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+                )
+        return str(error)
 
     def cpu_ms(self) -> float:
         """CPU time of the threads of the server and its workers; 0 if they are not on this machine."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autotune.documents.decoded import Decoded
+from autotune.errors import ArmFailed, UserError
 from autotune.workloads.prompt import WorkloadPrompt
 
 
@@ -19,6 +20,9 @@ class Server(Protocol):
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
+
+    def failure(self, error: UserError) -> str:
+        """Why a request failed: the server's end, or the error."""
 
 
 @dataclass
@@ -39,7 +43,14 @@ class EngineArm:
         """Nothing: the server is warm, as requests read their prompts beforehand."""
 
     def decode(self, prompt: WorkloadPrompt) -> Decoded:
-        served = self.server.ask(prompt)
+        """
+        Raises:
+            ArmFailed: the server has ended, or refuses the prompt.
+        """
+        try:
+            served = self.server.ask(prompt)
+        except UserError as error:
+            raise ArmFailed(self.server.failure(error)) from None
         time.sleep(self.pause_s)
         return Decoded(**{name: getattr(served, name) for name in Decoded.model_fields} | {"arm": self.key})
 

@@ -26,6 +26,15 @@ FIXED = ("--metrics", "--cache-ram", "0")
 """Arguments of every server: counters; no prompts of former requests."""
 PRICED_BY = Speculation(type="ngram-mod", options={"n-match": 4, "n-min": 0, "n-max": 64})
 REPEATED_TOKENS = 8  # that price a verification: more than n-match
+SPACE: dict[str, Sequence[tuple[float, ...]]] = {
+    "ngram-simple": [
+        *((1, most) for most in (3, 12, 16, 24, 32, 48)),
+        *((2, most) for most in (4, 6, 16, 24)),
+        *((3, 6), (4, 8), (4, 24), (6, 24)),
+    ],
+    "ngram-mod": [(4, 0, 8), (4, 2, 4), (8, 0, 8), (10, 2, 8), (20, 4, 24)],
+}
+"""Settings besides the defaults, of which the fastest is that of 700 (``benchmarks/engine_regret.py``)."""
 VERIFICATIONS = "llamacpp:spec_decode_num_drafts_total"
 FILE_TYPES = {0: "float32", 1: "float16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K"}
 FILE_TYPES |= {12: "Q3_K_M", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 32: "bfloat16"}
@@ -148,7 +157,7 @@ class LlamaBackend(EngineBackend):
     server = LlamaServer
     own_arguments = ("-m", "--model", "-a", "--alias", "-np", "--parallel", "--host", "--port")
     tested = (PRICED_BY, Speculation(type="ngram-simple", options={"size-n": 12, "size-m": 16}))
-    space = {"ngram-simple": (), "ngram-mod": ()}  # noqa: RUF012
+    space = SPACE
 
     @classmethod
     def find_model(cls, target: str, *, local_only: bool = False) -> tuple[str, ModelReference] | None:

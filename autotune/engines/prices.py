@@ -77,8 +77,8 @@ def measure_verifications(
         PricedStep(
             tokens=n,
             context=context,
-            wall_ms=[one.decode_ms for one in found[-REPEATS:]],
-            cpu_ms=[one.cpu_ms for one in found[-REPEATS:]],
+            wall_ms=[one.decode_ms for one in found[1:][-REPEATS:]],
+            cpu_ms=[one.cpu_ms for one in found[1:][-REPEATS:]],
         )
         for (n, context), found in samples.items()
     ]
@@ -195,7 +195,8 @@ def with_draft(prices: EnginePrices, served: Sequence[Pairs]) -> EnginePrices:
     points = []
     for pairs in served:
         drafting = [(prices.time_of(one) - sum(prices.parts_ms(found)), found.counts) for one, found in pairs]
-        drafting = [(ms, counts) for ms, counts in drafting if counts[0]]
+        if not (drafting := [(ms, counts) for ms, counts in drafting if counts[0]]):
+            return prices
         rounds = np.median([ms / counts[0] for ms, counts in drafting])
         points.append((drafting[0][1][1] / drafting[0][1][0], float(rounds)))
     (short, short_ms), (long, long_ms) = sorted(points)

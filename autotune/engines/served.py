@@ -42,7 +42,7 @@ class Served(Decoded):
 
     @model_validator(mode="after")
     def _is_possible(self) -> Served:
-        if len(self.tokens) > self.limit or self.accepted_tokens > self.verified_nodes or self.decode_ms < 0:
+        if len(self.tokens) > self.limit or not 0 <= self.accepted_tokens <= self.verified_nodes or self.decode_ms < 0:
             raise ValueError("an answer is no longer than its limit, and accepts no more tokens than are drafted")
         return self
 

@@ -34,6 +34,11 @@ PRICED_BY = Speculation(
 FIRST_TEXT_TOKEN = 300  # of most vocabularies; smaller ones may control the chat
 BLOCK = 16  # tokens: blocks of the prefix cache have a multiple of it
 SETTLING_S = 10.0  # longest time after an answer until the engine has counted it
+SPACE: dict[str, Sequence[tuple[float, ...]]] = {
+    "ngram": [(1, 5, 3), (1, 6, 24), (1, 8, 12), (2, 8, 12), (6, 10, 8), (10, 10, 4), (10, 10, 6), (10, 16, 8)],
+    "suffix": [(8, 4.0, 0.3, 5), (24, 2.0, 0.2, 24), *((24, 4.0, least, 24) for least in (0.05, 0.1, 0.2, 0.3))],
+}
+"""Settings besides the defaults, of which the fastest is that of 700 (``benchmarks/engine_regret.py``)."""
 CONVERTED = WORKSPACE / "engines" / "models"
 """Checkpoints that were written in a form that vLLM loads."""
 GENERATED = "vllm:generation_tokens_total"
@@ -197,7 +202,7 @@ class VllmBackend(EngineBackend):
     server = VllmServer
     own_arguments = ("--model", "--served-model-name", "--host", "--port", "-sc")
     tested = (PRICED_BY, Speculation(type="suffix", options=OPTIONS["suffix"]))
-    space = {"ngram": (), "suffix": ()}  # noqa: RUF012
+    space = SPACE
     reads_images = True
     tolerated_mismatches = 0.1  # tokens beyond an answer's end are rounded otherwise when asked for
     has_one_loop = False  # it schedules a pass while the last one runs, unless it speculates by n-grams or suffixes

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from autotune.engines import engine
 from autotune.engines.engine import EngineServer
 from autotune.engines.llama_cpp import LlamaBackend
+from autotune.engines.process import running
 from autotune.engines.vllm import VllmBackend
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
-from tests.engines.recorded_llama import LIMIT, PROMPTS
+from tests.engines.recorded_llama import HELP, LIMIT, PROMPTS, RecordedServer, http_server
+from tests.engines.recorded_vllm import RecordedVllm
 from tests.imports import ROOT
 
 SCRIPT = """#!{python}
 import sys
+if "--help" in sys.argv:
+    sys.exit(print({help!r}))
 sys.path.insert(0, {root!r})
 from tests.engines.recorded_llama import serve
 serve(sys.argv[1:])
@@ -36,8 +47,31 @@ def prompts() -> list[WorkloadPrompt]:
 
 def write_script(path: Path, script: str) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(script.format(python=sys.executable, root=str(ROOT)))
+    path.write_text(script.format(python=sys.executable, root=str(ROOT), help=HELP))
     path.chmod(0o755)
+
+
+@contextmanager
+def running_here(words: Sequence[str], name: str) -> Iterator[tuple[str, Any]]:
+    """``process.running`` in a thread of this process, which takes no time to start; servers that end are processes."""
+    if Path(words[0]).parent.name != "bin" or {"--bogus", "--dies", "--killed"} & {*words} or is_replaced(words[0]):
+        with running(words, name) as started:
+            yield started
+        return
+    kind = RecordedVllm if words[1] == "serve" else RecordedServer
+    server = http_server([*words[1:]], kind)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", SimpleNamespace(pid=os.getpid())
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def is_replaced(executable: str) -> bool:
+    return "recorded_llama" not in Path(executable).read_text()
 
 
 @pytest.fixture
@@ -52,6 +86,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "lib/python3/site-packages/arctic_inference").mkdir(parents=True)
     write_script(tmp_path / "bin" / "llama-server", SCRIPT)
     write_script(tmp_path / "bin" / "vllm", VLLM_SCRIPT)
+    monkeypatch.setattr(engine, "running", running_here)
     monkeypatch.setattr(EngineServer, "cpu_ms", lambda server: 0.0)  # what it takes to play back says nothing
     monkeypatch.setattr(VllmBackend, "pause_s", 0.0)
     return tmp_path

@@ -147,12 +147,8 @@ def _reply(tokens: list[int], drafted: int, accepted: int, is_ended: bool) -> di
     return {"tokens": tokens, "stop_type": "eos" if is_ended else "limit", "timings": timings}
 
 
-def serve(arguments: list[str], kind: type[RecordedServer] = RecordedServer) -> None:
-    if "--help" in arguments:
-        print(HELP)
-        return
-    if "--bogus" in arguments:
-        sys.exit("error: invalid argument: --bogus")
+def http_server(arguments: list[str], kind: type[RecordedServer] = RecordedServer) -> ThreadingHTTPServer:
+    """The server of a command line, at its port or any free one."""
     server = kind(arguments)
 
     class Handler(BaseHTTPRequestHandler):
@@ -183,8 +179,15 @@ def serve(arguments: list[str], kind: type[RecordedServer] = RecordedServer) -> 
                 self.wfile.flush()
                 time.sleep(PART_S)
 
-    port = arguments[len(arguments) - arguments[::-1].index("--port")]
-    ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+    port = arguments[len(arguments) - arguments[::-1].index("--port")] if "--port" in arguments else 0
+    return ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
+
+
+def serve(arguments: list[str], kind: type[RecordedServer] = RecordedServer) -> None:
+    if "--bogus" in arguments:
+        sys.exit("error: invalid argument: --bogus")
+    else:
+        http_server(arguments, kind).serve_forever()
 
 
 def record(backend: EngineBackend, transcript: Path, tried: list[Speculation], known: list[dict[str, Any]]) -> None:
@@ -217,7 +220,7 @@ def record(backend: EngineBackend, transcript: Path, tried: list[Speculation], k
 
 
 if __name__ == "__main__":
-    if "--port" in sys.argv or "--help" in sys.argv:
+    if "--port" in sys.argv:
         serve(sys.argv[1:])
     else:
         from autotune.engines.llama_cpp import LlamaBackend

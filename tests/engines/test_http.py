@@ -13,20 +13,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from autotune.documents.engine_profile import ServedAnswer
-from autotune.engines.client import EngineClient
-from autotune.engines.llama_server import COUNTERS, LlamaServer
-from autotune.engines.vllm_server import VllmServer
+from autotune.engines.llama_cpp import VERIFICATIONS, LlamaServer
+from autotune.engines.served import Served
+from autotune.engines.vllm import VllmServer
 from autotune.errors import UserError
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 
 PROMPT = WorkloadPrompt("x", Prompt(prompt="x"), ())
 METRICS = "vllm:generation_tokens_total 5.0\n"
-REPLIES: dict[str, Any] = {
-    "/metrics": METRICS,
-    "/version": {"version": "0.32.0"},
-    "/v1/models": {"data": [{"id": "served"}]},
-}
 PART = {"token_ids": [1, 2], "finish_reason": "length"}
 
 
@@ -35,7 +29,9 @@ def streamed(part: Any) -> str:
     return f"data: {json.dumps(part)}\n\ndata: [DONE]\n\n"
 
 
-VLLM_REPLIES: dict[str, Any] = REPLIES | {
+REPLIES: dict[str, Any] = {
+    "/metrics": METRICS,
+    "/version": {"version": "0.32.0"},
     "/v1/models": {"data": [{"id": "served", "max_model_len": 64}]},
     "/tokenize": {"tokens": [3]},
     "/detokenize": {"prompt": "x"},
@@ -72,17 +68,12 @@ def serving(replies: dict[str, Any]) -> Iterator[str]:
         thread.join()
 
 
-def ask(replies: dict[str, Any]) -> None:
+def ask(replies: dict[str, Any]) -> list[int]:
+    """Ask a vLLM of fixed replies."""
     with serving(REPLIES | replies) as url:
-        client = EngineClient(url)
-        client.counters()
-        assert isinstance(client.model, str)
-
-
-def ask_vllm(replies: dict[str, Any]) -> list[int]:
-    with serving(VLLM_REPLIES | replies) as url:
         server = VllmServer(url)
-        tokens, _ = server.stream(ServedAnswer(prompt_tokens=server.prompt_tokens(PROMPT), tokens=[1], limit=2))
+        server.metrics()
+        tokens, _ = server.stream(Served.of(server.prompt_tokens(PROMPT), [1], 2))
         assert server.text(tokens) == "x"
         return tokens
 
@@ -96,7 +87,7 @@ LLAMA_REPLIES: dict[str, Any] = {
         "stop_type": "limit",
         "timings": {"predicted_ms": 2.0, "prompt_ms": 1, "draft_n": 2, "draft_n_accepted": 1},
     },
-    "/metrics": "".join(f"llamacpp:spec_decode_num_{name}_total 5\n" for name in COUNTERS.values()),
+    "/metrics": f"{VERIFICATIONS} 5\n",
 }
 
 
@@ -104,7 +95,6 @@ def ask_llama(replies: dict[str, Any]) -> list[int]:
     with serving(LLAMA_REPLIES | replies) as url:
         server = LlamaServer(url)
         server.process = Mock(pid=os.getpid())
-        server.counts()
         return server.ask(PROMPT).tokens
 
 
@@ -169,8 +159,11 @@ LLAMA_BROKEN: dict[str, tuple[Any, ...]] = {
         f"llamacpp:spec_decode_num_drafts_total {value}\n" for value in ("x", "NaN", "+Inf", "-1", "1e300", "1_0x")
     ),
 }
-VLLM_BROKEN: dict[str, tuple[Any, ...]] = {
-    "/v1/models": tuple({"data": [{"id": "served", "max_model_len": size}]} for size in (None, "64", 1.5, -1, 2**40)),
+BROKEN |= {
+    "/v1/models": (
+        *BROKEN["/v1/models"],
+        *({"data": [{"id": "served", "max_model_len": size}]} for size in (None, "64", 1.5, -1, 2**40)),
+    ),
     "/tokenize": LLAMA_BROKEN["/tokenize"],
     "/detokenize": (*NO_JSON, {}, {"prompt": None}, {"prompt": 5}),
     "/v1/completions": (
@@ -184,12 +177,10 @@ VLLM_BROKEN: dict[str, tuple[Any, ...]] = {
 }
 CASES = [(ask, path, reply) for path, replies in BROKEN.items() for reply in replies]
 CASES += [(ask_llama, path, reply) for path, replies in LLAMA_BROKEN.items() for reply in replies]
-CASES += [(ask_vllm, path, reply) for path, replies in VLLM_BROKEN.items() for reply in replies]
 
 
 def test_what_no_engine_replies_is_one_line_with_the_address_and_the_rule() -> None:
-    ask({})
-    assert ask_llama({}) == ask_vllm({}) == [1, 2]
+    assert ask_llama({}) == ask({}) == [1, 2]
     for send, path, reply in CASES:
         with pytest.raises(UserError, match=r"http://127.0.0.1:\d+.*; .+") as caught:
             send({path: reply})
@@ -206,11 +197,11 @@ def test_an_engine_elsewhere_is_asked_by_the_proxy(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     with pytest.raises(UserError, match=r"no engine answers .*Connection refused"):
-        EngineClient("http://engine.example:8000")
+        VllmServer("http://engine.example:8000")
 
 
 def test_an_endless_reply_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.engines.client.MOST_BYTES", 100)
+    monkeypatch.setattr("autotune.engines.http.MOST_BYTES", 100)
     with pytest.raises(UserError, match=r"no engine answers .its reply is longer than 100 bytes"):
         ask({"/metrics": b"HTTP/1.0 200 OK\r\n\r\n" + b"x" * 101})
 
@@ -218,9 +209,9 @@ def test_an_endless_reply_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("address", ["file:///etc", "localhost:8000", "data:,x", "ftp://x", "", "http://", "http://["])
 def test_other_addresses_are_refused(address: str) -> None:
     with pytest.raises(UserError, match=r"begins with http:// or https://|no engine answers"):
-        EngineClient(address)
+        VllmServer(address)
 
 
 def test_the_password_of_an_address_is_masked() -> None:
     with pytest.raises(UserError, match=r"http://u:\*\*\*@127.0.0.1:1: no engine answers"):
-        EngineClient("http://u:SECRET@127.0.0.1:1")
+        VllmServer("http://u:SECRET@127.0.0.1:1")

@@ -10,27 +10,24 @@ import pytest
 
 from autotune.engines.model_files import (
     INDEX,
-    Conversion,
     ModelFiles,
-    find_model,
+    find_model_files,
     has_short_vision_names,
     served_draft,
+    served_target,
     text_part,
     with_long_vision_names,
+    written,
 )
 from autotune.errors import UserError
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
+from tests.documents.test_draft_kinds import DFLASH, write_dflash
 
 
 def bundled(name: str) -> ModelFiles:
-    found = find_model(name)
+    found = find_model_files(name)
     assert found is not None
     return found
-
-
-def written(conversion: Conversion) -> Path:
-    conversion.write()
-    return conversion.folder
 
 
 def model(**config: Any) -> ModelFiles:
@@ -98,6 +95,23 @@ def test_long_vision_names_are_those_before_transformers_5_20(tmp_path: Path) ->
     assert (folder / "processor_config.json").exists()
 
 
+def test_a_vision_language_pair_is_served_from_copies_that_are_written_once(tmp_path: Path) -> None:
+    target = served_target(bundled(BUNDLED_TARGET).folder, tmp_path)
+    kind, draft = served_draft(BUNDLED_DRAFT, BUNDLED_TARGET, tmp_path)
+    assert kind == "draft_model" and "vision_config" not in bundled(str(draft)).config
+    assert not has_short_vision_names(bundled(str(target))) and {*tmp_path.iterdir()} == {target, draft}
+    times = [(path / "model.safetensors").stat().st_mtime_ns for path in (target, draft)]
+    assert served_target(bundled(BUNDLED_TARGET).folder, tmp_path) == target == served_target(target, tmp_path)
+    assert served_draft(BUNDLED_DRAFT, BUNDLED_TARGET, tmp_path) == (kind, draft)
+    assert times == [(path / "model.safetensors").stat().st_mtime_ns for path in (target, draft)]
+
+
+@pytest.mark.parametrize("form", DFLASH)
+def test_dflash_drafts_are_named_as_those_of_vllm(tmp_path: Path, form: str) -> None:
+    with pytest.raises(UserError, match=r'vLLM.s own --speculative-config .\{"method": "dflash"'):
+        served_draft(str(write_dflash(tmp_path / "draft", form)), BUNDLED_TARGET, tmp_path)
+
+
 def test_only_clip_and_siglip_towers_are_renamed(tmp_path: Path) -> None:
     """Other towers never had the longer names."""
     source = bundled(BUNDLED_TARGET)
@@ -126,7 +140,7 @@ def test_what_configs_say() -> None:
 
 
 def test_models_that_are_not_here_are_not_known(tmp_path: Path) -> None:
-    assert find_model("nobody/never-downloaded") is None and find_model(str(tmp_path / "no:folder")) is None
+    assert find_model_files("nobody/never-downloaded") is None and find_model_files(str(tmp_path / "no:folder")) is None
 
 
 def test_an_mtp_head_is_written_as_one_of_mimo(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from autotune.engines.client import EngineClient
 from autotune.engines.engine import EngineServer
-from autotune.engines.server import refusal, running
+from autotune.engines.process import refusal, running
+from autotune.engines.vllm import GENERATED, VllmServer
 from autotune.errors import UserError
 
 COMMAND = """vllm serve a/target --dtype float32 --speculative-config '{"model": "a draft"}'"""
@@ -33,7 +33,7 @@ ANSWERS = {{
     "/health": "",
     "/metrics": "vllm:generation_tokens_total 7.0\\n",
     "/version": '{{"version": "0.32.0"}}',
-    "/v1/models": '{{"data": [{{"id": "a/target"}}]}}',
+    "/v1/models": '{{"data": [{{"id": "a/target", "max_model_len": 64}}]}}',
 }}
 
 
@@ -64,9 +64,9 @@ def test_an_engine_runs_the_exported_command_and_is_stopped(script: Path, monkey
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     words = [str(script), *shlex.split(COMMAND)[1:], "--max-num-seqs", "4"]
     with pytest.raises(RuntimeError, match="a bench that fails"), running(words, "vllm") as (url, _):
-        client = EngineClient(url)
-        assert (client.version, client.model) == ("0.32.0", "a/target")
-        assert (client.counters().generated, client.counters().rounds) == (7, 0)
+        server = VllmServer(url)
+        assert (server.build, server.alias, server.context) == ("0.32.0", "a/target", 64)
+        assert server.metrics() == {GENERATED: 7}
         record = json.loads((script.parent / "record.json").read_text())
         assert all(psutil.pid_exists(pid) for pid in record["pids"])
         raise RuntimeError("a bench that fails")
@@ -81,7 +81,7 @@ def test_an_engine_runs_the_exported_command_and_is_stopped(script: Path, monkey
 def test_an_engine_ends_with_a_program_that_is_killed(script: Path) -> None:
     program = (
         "import time\n"
-        "from autotune.engines.server import running\n"
+        "from autotune.engines.process import running\n"
         f"with running([{str(script)!r}], 'vllm'):\n"
         "    print('ready', flush=True); time.sleep(3600)\n"
     )

@@ -13,9 +13,9 @@ from huggingface_hub import constants
 from huggingface_hub.utils.tqdm import tqdm
 
 from autotune.drafters.checkpoint import load_draft
-from autotune.engines.engine import ServingEngine
-from autotune.engines.llama_server import LlamaEngine
-from autotune.engines.vllm_server import VllmEngine
+from autotune.engines.engine import EngineBackend
+from autotune.engines.llama_cpp import LlamaBackend
+from autotune.engines.vllm import VllmBackend
 from autotune.errors import UserError
 from autotune.modeling import hub as hub_models
 from autotune.modeling.gguf import find_gguf
@@ -190,20 +190,18 @@ def test_gguf_files_are_chosen_by_name_or_quantization(hub: Hub, tmp_path: Path)
 
 def test_engines_load_models_of_the_hub_by_their_ids(hub: Hub) -> None:
     """Target and draft are the cached files that this runtime loads."""
-    name, reference_of = VllmEngine.find_model(IDS[0]) or ("", None)
+    name, reference_of = VllmBackend.find_model(IDS[0]) or ("", None)
     assert name == str(Path(resolve(IDS[0])).resolve()) and reference_of == reference(IDS[0])
-    assert VllmEngine.find_draft(IDS[2], IDS[0]) == ("draft_model", Path(resolve(IDS[2])).resolve())
-    for find in (VllmEngine.find_model, lambda name: VllmEngine.find_draft(name, IDS[0])):
+    assert VllmBackend.find_draft(IDS[2], IDS[0]) == ("draft_model", Path(resolve(IDS[2])).resolve())
+    for find in (VllmBackend.find_model, lambda name: VllmBackend.find_draft(name, IDS[0])):
         with pytest.raises(UserError, match=r"did you mean 'Qwen/Qwen3-0\.6B'"):
             find("Qwen/Qwen3-0.6")
 
 
 @pytest.mark.parametrize(
-    ("engine", "advice"), [(VllmEngine, "pip install vllm"), (LlamaEngine, "github.com/ggml-org/llama.cpp")]
+    ("engine", "advice"), [(VllmBackend, "pip install vllm"), (LlamaBackend, "github.com/ggml-org/llama.cpp")]
 )
-def test_a_missing_engine_says_how_to_get_one(engine: type[ServingEngine], advice: str) -> None:
-    with pytest.raises(
-        UserError, match=rf"nowhere: no such executable; .*{advice}.*--engine-command or --url"
-    ) as error:
-        engine.find("nowhere", "model")
+def test_a_missing_engine_says_how_to_get_one(engine: type[EngineBackend], advice: str) -> None:
+    with pytest.raises(UserError, match=rf"nowhere: no such executable; .*{advice}.*--set .*:command=") as error:
+        engine.find("nowhere")
     assert "make" not in str(error.value)
