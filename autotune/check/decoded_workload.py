@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autotune.check.counts import compare_counts, counts_gate
+from autotune.check.counts import counts_gate
 from autotune.check.result import COUNTS, LOSSLESS, SPEEDUP, Gate, GateVerdict, Timing, WorkloadResult
 from autotune.check.worker_process import WorkerRequest
 from autotune.documents.decoded import Decoded
@@ -106,9 +106,11 @@ class DecodedWorkload:
         source, num, device = "the profile's evidence", len(self.evidence), self.profile.hardware.key
         changes = self.profile.provenance.changes(stamp())
         return counts_gate(
-            compare_counts(self.runs[:num], self.evidence, self.prices[:num]),
-            COUNTS,
-            self.workload.name,
+            self.runs[:num],
+            self.evidence,
+            self.prices[:num],
+            name=COUNTS,
+            workload=self.workload.name,
             source=source,
             tolerance=None if self.has_exact_counts else tolerance,
             advisory_reason=None if self.hardware.key == device else f"{source} was made on {device}",

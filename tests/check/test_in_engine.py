@@ -50,7 +50,7 @@ class FakeEngine:
         self.commands.append(command)
         deployment = profile.point.deployment
         assert deployment is not None
-        if deployment.command[0] == "gone":
+        if deployment.command[-1] == "gone":
             raise UserError("gone: no such executable; put llama-server on the PATH")
         return cast(Backend, FakeBackend(self, deployment))
 
@@ -187,7 +187,8 @@ def test_against_the_profile_at_a_revision(world: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "base", "error", "message"),
     [
-        (FakeEngine(dies=True), None, UserError, "llama-server: ended with code 1"),
+        (FakeEngine(dies=True), None, UserError, "^llama-server: ended with code 1"),
+        (FakeEngine(), profile(word="gone"), UserError, "^gone: no such executable"),
         (FakeEngine(), profile(word="base", precision="Q4_1"), NotComparable, "its precision is Q4_1"),
         (FakeEngine(), decoding_profile(), NotComparable, "its backend is runtime, that of .* is llama.cpp"),
     ],
@@ -195,20 +196,7 @@ def test_against_the_profile_at_a_revision(world: Path) -> None:
 def test_refusals(
     engine: FakeEngine, base: DecodingProfile | None, error: type[UserError], message: str, world: Path
 ) -> None:
-    if base is not None:
-        base.save(world / "base.json")
+    (base or profile()).save(world / "base.json")
     with pytest.raises(error, match=message) as caught:
         check(engine, against=base and "base.json")
     assert "\n" not in str(caught.value) and type(caught.value) is error
-
-
-def test_an_engine_that_is_not_installed_is_refused_first(world: Path) -> None:
-    document = profile()
-    deployment = document.point.deployment
-    assert deployment is not None
-    gone = document.point.model_copy(update={"deployment": deployment.model_copy(update={"command": ["gone"]})})
-    document.model_copy(update={"points": [gone]}).save(world / "profile.json")
-    engine = FakeEngine()
-    with pytest.raises(UserError, match=r"^gone: no such executable"):
-        check(engine)
-    assert not engine.started

@@ -41,10 +41,6 @@ def request(inputs: Inputs, folder: Path) -> WorkerRequest:
     return WorkerRequest(path, 0)
 
 
-def answer(fields: dict[str, Any]) -> Decoded:
-    return Decoded(arm="head", prompt="prompt", prompt_sha256="0", **fields)
-
-
 def served(profile: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
     """The worker's answers, in this process."""
     answers = io.StringIO()
@@ -59,7 +55,7 @@ def test_answers_agree_with_the_decoder(profile: Path, prompts: dict[str, Inputs
     ready, tuned = served(profile, fields)
     assert Path(ready["ready"]) == Path(autotune.__file__).parent
     stats = autotune.load(profile, device="cpu").generate(**prompts["image"], **SETTINGS.generation).stats
-    found = answer(tuned)
+    found = Decoded(arm="head", prompt="prompt", prompt_sha256="0", **tuned)
     assert found.accepted_lengths == stats.accepted_lengths and sum(found.accepted_lengths) > 0
     assert (found.target_forwards, found.draft_forwards) == (stats.target_forwards, stats.draft_forwards)
     assert found.verified_nodes == sum(stats.verified_nodes) and found.plain_steps == 0
