@@ -42,7 +42,7 @@ class Contender:
     label: str
     """For people: a commit, or a profile's path."""
     key: str
-    """Of all that its speed follows from, apart from the machine."""
+    """Hash of all that its speed follows from, apart from the machine."""
     profile: DecodingProfile
     launch: Callable[[DecodedWorkload], AbstractContextManager[Arm]]
     """Starts a process that decodes the prompts of a workload."""

@@ -41,7 +41,7 @@ class DecodedWorkload:
     not_repeated: list[str] = field(default_factory=list)
     """Prompts whose counts differed the second time."""
     gates: Sequence[Gate] = ()
-    """Of the backend alone."""
+    """Further gates, which the backend alone has."""
     requests: Mapping[str, WorkerRequest] = field(default_factory=dict)
     """The inputs of workers by prompt, where there are workers."""
 

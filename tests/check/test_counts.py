@@ -76,7 +76,7 @@ def test_without_prices_only_target_forwards_are_compared() -> None:
 
 
 def test_without_a_tolerance_any_other_count_fails() -> None:
-    """Of an engine, whose rounds have no prices."""
+    """As for an engine, whose rounds have no prices."""
     better = counts("a", verified_nodes=39)
     assert judged([better], [counts("a")]).verdict == "passed"
     assert judged([better], [counts("a")], tolerance=None).verdict == "failed"

@@ -175,9 +175,7 @@ def write_points(world: Path, *tasks: str) -> None:
 def test_only_outputs_of_lossless_points_must_equal_plain_decoding(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same prompt, decoded by a lossy and by a lossless point: the first differs. It accepts all draft tokens, so it
-    takes fewer rounds.
-    """
+    """The same prompt, decoded by a lossy and by a lossless point. The first answer differs, in fewer rounds."""
     write_points(world, "loose", "strict")
     found = check("points.json")
     (workload,) = found.workloads

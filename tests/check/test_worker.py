@@ -122,22 +122,25 @@ def load(profile, device):
 """
 
 
-def process(code: Path, folder: Path) -> WorkerProcess:
-    side = Side(name="base", label="main (0123456789)", profile=folder / "profile.json", code=code)
-    return WorkerProcess(side, {}, device="cpu", log=folder / "base.log")
+def process(code: Path, folder: Path, *, package: Path | None = None) -> WorkerProcess:
+    """A base whose package is taken to be in a folder."""
+    made = WorkerProcess(
+        Side("base", "main (0123456789)", folder / "p.json", code), {}, device="cpu", log=folder / "log"
+    )
+    made.side = replace(made.side, code=package or code)
+    return made
 
 
 def test_a_process_runs_the_code_of_its_side(tmp_path: Path) -> None:
-    made = process(stub(tmp_path, STUB.format(load="return None")), tmp_path)
-    made.wait()
-    made.close()
+    with process(stub(tmp_path, STUB.format(load="return None")), tmp_path) as made:
+        made.wait()
     assert made._process.returncode == 0
-    assert "a library that prints" in (tmp_path / "base.log").read_text(), "in the log, not in the answers"
-    other = process(tmp_path, tmp_path)
-    other.side = replace(other.side, label="x", code=tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"the base, x, imports autotune from .*, not from .*elsewhere"):
+    assert "a library that prints" in (tmp_path / "log").read_text(), "in the log, not in the answers"
+    with (
+        process(tmp_path, tmp_path, package=tmp_path / "elsewhere") as other,
+        pytest.raises(UserError, match=r"the base, main .*, imports autotune from .*, not from .*elsewhere"),
+    ):
         other.wait()
-    other.close()
 
 
 @pytest.mark.parametrize(
@@ -149,9 +152,8 @@ def test_a_process_runs_the_code_of_its_side(tmp_path: Path) -> None:
 )
 def test_a_base_that_cannot_load_fails_in_one_line(load: str, message: str, tmp_path: Path) -> None:
     made = process(stub(tmp_path, STUB.format(load=load)), tmp_path)
-    with pytest.raises(UserError) as caught:
+    with made, pytest.raises(UserError) as caught:
         made.wait()
-    made.close()
     assert str(caught.value) == (
-        f"the base, main (0123456789), cannot decode with the profile: {message}; see its log {tmp_path / 'base.log'}"
+        f"the base, main (0123456789), cannot decode with the profile: {message}; see its log {tmp_path / 'log'}"
     )
