@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from autotune.check.counts import compare_counts, counts_gate
+from autotune.check.counts import counts_gate
 from autotune.check.decoded_workload import DecodedWorkload
 from autotune.check.launched_arm import LaunchedArm
 from autotune.check.result import BASE_COUNTS, TIME, Gate, GateVerdict, Timing
@@ -21,6 +21,7 @@ from autotune.evaluation.arms import Arm
 from autotune.evaluation.not_slower import (
     PAIRS_PER_LAUNCH,
     Design,
+    InterimAnalysis,
     NotSlower,
     Verdict,
     estimate,
@@ -41,7 +42,7 @@ class Contender:
     label: str
     """For people: a commit, or a profile's path."""
     key: str
-    """Of all that its speed follows from, apart from the machine."""
+    """Hash of all that its speed follows from, apart from the machine."""
     profile: DecodingProfile
     launch: Callable[[DecodedWorkload], AbstractContextManager[Arm]]
     """Starts a process that decodes the prompts of a workload."""
@@ -97,9 +98,11 @@ class Comparison:
             return decoded.not_repeated_gate(BASE_COUNTS)
         base = self._base_runs(decoded)
         gate = counts_gate(
-            compare_counts(decoded.runs, base, decoded.prices),
-            BASE_COUNTS,
-            decoded.workload.name,
+            decoded.runs,
+            base,
+            decoded.prices,
+            name=BASE_COUNTS,
+            workload=decoded.workload.name,
             source=self.base.label,
             tolerance=self.design.tolerance,
             different_answer_reason=decoded.rounding or None,
@@ -125,9 +128,8 @@ class Comparison:
             return Gate(name=TIME, workload=workload.name, verdict="passed", summary=same), None
         key = content_key([base.key, base.label, head.key, workload.sha256, self.seed, decoded.hardware.key])
         ledger = CHECKS / f"{key}.jsonl"
-        rule = NotSlower(
-            self.design, budget_s, self.seed, must_agree=not decoded.rounding and _are_lossless(base, head)
-        )
+        are_lossless = all(point.lossless for side in (base, head) for point in side.profile.points)
+        rule = NotSlower(self.design, budget_s, self.seed, must_agree=not decoded.rounding and are_lossless)
         measured = self._race(decoded, rule, ArmRunner(ledger), budget_s)
         if rule.analysis is None:
             num_pairs, needed_s = self.design.analyses[0], budget_s - rule.left_s + rule.needed_s
@@ -136,12 +138,44 @@ class Comparison:
                 f"--budget {math.ceil(1.2 * needed_s / 60)}m (the {len(measured.runs['base'])} pairs so far are kept)"
             )
             return Gate(name=TIME, workload=workload.name, verdict="inconclusive", summary=summary), None
-        timing = self._timing(measured, rule)
-        is_open = rule.analysis.verdict is Verdict.CONTINUE
-        is_out_of_time = is_open and rule.analysis.num_pairs < self.design.max_pairs
+        analysis = rule.analysis
+        is_out_of_time = analysis.verdict is Verdict.CONTINUE and analysis.num_pairs < self.design.max_pairs
         if not is_out_of_time:  # the next check must measure again
             ledger.rename(ledger.with_name(f"{ledger.stem}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"))
-        return time_gate(timing, rule.analysis.verdict, workload.name, is_out_of_time=is_out_of_time), timing
+        base_runs, head_runs = (measured.runs[name][: analysis.num_pairs] for name in ("base", "head"))
+        slowdown, ci95 = estimate(log_ratios(base_runs, head_runs), launches_of(analysis.num_pairs))
+        timing = Timing(
+            base=base.label,
+            head=head.label,
+            slowdown=slowdown,
+            ci95=ci95,
+            p_within_tolerance=float(analysis.p_within_tolerance),
+            p_beyond_limit=float(analysis.p_beyond_limit),
+            base_ms=[run.decode_ms for run in base_runs],
+            head_ms=[run.decode_ms for run in head_runs],
+        )
+        verdict, reason = self._verdict(analysis, is_out_of_time=is_out_of_time)
+        low, high = ci95
+        change = f"head {100 * slowdown:+.1f} % time ({100 * low:+.1f} to {100 * high:+.1f} %)"
+        summary = f"{change} after {analysis.num_pairs} pairs: {reason}"
+        return Gate(name=TIME, workload=workload.name, verdict=verdict, summary=summary), timing
+
+    def _verdict(self, analysis: InterimAnalysis, *, is_out_of_time: bool) -> tuple[GateVerdict, str]:
+        """The verdict of the last analysis, and its reason."""
+        if analysis.verdict is Verdict.FAIL:
+            p = float(analysis.p_within_tolerance)
+            return "failed", f"slower by more than {100 * self.design.tolerance:g} % (p = {p:.2g})"
+        if analysis.verdict is Verdict.PASS:
+            return "passed", f"not slower by {100 * self.design.limit:g} % (p = {float(analysis.p_beyond_limit):.2g})"
+        if is_out_of_time:
+            return (
+                "inconclusive",
+                "the budget ended before the next analysis; raise --budget, and the pairs so far count",
+            )
+        return "inconclusive", (
+            "undecided at the last analysis; the machine is too noisy for this limit, or the slowdown is between "
+            "tolerance and limit"
+        )
 
     def _race(self, decoded: DecodedWorkload, rule: NotSlower, runner: ArmRunner, budget_s: float) -> Race:
         prompts = [
@@ -167,48 +201,3 @@ class Comparison:
         for name, reason in measured.failed.items():
             raise UserError(f"the {name}, {sides[name].label}, cannot go on: {reason}")
         return measured
-
-    def _timing(self, measured: Race, rule: NotSlower) -> Timing:
-        assert rule.analysis is not None
-        num_pairs, design = rule.analysis.num_pairs, self.design
-        base, head = (measured.runs[name][:num_pairs] for name in ("base", "head"))
-        slowdown, ci95 = estimate(log_ratios(base, head), launches_of(num_pairs))
-        return Timing(
-            base=self.base.label,
-            head=self.head.label,
-            seed=self.seed,
-            limit=design.limit,
-            tolerance=design.tolerance,
-            looks=design.analyses,
-            slowdown=slowdown,
-            ci95=ci95,
-            p_within_tolerance=float(rule.analysis.p_within_tolerance),
-            p_beyond_limit=float(rule.analysis.p_beyond_limit),
-            base_ms=[run.decode_ms for run in base],
-            head_ms=[run.decode_ms for run in head],
-        )
-
-
-def _are_lossless(*sides: Contender) -> bool:
-    return all(point.lossless for side in sides for point in side.profile.points)
-
-
-def time_gate(timing: Timing, found: Verdict, workload: str, *, is_out_of_time: bool) -> Gate:
-    verdict: GateVerdict = "inconclusive"
-    if found is Verdict.FAIL:
-        verdict = "failed"
-        reason = f"slower by more than {100 * timing.tolerance:g} % (p = {timing.p_within_tolerance:.2g})"
-    elif found is Verdict.PASS:
-        verdict = "passed"
-        reason = f"not slower by {100 * timing.limit:g} % (p = {timing.p_beyond_limit:.2g})"
-    elif is_out_of_time:
-        reason = "the budget ended before the next analysis; raise --budget, and the pairs so far count"
-    else:
-        reason = (
-            "undecided at the last analysis; the machine is too noisy for this limit, or the slowdown is between "
-            "tolerance and limit"
-        )
-    low, high = timing.ci95
-    change = f"head {100 * timing.slowdown:+.1f} % time ({100 * low:+.1f} to {100 * high:+.1f} %)"
-    summary = f"{change} after {len(timing.head_ms)} pairs: {reason}"
-    return Gate(name=TIME, workload=workload, verdict=verdict, summary=summary)

@@ -8,7 +8,6 @@ cost table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from autotune.check.result import Gate, GateVerdict
 from autotune.documents.decoded import Decoded
@@ -26,101 +25,66 @@ def cost_in_steps(counts: Decoded, price: RoundPrice) -> float:
     return counts.plain_steps + in_rounds + price.node_steps * counts.verified_nodes
 
 
-@dataclass(frozen=True)
-class CountChange:
-    """A prompt with the same answer and other counts."""
-
-    baseline: Decoded
-    current: Decoded
-    baseline_steps: float
-    current_steps: float
-
-    @property
-    def is_worse(self) -> bool:
-        """Whether the predicted time rose or the mean accepted length fell."""
-        baseline, current = self.baseline, self.current
-        return self.current_steps > self.baseline_steps or (
-            current.accepted_tokens * baseline.target_forwards < baseline.accepted_tokens * current.target_forwards
-        )
-
-    def __str__(self) -> str:
-        parts = []
-        for name in COMPARED:
-            before, after = getattr(self.baseline, name), getattr(self.current, name)
-            if before != after:
-                parts.append(f"{name.replace('_', ' ')} {before} -> {after}")
-        change = 100 * (self.current_steps / self.baseline_steps - 1) if self.baseline_steps else 0.0
-        changes = ", ".join(parts) or "accepted lengths in another order"
-        return f"{self.current.prompt}: {changes}; predicted {change:+.1f} % time"
-
-
-@dataclass(frozen=True)
-class CountComparison:
-    num_prompts: int
-    changed: list[CountChange]
-    different_answers: list[str]
-    """Prompts with other tokens: their counts are of other work and are not compared."""
-    slowdown: float
-    """Predicted over all prompts with the same answer; 0.05 is 5 %."""
-
-
-def compare_counts(
-    current: Sequence[Decoded], baseline: Sequence[Decoded], prices: Sequence[RoundPrice | None]
-) -> CountComparison:
-    """Compare prompt by prompt, each with the prices of the operating point that decodes it."""
-    changed, different_answers = [], []
-    total_current = total_baseline = 0.0
-    for new, old, price in zip(current, baseline, prices, strict=True):
-        if new.tokens_sha256 != old.tokens_sha256:
-            different_answers.append(new.prompt)
-            continue
-        price = price or TARGET_FORWARDS_ONLY
-        new_steps, old_steps = cost_in_steps(new, price), cost_in_steps(old, price)
-        total_current += new_steps
-        total_baseline += old_steps
-        if new.counts != old.counts:
-            changed.append(CountChange(old, new, old_steps, new_steps))
-    slowdown = total_current / total_baseline - 1 if total_baseline else 0.0
-    return CountComparison(len(current), changed, different_answers, slowdown)
-
-
 def counts_gate(
-    comparison: CountComparison,
+    current: Sequence[Decoded],
+    baseline: Sequence[Decoded],
+    prices: Sequence[RoundPrice | None],
+    *,
     name: str,
     workload: str,
-    *,
     source: str,
     tolerance: float | None,
     advisory_reason: str | None = None,
     different_answer_reason: str | None = None,
 ) -> Gate:
-    """The gate on a comparison of counts with those of ``source``.
+    """The gate on counts compared with those of ``source``, prompt by prompt. Counts of different answers are of other
+    work, and are not compared.
 
     A predicted slowdown above ``tolerance`` is a regression; without a tolerance, any other count is one. With an
     ``advisory_reason`` the gate can only warn, and with a ``different_answer_reason`` different answers are acceptable.
+
+    Args:
+        prices: of the operating point that decodes each prompt.
     """
-    changed, different = comparison.changed, comparison.different_answers
-    num_worse = sum(change.is_worse for change in changed)
-    num_equal = comparison.num_prompts - len(changed) - len(different)
-    summary = [f"{num_equal} of {comparison.num_prompts} prompts have the same counts as {source}"]
-    if changed:
-        summary.append(
-            f"{num_worse} have worse counts, {len(changed) - num_worse} other counts: "
-            f"predicted {100 * comparison.slowdown:+.1f} % time"
-        )
+    changes: list[tuple[float, str]] = []
+    different: list[str] = []
+    num_worse = 0
+    total = total_before = 0.0
+    for run, before, price in zip(current, baseline, prices, strict=True):
+        if run.tokens_sha256 != before.tokens_sha256:
+            different.append(f"{run.prompt}: different answer")
+            continue
+        steps, steps_before = (cost_in_steps(one, price or TARGET_FORWARDS_ONLY) for one in (run, before))
+        total += steps
+        total_before += steps_before
+        if run.counts != before.counts:
+            shorter = run.accepted_tokens * before.target_forwards < before.accepted_tokens * run.target_forwards
+            num_worse += steps > steps_before or shorter
+            changes.append((steps_before - steps, _change(run, before, steps, steps_before)))
+    slowdown = total / total_before - 1 if total_before else 0.0
+    num_equal = len(current) - len(changes) - len(different)
+    summary = [f"{num_equal} of {len(current)} prompts have the same counts as {source}"]
+    if changes:
+        others = len(changes) - num_worse
+        predicted = f"predicted {100 * slowdown:+.1f} % time"
+        summary.append(f"{num_worse} have worse counts, {others} other counts: {predicted}")
     if different:
-        summary.append(
-            f"{len(different)} have a different answer ({different_answer_reason or 'with the same target'})"
-        )
-    verdict: GateVerdict = "passed"
-    if num_worse or different:
-        verdict = "warned"
-    is_slower = bool(changed) if tolerance is None else comparison.slowdown > tolerance
+        reason = different_answer_reason or "with the same target"
+        summary.append(f"{len(different)} have a different answer ({reason})")
+    verdict: GateVerdict = "warned" if num_worse or different else "passed"
+    is_slower = bool(changes) if tolerance is None else slowdown > tolerance
     if is_slower or (different and different_answer_reason is None):
         verdict = "failed"
     if verdict != "passed" and advisory_reason is not None:
         verdict = "warned"
         summary.append(f"advisory only: {advisory_reason}")
-    by_loss = sorted(changed, key=lambda change: change.baseline_steps - change.current_steps)
-    details = [*(f"{prompt}: different answer" for prompt in different), *map(str, by_loss)]
+    details = [*different, *(text for _, text in sorted(changes, key=lambda change: change[0]))]
     return Gate(name=name, workload=workload, verdict=verdict, summary="; ".join(summary), details=details)
+
+
+def _change(run: Decoded, before: Decoded, steps: float, steps_before: float) -> str:
+    """The counts of a prompt that have changed, the predicted change of its time."""
+    pairs = [(name.replace("_", " "), getattr(before, name), getattr(run, name)) for name in COMPARED]
+    changes = [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
+    change = 100 * (steps / steps_before - 1) if steps_before else 0.0
+    return f"{run.prompt}: {', '.join(changes) or 'accepted lengths in another order'}; predicted {change:+.1f} % time"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autotune.check.counts import compare_counts, counts_gate
+from autotune.check.counts import counts_gate
 from autotune.check.result import COUNTS, LOSSLESS, SPEEDUP, Gate, GateVerdict, Timing, WorkloadResult
 from autotune.check.worker_process import WorkerRequest
 from autotune.documents.decoded import Decoded
@@ -41,7 +41,7 @@ class DecodedWorkload:
     not_repeated: list[str] = field(default_factory=list)
     """Prompts whose counts differed the second time."""
     gates: Sequence[Gate] = ()
-    """Of the backend alone."""
+    """Further gates, which the backend alone has."""
     requests: Mapping[str, WorkerRequest] = field(default_factory=dict)
     """The inputs of workers by prompt, where there are workers."""
 
@@ -106,9 +106,11 @@ class DecodedWorkload:
         source, num, device = "the profile's evidence", len(self.evidence), self.profile.hardware.key
         changes = self.profile.provenance.changes(stamp())
         return counts_gate(
-            compare_counts(self.runs[:num], self.evidence, self.prices[:num]),
-            COUNTS,
-            self.workload.name,
+            self.runs[:num],
+            self.evidence,
+            self.prices[:num],
+            name=COUNTS,
+            workload=self.workload.name,
             source=source,
             tolerance=None if self.has_exact_counts else tolerance,
             advisory_reason=None if self.hardware.key == device else f"{source} was made on {device}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
 
 from autotune.check.comparison import Contender, require_comparable
 from autotune.check.decoded_workload import DecodedWorkload
@@ -29,11 +30,10 @@ from autotune.workloads.workload import Workload
 ROUNDING = "a batch of tokens rounds otherwise than one token"
 
 
-def restored(profile: DecodingProfile, command: str | None, console: Console) -> Backend:
-    """The backend of a profile, with another executable and arguments if they are given."""
-    from autotune.search.backends import restored_backend
+class Restore(Protocol):
+    """Finds the backend of a profile, with another executable and arguments if ``command`` names them."""
 
-    return restored_backend(profile, command=command, console=console)
+    def __call__(self, profile: DecodingProfile, *, command: str | None, console: Console) -> Backend: ...
 
 
 def decode_in_engine(
@@ -142,7 +142,12 @@ def _deployment(profile: DecodingProfile) -> Deployment:
 
 
 def open_engines(
-    settings: CheckSettings, profile: DecodingProfile, backend: Backend, folder: Path, console: Console
+    settings: CheckSettings,
+    profile: DecodingProfile,
+    backend: Backend,
+    restore: Restore,
+    folder: Path,
+    console: Console,
 ) -> tuple[Contender, Contender]:
     """Base and head as servers. The base is deployed by the profile ``--against``, or by the checked profile's file in
     a git revision.
@@ -154,7 +159,9 @@ def open_engines(
         with worktree(against, folder) as found:
             label, base = found.label, DecodingProfile.load(found.beside(settings.profile)).located(settings.profile)
     require_comparable(base, profile, label)  # before the base's engine is looked for
-    return _contender(label, base, restored(base, None, console)), _contender(str(settings.profile), profile, backend)
+    return _contender(label, base, restore(base, command=None, console=console)), _contender(
+        str(settings.profile), profile, backend
+    )
 
 
 def _contender(label: str, profile: DecodingProfile, backend: Backend) -> Contender:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from autotune.check.comparison import Comparison
 from autotune.check.decoded_workload import DecodedWorkload
+from autotune.check.in_engine import Restore, decode_in_engine, open_engines
 from autotune.check.output import junit
 from autotune.check.result import TIME, CheckResult, Gate, Timing, verdict_of
 from autotune.check.settings import CheckSettings
@@ -22,7 +23,12 @@ from autotune.files import write_bytes
 from autotune.workloads.workload import Workload, load_workload
 
 
-def run_check(settings: CheckSettings, console: Console) -> CheckResult:
+def run_check(settings: CheckSettings, console: Console, restore: Restore | None = None) -> CheckResult:
+    """Check a profile, and print the result.
+
+    Args:
+        restore: finds the engine of a profile that is not the runtime's.
+    """
     settings.require_consistent()
     profile = DecodingProfile.load(settings.profile)
     names = settings.workloads or [workload_beside(settings.profile, profile.workload.name)]
@@ -35,11 +41,10 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
             sides = stack.enter_context(open_workers(settings, folder)) if settings.against else None
             decoded = decode_in_runtime(settings, profile, workloads, folder, console)
         else:
-            from autotune.check.in_engine import decode_in_engine, open_engines, restored
-
             located = profile.located(settings.profile)
-            backend = restored(located, settings.engine_command, console)
-            sides = open_engines(settings, located, backend, folder, console) if settings.against else None
+            assert restore is not None
+            backend = restore(located, command=settings.engine_command, console=console)
+            sides = open_engines(settings, located, backend, restore, folder, console) if settings.against else None
             decoded = decode_in_engine(settings, located, workloads, backend, console)
         gates = [gate for one in decoded for gate in _local_gates(settings, one)]
         timings: list[Timing | None] = [None] * len(decoded)
@@ -62,7 +67,7 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     )
     if settings.junit is not None:
         write_bytes(settings.junit, junit(result))
-    if changes := profile.provenance.changes(stamp()):
+    if profile.backend == RUNTIME and (changes := profile.provenance.changes(stamp())):
         console.say(
             f"changed since {settings.profile} was made: {changes}; what this costs is seen by --min-speedup, or by a new search"
         )

@@ -16,12 +16,13 @@ Launch = Callable[[], AbstractContextManager[Arm]]
 class LaunchedArm(Arm, AbstractContextManager["LaunchedArm"]):
     """An arm in a new process for each launch, because a process may be slow for as long as it lives."""
 
+    _arm: Arm  # since the first ``prepare``
+
     def __init__(self, name: str, key: str, launch: Launch) -> None:
         self.name, self.key, self.launch = name, f"{name}-{key}", launch
         self.rivals = [self]
         """Arms that are started together, and take turns in being the first."""
         self._process = ExitStack()
-        self._arm: Arm | None = None
         self._is_new = False  # has decoded nothing but warm-ups
 
     def __exit__(self, *_: object) -> None:
@@ -32,11 +33,9 @@ class LaunchedArm(Arm, AbstractContextManager["LaunchedArm"]):
             for rival in self.rivals:
                 rival._renew()
             self.rivals.reverse()
-        assert self._arm is not None
         self._arm.prepare(prompts[:PAIRS_PER_LAUNCH])
 
     def decode(self, prompt: WorkloadPrompt) -> Decoded:
-        assert self._arm is not None, "prepare comes first"
         self._is_new = False
         return self._arm.decode(prompt).model_copy(update={"arm": self.key})
 

@@ -38,11 +38,6 @@ class Timing(Document):
 
     base: str
     head: str
-    seed: int
-    limit: float
-    tolerance: float
-    looks: tuple[int, ...]
-    """Numbers of pairs at the interim analyses."""
     slowdown: float
     """Hodges-Lehmann estimate."""
     ci95: tuple[float, float]

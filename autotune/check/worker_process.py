@@ -105,13 +105,10 @@ class WorkerProcess(Arm, AbstractContextManager["WorkerProcess"]):
         return self._read()
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            self.close()
-
-    def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+            with suppress(OSError):  # a full pipe of a worker that has ended
+                if pipe is not None:
+                    pipe.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:

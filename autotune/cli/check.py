@@ -65,8 +65,9 @@ def command(as_json: bool, **values: Any) -> None:
         from autotune.check.job import run_check
         from autotune.check.output import github_annotations
         from autotune.console import Console
+        from autotune.search.backends import restored_backend
 
-        result = run_check(settings, Console())
+        result = run_check(settings, Console(), restored_backend)
     if settings.github:
         for line in github_annotations(result):
             click.echo(line, err=True)

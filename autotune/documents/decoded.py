@@ -74,7 +74,7 @@ class Decoded(Document):
 
     @property
     def counts(self) -> tuple[object, ...]:
-        """What follows from models, tree and prompt alone, without noise: the answer and the work of decoding it."""
+        """The answer and the work of decoding it, which follow from models, tree and prompt, without noise."""
         work = (self.target_forwards, self.draft_forwards, self.verified_nodes, self.plain_steps)
         return self.tokens_sha256, *work, *self.accepted_lengths
 

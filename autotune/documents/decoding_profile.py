@@ -189,7 +189,7 @@ class Evidence(Document):
     """The measurements behind the operating points."""
 
     prompts: list[Decoded] = Field(default_factory=list)
-    """What the profile decoded of the held-out prompts, without tokens: a check compares counts with it."""
+    """The profile on the held-out prompts, without tokens: a check compares counts with them."""
     plain_ms: list[float] = Field(default_factory=list)
     """Decoding times of plain decoding on the same prompts, in milliseconds."""
     compared: list[ComparedArm] = Field(default_factory=list)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autotune.check.counts import compare_counts, cost_in_steps, counts_gate
+from autotune.check.counts import cost_in_steps, counts_gate
 from autotune.check.result import COUNTS, Gate
 from autotune.documents.decoded import Decoded
 from autotune.trees.fallback import RoundPrice
@@ -16,8 +16,8 @@ PRICE = RoundPrice(round_steps=1.2, level_steps=0.1, node_steps=0.02)
 
 
 def judged(now: list[Decoded], then: list[Decoded], **options: Any) -> Gate:
-    comparison = compare_counts(now, then, [PRICE] * len(now))
-    return counts_gate(comparison, COUNTS, "digits", source="the profile's evidence", tolerance=0.01, **options)
+    known: dict[str, Any] = {"source": "the profile's evidence", "tolerance": 0.01, "prices": [PRICE] * len(now)}
+    return counts_gate(now, then, name=COUNTS, workload="digits", **{**known, **options})
 
 
 def test_counts_are_priced_in_plain_steps() -> None:
@@ -67,9 +67,16 @@ def test_a_different_answer_fails_unless_there_is_a_reason_for_it() -> None:
     assert gate.verdict == "failed" and gate.details == ["a: different answer"]
     excused = judged(now, then, different_answer_reason="near ties in bfloat16")
     assert excused.verdict == "warned" and "1 have a different answer (near ties in bfloat16)" in excused.summary
-    assert compare_counts(now, then, [PRICE, PRICE]).slowdown == 0.0, "counts of different answers are not compared"
+    assert "predicted" not in excused.summary, "counts of different answers are not compared"
 
 
 def test_without_prices_only_target_forwards_are_compared() -> None:
     worse = counts("a", target_forwards=11, draft_forwards=400)
-    assert compare_counts([worse], [counts("a")], [None]).slowdown == pytest.approx(0.1)
+    assert "predicted +10.0 % time" in judged([worse], [counts("a")], prices=[None]).summary
+
+
+def test_without_a_tolerance_any_other_count_fails() -> None:
+    """As for an engine, whose rounds have no prices."""
+    better = counts("a", verified_nodes=39)
+    assert judged([better], [counts("a")]).verdict == "passed"
+    assert judged([better], [counts("a")], tolerance=None).verdict == "failed"

@@ -81,11 +81,44 @@ def answer_wrongly(monkeypatch: pytest.MonkeyPatch, edit: Callable[[list[int]], 
     monkeypatch.setattr(DecoderArm, "generate", wrong)
 
 
-def test_equal_outputs_pass(world: Path) -> None:
-    found = check("lossless.json", junit=world / "new" / "j.xml")
-    assert (found.verdict, found.exit_code, found.lossless) == ("passed", 0, True)
-    assert found.workloads[0].identical_outputs == 2
+def end_wrongly(tokens: list[int]) -> list[int]:
+    return [*tokens[:-1], 0]
+
+
+@pytest.mark.parametrize(
+    ("profile", "min_speedup", "edit", "identical", "exit_code", "verdict"),
+    [
+        ("lossless", None, None, 2, 0, "passed"),
+        ("lossless", None, end_wrongly, 0, 1, "failed: the output differs from plain decoding"),
+        ("lossy", None, None, 0, 0, "passed"),
+        ("lossless", 0.001, None, 2, 0, "passed"),
+        ("lossless", 1000.0, None, 2, 1, "failed: the speedup is below 1000: "),
+    ],
+)
+def test_outcomes(
+    profile: str,
+    min_speedup: float | None,
+    edit: Any,
+    identical: int,
+    exit_code: int,
+    verdict: str,
+    world: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if edit is not None:
+        answer_wrongly(monkeypatch, edit)
+    found = check(f"{profile}.json", min_speedup=min_speedup, junit=world / "new" / "j.xml")
+    assert (found.exit_code, found.workloads[0].identical_outputs) == (exit_code, identical)
+    assert found.verdict.startswith(verdict) and found.lossless is (profile == "lossless")
     assert (world / "new" / "j.xml").exists() and not [*world.rglob("*.md")], "only requested files are written"
+    assert gate(found, "counts").summary == (
+        f"{profile}.json was not measured: no evidence to compare counts with; search on this device, or give --against"
+    )
+    err = capsys.readouterr().err
+    assert ("LOSSY profile" in err) is (profile == "lossy")
+    changes = rf"changed since {profile}\.json was made: torch 2 -> \S+, transformers 5 -> \S+; what this costs "
+    assert re.search(changes, err), "libraries that changed since the search are named"
 
 
 def test_later_turns_are_checked_too(world: Path) -> None:
@@ -103,12 +136,6 @@ def test_later_turns_are_checked_too(world: Path) -> None:
     write_workload(world, [row, {**row, "turns": ["Go.", "On and on. " * 400]}], name="question.jsonl")
     (prompt,) = check("lossless.json", **settings).workloads[0].prompts
     assert prompt.prompt == "question.jsonl:2/turn-1", "a turn that does not fit the target's context is left out"
-
-
-def test_a_different_output_fails_a_lossless_profile(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer_wrongly(monkeypatch, lambda tokens: [*tokens[:-1], 0])
-    found = check("lossless.json")
-    assert found.exit_code == 1 and found.verdict == "failed: the output differs from plain decoding"
 
 
 def test_in_reduced_precision_a_near_tie_passes_and_is_reported(
@@ -133,18 +160,6 @@ def test_in_reduced_precision_a_near_tie_passes_and_is_reported(
     assert found.exit_code == 1 and any(": not a tie" in divergence for divergence in found.workloads[0].divergences)
 
 
-def test_outputs_of_a_lossy_profile_may_differ(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = check("lossy.json")
-    assert found.workloads[0].identical_outputs < 2 and found.exit_code == 0 and not found.lossless
-    assert "LOSSY profile" in capsys.readouterr().err
-
-
-def test_a_speedup_below_the_minimum_fails(world: Path) -> None:
-    found = check("lossless.json", min_speedup=1000.0)
-    assert found.exit_code == 1 and found.verdict.startswith("failed: the speedup is below 1000: ")
-    assert check("lossless.json", min_speedup=0.001).exit_code == 0
-
-
 # -------- operating points
 
 
@@ -160,23 +175,18 @@ def write_points(world: Path, *tasks: str) -> None:
 def test_only_outputs_of_lossless_points_must_equal_plain_decoding(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same prompt, decoded by a lossy and by a lossless point: the first differs."""
+    """The same prompt, decoded by a lossy and by a lossless point. The first answer differs, in fewer rounds."""
     write_points(world, "loose", "strict")
     found = check("points.json")
     (workload,) = found.workloads
+    loose, strict = workload.prompts
+    assert loose.rounds < strict.rounds == len(strict.accepted_lengths)
     assert (found.exit_code, workload.identical_outputs, found.lossless, workload.divergences) == (0, 1, False, [])
-    answer_wrongly(monkeypatch, lambda tokens: [*tokens[:-1], 0])
+    answer_wrongly(monkeypatch, end_wrongly)
     found = check("points.json")
     assert found.exit_code == 1 and [one.split(": ")[0] for one in found.workloads[0].divergences] == [
         "workload.jsonl:2"
     ]
-
-
-def test_each_prompt_is_decoded_by_its_own_point(world: Path) -> None:
-    """The lossy point accepts every draft token, so it takes fewer rounds than the lossless one on the same prompt."""
-    write_points(world, "strict", "loose")
-    runs = {run.task: run for run in check("points.json").workloads[0].prompts}
-    assert runs["loose"].rounds < runs["strict"].rounds == len(runs["strict"].accepted_lengths)
 
 
 # -------- evidence
@@ -237,13 +247,6 @@ def test_counts_that_are_not_reproducible_do_not_gate(world: Path, monkeypatch: 
     found = check("proven.json")
     assert found.exit_code == 0 and gate(found, "counts").verdict == "skipped"
     assert "counts are not reproducible" in gate(found, "counts").summary
-
-
-def test_counts_of_a_profile_without_evidence_are_skipped(world: Path) -> None:
-    summary = gate(check("lossless.json"), "counts").summary
-    assert summary == (
-        "lossless.json was not measured: no evidence to compare counts with; search on this device, or give --against"
-    )
 
 
 def test_prompts_that_changed_are_not_comparable(world: Path) -> None:
@@ -312,12 +315,9 @@ class InProcess(Arm):
     def decode(self, prompt: WorkloadPrompt) -> Decoded:
         key = (self.side.profile.read_text(), prompt.name)  # the content, whatever its path
         if key not in self.decoded:
-            side = SideDecoder(str(self.side.profile), {"device": "cpu"})
-            settings = prompt.settings
-            fields = {"inputs": str(self.requests[prompt.name].inputs), "settings": settings.generation}
-            known = {"arm": self.side.name, "prompt": prompt.name, "prompt_sha256": prompt.sha256}
-            answer = side.decode({**fields, "task": settings.task})
-            self.decoded[key] = Decoded.model_validate({**known, **answer})
+            fields = {"inputs": str(self.requests[prompt.name].inputs), "settings": prompt.settings.generation}
+            answer = SideDecoder(str(self.side.profile), {"device": "cpu"}).decode({**fields, "task": "prompt"})
+            self.decoded[key] = Decoded(arm="", prompt=prompt.name, prompt_sha256=prompt.sha256, **answer)
         jitter = 0.001 * (len(self.launched) % 7)
         ms = 100.0 * (1 + jitter) * (1 + type(self).slowdown * (self.side.name == "head"))
         found = self.decoded[key].model_copy(update={"decode_ms": ms})
@@ -424,35 +424,17 @@ def test_sides_that_answer_differently_are_not_comparable(world: Path, workers: 
 
 
 def test_the_profile_s_own_prompts_are_checked_by_default(world: Path) -> None:
-    """Also from another folder, and if they are in a file of another name."""
-    write_evidence(world)
+    """Also from another folder, and if they are in a file of another name. The search's limit of the answers holds."""
+    found, prompts = write_evidence(world), check("lossless.json", max_new_tokens=9).workloads[0].prompts
+    workload = found.workload.model_copy(update={"max_new_tokens": 9})
+    found.model_copy(update={"evidence": Evidence(prompts=prompts), "workload": workload}).save(world / "proven.json")
     (world / "prompts.jsonl").write_bytes((world / "workload.jsonl").read_bytes())
     for own in ((), ("prompts.jsonl",)):
         assert gate(check("proven.json", workloads=own), "counts").summary.startswith("2 of 2 prompts have the same")
     (world / "elsewhere").mkdir()
-    (world / "workload.jsonl").rename(world / "elsewhere" / "workload.jsonl")
-    (world / "proven.json").rename(world / "elsewhere" / "proven.json")
+    for name in ("workload.jsonl", "proven.json"):
+        (world / name).rename(world / "elsewhere" / name)
     assert check("elsewhere/proven.json", workloads=()).verdict == "passed"
-
-
-def test_prompts_of_another_name_are_decoded_as_at_the_search(world: Path) -> None:
-    """Its limit of the answers applies to the same prompts under any name."""
-    found, prompts = write_evidence(world), check("lossless.json", max_new_tokens=9).workloads[0].prompts
-    workload = found.workload.model_copy(update={"max_new_tokens": 9})
-    cut = found.model_copy(update={"evidence": Evidence(prompts=prompts), "workload": workload})
-    cut.save(world / "proven.json")
-    (world / "prompts.jsonl").write_bytes((world / "workload.jsonl").read_bytes())
-    assert gate(check("proven.json", workloads=("prompts.jsonl",)), "counts").summary.startswith(
-        "2 of 2 prompts have the same"
-    )
-
-
-def test_libraries_that_changed_since_the_search_are_named(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check("lossless.json")
-    err = capsys.readouterr().err
-    assert re.search(
-        r"changed since lossless\.json was made: torch 2 -> \S+, transformers 5 -> \S+; what this costs ", err
-    )
 
 
 @pytest.mark.nightly

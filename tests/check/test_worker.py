@@ -41,10 +41,6 @@ def request(inputs: Inputs, folder: Path) -> WorkerRequest:
     return WorkerRequest(path, 0)
 
 
-def answer(fields: dict[str, Any]) -> Decoded:
-    return Decoded(arm="head", prompt="prompt", prompt_sha256="0", **fields)
-
-
 def served(profile: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
     """The worker's answers, in this process."""
     answers = io.StringIO()
@@ -59,7 +55,7 @@ def test_answers_agree_with_the_decoder(profile: Path, prompts: dict[str, Inputs
     ready, tuned = served(profile, fields)
     assert Path(ready["ready"]) == Path(autotune.__file__).parent
     stats = autotune.load(profile, device="cpu").generate(**prompts["image"], **SETTINGS.generation).stats
-    found = answer(tuned)
+    found = Decoded(arm="head", prompt="prompt", prompt_sha256="0", **tuned)
     assert found.accepted_lengths == stats.accepted_lengths and sum(found.accepted_lengths) > 0
     assert (found.target_forwards, found.draft_forwards) == (stats.target_forwards, stats.draft_forwards)
     assert found.verified_nodes == sum(stats.verified_nodes) and found.plain_steps == 0
@@ -126,22 +122,25 @@ def load(profile, device):
 """
 
 
-def process(code: Path, folder: Path) -> WorkerProcess:
-    side = Side(name="base", label="main (0123456789)", profile=folder / "profile.json", code=code)
-    return WorkerProcess(side, {}, device="cpu", log=folder / "base.log")
+def process(code: Path, folder: Path, *, package: Path | None = None) -> WorkerProcess:
+    """A base whose package is taken to be in a folder."""
+    made = WorkerProcess(
+        Side("base", "main (0123456789)", folder / "p.json", code), {}, device="cpu", log=folder / "log"
+    )
+    made.side = replace(made.side, code=package or code)
+    return made
 
 
 def test_a_process_runs_the_code_of_its_side(tmp_path: Path) -> None:
-    made = process(stub(tmp_path, STUB.format(load="return None")), tmp_path)
-    made.wait()
-    made.close()
+    with process(stub(tmp_path, STUB.format(load="return None")), tmp_path) as made:
+        made.wait()
     assert made._process.returncode == 0
-    assert "a library that prints" in (tmp_path / "base.log").read_text(), "in the log, not in the answers"
-    other = process(tmp_path, tmp_path)
-    other.side = replace(other.side, label="x", code=tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"the base, x, imports autotune from .*, not from .*elsewhere"):
+    assert "a library that prints" in (tmp_path / "log").read_text(), "in the log, not in the answers"
+    with (
+        process(tmp_path, tmp_path, package=tmp_path / "elsewhere") as other,
+        pytest.raises(UserError, match=r"the base, main .*, imports autotune from .*, not from .*elsewhere"),
+    ):
         other.wait()
-    other.close()
 
 
 @pytest.mark.parametrize(
@@ -153,9 +152,8 @@ def test_a_process_runs_the_code_of_its_side(tmp_path: Path) -> None:
 )
 def test_a_base_that_cannot_load_fails_in_one_line(load: str, message: str, tmp_path: Path) -> None:
     made = process(stub(tmp_path, STUB.format(load=load)), tmp_path)
-    with pytest.raises(UserError) as caught:
+    with made, pytest.raises(UserError) as caught:
         made.wait()
-    made.close()
     assert str(caught.value) == (
-        f"the base, main (0123456789), cannot decode with the profile: {message}; see its log {tmp_path / 'base.log'}"
+        f"the base, main (0123456789), cannot decode with the profile: {message}; see its log {tmp_path / 'log'}"
     )
