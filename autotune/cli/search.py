@@ -68,10 +68,10 @@ def command(context: click.Context, /, as_json: bool, is_verbose: bool, is_plan:
     from autotune.search.backend_race import search_backends
     from autotune.search.backends import found_engines
 
+    document = search_backends(settings, console)
     if not settings.backends and (found := found_engines()):
         others = " ".join(f"--backend {name}" for name in found)
         console.say(f"also here  {', '.join(found)}: --backend {RUNTIME} {others} lets them race (docs/engines.md)")
-    document = search_backends(settings, console)
     if as_json:
         click.echo(document.dump())
     else:
