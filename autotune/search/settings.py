@@ -153,6 +153,7 @@ class SearchSettings(Document):
     any_weights: bool = setting(
         False,
         "Deploy the fastest backend even if its weights are not the target's at its precision, such as a quantized file.",
+        rare=True,
     )
     folder: Path = setting(WORKSPACE, "Folder in which studies keep their documents.", option=None)
 
