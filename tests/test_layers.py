@@ -21,7 +21,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("drafters", "study"),
     ("runtime", "report"),
     ("recording", "measuring", "evaluation", "serve", "engines"),
-    ("search", "training", "check", "doctor"),
+    ("search", "training", "doctor"),
+    ("check",),
     ("cli", "schemas"),
     ("__main__",),
 )

@@ -34,6 +34,8 @@ def command(context: click.Context, /, as_json: bool, is_verbose: bool, is_plan:
     from autotune.search.settings import check_backends, check_settings
 
     settings = make_settings(SearchSettings, values)
+    if settings.backends:  # engines take time to import
+        click.echo(f"tuning {settings.target} in {', '.join(settings.backends)}", err=True)
     choices = check_backends(settings, is_plan=is_plan)
     if settings.random_weights:
         click.echo(f"pricing {settings.target} on {settings.gpu} by its config", err=True)
@@ -47,9 +49,9 @@ def command(context: click.Context, /, as_json: bool, is_verbose: bool, is_plan:
         return
     settings = check_settings(settings)
     require_workload(settings.workload, settings.workload_format, both_splits=True)
-    is_given = context.get_parameter_source("target") is not ParameterSource.DEFAULT or settings.backends
-    backends = f" in {', '.join(choice.label for choice in choices)}" if settings.backends else ""
-    click.echo(f"tuning {settings.target}{backends}" if is_given else DEMONSTRATION, err=True)
+    is_given = context.get_parameter_source("target") is not ParameterSource.DEFAULT
+    if not settings.backends:
+        click.echo(f"tuning {settings.target}" if is_given else DEMONSTRATION, err=True)
     for choice in choices:
         if choice.name == RUNTIME:
             require_models(choice.model, settings.drafts)
@@ -68,10 +70,10 @@ def command(context: click.Context, /, as_json: bool, is_verbose: bool, is_plan:
     from autotune.search.backend_race import search_backends
     from autotune.search.backends import found_engines
 
+    document = search_backends(settings, console)
     if not settings.backends and (found := found_engines()):
         others = " ".join(f"--backend {name}" for name in found)
         console.say(f"also here  {', '.join(found)}: --backend {RUNTIME} {others} lets them race (docs/engines.md)")
-    document = search_backends(settings, console)
     if as_json:
         click.echo(document.dump())
     else:

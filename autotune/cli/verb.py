@@ -14,7 +14,7 @@ from autotune.files import read_yaml
 
 MODELS, SETTINGS, OUTPUT = "Models, prompts and device", "Settings", "Output and files"
 GROUPS = {
-    MODELS: ("target", "draft", "prompt", "image", "workload", "whole", "prompts", "engine", "gpu", "device"),
+    MODELS: ("target", "draft", "prompt", "image", "workload", "whole", "prompts", "backend", "gpu", "device"),
     SETTINGS: (),
     OUTPUT: ("output", "table", "junit", "github", "plan", "config", "verbose", "json", "help"),
 }

@@ -77,6 +77,8 @@ class _BackendSearch:
             try:
                 self.tuned[label] = self._tuned(choice, budget_s)
             except UserError as error:
+                if num_backends == 1:
+                    raise
                 self._leave_out(label, str(error))
         if not self.tuned:
             raise UserError("; ".join(f"{label}: {reason}" for label, reason in self.failed.items()))
@@ -94,8 +96,7 @@ class _BackendSearch:
     def _leave_out(self, label: str, reason: str) -> None:
         """Note that a backend is not in the race."""
         self.failed[label] = reason
-        if len(self.choices) > 1:
-            self.console.say(f"left out   {label}: {reason}")
+        self.console.say(f"left out   {label}: {reason}")
 
     def _prompts(self, split: WorkloadSplit) -> Workload:
         """The prompts that engines are given: first turns, because later ones follow a target's answers."""

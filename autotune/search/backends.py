@@ -4,7 +4,7 @@ profiles are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from inspect import Parameter, signature
 from typing import Any
@@ -39,8 +39,8 @@ def make_backend(choice: BackendChoice, *, console: Console, seed: int = 0) -> B
     Raises:
         UserError: it is not installed, or does not load the model.
     """
-    options: dict[str, Any] = {"console": console, "seed": seed, **choice.options}
-    return BACKENDS[choice.name](choice.model, **options)
+    make: Callable[..., Backend] = BACKENDS[choice.name]
+    return make(choice.model, console=console, seed=seed, **choice.options)
 
 
 def restored_backend(
@@ -62,8 +62,8 @@ def restored_backend(
     backend = BACKENDS[name]
     if issubclass(backend, EngineBackend):
         return backend.restored(deployment, command=command, console=console)
-    options: dict[str, Any] = {"console": console} | ({} if command is None else {"command": command})
-    return backend(deployment.model.id, **options)
+    make: Callable[..., Backend] = backend
+    return make(deployment.model.id, console=console, **({} if command is None else {"command": command}))
 
 
 def found_engines() -> list[str]:

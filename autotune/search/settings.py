@@ -27,7 +27,6 @@ from autotune.modeling.gguf import PACKAGED
 from autotune.modeling.loading import BUNDLED_TARGET, Dtype, bundled_models
 from autotune.modeling.target_defaults import default_drafts, default_workload
 from autotune.search.backend_choices import BackendChoice, choose_backends, is_of_backend
-from autotune.search.backends import backend_options
 from autotune.search.space import SearchSpace
 from autotune.search.space_files import space_path
 from autotune.study.outputs import choose_output, settings_key
@@ -154,6 +153,7 @@ class SearchSettings(Document):
     any_weights: bool = setting(
         False,
         "Deploy the fastest backend even if its weights are not the target's at its precision, such as a quantized file.",
+        rare=True,
     )
     folder: Path = setting(WORKSPACE, "Folder in which studies keep their documents.", option=None)
 
@@ -181,6 +181,10 @@ class SearchSettings(Document):
         Raises:
             UserError: as ``choose_backends``, or several drafts for engines.
         """
+        if not self.backends and not any(map(is_of_backend, self.changes)):
+            return [BackendChoice(RUNTIME, self.target)]
+        from autotune.search.backends import backend_options  # engines take time to import
+
         known = backend_options()
         choices = choose_backends(self.backends, self.changes, self.target, known)
         if not self.drafts or any(choice.name == RUNTIME for choice in choices):

@@ -321,7 +321,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "estimate over a measured profile": (["search", "--gpu", "h100", "-o", "profile.json"], r"profile\.json: holds another result"),
     "output that is no profile": (["search", "-o", "workload.jsonl"], r"workload\.jsonl: holds another result"),
     "profile of an engine": (
-        ["search", "--engine", "vllm", "--target", "any/target", "--workload", "workload.jsonl", "-o", "profile.json"],
+        ["search", "--backend", "vllm", "--target", "any/target", "--workload", "workload.jsonl", "-o", "profile.json"],
         r"profile\.json: holds another result",
     ),
     "cost table over a profile": (["measure", "PAIR", "-o", "profile.json"], r"profile\.json: holds another result"),

@@ -376,7 +376,7 @@ RACES = {
             result("llama.cpp", 6.0),
         ),
         [
-            "Deploy the runtime: yuhuili/EAGLE3-LLaMA3.1-Instruct-8B (eagle3), chains of up to 3 tokens.",
+            "Deploy the runtime: yuhuili/EAG...nstruct-8B (eagle3), chains of up to 3 tokens.",
             "1.52x (1.44 to 1.61) as fast as plain decoding.",
             OTHERS.format("llama.cpp 1.20"),
             MEASURED,

@@ -118,8 +118,8 @@ def test_a_backend_that_fails_is_a_line_and_the_race_goes_on(
 
 
 def test_without_a_backend_that_can_be_tuned_there_is_no_profile(tmp_path: Path, made: dict[str, FakeBackend]) -> None:
-    with pytest.raises(UserError, match=r"^one=absent: absent: no such model; give another$"):
-        searched(tmp_path, "one=absent")
+    with pytest.raises(UserError, match=r"^one=absent: absent: no such model; give another; two=absent: "):
+        searched(tmp_path, "one=absent", "two=absent")
     assert not Path("p.json").exists()
 
 
