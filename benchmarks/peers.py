@@ -32,7 +32,7 @@ from autotune.documents.speculation import OPTIONS, Speculation
 from autotune.engines.engine import EngineServer
 from autotune.engines.served import Served
 from autotune.evaluation.arms import Arm
-from autotune.evaluation.bench import assistant_of
+from autotune.evaluation.bench_arms import assistant_of
 from autotune.evaluation.race import Everyone, race
 from autotune.evaluation.runtime_arms import DecoderArm, HuggingFaceArm, RuntimeArm, RuntimeArms
 from autotune.evaluation.summary import summarize

@@ -59,11 +59,11 @@ def command(
     console = Console()
 
     def announce(max_model_len: int | None = None) -> None:
-        if as_json:
-            options.print_json({"url": address, "model": name, "max_model_len": max_model_len})
         length = "" if max_model_len is None else f", prompts and answers of up to {max_model_len} tokens"
         lossy = "" if all(point.lossless for point in document.points) else "; LOSSY, by the profile"
         console.say(f"{address}/v1 answers for {name!r}{length}{lossy}")
+        if as_json:
+            options.print_json({"url": address, "model": name, "max_model_len": max_model_len})
 
     if deployment is not None:
         from autotune.engines.deployed_server import serve_deployment

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autotune.console import Console
-from autotune.documents.decoded import Decoded, length_bands, runs_dataframe
+from autotune.documents.decoded import Decoded, runs_dataframe
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.published_defaults import NAMED
-from autotune.evaluation.summary import Summary, speedup
+from autotune.evaluation.summary import Summary
 from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.workloads.prompt import WorkloadPrompt
 
@@ -27,18 +27,28 @@ def points_used(profile: DecodingProfile, runs: Sequence[Decoded]) -> str:
     return ", ".join(f"{counts[n]} by point {n} ({point.when.label})" for n, point in enumerate(profile.points))
 
 
+def _pooled(runs: dict[str, list[Decoded]], by: str) -> DataFrame:
+    """Prompts, speedup over ``ar`` and tokens per round by arm and by ``task``, or by the ``length`` of ar's answer.
+
+    Times and tokens are summed over prompts before they are divided; prompts in which nothing was decoded do not count.
+    Tokens per round are NaN where an arm has no rounds.
+    """
+    frame = runs_dataframe(runs).assign(steps=lambda found: found.new_tokens - 1)
+    plain = frame[frame.arm == AR].set_index("number")[["decode_ms", "steps", "length"]]
+    pairs = frame.drop(columns="length").join(plain, on="number", rsuffix="_ar")
+    groups = pairs[(pairs.steps > 0) & (pairs.steps_ar > 0)].groupby(["arm", by])
+    sums = groups[["decode_ms", "steps", "decode_ms_ar", "steps_ar", "rounds"]].sum()
+    sums["speedup"] = (sums.decode_ms_ar / sums.steps_ar) / (sums.decode_ms / sums.steps)
+    sums["tokens_per_round"] = sums.steps / sums.rounds.where(sums.rounds > 0)
+    return sums.assign(prompts=groups.size())[["prompts", "speedup", "tokens_per_round"]]
+
+
 def speedups_by_task(runs: dict[str, list[Decoded]]) -> DataFrame:
     """Pooled speedup over ``ar``: a row for each arm, a column for each task; NaN for a task in which nothing was
     decoded.
     """
-    frame = runs_dataframe(runs)[["arm", "number", "task", "decode_ms", "new_tokens"]]
-    frame["steps"] = frame.new_tokens - 1
-    plain = frame[frame.arm == AR].set_index("number")[["decode_ms", "steps"]]
-    pairs = frame.join(plain, on="number", rsuffix="_ar")
-    pairs = pairs[(pairs.steps > 0) & (pairs.steps_ar > 0)]
-    sums = pairs.groupby(["arm", "task"]).sum()
-    speedups = (sums.decode_ms_ar / sums.steps_ar) / (sums.decode_ms / sums.steps)
-    return speedups.unstack("task").reindex(index=list(runs), columns=frame.task.unique())
+    tasks = list(dict.fromkeys(run.task for of_arm in runs.values() for run in of_arm))
+    return _pooled(runs, "task").speedup.unstack("task").reindex(index=list(runs), columns=tasks)
 
 
 def geomeans(by_task: DataFrame) -> Series[float]:
@@ -127,22 +137,11 @@ def gain_by_length(runs: dict[str, list[Decoded]]) -> DataFrame:
 
     Columns: arm, length, prompts, speedup, tokens_per_round; NaN where an arm has no rounds.
     """
-    import pandas as pd
-
-    plain = runs[AR]
-    bands = np.asarray(length_bands([run.new_tokens for run in plain]).astype(str))
-    rows = []
-    for name, arm_runs in runs.items():
-        for band in dict.fromkeys(sorted(bands, key=lambda band: int(band.split("-")[0]))):
-            numbers = [
-                n for n in np.flatnonzero(bands == band) if plain[n].new_tokens > 1 and arm_runs[n].new_tokens > 1
-            ]
-            chosen = [arm_runs[n] for n in numbers]
-            num_rounds, num_tokens = sum(run.rounds for run in chosen), sum(run.new_tokens - 1 for run in chosen)
-            ratio = speedup(chosen, [plain[n] for n in numbers]) if chosen else float("nan")
-            rows.append((name, band, len(chosen), ratio, num_tokens / num_rounds if num_rounds else float("nan")))
-    frame = pd.DataFrame(rows, columns=["arm", "length", "prompts", "speedup", "tokens_per_round"])
-    return frame[frame.prompts > 0].reset_index(drop=True)
+    rank = {name: number for number, name in enumerate(runs)}
+    found = _pooled(runs, "length").reset_index()
+    found["first"] = found.length.str.split("-").str[0].astype(int)
+    found = found.sort_values(["arm", "first"], key=lambda values: values.map(rank) if values.name == "arm" else values)
+    return found.drop(columns="first").reset_index(drop=True)
 
 
 def print_lengths(by_length: DataFrame, console: Console) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,14 +21,6 @@ def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
         if not front or candidate.ms_per_token < front[-1].ms_per_token:
             front.append(candidate)
     return front
-
-
-def fastest_by_size(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
-    """For each policy the fastest candidate at every rounded number of nodes per round, smallest trees first."""
-    fastest: dict[str, dict[int, Candidate]] = {}
-    for candidate in candidates:  # fastest first
-        fastest.setdefault(candidate.policy, {}).setdefault(round(candidate.nodes_per_round), candidate)
-    return {policy: [by_size[size] for size in sorted(by_size)] for policy, by_size in sorted(fastest.items())}
 
 
 @dataclass(frozen=True)

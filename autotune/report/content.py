@@ -12,7 +12,7 @@ from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.report.ablation import cumulative_ablation
 from autotune.report.acceptance import acceptance
-from autotune.report.analysis import fastest_by_size, pareto_front, subnet_grids
+from autotune.report.analysis import pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
 from autotune.report.examples import examples
 from autotune.report.points import EvaluationArms, PointSummary
@@ -38,7 +38,6 @@ class Content:
         self.arms = EvaluationArms(profile) if profile and profile.evidence.compared else None
         self.answer = answer_of(profile, sources.profile_path) if profile and sources.profile_path else []
         self.front = pareto_front(sources.candidates)
-        self.by_size = fastest_by_size(sources.candidates)
         self.cumulative = cumulative_ablation(sources)
         self.acceptance = acceptance(sources)
         tokens = TokenTexts(self.target.id if self.target else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from autotune.report.svg import DASHES, INK, MARKERS, MUTED, SERIES
@@ -71,26 +71,6 @@ def intervals(bars: Sequence[Bar], xlabel: str) -> Figure:
     return figure
 
 
-def predicted_against_measured(groups: Mapping[str, Sequence[tuple[float, Bar]]]) -> Figure:
-    """Points of (predicted, measured with its interval); both are equal on the dashed line."""
-    figure, axes = _new_figure(3.6)
-    ends: list[float] = []
-    for number, (label, points) in enumerate(groups.items()):
-        colour, marker = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
-        for index, (predicted, bar) in enumerate(points):
-            ends += [predicted, *bar.interval]
-            axes.plot(bar.interval, [predicted, predicted], color=colour, linewidth=1, alpha=0.6)
-            axes.plot([bar.value], [predicted], marker, color=colour, markersize=6, label=None if index else label)
-            # Labels alternate above and below, because predictions of finalists are close to each other.
-            offset = (4, 5) if index % 2 == 0 else (4, -12)
-            axes.annotate(bar.label, (bar.value, predicted), offset, textcoords="offset points", fontsize=8)
-    low, high = 0.95 * min(ends), 1.05 * max(ends)
-    axes.plot([low, high], [low, high], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    axes.set(xlim=(low, high), ylim=(low, high), xlabel="measured speedup", ylabel="predicted speedup")
-    _legend(figure, axes)
-    return figure
-
-
 def lines(
     series: Sequence[Series],
     *,
@@ -119,18 +99,6 @@ def lines(
     axes.set(xlabel=x, ylabel=y)
     if len(series) > 1:
         _legend(figure, axes)
-    return figure
-
-
-def front(clouds: Sequence[Series], best: Series, *, x: str, y: str) -> Figure:
-    """Points by series, and the Pareto front as a stepped line."""
-    figure, axes = _new_figure(3.2)
-    axes.step(best.x, best.y, where="post", color=INK, linewidth=1.2, label=best.label, zorder=1)
-    for number, (label, xs, ys) in enumerate(clouds):
-        marker, colour = MARKERS[number % len(MARKERS)], SERIES[number % len(SERIES)]
-        axes.plot(xs, ys, marker, color=colour, markersize=4.5, label=label, zorder=2)
-    axes.set(xlabel=x, ylabel=y)
-    _legend(figure, axes)
     return figure
 
 

@@ -22,7 +22,7 @@ Plots = Iterator[tuple[str, str, "Figure"]]
 def all_plots(content: Content) -> dict[str, str]:
     import matplotlib as mpl
 
-    sections = (_evaluation, _predictions, _fronts, _ablation, _acceptance, _costs)
+    sections = (_evaluation, _ablation, _costs)
     plots = (plot for section in sections for plot in section(content))
     with mpl.rc_context(STYLE):  # colours are taken when an element is created
         return {name: to_svg(figure, name, description) for name, description, figure in plots}
@@ -38,35 +38,6 @@ def _evaluation(content: Content) -> Plots:
     yield "evaluation", f"Measured speedups with confidence intervals: {values}.", figure
 
 
-def _predictions(content: Content) -> Plots:
-    study, arms = content.sources.study, content.arms
-    groups: dict[str, list[tuple[float, Bar]]] = {}
-    for finalist in study.finalists if study else []:
-        if finalist.predicted_speedup is not None:
-            bar = Bar(content.letters[finalist.configuration.label], finalist.speedup, finalist.ci95)
-            groups.setdefault("finalists, tuning prompts", []).append((finalist.predicted_speedup, bar))
-    for arm in [*arms.defaults, *([arms.tuned] if arms.tuned else [])] if arms else []:
-        if arm.predicted_speedup is not None:
-            bar = Bar(arm.name, arm.speedup, arm.ci95)
-            groups.setdefault("arms, held-out prompts", []).append((arm.predicted_speedup, bar))
-    if groups:
-        num = sum(map(len, groups.values()))
-        description = f"Predicted and measured speedups of {num} configurations; the tables have the numbers."
-        yield "predictions", description, figures.predicted_against_measured(groups)
-
-
-def _fronts(content: Content) -> Plots:
-    y = "predicted ms per token"
-    if content.front:
-        *policies, best = (
-            Series(label, [c.nodes_per_round for c in candidates], [c.ms_per_token for c in candidates])
-            for label, candidates in {**content.by_size, "Pareto front": content.front}.items()
-        )
-        ends = f"{best.y[0]:.2f} to {best.y[-1]:.2f} ms"
-        description = f"Predicted time by tree size and policy; the front falls from {ends}."
-        yield "front-nodes", description, figures.front(policies, best, x="drafted tokens verified per round", y=y)
-
-
 def _ablation(content: Content) -> Plots:
     import pandas as pd
 
@@ -76,24 +47,6 @@ def _ablation(content: Content) -> Plots:
         label = "predicted speedup of the best chain"
         figure = figures.bars(speedups, label, start=1.0, value_format="{:.2f}x")
         yield "cumulative-ablation", f"Speedup as the dimensions are freed one by one: {described}.", figure
-
-
-def _acceptance(content: Content) -> Plots:
-    labels = {"replayed": "tuning prompts, replayed", "measured": "held-out prompts, measured"}
-    axes = {"depth": "depth in the tree", "rank": "rank among the draft's choices"}
-    for point in content.acceptance:
-        for kind, table in point.tables.items():
-            series = []
-            for source, label in labels.items():
-                offered, accepted = table[f"{source}_offered"], table[f"{source}_accepted"]
-                share = (100 * accepted / offered)[offered > 0]
-                if len(share):
-                    series.append(Series(label, share.index.tolist(), share.tolist()))
-            if series:
-                values = ", ".join(f"{y:.0f}" for y in series[0].y)
-                description = f"Accepted share of offered tokens by {kind}, {series[0].label}, in per cent: {values}."
-                figure = figures.lines(series, x=axes[kind], y="accepted, % of offered", height=2.4)
-                yield f"{kind}-{point.number}", description, figure
 
 
 def _costs(content: Content) -> Plots:

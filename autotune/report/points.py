@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile, Gain, OperatingPoint
 from autotune.documents.subnet import Subnet
 from autotune.report.sources import Sources
-from autotune.trees.static import StaticPolicy
 
 
 class PointSummary:
@@ -18,7 +16,6 @@ class PointSummary:
         self.point = sources.points[number]
         self.condition = condition_label(sources.points, number)
         self.configuration = configuration_of(self.point)
-        self.hyperparameters = hyperparameters(self.point)
 
 
 def condition_label(points: Sequence[OperatingPoint], number: int) -> str:
@@ -30,22 +27,6 @@ def heads_label(subnet: Subnet) -> str:
     """Share of heads kept: ``75 %``, or ``100 % / 50 % / 50 %`` if the blocks differ."""
     shares = subnet.head_shares
     return " / ".join(f"{100 * share:g} %" for share in (shares[:1] if len(set(shares)) == 1 else shares))
-
-
-def hyperparameters(point: OperatingPoint) -> list[tuple[str, str, str]]:
-    """Name, value and the paper's default of each hyperparameter of the tree."""
-    if point.tree is None:
-        return []
-    if isinstance(point.tree, StaticPolicy):
-        paths = "; ".join("-".join(str(rank + 1) for rank in path) for path in point.tree.paths)
-        return [("paths (ranks from the root)", paths, "-")]
-    defaults = type(point.tree)()
-
-    def text(value: Any) -> str:
-        return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
-
-    values = point.tree.hyperparameters
-    return [(name, text(value), text(getattr(defaults, name))) for name, value in values.items()]
 
 
 class EvaluationArms:

@@ -16,7 +16,7 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto",
     "autotune.cli.main",
     "autotune.search.pipeline",
-    "autotune.evaluation.bench",
+    "autotune.evaluation.bench_arms",
     "autotune.evaluation.answers",
     "autotune.check.job",
 )

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from autotune.cli import options
-from autotune.cli.main import main
 from autotune.search.settings import SearchSettings
 
 VERBS = ("search", "record", "run", "bench", "serve", "measure", "check")
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_verbs_that_make_prompts_take_variables(verb: str) -> None:
-    result = CliRunner().invoke(main, [verb, "--help"])
-    assert result.exit_code == 0 and "--chat-template-kwargs" in result.output
 
 
 @pytest.mark.parametrize(

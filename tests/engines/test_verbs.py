@@ -1,4 +1,4 @@
-"""Verbs with the profile of an engine: they answer, measure and serve as with one of the runtime, or refuse in a line."""
+"""Verbs with the profile of an engine: they answer, measure and serve as with one of the runtime, or refuse."""
 
 from __future__ import annotations
 

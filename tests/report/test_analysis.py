@@ -10,7 +10,7 @@ from autotune.documents.subnet import Subnet
 from autotune.replay.evaluator import Candidate, Evaluator
 from autotune.report.ablation import cumulative_ablation
 from autotune.report.acceptance import acceptance
-from autotune.report.analysis import fastest_by_size, pareto_front, subnet_grids
+from autotune.report.analysis import pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
 from autotune.report.points import heads_label
 from autotune.report.sources import Sources
@@ -32,19 +32,6 @@ def test_pareto_front_is_not_dominated(sources: Sources) -> None:
         assert any(
             other.ms_per_token <= one.ms_per_token and other.nodes_per_round <= one.nodes_per_round for other in kept
         )
-
-
-def test_fastest_of_every_size(sources: Sources) -> None:
-    by_size = fastest_by_size(sources.candidates)
-    assert set(by_size) == {"chain", "eagle2"}
-    for policy, found in by_size.items():
-        for one in found:
-            alike = [
-                other.ms_per_token
-                for other in sources.candidates
-                if other.policy == policy and round(other.nodes_per_round) == round(one.nodes_per_round)
-            ]
-            assert one.ms_per_token == min(alike)
 
 
 def test_cumulative_ablation_frees_dimensions_one_by_one(sources: Sources, made: MadeStudy) -> None:

@@ -60,19 +60,11 @@ def test_every_node_is_drawn_and_accepted_nodes_are_marked(found: list[ReplayedR
         assert kinds.count("node accepted") == len(one.path)
         assert kinds.count("node rejected") == size - 1 - len(one.path)
         assert kinds.count("node root") == kinds.count("node own") == 1
-
-
-def test_last_round_has_no_token_of_the_target(found: list[ReplayedRound]) -> None:
-    one = found[-1]
-    assert one.tree is not None
-    texts = ["x"] * int(one.tree.size[0])
-    assert "node own" not in classes(draw_tree(one.tree, one.path.tolist(), texts, None, ""))
-
-
-def test_root_alone_is_drawn() -> None:
-    tree = new_tree(3)
-    tree.size[0] = 1
-    assert classes(draw_tree(tree, [], ["a"], "b", "")) == ["node root", "node own"]
+    last, alone = found[-1].tree, new_tree(3)
+    assert last is not None
+    assert "node own" not in classes(draw_tree(last, found[-1].path.tolist(), ["x"] * int(last.size[0]), None, ""))
+    alone.size[0] = 1
+    assert classes(draw_tree(alone, [], ["a"], "b", "")) == ["node root", "node own"]
 
 
 @pytest.mark.filterwarnings("error")

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from autotune.documents.condition import Condition, Range
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
-from autotune.replay.reference_replay import rounds
 from autotune.replay.trace import ForestBounds, TraceHeader
-from autotune.report.examples import examples
-from autotune.report.points import PointSummary
 from autotune.report.prompts import TokenTexts, find_prompts
 from autotune.report.sources import Sources, find_sources
 from autotune.study.frames import Study
 from autotune.study.storage import PROFILE, STUDY
-from autotune.trees.policy import parse_policy
 from tests.report.conftest import EVIL, QUESTION, MadeStudy
 from tests.sample_documents import DEVICE, decoding_profile, write_workload
 
@@ -43,16 +36,8 @@ def test_profile_finds_the_study_beside_it(made: MadeStudy, sources: Sources) ->
     assert len(found.traces) == 2 and found.notes == []
     speeds = [one.ms_per_token for one in found.candidates]
     assert speeds == sorted(speeds) and len({one.key for one in found.candidates}) == len(found.candidates)
-
-
-def test_study_folder_holds_its_profile(made: MadeStudy) -> None:
-    found = find_sources(made.folder)
-    assert found.profile == made.profile and found.profile_path == made.folder / PROFILE
-
-
-def test_profile_without_a_study(made: MadeStudy, tmp_path: Path) -> None:
-    made.profile.save(tmp_path / "p.json")
-    assert find_sources(tmp_path / "p.json") == Sources(profile=made.profile, profile_path=tmp_path / "p.json")
+    by_folder = find_sources(made.folder)
+    assert by_folder.profile == made.profile and by_folder.profile_path == made.folder / PROFILE
 
 
 def test_study_of_another_device_is_ignored(copied: MadeStudy) -> None:
@@ -62,13 +47,6 @@ def test_study_of_another_device_is_ignored(copied: MadeStudy) -> None:
     assert find_sources(other).folder is None
     with pytest.raises(UserError, match=r"belong to another target, device or workload than .*own study"):
         find_sources(other, study=str(copied.folder))
-
-
-def test_newest_of_several_studies_is_used(copied: MadeStudy) -> None:
-    later = copied.folder.with_name("tests-target-4567")
-    shutil.copytree(copied.folder, later)
-    os.utime(later, (2e9, 2e9))
-    assert find_sources(copied.profile_path).folder == later
 
 
 def test_a_profile_has_the_study_document_of_its_own_search(copied: MadeStudy) -> None:
@@ -162,11 +140,6 @@ def test_wrong_paths_are_refused(copied: MadeStudy) -> None:
             find_sources(home / given, study=study)
 
 
-def test_a_study_is_named_by_its_folder_or_in_the_workspace(copied: MadeStudy) -> None:
-    for study in (copied.folder.name, str(copied.folder)):
-        assert find_sources(copied.profile_path, study=study).folder == copied.folder
-
-
 def test_prompts_are_found_where_the_search_ran(sources: Sources) -> None:
     found = find_prompts(sources, None)
     assert [prompt.settings.prompt for prompt in found.values()] == [f"{QUESTION} {number}" for number in range(4)]
@@ -195,31 +168,5 @@ def test_tokens_as_text() -> None:
     numbers = Tokenizer.from_file(f"{resolve('digits/target')}/tokenizer.json").encode(text).ids
     assert tokens.has_tokenizer and "".join(tokens.text(numbers[:n], token) for n, token in enumerate(numbers)) == text
     assert tokens.text([], -1) == "?"
-
-
-def test_tokens_without_a_tokenizer() -> None:
-    tokens = TokenTexts(decoding_profile().target.id)
-    assert not tokens.has_tokenizer and tokens.text([1], 17) == "[17]"
-
-
-def test_points_are_shown_with_their_own_prompts(made: MadeStudy, sources: Sources) -> None:
-    """A chain for the longest prompts, then the tree of the last point: rounds, examples and predictions are of their
-    prompts.
-    """
-    assert sources.profile is not None and sources.evaluator is not None
-    last = sources.points[-1]
-    trace = sources.trace_of(last)
-    assert trace is not None
-    is_long = trace.prompt_length == trace.prompt_length.max()
-    assert 0 < is_long.sum() < trace.num_prompts
-    when = Condition(prompt_tokens=Range(min=int(trace.prompt_length.max())))
-    first = last.model_copy(update={"when": when, "tree": parse_policy({"policy": "chain", "depth": 3})})
-    both = replace(sources, profile=sources.profile.model_copy(update={"points": [first, last]}))
-    summaries = [PointSummary(both, number) for number in range(2)]
-    assert [one.condition for one in summaries] == [when.label, "any other request"]
-    shown, other = examples(both, {}, TokenTexts(""))
-    assert first.tree is not None and other.number == 1
-    prompt = trace.header.prompts.index(shown.prompt)
-    decoded = list(rounds(trace, prompt, first.tree, first.fallback))
-    assert is_long[prompt] and shown.num_rounds == len(decoded)
-    assert shown.tokens_per_round == pytest.approx((np.diff(trace.answer_start)[prompt] - 1) / len(decoded))
+    without = TokenTexts(decoding_profile().target.id)
+    assert not without.has_tokenizer and without.text([1], 17) == "[17]"

@@ -19,7 +19,7 @@ from autotune.drafters.mtp import MtpConfig, MtpNetwork
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
-from autotune.evaluation.bench import choose_arms
+from autotune.evaluation.bench_arms import choose_arms
 from autotune.evaluation.divergence import first_divergence
 from autotune.evaluation.runtime_arms import RuntimeArms
 from autotune.measuring.settings import CostSettings

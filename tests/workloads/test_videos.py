@@ -16,7 +16,8 @@ from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.evaluation.bench import run_bench
-from autotune.evaluation.bench_settings import BenchSettings, EvaluationPrompts
+from autotune.evaluation.bench_arms import runtime_arms
+from autotune.evaluation.bench_settings import EvaluationPrompts
 from autotune.modeling import loading
 from autotune.runtime.decoder import Decoder
 from autotune.search.pipeline import search
@@ -208,9 +209,11 @@ def test_a_video_workload_is_searched_and_sage_video_measured(
     profile = DecodingProfile.load(output)
     assert profile.point.measured is not None and len(profile.evidence.prompts) == 2
     assert profile.evidence.configurations_replayed >= 8
-    settings = BenchSettings(EvaluationPrompts(workload), given_arms=("ar", "sage-video"))
+    prompts = EvaluationPrompts(workload).load()
     # Whether a draft pays with models this small depends on the machine; a profile without one names none for
     # sage-video.
-    arms = run_bench(output, replace(settings, draft=models["drafts"][0]), Console())["arms"]
+    names = ["ar", "sage-video"]
+    chosen, device = runtime_arms(output, prompts, Console(), names=names, draft=models["drafts"][0])
+    arms = run_bench(profile, chosen, Console(), device=device)["arms"]
     assert {arm["name"] for arm in arms} >= {"ar", "sage-video"}
     assert {arm["identical_outputs"] for arm in arms} == {2}
