@@ -78,10 +78,10 @@ class EngineServer(EngineHttp, ABC):
 
     def ask(self, prompt: WorkloadPrompt, other: EngineServer | None = None) -> ServedAnswer:
         """The answer to a prompt, with its continuation by the server, or by the ``other`` one."""
-        answer = self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens, prompt)
-        return answer.model_copy(update={"beyond": (other or self).continuation(answer, prompt)})
+        answer = self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens)
+        return answer.model_copy(update={"beyond": (other or self).continuation(answer)})
 
-    def continuation(self, answer: ServedAnswer, prompt: WorkloadPrompt | None = None) -> list[int]:
+    def continuation(self, answer: ServedAnswer) -> list[int]:
         """The tokens that follow an answer, of an engine whose drafts reach there."""
         return []
 
@@ -90,8 +90,8 @@ class EngineServer(EngineHttp, ABC):
         """The tokens of a prompt after the model's chat template."""
 
     @abstractmethod
-    def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> ServedAnswer:
-        """Decode one prompt greedily; ``prompt`` has its images, if any. Reading it takes none of the time."""
+    def answer(self, tokens: list[int], limit: int) -> ServedAnswer:
+        """Decode one prompt greedily. Reading it takes none of the time."""
 
     @abstractmethod
     def verify(self, prompt: list[int], n: int) -> ServedAnswer:
@@ -100,7 +100,7 @@ class EngineServer(EngineHttp, ABC):
         """
 
     @abstractmethod
-    def stream(self, answer: ServedAnswer, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
+    def stream(self, answer: ServedAnswer) -> tuple[list[int], list[float]]:
         """Decode the prompt of an answer as one of several requests: tokens, and seconds from the request to each part
         of the reply.
         """
@@ -150,8 +150,6 @@ class ServingEngine(ABC):
     """The share of requests whose counts may differ from the replay's: tokens beyond an answer's end are rounded
     otherwise when asked for.
     """
-    reads_images: ClassVar[bool] = False
-    """Whether prompts with images are served; else they are refused."""
     has_one_loop: ClassVar[bool] = True
     """Whether a pass without speculation takes the same time in a server that speculates."""
 

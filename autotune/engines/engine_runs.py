@@ -51,15 +51,11 @@ def labelled(one: Speculation | None) -> str:
     return OFF if one is None else f"{one.label}, default" if one.is_default else one.label
 
 
-def require_served(prompts: Sequence[WorkloadPrompt], engine: type[ServingEngine]) -> None:
-    """Refuse prompts that an engine is not tuned for: it decodes at temperature 0, and may read no images."""
+def require_served(prompts: Sequence[WorkloadPrompt]) -> None:
+    """Refuse prompts that a server of text at temperature 0 does not decode."""
     for prompt in prompts:
-        if prompt.videos:
-            raise UserError(f"{prompt.name}: has a video, and engines are tuned on text and images; leave it out")
-        if prompt.images and not engine.reads_images:
-            raise UserError(
-                f"{prompt.name}: has an image, and {engine.name} is tuned on text; leave such prompts out, or tune vllm"
-            )
+        if prompt.pixels:
+            raise UserError(f"{prompt.name}: has an image, and n-grams are tuned on text; leave such prompts out")
         if prompt.settings.temperature > 0:
             raise UserError(f"{prompt.name}: engines are tuned at temperature 0; set the prompt's temperature to 0")
 

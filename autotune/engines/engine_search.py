@@ -219,7 +219,7 @@ def search_engine(settings: EngineSearchSettings, console: Console) -> EnginePro
 
 def _prompts(settings: EngineSearchSettings, split: WorkloadSplit) -> Workload:
     loaded = load_workload(settings.workload, split, format=settings.workload_format).first_turns()
-    require_served(loaded.prompts, ENGINES[settings.engine])
+    require_served(loaded.prompts)
     return loaded.cut(NUM_PROMPTS[split], settings.max_new_tokens)
 
 

@@ -74,7 +74,7 @@ def answer_in_engine(
 ) -> Iterator[dict[str, Any]]:
     """Start the engine as its profile recommends, and answer prompts; yields texts with their counts."""
     profile = EngineProfile.load(source)
-    require_served(prompts, ENGINES[profile.engine])
+    require_served(prompts)
     with engine_of(profile, given).started([profile.speculation] if profile.speculation else ()) as server:
         for prompt in prompts:
             answer = server.ask(prompt)
@@ -89,7 +89,7 @@ def bench_engine(
 ) -> dict[str, Any]:
     """Measure a profile's settings, the engine's default and no speculation in turns; returns the figures as JSON."""
     profile = EngineProfile.load(source)
-    require_served(workload.prompts, ENGINES[profile.engine])
+    require_served(workload.prompts)
     one = profile.speculation or profile.checked
     engine, loads = engine_of(profile, engine_command), list[ServedLoad]()
     arms: Arms = {OFF: []} | {settings.label: [settings] for settings in (best_default(profile.fastest), one)}

@@ -72,7 +72,7 @@ class LlamaServer(EngineServer):
             tokens = self.read_json("/tokenize", request, "check its version")["tokens"]
             return TOKENS.validate_python(tokens, strict=True)
 
-    def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> ServedAnswer:
+    def answer(self, tokens: list[int], limit: int) -> ServedAnswer:
         """After a request that only reads the prompt: from nothing, so that no answer depends on the order of prompts,
         and outside the CPU time.
         """
@@ -123,7 +123,7 @@ class LlamaServer(EngineServer):
                 with self.reply_of("/completion"):
                     yield parse_json(line[6:].decode()), time.perf_counter() - started
 
-    def stream(self, answer: ServedAnswer, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
+    def stream(self, answer: ServedAnswer) -> tuple[list[int], list[float]]:
         request = {"prompt": answer.prompt_tokens, "n_predict": answer.limit, "temperature": 0.0, "return_tokens": True}
         parts = list(self._streamed(request | {"cache_prompt": False}))
         with self.reply_of("/completion"):

@@ -159,19 +159,6 @@ def with_long_vision_names(source: ModelFiles, folder: Path) -> Conversion:
     return Conversion(source, folder, note, source.config, rename, left_out=(CONFIG, INDEX))
 
 
-def served_target(path: Path, folder: Path) -> Path:
-    """The folder from which vLLM loads a target: where its vision tower has the names of transformers 5.20 and later, a
-    copy that is written below ``folder``.
-    """
-    target = find_model(str(path))
-    if target is None or not has_short_vision_names(target):
-        return path
-    written = folder / content_key([known_sha256_of(*sorted(path.glob(WEIGHTS))), target.config])
-    if not (written / CONFIG).exists():
-        with_long_vision_names(target, written).write()
-    return written.resolve()
-
-
 def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]:
     """How vLLM drafts with a model: the type of its speculation, and the folder that it loads. An ``mtp`` head of this
     project is written below ``folder`` as one of MiMo, whose layer and norms are the same.

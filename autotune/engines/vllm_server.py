@@ -21,11 +21,10 @@ from autotune.documents.engine_profile import (
 )
 from autotune.documents.provenance import ModelReference
 from autotune.engines.client import TEXT, TOKENS, Counters, EngineClient
-from autotune.engines.engine import EngineServer, ServingEngine
-from autotune.engines.model_files import served_draft, served_target
+from autotune.engines.engine import EngineServer, ServingEngine, text_chat
+from autotune.engines.model_files import served_draft
 from autotune.engines.ngram_replay import total
 from autotune.engines.vllm_export import vllm_arguments
-from autotune.engines.vllm_images import CHAT, COMPLETIONS, Request, chat_request, path_of, request_of
 from autotune.errors import UserError
 from autotune.files import WORKSPACE
 from autotune.modeling.gguf import SUFFIX
@@ -34,6 +33,7 @@ from autotune.modeling.loading import bundled_models, reference, resolve
 from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import WorkloadPrompt
 
+COMPLETIONS = "/v1/completions"
 PRICED_BY = Speculation(
     type="ngram", options={"prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 31}
 )
@@ -60,33 +60,27 @@ class VllmServer(EngineClient, EngineServer):
         self.counted = SpeculationCounts(verifications=0, drafted=0, accepted=0)
 
     def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
-        request = {"model": self.model, **chat_request(prompt)}
+        request = {"model": self.model, **text_chat(prompt)}
         with self.reply_of("/tokenize"):
             tokens = self.read_json("/tokenize", request, "check its chat template")["tokens"]
             return TOKENS.validate_python(tokens, strict=True)
 
-    def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> ServedAnswer:
+    def answer(self, tokens: list[int], limit: int) -> ServedAnswer:
         """After a request that only reads the prompt, unless the server drafts from its earlier answers."""
-        request = request_of(tokens, prompt)
         if not self.keeps_answers:
-            self._counted(tokens, 1, request)
-        answer, counts = self._counted(tokens, limit, request)
+            self._counted(tokens, 1)
+        answer, counts = self._counted(tokens, limit)
         found = SpeculationCounts(verifications=counts.rounds, drafted=answer.drafted, accepted=answer.accepted)
         self.counted = total([self.counted, found])
         return answer
 
-    def continuation(self, answer: ServedAnswer, prompt: WorkloadPrompt | None = None) -> list[int]:
-        """vLLM verifies, and counts, the part of a draft that lies beyond the end. A chat is answered again, as its
-        answer cannot be given as tokens.
-        """
-        tokens, known = answer.prompt_tokens, answer.tokens
-        room = min(self.longest - 1, self.context - len(tokens) - len(known) - 1)
+    def continuation(self, answer: ServedAnswer) -> list[int]:
+        """vLLM verifies, and counts, the part of a draft that lies beyond the end."""
+        tokens = [*answer.prompt_tokens, *answer.tokens]
+        room = min(self.longest - 1, self.context - len(tokens) - 1)
         if self.has_draft or self.keeps_answers or room <= 0:
             return []
-        if prompt is None or not prompt.images:
-            return self._counted([*tokens, *known], room, ignore_eos=True)[0].tokens
-        again, _ = self._counted(tokens, len(known) + room, chat_request(prompt), ignore_eos=True)
-        return again.tokens[len(known) :]
+        return self._counted(tokens, room, ignore_eos=True)[0].tokens
 
     def verify(self, prompt: list[int], n: int) -> ServedAnswer:
         """The prompt ends in a run of a token that is not in it, and no other is allowed. Where the run is longer than
@@ -96,12 +90,10 @@ class VllmServer(EngineClient, EngineServer):
         run = 0 if n == 1 else int(PRICED_BY.options["prompt_lookup_max"]) + n - 2
         return self._counted([*prompt, *[token] * run], n + 1, ignore_eos=True, allowed_token_ids=[token])[0]
 
-    def _counted(
-        self, tokens: list[int], limit: int, request: Request | None = None, **options: Any
-    ) -> tuple[ServedAnswer, Counters]:
+    def _counted(self, tokens: list[int], limit: int, **options: Any) -> tuple[ServedAnswer, Counters]:
         """Decode one prompt greedily, while the server decodes nothing else."""
         before, cpu_ms = self.counters(), self.cpu_ms()
-        parts, seconds, is_ended = self._decode(tokens, limit, request, **options)
+        parts, seconds, is_ended = self._decode(tokens, limit, **options)
         found, right = list(itertools.chain(*parts)), [len(part) - 1 for part in parts[1:]] if self.has_draft else []
         cpu_ms, counts = max(0.0, self.cpu_ms() - cpu_ms), self.counters_after(before, len(found))
         if len(right) != counts.rounds and self.has_draft:
@@ -123,33 +115,26 @@ class VllmServer(EngineClient, EngineServer):
             )
         return answer, counts
 
-    def _decode(
-        self, tokens: list[int], limit: int, request: Request | None = None, **options: Any
-    ) -> tuple[list[list[int]], list[float], bool]:
+    def _decode(self, tokens: list[int], limit: int, **options: Any) -> tuple[list[list[int]], list[float], bool]:
         """Tokens of each part of the reply, the seconds from the request to each, and whether the last token ends the
         generation.
         """
-        request = request or request_of(tokens)
-        path = path_of(request)
-        body = {"model": self.model, "max_tokens": limit, "temperature": 0.0, "stream": True, "return_token_ids": True}
-        body |= request | options
+        request = {"model": self.model, "prompt": tokens, "max_tokens": limit, "temperature": 0.0, "stream": True}
+        request |= {"return_token_ids": True} | options
         if len(tokens) % BLOCK == 1:  # with all blocks in the cache, vLLM would pad the first pass with drafts
-            body["cache_salt"] = os.urandom(8).hex()
+            request["cache_salt"] = os.urandom(8).hex()
         found, seconds, is_ended, started = list[list[int]](), list[float](), False, time.perf_counter()
-        for line in self.lines(path, body, "look into its log"):
+        for line in self.lines(COMPLETIONS, request, "look into its log"):
             if line.startswith(b"data: {"):
-                second = time.perf_counter() - started
-                with self.reply_of(path):
+                seconds.append(time.perf_counter() - started)
+                with self.reply_of(COMPLETIONS):
                     (part,) = parse_json(line[6:].decode())["choices"]
-                    if path == CHAT and "role" in part["delta"]:  # without tokens
-                        continue
-                    seconds.append(second)
                     found.append(TOKENS.validate_python(part["token_ids"], strict=True))
                     is_ended = part["finish_reason"] == "stop"
         return found, seconds, is_ended
 
-    def stream(self, answer: ServedAnswer, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
-        parts, seconds, _ = self._decode(answer.prompt_tokens, answer.limit, request_of(answer.prompt_tokens, prompt))
+    def stream(self, answer: ServedAnswer) -> tuple[list[int], list[float]]:
+        parts, seconds, _ = self._decode(answer.prompt_tokens, answer.limit)
         return list(itertools.chain(*parts)), seconds
 
     def text(self, tokens: list[int]) -> str:
@@ -173,7 +158,6 @@ class VllmEngine(ServingEngine):
     own_arguments = ("--model", "--served-model-name", "--host", "--port", "-sc")
     pricing = (PRICED_BY,)
     tolerated_mismatches = 0.1
-    reads_images = True
     has_one_loop = False  # it schedules a pass while the last one runs, unless it speculates by n-grams or suffixes
 
     @classmethod
@@ -183,9 +167,7 @@ class VllmEngine(ServingEngine):
             if local_only:
                 return target, ModelReference(id=target, sha256="")
             path = Path(resolve(target))
-        if not (path / "config.json").exists():
-            return None
-        return str(served_target(path.resolve(), WORKSPACE / "engines" / "targets")), reference(target)
+        return (str(path.resolve()), reference(target)) if (path / "config.json").exists() else None
 
     @classmethod
     def find_draft(cls, draft: str, target: str) -> tuple[ModelType, Path]:
