@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from PIL.Image import Image
-
 from autotune.documents.speculation import OPTIONS, Speculation
 from autotune.engines.vllm import PRICED_BY, VllmBackend
+from PIL.Image import Image
+
 from autotune.engines.vllm_images import CHAT, COMPLETIONS
 from autotune.workloads.pixels import load_image
 from autotune.workloads.prompt import WorkloadPrompt
@@ -24,20 +24,18 @@ from tests.engines.recorded_llama import serve
 from tests.engines.recorded_vllm import COMMAND, RecordedVllm
 
 TRANSCRIPT = Path(__file__).with_name("image_transcript.json")
-LIMIT, NUM_PROMPTS = 32, 5
+LIMIT = 32
 RECORDED = [PRICED_BY, *(Speculation(type=kind, options=OPTIONS[kind]) for kind in ("ngram", "suffix"))]
 
 
 def image_prompts() -> list[WorkloadPrompt]:
     """Prompts of ``digits`` with an image, the last with the first one's text and another image."""
-    found = [prompt for prompt in load_workload("digits", "evaluate").first_turns().prompts if prompt.images]
-    prompts = found[:NUM_PROMPTS]
-    other = next(one for one in found[1:] if one.settings.text == prompts[0].settings.text)
-    return [one.cut(LIMIT) for one in (*prompts, other)]
+    prompts = load_workload("digits", "evaluate").first_turns().prompts
+    return [prompts[number].cut(LIMIT) for number in (0, 1, 2, 3, 4, 40)]
 
 
 def pixels_key(image: Image) -> str:
-    return hashlib.sha256(image.tobytes()).hexdigest()
+    return hashlib.sha256(image.tobytes()).hexdigest()[:16]
 
 
 class RecordedImages(RecordedVllm):
@@ -45,21 +43,16 @@ class RecordedImages(RecordedVllm):
 
     transcript = TRANSCRIPT
 
-    def __init__(self, arguments: list[str]) -> None:
-        super().__init__(arguments)
-        self.rows = self.recorded
-
     def reply(self, path: str, body: dict[str, Any]) -> Any:
         if "messages" in body:
             parts = body["messages"][-1]["content"]
             text = "".join(part["text"] for part in parts if part["type"] == "text")
             images = [pixels_key(load_image(part["image_url"]["url"])) for part in parts if part["type"] == "image_url"]
-            self.recorded = [row for row in self.rows if (row["text"], [row["image"]]) == (text, images)]
-            tokens = self.recorded[0]["prompt_tokens"]
-            if path == "/tokenize":
-                return {"tokens": tokens}
-            assert path == CHAT
-            body = body | {"prompt": tokens}
+            rows = json.loads(self.transcript.read_text())["prompts"]
+            self.recorded = [row for row in rows if (row["text"], [row["image"]]) == (text, images)]
+            body = body | {name: self.recorded[0]["prompt_tokens"] for name in ("tokens", "prompt")}
+        if path == "/tokenize":
+            return body
         return super().reply(COMPLETIONS if path == CHAT else path, body)
 
     def parts(self, body: dict[str, Any], reply: Any) -> list[dict[str, Any]] | None:
@@ -72,23 +65,21 @@ class RecordedImages(RecordedVllm):
 
 
 def record() -> None:
-    backend, rows, servers = VllmBackend("digits/target", command=COMMAND), list[dict[str, Any]](), []
-    prompts = image_prompts()
+    backend, prompts = VllmBackend("digits/target", command=COMMAND), image_prompts()
     with backend.started() as server:
-        for prompt in prompts:
-            answer = server.ask(prompt)
-            kept = {name: getattr(answer, name) for name in ("prompt_tokens", "tokens", "limit", "is_ended")}
-            shown = {"text": prompt.settings.text, "image": pixels_key(prompt.images[0])}
-            rows.append({**shown, **kept, "beyond": server.continuation(answer, prompt)})
+        answers = [server.ask(prompt) for prompt in prompts]
+        beyond = [server.continuation(*asked) for asked in zip(answers, prompts, strict=True)]
+    rows, servers = list[dict[str, Any]](), list[dict[str, Any]]()
+    for prompt, answer, after in zip(prompts, answers, beyond, strict=True):
+        kept = answer.model_dump(include={"prompt_tokens", "tokens", "limit", "is_ended"})
+        shown = {"text": prompt.settings.text, "image": pixels_key(prompt.images[0])}
+        rows.append({**shown, **kept, "beyond": after})
     for speculation in RECORDED:
         with backend.started(speculation) as server:
-            found = [server.ask(prompt) for prompt in (*prompts, *prompts[:2])]
-        plain = [row["tokens"] for row in (*rows, *rows[:2])]
-        counts = [one.counts for one in found]
-        print(speculation.label, [one.tokens for one in found] == plain, counts, flush=True)
+            counts = [server.ask(prompt).counts for prompt in (*prompts, *prompts[:2])]
         servers.append({"speculation": speculation.model_dump(exclude_defaults=True), "counts": counts})
-        lines = (",\n".join(json.dumps(row) for row in part) for part in (rows, servers))
-        TRANSCRIPT.write_text('{{"prompts": [\n{}\n],\n"servers": [\n{}\n]}}\n'.format(*lines))
+    lines = (",\n".join(map(json.dumps, part)) for part in (rows, servers))
+    TRANSCRIPT.write_text('{{"prompts": [\n{}\n],\n"servers": [\n{}\n]}}\n'.format(*lines))
 
 
 if __name__ == "__main__":
