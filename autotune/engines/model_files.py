@@ -182,19 +182,6 @@ def _key(model: ModelFiles) -> str:
     return content_key([known_sha256_of(*sorted(model.folder.glob(WEIGHTS))), model.config])
 
 
-def served_target(path: Path, folder: Path) -> Path:
-    """The folder from which vLLM loads a target: where its vision tower has the names of transformers 5.20 and later, a
-    copy that is written below ``folder``.
-    """
-    target = find_model(str(path))
-    if target is None or not has_short_vision_names(target):
-        return path
-    written = folder / content_key([known_sha256_of(*sorted(path.glob(WEIGHTS))), target.config])
-    if not (written / CONFIG).exists():
-        with_long_vision_names(target, written).write()
-    return written.resolve()
-
-
 def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]:
     """How vLLM drafts with a model: the type of its speculation, and the folder that it loads. Below ``folder``, an
     ``mtp`` head of this project is written as one of MiMo, whose layer and norms are the same, and the text part of a

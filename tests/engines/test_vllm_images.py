@@ -1,0 +1,69 @@
+"""Prompts with images in vLLM, by a transcript of the real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from autotune.documents.speculation import Speculation
+from autotune.engines.replay import replay_speculation
+from autotune.engines.served import Served
+from autotune.engines.vllm import PRICED_BY
+from PIL import Image
+
+from autotune.engines.ngram_drafters import KnownRequest
+from autotune.engines.vllm_images import chat_request
+from autotune.errors import UserError
+from autotune.workloads.pixels import Video, load_image
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
+from tests.engines.conftest import VLLM_SCRIPT, vllm, write_script
+from tests.engines.recorded_images import TRANSCRIPT, image_prompts
+from tests.engines.recorded_llama import CONTEXT
+
+TRANSCRIBED = json.loads(TRANSCRIPT.read_text())
+IMAGE, OTHER = Image.new("RGB", (2, 1), "red"), Image.new("RGB", (2, 1), "blue")
+
+
+@pytest.mark.parametrize("server", TRANSCRIBED["servers"], ids=lambda server: server["speculation"]["type"])
+def test_replay_over_placeholders_gives_the_counts_of_the_real_server(server: dict[str, Any]) -> None:
+    fields = [{name: row[name] for name in row if name not in ("text", "image")} for row in TRANSCRIBED["prompts"]]
+    requests = [KnownRequest(Served.of(**row)) for row in (*fields, *fields[:2])]
+    replays = replay_speculation(Speculation(**server["speculation"]), requests, CONTEXT)
+    found = [list(one.counts) for one in replays]
+    assert found == server["counts"] and sum(accepted for _, _, accepted in found)
+
+
+def test_prompts_with_images_are_recorded_priced_replayed_and_served(folder: Path) -> None:
+    """The server knows its images pixel by pixel, and the last prompt has the tokens of the first."""
+    script = VLLM_SCRIPT.replace("recorded_vllm", "recorded_images").replace("RecordedVllm", "RecordedImages")
+    write_script(folder / "bin" / "vllm", script)
+    backend, prompts = vllm(folder), image_prompts()
+    recorded = backend.record(prompts)
+    assert [answer.tokens for answer in recorded.answers] == [row["tokens"] for row in TRANSCRIBED["prompts"]]
+    assert [answer.beyond for answer in recorded.answers] == [row["beyond"] for row in TRANSCRIBED["prompts"]]
+    prices = backend.price(recorded)
+    steps = backend.replay(PRICED_BY, recorded)
+    assert not prices.left_out and (prices.ms(steps) > 0).all()
+    with backend.arm(PRICED_BY) as arm:
+        served = [arm.decode(prompt) for prompt in prompts]
+    assert [(one.rounds, one.verified_nodes, one.accepted_tokens) for one in served] == list(steps.counts)
+
+
+def test_a_chat_has_its_images_where_the_messages_have_them() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "image"}, {"type": "text", "text": "two"}, {"type": "image"}]
+    asked = Prompt(messages=[{"role": "user", "content": parts}], images=["a", "b"], max_pixels=9)  # type: ignore[list-item]
+    request = chat_request(WorkloadPrompt("p", asked, (IMAGE, OTHER)))
+    (message,) = request["messages"]
+    assert [part["type"] for part in message["content"]] == ["text", "image_url", "text", "image_url"]
+    sent = [load_image(part["image_url"]["url"]) for part in message["content"][1::2]]
+    assert [np.array(one).tolist() for one in sent] == [np.array(one).tolist() for one in (IMAGE, OTHER)]
+    assert request["mm_processor_kwargs"] == {"max_pixels": 9}
+
+
+def test_videos_are_refused(folder: Path) -> None:
+    video = Video(np.zeros((1, 2, 2, 3), np.uint8), 1.0)
+    with pytest.raises(UserError, match="p: has a video, and engines are tuned on text and images"):
+        vllm(folder).record([WorkloadPrompt("p", Prompt(prompt="Read."), (video,))])
