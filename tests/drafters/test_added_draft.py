@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,10 +22,11 @@ from autotune.search.space_files import load_space
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload, load_workload
 from tests.imports import ROOT
+from tests.pages import added_module, code_block
 from tests.sample_documents import write_workload
 from tests.tiny_models import Pair
 
-PAGE = (ROOT / "docs" / "adding-a-draft.md").read_text()
+PAGE = "adding-a-draft.md"
 TREES: list[dict[str, Any]] = [
     {"policy": "chain", "depth": 3},
     {"policy": "eagle2", "depth": 3, "k": 2, "budget": 5},
@@ -39,12 +37,8 @@ TREES: list[dict[str, Any]] = [
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     """The file of the page as a module, and its entry in the table of kinds."""
-    code, entry = (re.search(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S) for language in ("python", "diff"))
-    assert code is not None and entry is not None
-    module = ModuleType("autotune.drafters.bigram")
-    exec(compile(code[1], "autotune/drafters/bigram.py", "exec"), module.__dict__)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    first_line, line = entry[1].splitlines()
+    added_module(PAGE, "autotune.drafters.bigram", monkeypatch)
+    first_line, line = code_block(PAGE, "diff").splitlines()
     assert first_line.strip() in (ROOT / "autotune" / "documents" / "draft_kinds.py").read_text()
     kinds = eval(f"{{{line.removeprefix('+')}}}", {"DraftKind": draft_kinds.DraftKind})
     for name, kind in kinds.items():

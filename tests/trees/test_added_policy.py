@@ -16,16 +16,11 @@ import yaml
 import autotune
 from autotune.files import data_root
 from tests.imports import ROOT
+from tests.pages import code_block
 
 pytest.importorskip("torch", exc_type=ImportError)
 
-PAGE = (ROOT / "docs" / "adding-a-policy.md").read_text()
-
-
-def block(language: str) -> str:
-    """The page's code block of a language; there is one of each."""
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.M | re.S)
-    return str(found)
+PAGE = "adding-a-policy.md"
 
 
 @pytest.mark.nightly
@@ -33,13 +28,13 @@ def test_the_policy_of_the_page_decodes_replays_and_is_searched(tmp_path: Path) 
     package = tmp_path / "autotune"
     shutil.copytree(Path(autotune.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "_data"))
     (tmp_path / "search_spaces").symlink_to(data_root() / "search_spaces")
-    (package / "trees" / "beam.py").write_text(block("python"))
+    (package / "trees" / "beam.py").write_text(code_block(PAGE, "python"))
     table = package / "trees" / "policy.py"
-    added_import, first_line, added_entry = (line[1:] + "\n" for line in block("diff").splitlines())
+    added_import, first_line, added_entry = (line[1:] + "\n" for line in code_block(PAGE, "diff").splitlines())
     assert table.read_text().count(first_line) == 1
     table.write_text(table.read_text().replace(first_line, added_import + first_line + added_entry))
     space = tmp_path / "space.yaml"
-    trees = yaml.safe_load(block("yaml"))
+    trees = yaml.safe_load(code_block(PAGE, "yaml"))
     known = {"schema": "autotune.search-space/1", "name": "beam", "visual_keep": {"choices": [1.0]}}
     space.write_text(yaml.safe_dump(known | trees))
 
@@ -50,7 +45,7 @@ def test_the_policy_of_the_page_decodes_replays_and_is_searched(tmp_path: Path) 
         "NUMBA_OPT": "0",  # for a short compilation
     }
     environment.pop("NUMBA_CACHE_DIR", None)
-    (described,) = re.findall(r"`(\{\"policy\": \"beam\".*?\})`", PAGE)
+    (described,) = re.findall(r"`(\{\"policy\": \"beam\".*?\})`", (ROOT / "docs" / PAGE).read_text())
     command = [sys.executable, "-m", "tests.trees.added_policy", str(tmp_path / "run"), described, str(space)]
     (tmp_path / "run").mkdir()
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
