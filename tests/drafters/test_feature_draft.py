@@ -30,6 +30,7 @@ from tests.sample_documents import free_prices, header
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
 SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 48}
+KINDS = ("dream", "star", "specvlm")
 # Dream and star share their code: tests that take long run one of them, and both nightly.
 STAR_FOR_BOTH = [pytest.param("dream", marks=pytest.mark.nightly), "star"]
 TREES = (

@@ -20,6 +20,7 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.modeling.prompt import visual_tokens
 from autotune.modeling.target import Target
+from autotune.recording import recorder as recorder_module
 from autotune.recording.answers import AnswerRecorder
 from autotune.recording.recorder import Answer, Recorder, record_forest
 from autotune.replay.trace import Forest, ForestBounds, Trace, bounds_for
@@ -378,15 +379,20 @@ def test_a_kill_loses_only_the_record_being_made(
     num_forwards: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def kill_after(prompts: int) -> Callable[[int, int], None]:
-        def report(done: int, of: int) -> None:
-            if done == prompts:
+    def kill_after(number: int, name: str) -> None:
+        write, written = getattr(recorder_module, name), list[int]()
+
+        def killed(*record: Any) -> None:
+            write(*record)
+            written.append(1)
+            if len(written) == number:
                 raise Killed
 
-        return report
+        monkeypatch.setattr(recorder_module, name, killed)
 
+    kill_after(2, "write_answer")
     with pytest.raises(Killed):
-        fresh.answers(workload, kill_after(2))
+        fresh.answers(workload)
     with pytest.raises(Killed):  # in the middle of a batch's first step
         monkeypatch.setattr(GreedyBatch, "_step", lambda *_: (_ for _ in ()).throw(Killed))
         fresh.answers(workload)
@@ -396,8 +402,10 @@ def test_a_kill_loses_only_the_record_being_made(
     before = num_forwards["target"]
     fresh.answers(Workload(workload.name, "tune", tuple(made_before)))
     assert len(made_before) == 2 and num_forwards["target"] == before
+    kill_after(3, "_write_part")
     with pytest.raises(Killed):
-        record(fresh, draft, draft_reference, workload, report=kill_after(3))
+        record(fresh, draft, draft_reference, workload)
+    monkeypatch.undo()
     made = {path: path.stat().st_mtime_ns for path in fresh.folder.rglob("*") if path.is_file()}
     assert len(made) == len(workload.prompts) + 3
     trace = record(fresh, draft, draft_reference, workload)
