@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import click
 import numpy as np
-
 from autotune.check.sequential import Design, Floats
+
 from autotune.console import Console
 from autotune.evaluation.race import Fastest, Judgement, Look
 from autotune.evaluation.summary import NUM_RESAMPLES

@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from autotune.documents.engine_profile import EngineProfile
 
 from autotune.documents.contention import Contention
-from autotune.documents.engine_profile import EngineProfile
 from autotune.files import read_lines
 from benchmarks.evidence import searches
 from benchmarks.evidence.result import RESULTS, ROOT, WORK, Result, Rows, load_result, path_of, stamped

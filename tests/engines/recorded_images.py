@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from autotune.documents.speculation import OPTIONS, Speculation
-from autotune.engines.vllm import PRICED_BY, VllmBackend
 from PIL.Image import Image
 
+from autotune.documents.speculation import OPTIONS, Speculation
+from autotune.engines.vllm import PRICED_BY, VllmBackend
 from autotune.engines.vllm_images import CHAT, COMPLETIONS
 from autotune.workloads.pixels import load_image
 from autotune.workloads.prompt import WorkloadPrompt

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
+
 from autotune.documents.speculation import Speculation
+from autotune.engines.ngram_drafters import KnownRequest
 from autotune.engines.replay import replay_speculation
 from autotune.engines.served import Served
 from autotune.engines.vllm import PRICED_BY
-from PIL import Image
-
-from autotune.engines.ngram_drafters import KnownRequest
 from autotune.engines.vllm_images import chat_request
 from autotune.errors import UserError
 from autotune.workloads.pixels import Video, load_image
