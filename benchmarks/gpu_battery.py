@@ -47,13 +47,14 @@ STAGES = {
     "tests": Stage("commands.pytest", 90),
     "micro": Stage("micro.operations", 60),
     "rounds": Stage("rounds.short", 250, is_switched=True),
+    "flags": Stage("rounds.flags", 110),
     "kernels": Stage("rounds.kernels", 60, is_switched=True),
     "long": Stage("rounds.long", 150, is_switched=True),
     "cost": Stage("commands.measure", 200),
     "search-smollm2": Stage("commands.search_smollm2", 170),
     "search-8b": Stage("commands.search_8b", 130),
 }
-SWITCHES = "base,captured,masks,float8,eager"
+SWITCHES = "base,captured,masks,compiled,float8,eager"
 
 
 def chosen(given: str, known: Collection[str]) -> list[str]:
@@ -93,7 +94,7 @@ def run(
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder for what is measured.")
 @click.option("--limit", default=1800.0, show_default=True, help="Seconds for everything.")
 @click.option("--stages", default=",".join(STAGES), show_default=True)
-@click.option("--switch", default="captured,masks,float8", show_default=True, help=f"Some of {SWITCHES}.")
+@click.option("--switch", default="captured,masks,compiled,float8", show_default=True, help=f"Some of {SWITCHES}.")
 @click.option("--base", type=click.Path(path_type=Path, exists=True), help="Folder whose package is the switch base.")
 @click.option("--dry", is_flag=True, help="Tiny models on a rehearsed device: times mean nothing.")
 def main(output: Path, limit: float, stages: str, switch: str, base: Path | None, dry: bool) -> None:

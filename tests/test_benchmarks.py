@@ -138,10 +138,10 @@ def test_the_gpu_battery_runs_to_its_end_without_a_gpu(tmp_path: Path) -> None:
     from autotune.documents.decoding_profile import DecodingProfile
     from autotune.documents.execution import CUDA_GRAPH
 
-    printed, found = battery(tmp_path, "--switch", "captured,masks,float8")
+    printed, found = battery(tmp_path, "--switch", "captured,masks,compiled,float8")
     assert re.findall(r"^(\S+): done", printed, re.M) == [*gpu_battery.STAGES], printed
     assert not re.search("errors", printed), printed
-    assert_rounds(found["rounds"], {"captured", "masks", "float8"})
+    assert_rounds(found["rounds"], {"captured", "masks", "compiled", "float8"})
     assert {(row["target"], row["prompt_tokens"]) for row in found["long"]["rounds"]} == {
         ("Llama-3.1-8B", 4000),
         ("Qwen2.5-VL-7B", 600),

@@ -10,8 +10,11 @@ from autotune.trees.limits import MAX_STEP
 EAGER = "eager"
 CUDA_GRAPH = "cuda-graph"
 AUTO = "auto"  # the best mode of the device, which is known once the models are loaded
-CAPTURED = (CUDA_GRAPH,)
-"""Forward passes over static buffers, captured as CUDA graphs."""
+COMPILED = "compiled"
+CAPTURED = (CUDA_GRAPH, COMPILED)
+"""Forward passes over static buffers, captured as CUDA graphs; ``compiled`` also compiles one function for all layers
+and merges products of one input. No device has measured it yet, so that it is never chosen by ``auto``.
+"""
 MODES = (EAGER, *CAPTURED)
 """Forward passes as transformers runs them, or captured."""
 FIXED = "fixed"

@@ -18,6 +18,7 @@ from autotune.drafters.draft import LEAST_SHARED, Dimensions, FeatureSource, kep
 from autotune.drafters.feature_cache import FeatureCache
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
+from autotune.modeling.compiled_layers import CompiledLayers
 from autotune.modeling.float8 import Float8Linear, round_weights, why_no_float8
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner
@@ -310,6 +311,9 @@ class FeatureDraft(CachedDraft):
             packed.rows[-2, : len(source)] = source
             packed.rows[-1, step.only] = 0
         return self._launch(runner, key, forward)
+
+    def _compiled_layers(self) -> CompiledLayers:
+        return CompiledLayers([self.network], description=self.description)
 
     def _complete(self, key: GraphKey) -> tuple[GraphKey, list[Tensor]]:
         key, reads = super()._complete(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from functools import cached_property, partial
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.documents.execution import EAGER, KV_LENGTH_STEP, rounded_capacity
+from autotune.documents.execution import COMPILED, EAGER, KV_LENGTH_STEP, rounded_capacity
 from autotune.machine.device import check_room, free_memory
+from autotune.modeling.compiled_layers import CompiledLayers
 from autotune.modeling.graph_memory import CapturedForward, Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner, check_mode
 from autotune.modeling.masks import MaskBuffer
@@ -95,6 +97,10 @@ class CachedModel(ABC):
         runner.launch(forward, partial(self._forward_over_buffers, key))
         return Evaluated(forward.outputs[0], forward.wait)
 
+    @abstractmethod
+    def _compiled_layers(self) -> CompiledLayers:
+        """The layers that mode ``compiled`` compiles, before the first step, because merging moves weights."""
+
     @property
     def mode(self) -> str:
         """How forward passes after the prefill run: ``eager``, ``cuda-graph`` or ``fixed``."""
@@ -107,7 +113,8 @@ class CachedModel(ABC):
             return
         if name not in self._graph_runners:
             check_mode(name, self.device, self.num_devices, has_states=self.has_states)
-            self._graph_runners[name] = GraphRunner(name, self.device, description=self.description)
+            within = self._compiled_layers().run if name == COMPILED else operator.call
+            self._graph_runners[name] = GraphRunner(name, self.device, description=self.description, within=within)
         self.graph_runner = self._graph_runners[name]
 
     def __del__(self) -> None:

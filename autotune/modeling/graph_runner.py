@@ -13,8 +13,9 @@ All forward passes with the same n then share one ``CapturedForward``, whatever 
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from autotune.documents.execution import AUTO, CAPTURED, CUDA_GRAPH, EAGER, FIXED, MODES
 from autotune.errors import UserError, first_line
-from autotune.modeling.graph_memory import CapturedForward, Function, graph_memory
+from autotune.modeling.graph_memory import CapturedForward, Function, Outputs, Run, graph_memory
 from autotune.modeling.step import Layout
 
 
@@ -50,12 +51,16 @@ class GraphRunner:
     Args:
         mode: any but ``eager``.
         description: of the model, for messages.
+        within: runs what is captured (``CompiledLayers.run``).
     """
 
-    def __init__(self, mode: str, device: torch.device, *, description: str) -> None:
+    def __init__(
+        self, mode: str, device: torch.device, *, description: str, within: Callable[[Run], Outputs] = operator.call
+    ) -> None:
         self.mode = check_mode(mode, device)
         self.device = device
         self.description = description
+        self._within = within
         self.why_eager: str | None = None
         """The error of the first failed capture. After it, all forward passes run eagerly over the same buffers."""
         self._captured: dict[Hashable, CapturedForward] = {}
@@ -83,7 +88,8 @@ class GraphRunner:
         is_new, memory = not forward.outputs, graph_memory(self.device)
         if is_new and not self.runs_eagerly:
             try:
-                forward.graph, forward.outputs = memory.capture(functools.partial(forward.run, function))
+                run = functools.partial(self._within, functools.partial(forward.run, function))
+                forward.graph, forward.outputs = memory.capture(run)
             except Exception as error:
                 self.why_eager = first_line(error)
                 warnings.warn(

@@ -17,6 +17,7 @@ from autotune.documents.execution import EAGER
 from autotune.modeling.attention import choose_attention
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.captured_attention import captured_attention
+from autotune.modeling.compiled_layers import CompiledLayers
 from autotune.modeling.feature_rows import FeatureRows
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner
@@ -242,6 +243,9 @@ class TreeModel(CachedModel):
             forward.step.rows[num_axes] = self.features.next_pass(self.output_layers, num_tokens)
         self._latest = forward
         return self._launch(runner, key, forward)
+
+    def _compiled_layers(self) -> CompiledLayers:
+        return CompiledLayers.of(self.text)
 
     def paths(self, step: Step) -> Tensor:
         """The tokens on the path to each token of the latest step, which has no uncommitted tokens, [n, n]. Columns

@@ -128,7 +128,7 @@ class SearchSettings(Document):
     capture_sizes: tuple[int, ...] = setting(
         (), "Numbers of tokens that forward passes are padded to, such as 4,8,16,32,64; default: no padding.", rare=True
     )
-    mode: Literal["auto", "eager", "cuda-graph"] = setting(
+    mode: Literal["auto", "eager", "cuda-graph", "compiled"] = setting(
         AUTO,
         "How forward passes run: eagerly, or as CUDA graphs; auto: graphs on a GPU where they pass a self-test, else eagerly.",
         rare=True,

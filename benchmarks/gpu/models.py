@@ -83,7 +83,8 @@ SWITCHES = {
     "base": Switch(),  # in a process whose package is that of ``--base``
     "captured": Switch(),
     "masks": Switch(preparing=reference_attention),
-    "float8": Switch(subnet={"weights": "float8"}),
+    "compiled": Switch("compiled"),
+    "float8": Switch("compiled", {"weights": "float8"}),
     "eager": Switch(EAGER),
 }
 

@@ -24,6 +24,11 @@ SOME = ("chain", "eagle2")
 LLAMA, QWEN = "Llama-3.1-8B", "Qwen2.5-VL-7B"
 TOKENS, REQUESTS = 24, 5
 SETTINGS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "top-p": {"temperature": 0.6, "top_p": 0.9}}
+FLAGS: dict[str, dict[str, Any]] = {
+    **{"layer": {}, "pdl": {"triton.enable_pdl": True}, "combo kernels": {"combo_kernels": True}},
+    **{"coordinate descent": {"coordinate_descent_tuning": True}, "whole step": {}},
+}
+"""Settings of inductor, each of which compiles anew."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LEAST_GAP_US = 5.0  # of the gaps that the host causes; those between the kernels of a graph are shorter
 
@@ -45,7 +50,8 @@ def measure(job: Job, lengths: dict[str, int]) -> None:
         arms: dict[tuple[str, ...], Decoder] = {}
         model, head, inputs = load_random(job, target), write_models(job, target), prompt(job, length)
         common = {"target": target, "prompt_tokens": length}
-        for switch in job.switches:
+        # Compiled steps first: merging products moves weights, which drops all captures.
+        for switch in sorted(job.switches, key=lambda switch: SWITCHES[switch].mode != "compiled"):
             prepared, row = prepare(model, head, switch, inputs, SOME if job.dry else TREES)
             arms |= {(switch, tree): decoder for tree, decoder in prepared.items()}
             found["preparations"].append({**common, "switch": switch, **row})
@@ -117,6 +123,30 @@ def summary(requests: list[tuple[float, ...]]) -> dict[str, Any]:
     """Quartiles of the milliseconds of rounds, and medians of their levels and nodes."""
     quartiles, levels, nodes = np.quantile(np.array(requests), (0.25, 0.5, 0.75), axis=0).round(4).T.tolist()
     return {"quartiles_ms": quartiles, "levels": levels[1], "nodes": nodes[1], "requests": len(requests)}
+
+
+def flags(job: Job) -> None:
+    """Plain steps of Llama-3.1-8B with one layer compiled, by settings of the compiler, and with the whole step
+    compiled; and the seconds until they are captured, without what earlier processes have compiled.
+    """
+    import torch._inductor.config as inductor
+    from torch._inductor.utils import fresh_cache
+
+    found, model, head, inputs = [], load_random(job, LLAMA), write_models(job, LLAMA), prompt(job, 600)
+    for name, settings in FLAGS.items():
+        torch._dynamo.reset()
+        switch, text = "compiled", model.get_decoder()
+        if name == "whole step":
+            switch, text.forward = "captured", torch.compile(text.forward)
+        with fresh_cache(), inductor.patch(settings):
+            made, row = prepare(model, head, switch, inputs, trees=())
+        counts = [
+            time_request(decoder, inputs, seed, SETTINGS["greedy"], 4 if job.dry else TOKENS)
+            for decoder in made.values()
+            for seed in range(1 + REQUESTS)
+        ]
+        found.append({"flag": name, **row, **(summary(counts[1:]) if counts else {})})
+        job.save(found)
 
 
 def kernels(job: Job) -> None:

@@ -16,6 +16,7 @@ from autotune.documents.execution import DEFAULT_CAPTURE_SIZES, KV_LENGTH_STEP
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.retrieval import RetrievalDraft
+from autotune.modeling.compiled_layers import UncompiledNotice
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -251,3 +252,19 @@ def test_a_request_waits_for_its_levels_rounds_and_prefills_alone(
             uploads = counts.to_device - stats.rounds if given is None else 0
             extra.append((counts.waits - stats.rounds - stats.draft_forwards, uploads))
         assert extra[0] == extra[1], "a request's own, whatever its length"
+
+
+def test_steps_that_cannot_be_compiled_are_captured_as_they_are(
+    rehearsal: Rehearsal, pair: Pair, prompts: dict[str, Inputs]
+) -> None:
+    """A rehearsed device cannot be traced. The reason is said once for the target and once for the draft."""
+    pair, inputs = on_device(pair, "cuda:0"), inputs_on(prompts["text"], "cuda:0")
+    target, draft = Target(pair.target), agreeing_draft("dream", Target(pair.target), injection_layer=4)
+    eager = Decoder(target, draft, tree=TREES["chain"], mode="eager", **FEW_SIZES)
+    with pytest.warns(UncompiledNotice, match="are not compiled .* captured as in mode cuda-graph") as caught:
+        compiled = Decoder(target, draft, tree=TREES["chain"], mode="compiled", **FEW_SIZES)
+        assert compiled.prepare(200).num_captures > 0
+        captures = rehearsal.counts.captures
+        assert_same(eager, compiled, inputs, max_new_tokens=10)
+    assert len([one for one in caught if one.category is UncompiledNotice]) == 2
+    assert compiled.mode == "compiled" and rehearsal.counts.captures == captures
