@@ -19,7 +19,6 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from tests.simulated_device import SimulatedDevice, SimulatedSize
 
 from autotune.cli.options import Duration
 from autotune.console import Console
@@ -40,6 +39,7 @@ from autotune.study.storage import RUNS
 from autotune.workloads.workload import Workload, load_workload
 from benchmarks.predictions import random_configurations, random_variants
 from tests.sample_documents import write_workload
+from tests.simulated_device import SimulatedDevice, SimulatedSize
 from tests.tiny_models import llama_pair
 
 LLAMA_8B = SimulatedSize(num_layers=32, layer_bytes=13.96e9, head_bytes=1.05e9)
