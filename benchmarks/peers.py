@@ -32,7 +32,7 @@ from autotune.documents.published_defaults import HF_ASSISTED
 from autotune.engines.engine import EngineServer
 from autotune.engines.engine_search import ENGINES
 from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
-from autotune.evaluation.bench_arms import assistant_of
+from autotune.evaluation.bench import assistant_of
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import summarize
 from autotune.machine.contention_monitor import ContentionMonitor

@@ -312,7 +312,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "typo in a workload": (["check", "profile.json", "--workload", "typo.jsonl"], r"typo\.jsonl:1: .*'prompt'|did you mean"),
     "unknown arm": (
         ["bench", "profile.json", "--workload", "workload.jsonl", "--arms", "ar,chian"],
-        "--arms chian: no such arm; did you mean 'chain'",
+        "--arms chian: no such arm of runtime; did you mean 'chain'",
     ),
     "output of another search": (
         ["search", "PAIR", "--workload", "workload.jsonl", "-o", "profile.json"],
