@@ -312,7 +312,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "typo in a workload": (["check", "profile.json", "--workload", "typo.jsonl"], r"typo\.jsonl:1: .*'prompt'|did you mean"),
     "unknown arm": (
         ["bench", "profile.json", "--workload", "workload.jsonl", "--arms", "ar,chian"],
-        "--arms chian: no such arm; did you mean 'chain'",
+        "--arms chian: no such arm of runtime; did you mean 'chain'",
     ),
     "output of another search": (
         ["search", "PAIR", "--workload", "workload.jsonl", "-o", "profile.json"],
@@ -383,7 +383,7 @@ def contents(folder: Path) -> dict[Path, int]:
 
 def assert_one_line(stdout: str, stderr: str, message: str) -> None:
     """The mistake is the only line; the command may have said before what it does."""
-    first = ("tuning ", "loading the models of ", "measuring ", "checking ", "examining this machine")
+    first = ("tuning ", "also here ", "loading the models of ", "measuring ", "checking ", "examining this machine")
     lines = [line for line in stderr.splitlines() if not line.startswith(first)]
     assert stdout == "" and len(lines) == 1 and lines[0].startswith("autotune: "), stderr
     assert re.search(message, lines[0]), stderr
