@@ -21,8 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("drafters", "study"),
     ("runtime", "report"),
     ("recording", "measuring", "evaluation", "serve", "engines"),
-    ("search", "training", "doctor"),
-    ("check",),
+    ("search", "training", "doctor", "check"),
     ("cli", "schemas"),
     ("__main__",),
 )
