@@ -19,14 +19,19 @@ from autotune.engines.vllm import VllmBackend
 from autotune.errors import UserError, nearest
 from autotune.evaluation.arms import Arm
 from autotune.search.backend_choices import BackendChoice
+from autotune.search.runtime_backend import RuntimeBackend
 
-BACKENDS: dict[str, type[Backend]] = {LlamaBackend.name: LlamaBackend, VllmBackend.name: VllmBackend}
-"""Programs beside this one, by name. ``RUNTIME`` is this program (``search.runtime_backend``)."""
+BACKENDS: dict[str, type[Backend]] = {
+    RuntimeBackend.name: RuntimeBackend,
+    LlamaBackend.name: LlamaBackend,
+    VllmBackend.name: VllmBackend,
+}
+"""This program and those beside it, by name."""
 
 
 def backend_options() -> dict[str, list[str]]:
     """What ``--set NAME:OPTION=VALUE`` sets of every backend: the options that its constructor names."""
-    options: dict[str, list[str]] = {RUNTIME: []}
+    options: dict[str, list[str]] = {}
     for name, backend in BACKENDS.items():
         named = [one.name for one in signature(backend).parameters.values() if one.kind is Parameter.KEYWORD_ONLY]
         options[name] = [option for option in named if option not in ("console", "seed")]
@@ -34,7 +39,7 @@ def backend_options() -> dict[str, list[str]]:
 
 
 def make_backend(choice: BackendChoice, *, console: Console, seed: int = 0) -> Backend:
-    """The backend of a choice, which is not the runtime.
+    """The backend of a choice.
 
     Raises:
         UserError: it is not installed, or does not load the model.
