@@ -27,8 +27,7 @@ from autotune.files import content_key
 from autotune.modeling.loading import reference
 from autotune.modeling.target_defaults import sizes_of
 from autotune.search import thresholds
-from autotune.search.backend_choices import BackendChoice
-from autotune.search.backends import arms_of, make_backend
+from autotune.search.backends import BackendChoice, arms_of, choose_backends, make_backend
 from autotune.search.engine_tuning import EngineTuning
 from autotune.search.settings import SearchSettings, check_settings
 from autotune.study.storage import RUNS, study_folder
@@ -63,7 +62,7 @@ class _BackendSearch:
     """Why a backend is not in the race, by the choice's label."""
 
     def __post_init__(self) -> None:
-        self.choices = {choice.label: choice for choice in self.settings.choices}
+        self.choices = {choice.label: choice for choice in choose_backends(self.settings)}
         self.key = self.settings.key
         self.folder = study_folder(self.settings.study or f"backends-{self.key}", self.settings.folder)
         self.console.say(f"study in {self.folder}")
@@ -120,7 +119,7 @@ class _BackendSearch:
                 self.console.say(f"backend    {choice.label}: tuned before, {path}")
                 return profile
         if choice.name == RUNTIME:
-            return search_runtime(self.settings.of_runtime(choice, budget_s, path), self.console)
+            return search_runtime(self.settings.of_runtime(choice.model, budget_s, path), self.console)
         profile = EngineTuning(
             backend,
             self._prompts("tune"),
