@@ -179,9 +179,9 @@ class _BackendSearch:
         return self.tuned[deployed].model_copy(update={"evidence": evidence})
 
     def _race(self, own: Sequence[str]) -> tuple[Race, list[str]]:
-        """A race of the backends' best configurations, and the labels of those that may be deployed. These are compared;
-        their plain decoding, and backends with other weights, run beside them. Those that do not start, or end, are left
-        out.
+        """A race of the backends' best configurations, and the labels of those that may be deployed. These are
+        compared; their plain decoding, and backends with other weights, run beside them. Those that do not start, or
+        end, are left out.
         """
         prompts = self._prompts("evaluate")
         limits = [profile.workload.max_new_tokens for profile in self.tuned.values()]
