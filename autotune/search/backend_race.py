@@ -80,8 +80,6 @@ class _BackendSearch:
                 if num_backends == 1:
                     raise
                 self._leave_out(label, str(error))
-        if not self.tuned:
-            raise self._no_backend()
         profile = next(iter(self.tuned.values()))
         if num_backends > 1:
             profile = self._raced()
@@ -94,9 +92,15 @@ class _BackendSearch:
         return profile
 
     def _leave_out(self, label: str, reason: str) -> None:
-        """Note that a backend is not in the race."""
+        """Note that a backend is not in the race.
+
+        Raises:
+            UserError: no backend is left.
+        """
         self.failed[label] = reason
         self.console.say(f"left out   {label}: {reason}")
+        if len(self.failed) == len(self.choices):
+            raise UserError("; ".join(f"{label}: {reason}" for label, reason in self.failed.items()))
 
     def _prompts(self, split: WorkloadSplit) -> Workload:
         """The prompts that engines are given: first turns, because later ones follow a target's answers."""
@@ -137,16 +141,10 @@ class _BackendSearch:
         return profile
 
     def _raced(self) -> DecodingProfile:
-        """The profile of the backend that is deployed, with the race between all of them.
-
-        Raises:
-            UserError: no backend is left.
-        """
+        """The profile of the backend that is deployed, with the race between all of them."""
         own = [label for label, profile in self.tuned.items() if self._has_own_weights(profile)]
         raced, competing = self._race(own)
         runs = {label: raced.runs[label] for label in self.tuned if label not in self.failed}
-        if not runs:
-            raise self._no_backend()
         remaining = [label for label in raced.remaining if label in runs]
         deployed = remaining[0] if remaining else min(runs, key=lambda label: ms_per_token(runs[label]))
         plain = raced.runs.get(f"{deployed}{PLAIN}", runs[deployed])
@@ -197,7 +195,7 @@ class _BackendSearch:
                 except UserError as error:
                     self._leave_out(label, str(error))
             competing = [label for label in started if self.settings.any_weights or label in own]
-            if started and not competing:
+            if not competing:
                 self.console.say(f"no backend has the weights of {self.settings.target} at its precision: all compete")
                 competing = [*started]
             racing = {label: arms.get(TUNED, arms[AR]) for label, arms in started.items()}
@@ -225,9 +223,6 @@ class _BackendSearch:
             if label in raced.failed:
                 self._leave_out(label, raced.failed[label])
         return raced, competing
-
-    def _no_backend(self) -> UserError:
-        return UserError("; ".join(f"{label}: {reason}" for label, reason in self.failed.items()))
 
     def _has_own_weights(self, profile: DecodingProfile) -> bool:
         """Whether a backend loads the weights of ``--target`` at its precision: the same file, or a file of the same

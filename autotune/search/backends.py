@@ -41,16 +41,12 @@ BACKENDS: dict[str, type[Backend]] = {
 class BackendChoice:
     """A backend, the model that it loads, and its own options."""
 
+    label: str
+    """The backend as the user names it, ``NAME`` or ``NAME=MODEL``."""
     name: str
     model: str
     options: Mapping[str, str] = field(default_factory=dict)
     """Arguments of the backend's constructor, such as ``command``, ``url`` and ``draft``."""
-    has_own_model: bool = False
-    """Whether the model was named for this backend, and is not ``--target``."""
-
-    @property
-    def label(self) -> str:
-        return f"{self.name}={self.model}" if self.has_own_model else self.name
 
 
 def backend_options() -> dict[str, list[str]]:
@@ -70,14 +66,14 @@ def choose_backends(settings: SearchSettings, *, is_plan: bool = False) -> list[
         UserError: an unknown backend or option, an option without its backend, a backend twice with one model, several
             drafts for engines, or an option that no backend of the search has.
     """
-    known, target = backend_options(), settings.target
+    known = backend_options()
     options = _options_by_backend(settings.changes, known)
     choices: list[BackendChoice] = []
     for text in settings.backends or (RUNTIME,):
         name, _, model = text.partition("=")
         if name not in known:
             raise UserError(f"--backend {text}: no such backend; {nearest(name, known)}")
-        choice = BackendChoice(name, model or target, options.get(name, {}), bool(model))
+        choice = BackendChoice(text, name, model or settings.target, options.get(name, {}))
         if (name, choice.model) in [(other.name, other.model) for other in choices]:
             raise UserError(
                 f"--backend {text}: {name} is given twice with the model {choice.model}; give each model once"
