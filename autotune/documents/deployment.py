@@ -86,7 +86,7 @@ class EngineEvidence(Document):
     left_out: dict[str, str] = Field(default_factory=dict)
     """Types that the build does not have, or whose counts are not the replay's, with the reason."""
     as_predicted: dict[str, tuple[int, int]] = Field(default_factory=dict)
-    """Of the finalists, by label: tuning prompts whose counts in the engine are the replay's, and all."""
+    """For every finalist by label: tuning prompts whose counts in the engine are the replay's, and all."""
     loads: list[ServedLoad] = Field(default_factory=list)
     """Empty unless ``--requests-at-once`` asked for them."""
 

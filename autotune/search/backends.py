@@ -50,7 +50,7 @@ class BackendChoice:
 
 
 def backend_options() -> dict[str, list[str]]:
-    """What ``--set NAME:OPTION=VALUE`` sets of every backend: the options that its constructor names."""
+    """The options of every backend that ``--set NAME:OPTION=VALUE`` sets: those that its constructor names."""
     options: dict[str, list[str]] = {}
     for name, backend in BACKENDS.items():
         named = [one.name for one in signature(backend).parameters.values() if one.kind is Parameter.KEYWORD_ONLY]
