@@ -111,19 +111,15 @@ class _BackendSearch:
         """The profile of one backend, which an earlier run may have made."""
         options = [choice.name, choice.model, dict(choice.options)]
         path = self.folder / f"tuned-{choice.name}-{content_key([self.key, options])}.json"
-        if choice.name == RUNTIME:
-            from autotune.search.pipeline import search as search_runtime
-
-            model = reference(choice.model)
-        else:
-            backend = make_backend(choice, console=self.console, seed=self.settings.seed)
-            model = backend.model
+        backend = make_backend(choice, console=self.console, seed=self.settings.seed)
         if path.exists():
             profile = DecodingProfile.load(path)
-            if profile.target.is_same(model):
+            if profile.target.is_same(backend.model):
                 self.console.say(f"backend    {choice.label}: tuned before, {path}")
                 return profile
         if choice.name == RUNTIME:
+            from autotune.search.pipeline import search as search_runtime
+
             return search_runtime(self.settings.of_runtime(choice.model, budget_s, path), self.console)
         profile = EngineTuning(
             backend,
