@@ -63,7 +63,7 @@ TORCH_FREE = (
     "modeling.loading",
     "replay",
     "report",
-    "search.backend_choices",
+    "search.runtime_backend",
     "search.backend_race",
     "search.backends",
     "search.engine_tuning",

@@ -31,12 +31,17 @@ def command(context: click.Context, /, as_json: bool, is_verbose: bool, is_plan:
     fastest. An interrupted search is continued by the same command.
     """
     from autotune.cli.preflight import require_models, require_workload
-    from autotune.search.settings import check_backends, check_settings
+    from autotune.search.settings import check_settings
 
     settings = make_settings(SearchSettings, values)
     if settings.backends:  # engines take time to import
         click.echo(f"tuning {settings.target} in {', '.join(settings.backends)}", err=True)
-    choices = check_backends(settings, is_plan=is_plan)
+    models = [settings.target]
+    if settings.names_backends:
+        from autotune.search.backends import choose_backends
+
+        choices = choose_backends(settings, is_plan=is_plan)
+        models = [choice.model for choice in choices if choice.name == RUNTIME]
     if settings.random_weights:
         click.echo(f"pricing {settings.target} on {settings.gpu} by its config", err=True)
 
@@ -52,9 +57,8 @@ def command(context: click.Context, /, as_json: bool, is_verbose: bool, is_plan:
     is_given = context.get_parameter_source("target") is not ParameterSource.DEFAULT
     if not settings.backends:
         click.echo(f"tuning {settings.target}" if is_given else DEMONSTRATION, err=True)
-    for choice in choices:
-        if choice.name == RUNTIME:
-            require_models(choice.model, settings.drafts)
+    for model in models:
+        require_models(model, settings.drafts)
 
     from autotune.console import Console
 

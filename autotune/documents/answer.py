@@ -108,9 +108,16 @@ def _other_backends(backends: Sequence[BackendResult]) -> list[str]:
         return []
     lines = []
     others = [result for result in backends if result is not deployed and not result.failure]
-    own = [f"{result.backend} {result.seconds / deployed.seconds:.2f}" for result in others if result.has_own_weights]
-    if own:
-        lines.append(_line("Times the seconds of this one on the same prompts: {}.", ", ".join(own)))
+    known = [
+        (result.is_slower, f"{result.backend} {result.seconds / deployed.seconds:.2f}")
+        for result in others
+        if result.has_own_weights
+    ]
+    slower = ", ".join(text for is_slower, text in known if is_slower)
+    undecided = ", ".join(text for is_slower, text in known if not is_slower)
+    times = [slower] * bool(slower) + [f"perhaps by chance {undecided}"] * bool(undecided)
+    if times:
+        lines.append(_line("Relative times: {}.", "; ".join(times)))
     faster = [result for result in others if not result.has_own_weights and result.seconds < deployed.seconds]
     if faster and not deployed.has_own_weights:
         return lines

@@ -117,7 +117,7 @@ class OperatingPoint(Document):
 
     @property
     def label(self) -> str:
-        """What decodes, in one line; ``off`` for plain decoding."""
+        """The draft and tree, or the engine's settings, in one line; ``off`` for plain decoding."""
         if self.deployment is not None:
             return self.deployment.label
         return "off" if self.draft is None or self.tree is None else f"{self.tree.policy}, {self.draft.id}"
@@ -235,7 +235,7 @@ class DecodingProfile(Document, kind="decoding-profile", version=2, made_by="aut
     backend: str = RUNTIME
     """The program that decodes: this one, or the engine of the points' deployments."""
     precision: str
-    """How the target's weights are stored: ``float32``, ``bfloat16,int8``, or ``Q4_1`` of a file for an engine. The
+    """The precision of the weights: ``float32``, ``bfloat16,int8``, and of a file that an engine loads, ``Q4_1``. The
     fields after it, to ``prefill_threads``, keep their defaults for an engine.
     """
     capture_sizes: tuple[int, ...] = ()

@@ -86,7 +86,7 @@ class EngineEvidence(Document):
     left_out: dict[str, str] = Field(default_factory=dict)
     """Types that the build does not have, or whose counts are not the replay's, with the reason."""
     as_predicted: dict[str, tuple[int, int]] = Field(default_factory=dict)
-    """Of the finalists, by label: tuning prompts whose counts in the engine are the replay's, and all."""
+    """For every finalist by label: tuning prompts whose counts in the engine are the replay's, and all."""
     loads: list[ServedLoad] = Field(default_factory=list)
     """Empty unless ``--requests-at-once`` asked for them."""
 
@@ -96,22 +96,24 @@ class BackendResult(Document):
 
     backend: str
     model: ModelReference
-    precision: str
-    """Of the weights: ``float32``, ``bfloat16``, ``Q4_1``."""
-    label: str
+    precision: str = ""
+    """The precision of the weights: ``float32``, ``bfloat16``, ``Q4_1``."""
+    label: str = ""
     """The configuration; ``off`` for plain decoding."""
-    seconds: float
-    """Time in which the backend decoded the prompts."""
-    speedup: float
+    seconds: float = 0.0
+    """Time in which the backend decoded the prompts that all backends decoded."""
+    speedup: float = 0.0
     """Over plain decoding in the deployed backend."""
-    ci95: tuple[float, float]
-    num_prompts: int
-    agreement: float
+    ci95: tuple[float, float] = (0.0, 0.0)
+    num_prompts: int = 0
+    agreement: float = 0.0
     """Mean share of an answer's tokens before the first that differs from the first backend's with the target's own
     weights.
     """
-    has_own_weights: bool
+    has_own_weights: bool = False
     """Whether the weights are the target's, at its precision."""
-    is_deployed: bool
+    is_deployed: bool = False
+    is_slower: bool = False
+    """Whether it competed for the deployment and was significantly slower than the deployed one."""
     failure: str = ""
     """Why the backend is not in the race; empty for one that was. Its figures are 0 then."""

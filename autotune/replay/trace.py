@@ -107,6 +107,11 @@ class Trace:
         return pack_trace(self)
 
     @property
+    def answers(self) -> list[list[int]]:
+        """The tokens of every answer."""
+        return [answer.tolist() for answer in np.split(self.forest.answer, self.answer_start[1:-1])]
+
+    @property
     def num_prompts(self) -> int:
         return len(self.prompt_length)
 

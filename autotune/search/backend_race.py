@@ -8,7 +8,7 @@ profiles stay in the study's folder, so that the same command goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -20,20 +20,20 @@ from autotune.documents.deployment import RUNTIME, BackendResult
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.evaluation.arms import Arm
-from autotune.evaluation.race import Everyone, TimeLimit, race
+from autotune.evaluation.race import Fastest, Race, TimeLimit, race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import ms_per_token, summarize
 from autotune.files import content_key
 from autotune.modeling.loading import reference
 from autotune.modeling.target_defaults import sizes_of
 from autotune.search import thresholds
-from autotune.search.backend_choices import BackendChoice
-from autotune.search.backends import arms_of, make_backend
+from autotune.search.backends import BackendChoice, arms_of, choose_backends, make_backend
 from autotune.search.engine_tuning import EngineTuning
 from autotune.search.settings import SearchSettings, check_settings
 from autotune.study.storage import RUNS, study_folder
 from autotune.workloads.workload import Workload, WorkloadSplit
 
+PLAIN = ", plain"  # after a backend's label: the name of its plain decoding
 SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")  # of models with the same weights in other files
 
 
@@ -63,7 +63,7 @@ class _BackendSearch:
     """Why a backend is not in the race, by the choice's label."""
 
     def __post_init__(self) -> None:
-        self.choices = {choice.label: choice for choice in self.settings.choices}
+        self.choices = {choice.label: choice for choice in choose_backends(self.settings)}
         self.key = self.settings.key
         self.folder = study_folder(self.settings.study or f"backends-{self.key}", self.settings.folder)
         self.console.say(f"study in {self.folder}")
@@ -80,8 +80,6 @@ class _BackendSearch:
                 if num_backends == 1:
                     raise
                 self._leave_out(label, str(error))
-        if not self.tuned:
-            raise UserError("; ".join(f"{label}: {reason}" for label, reason in self.failed.items()))
         profile = next(iter(self.tuned.values()))
         if num_backends > 1:
             profile = self._raced()
@@ -94,9 +92,15 @@ class _BackendSearch:
         return profile
 
     def _leave_out(self, label: str, reason: str) -> None:
-        """Note that a backend is not in the race."""
+        """Note that a backend is not in the race.
+
+        Raises:
+            UserError: no backend is left.
+        """
         self.failed[label] = reason
         self.console.say(f"left out   {label}: {reason}")
+        if len(self.failed) == len(self.choices):
+            raise UserError("; ".join(f"{label}: {reason}" for label, reason in self.failed.items()))
 
     def _prompts(self, split: WorkloadSplit) -> Workload:
         """The prompts that engines are given: first turns, because later ones follow a target's answers."""
@@ -107,20 +111,16 @@ class _BackendSearch:
         """The profile of one backend, which an earlier run may have made."""
         options = [choice.name, choice.model, dict(choice.options)]
         path = self.folder / f"tuned-{choice.name}-{content_key([self.key, options])}.json"
-        if choice.name == RUNTIME:
-            from autotune.search.pipeline import search as search_runtime
-
-            model = reference(choice.model)
-        else:
-            backend = make_backend(choice, console=self.console, seed=self.settings.seed)
-            model = backend.model
+        backend = make_backend(choice, console=self.console, seed=self.settings.seed)
         if path.exists():
             profile = DecodingProfile.load(path)
-            if profile.target.is_same(model):
+            if profile.target.is_same(backend.model):
                 self.console.say(f"backend    {choice.label}: tuned before, {path}")
                 return profile
         if choice.name == RUNTIME:
-            return search_runtime(self.settings.of_runtime(choice, budget_s, path), self.console)
+            from autotune.search.pipeline import search as search_runtime
+
+            return search_runtime(self.settings.of_runtime(choice.model, budget_s, path), self.console)
         profile = EngineTuning(
             backend,
             self._prompts("tune"),
@@ -138,88 +138,87 @@ class _BackendSearch:
 
     def _raced(self) -> DecodingProfile:
         """The profile of the backend that is deployed, with the race between all of them."""
-        own = {label for label, profile in self.tuned.items() if self._has_own_weights(profile)}
-        runs = self._race(own)
-        for label in [label for label in self.tuned if label not in runs]:
-            del self.tuned[label]
-        competing = [label for label in self.tuned if self.settings.any_weights or label in own]
-        if not competing:
-            self.console.say(f"no backend has the weights of {self.settings.target} at its precision: all compete")
-            competing = list(self.tuned)
-        deployed = min(competing, key=lambda label: ms_per_token(runs[label][TUNED]))
-        first = next((label for label in self.tuned if label in own), deployed)
-        results = [self._result(label, runs, deployed, first, is_own=label in own) for label in self.tuned]
-        results += [
-            BackendResult(
-                backend=self.choices[label].name,
-                model=ModelReference(id=self.choices[label].model, sha256=""),
-                precision="",
-                label="",
-                seconds=0.0,
-                speedup=0.0,
-                ci95=(0.0, 0.0),
-                num_prompts=0,
-                agreement=0.0,
-                has_own_weights=False,
-                is_deployed=False,
-                failure=reason,
+        own = [label for label, profile in self.tuned.items() if self._has_own_weights(profile)]
+        raced, competing = self._race(own)
+        runs = {label: raced.runs[label] for label in self.tuned if label not in self.failed}
+        remaining = [label for label in raced.remaining if label in runs]
+        deployed = remaining[0] if remaining else min(runs, key=lambda label: ms_per_token(runs[label]))
+        plain = raced.runs.get(f"{deployed}{PLAIN}", runs[deployed])
+        reference_runs = next((runs[label] for label in own if label in runs), runs[deployed])
+        num_shared = min(map(len, runs.values()))
+        results = []
+        for label, of_backend in runs.items():
+            profile, summary = self.tuned[label], summarize(label, of_backend, plain[: len(of_backend)])
+            results.append(
+                BackendResult(
+                    backend=profile.backend,
+                    model=profile.target,
+                    precision=profile.precision,
+                    label=profile.point.label,
+                    seconds=sum(run.decode_ms for run in of_backend[:num_shared]) / 1e3,
+                    speedup=summary.speedup,
+                    ci95=summary.ci95,
+                    num_prompts=len(of_backend),
+                    agreement=agreement(of_backend, reference_runs),
+                    has_own_weights=label in own,
+                    is_deployed=label == deployed,
+                    is_slower=label in competing and label not in remaining,
+                )
             )
-            for label, reason in self.failed.items()
-        ]
-        print_results(results, self.console)
-        profile = self.tuned[deployed]
-        evidence = profile.evidence.model_copy(update={"backends": results})
-        return profile.model_copy(update={"evidence": evidence})
+        for label, reason in self.failed.items():
+            model = ModelReference(id=self.choices[label].model, sha256="")
+            results.append(BackendResult(backend=self.choices[label].name, model=model, failure=reason))
+        print_results(results, num_shared, self.console)
+        evidence = self.tuned[deployed].evidence.model_copy(update={"backends": results})
+        return self.tuned[deployed].model_copy(update={"evidence": evidence})
 
-    def _race(self, own: Collection[str]) -> dict[str, dict[str, list[Decoded]]]:
-        """Runs of every backend's configuration, and of plain decoding in those that may be deployed, by label and arm;
-        a backend that does not start, or ends, is left out.
-
-        Raises:
-            UserError: no backend is left.
+    def _race(self, own: Sequence[str]) -> tuple[Race, list[str]]:
+        """A race of the backends' best configurations, and the labels of those that may be deployed. These are
+        compared; their plain decoding, and backends with other weights, run beside them. Those that do not start, or
+        end, are left out.
         """
         prompts = self._prompts("evaluate")
         limits = [profile.workload.max_new_tokens for profile in self.tuned.values()]
         prompts = prompts.cut(len(prompts.prompts), min((limit for limit in limits if limit), default=None))
         deadline = time.monotonic() + (1 - thresholds.TUNING_SHARE) * self.settings.budget_s
-        places: dict[str, dict[str, str]] = {}
-        arms: list[Arm] = []
         with ExitStack() as stack:
+            started: dict[str, dict[str, Arm]] = {}
             for label, profile in self.tuned.items():
                 command = self.choices[label].options.get("command")
-                started = arms_of(profile, device=self.settings.device, command=command, console=self.console)
+                arms = arms_of(profile, device=self.settings.device, command=command, console=self.console)
                 try:
-                    found = stack.enter_context(started)
+                    started[label] = stack.enter_context(arms)
                 except UserError as error:
                     self._leave_out(label, str(error))
-                    continue
-                tuned = TUNED if TUNED in found else AR
-                has_plain = label in own or not own or self.settings.any_weights
-                places[label] = {TUNED: label, AR: f"{label}, plain" if tuned == TUNED else label}
-                for name in {tuned, AR} if has_plain else {tuned}:
-                    found[name].name = places[label][name]
-                    arms.append(found[name])
-            if not arms:
-                raise UserError("; ".join(f"{label}: {reason}" for label, reason in self.failed.items()))
+            competing = [label for label in started if self.settings.any_weights or label in own]
+            if not competing:
+                self.console.say(f"no backend has the weights of {self.settings.target} at its precision: all compete")
+                competing = [*started]
+            racing = {label: arms.get(TUNED, arms[AR]) for label, arms in started.items()}
+            racing |= {f"{label}{PLAIN}": started[label][AR] for label in competing if TUNED in started[label]}
+            for name, arm in racing.items():
+                arm.name = name
+            rule = Fastest(
+                risk=thresholds.RISK,
+                prompts_per_block=thresholds.HELD_OUT_PROMPTS,
+                always=[name for name in racing if name not in competing],
+                ends=lambda leaders: len(leaders) <= 1 < len(competing),
+            )
             context = [profile.content_hash for profile in self.tuned.values()]
             with self.console.stage("race of backends", len(prompts.prompts)) as update:
                 raced = race(
                     ArmRunner(self.folder / RUNS, context=context),
-                    arms,
+                    [*racing.values()],
                     prompts.prompts,
-                    Everyone(),
+                    rule,
                     time_limit=TimeLimit(deadline, thresholds.MIN_PROMPTS),
                     seed=self.settings.seed,
                     report=update,
                 )
-        for label, names in places.items():
-            if names[TUNED] in raced.failed:
-                self._leave_out(label, raced.failed[names[TUNED]])
-        return {
-            label: {arm: raced.runs[name] for arm, name in names.items() if name in raced.runs}
-            for label, names in places.items()
-            if label not in self.failed
-        }
+        for label in started:
+            if label in raced.failed:
+                self._leave_out(label, raced.failed[label])
+        return raced, competing
 
     def _has_own_weights(self, profile: DecodingProfile) -> bool:
         """Whether a backend loads the weights of ``--target`` at its precision: the same file, or a file of the same
@@ -236,30 +235,6 @@ class _BackendSearch:
             return dtype == profile.precision and all(sizes.get(name) == config.get(name) for name in SIZES)
         return model.id == target
 
-    def _result(
-        self, label: str, runs: Mapping[str, Mapping[str, list[Decoded]]], deployed: str, first: str, *, is_own: bool
-    ) -> BackendResult:
-        """A row of the race: ``deployed`` and ``first`` are the labels of the backends with which speed and answers are
-        compared.
-        """
-        profile, own = self.tuned[label], runs[label][TUNED]
-        plain = runs[deployed][AR]
-        summary = summarize(label, own[: len(plain)], plain[: len(own)])
-        point = profile.point
-        return BackendResult(
-            backend=profile.backend,
-            model=profile.target,
-            precision=profile.precision,
-            label=point.label,
-            seconds=sum(run.decode_ms for run in own) / 1e3,
-            speedup=summary.speedup,
-            ci95=summary.ci95,
-            num_prompts=len(own),
-            agreement=agreement(own, runs[first][TUNED]),
-            has_own_weights=is_own,
-            is_deployed=label == deployed,
-        )
-
 
 def agreement(runs: Sequence[Decoded], others: Sequence[Decoded]) -> float:
     """Mean share of the tokens of answers before the first that differs from the other's."""
@@ -270,22 +245,22 @@ def agreement(runs: Sequence[Decoded], others: Sequence[Decoded]) -> float:
     return sum(shares) / max(1, len(shares))
 
 
-def print_results(results: Sequence[BackendResult], console: Console) -> None:
+def print_results(results: Sequence[BackendResult], num_shared: int, console: Console) -> None:
     """Print the race between backends, and what its columns stand for."""
     raced = sorted((result for result in results if not result.failure), key=lambda result: result.seconds)
+    names = [f"{result.backend}, {result.precision}" for result in raced]
     rows = [
         [
-            f"{result.backend}, {result.precision}",
+            name,
             f"{result.seconds:.1f}",
             f"{result.speedup:.2f}x ({result.ci95[0]:.2f}-{result.ci95[1]:.2f})",
             f"{100 * result.agreement:.0f} %",
             "yes" if result.has_own_weights else "no",
             "yes" if result.is_deployed else "",
         ]
-        for result in raced
+        for name, result in zip(names, raced, strict=True)
     ]
-    title = f"Backends on {max((result.num_prompts for result in raced), default=0)} held-out prompts"
     columns = ["backend", "seconds", "speedup over plain", "same tokens", "own weights", "deployed"]
     deployed = next((number for number, result in enumerate(raced) if result.is_deployed), None)
-    console.table(title, columns, rows, emphasised=deployed)
-    console.labels({f"{result.backend}, {result.precision}": f"{result.label}, {result.model.id}" for result in raced})
+    console.table(f"Backends on {num_shared} held-out prompts", columns, rows, emphasised=deployed)
+    console.labels({name: f"{result.label}, {result.model.id}" for name, result in zip(names, raced, strict=True)})

@@ -5,12 +5,11 @@ race in real servers. Loads no torch.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
@@ -32,35 +31,22 @@ from autotune.workloads.workload import Workload
 SHOWN = 3  # fastest configurations of a type, and of all
 
 
-@dataclass(frozen=True)
-class RankedConfiguration:
+class RankedConfiguration(NamedTuple):
     """A configuration with its speedup over plain decoding by replay and prices."""
 
     configuration: BackendSettings
-    speedup: float
-    ci95: tuple[float, float]
+    predicted: PredictedSettings
     counts: Sequence[tuple[int, int, int]]
     """Predicted verifications, draft tokens and accepted ones, by prompt."""
 
     @property
     def name(self) -> str:
-        return self.configuration.label
+        return self.predicted.label
 
     @property
     def title(self) -> str:
         """The label, marked where the settings are the default of their type."""
-        return f"{self.name}{', default' if self.configuration.is_default else ''}"
-
-    @property
-    def type(self) -> str:
-        return self.configuration.type
-
-    @property
-    def document(self) -> PredictedSettings:
-        c = self.configuration
-        return PredictedSettings(
-            label=c.label, type=c.type, is_default=c.is_default, speedup=self.speedup, ci95=self.ci95
-        )
+        return f"{self.name}{', default' if self.predicted.is_default else ''}"
 
 
 @dataclass(frozen=True)
@@ -93,17 +79,17 @@ class EngineTuning:
         tune = self.tune.cut(len(recorded.answers))
         prices = backend.price(recorded, ends["prices"])
         ranked = self.rank(recorded, prices)
-        by_type = {one.type: [other for other in ranked if other.type == one.type] for one in ranked}
-        shown = [one for one in ranked if one.configuration.is_default or one in by_type[one.type][:SHOWN]]
+        predicted = [one.predicted for one in ranked]
+        by_type = {one.type: [other for other in predicted if other.type == one.type] for one in predicted}
         evidence = EngineEvidence(
-            num_replayed=dict(Counter(one.type for one in ranked)),
-            predicted=[one.document for one in shown],
+            num_replayed={type: len(of_type) for type, of_type in by_type.items()},
+            predicted=[one for one in predicted if one.is_default or one in by_type[one.type][:SHOWN]],
             prices=list(prices.priced),
             factors=dict(prices.factors),
             left_out=dict(prices.left_out),
         )
         if backend.is_fixed:
-            best = ranked[0].configuration if ranked[0].speedup > 1.0 else None
+            best = ranked[0].configuration if predicted[0].speedup > 1.0 else None
             return self._profile(tune, best, Evidence(engine=evidence))
         winner, default, as_predicted = self.choose(ranked, tune, ends["finalists"])
         evaluation, chosen = self.evaluate(winner, default, begun + self.budget_s)
@@ -127,12 +113,21 @@ class EngineTuning:
             for number, configuration in enumerate(configurations, start=1):
                 steps = backend.replay(configuration, recorded)
                 ms = prices.ms(steps)
-                speedup = float(plain_ms.sum() / ms.sum())
-                ranked.append(RankedConfiguration(configuration, speedup, bootstrap_ratio(plain_ms, ms), steps.counts))
+                predicted = PredictedSettings(
+                    label=configuration.label,
+                    type=configuration.type,
+                    is_default=configuration.is_default,
+                    speedup=float(plain_ms.sum() / ms.sum()),
+                    ci95=bootstrap_ratio(plain_ms, ms),
+                )
+                ranked.append(RankedConfiguration(configuration, predicted, steps.counts))
                 update(number, len(configurations))
-        ranked.sort(key=lambda one: -one.speedup)
+        ranked.sort(key=lambda one: -one.predicted.speedup)
         shown = [*ranked[:SHOWN], *[one for one in [best_default(ranked)] if one not in ranked[:SHOWN]]]
-        rows = [[one.title, f"{one.speedup:.2f}x", "{:.2f} to {:.2f}".format(*one.ci95)] for one in shown]
+        rows = [
+            [one.title, f"{one.predicted.speedup:.2f}x", "{:.2f} to {:.2f}".format(*one.predicted.ci95)]
+            for one in shown
+        ]
         self.console.table("Predicted on the tuning prompts", ["configuration", "speedup", "95 %"], rows)
         return ranked
 
@@ -144,19 +139,21 @@ class EngineTuning:
         """
         default = best_default(ranked)
         others = [one for one in ranked if one is not default]
-        others = [*others[:1], *[one for one in others if one.type != others[0].type][:1]]
+        others = [*others[:1], *[one for one in others if one.predicted.type != others[0].predicted.type][:1]]
         finalists = {one.name: one for one in (default, *others)}
         rule = Fastest(risk=thresholds.RISK, prompts_per_block=thresholds.HELD_OUT_PROMPTS, always=[AR])
         measured = self._race("finalists, measured", finalists, tune, rule, deadline)
         as_predicted = {}
         for name, one in finalists.items():
-            counts = [
-                (run.rounds - run.plain_steps, run.verified_nodes, run.accepted_tokens) for run in measured.runs[name]
-            ]
-            num_equal = sum(run == tuple(predicted) for run, predicted in zip(counts, one.counts, strict=False))
-            as_predicted[name] = num_equal, len(counts)
+            pairs = list(zip(measured.runs[name], one.counts, strict=False))
+            as_predicted[name] = sum(_counts(run) == tuple(counts) for run, counts in pairs), len(pairs)
         rows = [
-            [one.title, f"{one.speedup:.2f}x", f"{len(measured.runs[name])}", "{}/{}".format(*as_predicted[name])]
+            [
+                one.title,
+                f"{one.predicted.speedup:.2f}x",
+                f"{len(measured.runs[name])}",
+                "{}/{}".format(*as_predicted[name]),
+            ]
             for name, one in finalists.items()
         ]
         self.console.table(
@@ -183,7 +180,7 @@ class EngineTuning:
         evaluation = Evaluation(
             runs={name: [_in_passes(run) for run in measured.runs[name]] for name in (*shown, tuned)},
             configurations={AR: None} | {name: arms[name].configuration for name in (*shown, tuned) if name != AR},
-            predicted={name: one.speedup for name, one in arms.items()},
+            predicted={name: one.predicted.speedup for name, one in arms.items()},
             best_default=default.name if default.name in shown else None,
             tuned=tuned,
         )
@@ -205,12 +202,10 @@ class EngineTuning:
             failed: dict[str, str] = {}
             for name, configuration in by_name.items():
                 try:
-                    arm = stack.enter_context(self.backend.arm(configuration))
+                    started.append(stack.enter_context(self.backend.arm(configuration)))
+                    started[-1].name = name
                 except UserError as error:
                     failed[name] = str(error)
-                    continue
-                arm.name = name
-                started.append(arm)
             limit = TimeLimit(deadline, thresholds.MIN_PROMPTS)
             measured = race(
                 ArmRunner(self.runs, context=stage),
@@ -250,7 +245,11 @@ class EngineTuning:
 
 def best_default(ranked: Sequence[RankedConfiguration]) -> RankedConfiguration:
     """The fastest of the types' defaults by prediction; without defaults, the fastest configuration."""
-    return next((one for one in ranked if one.configuration.is_default), ranked[0])
+    return next((one for one in ranked if one.predicted.is_default), ranked[0])
+
+
+def _counts(run: Decoded) -> tuple[int, int, int]:
+    return run.rounds - run.plain_steps, run.verified_nodes, run.accepted_tokens
 
 
 def _in_passes(run: Decoded) -> Decoded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from autotune.console import Console
 from autotune.documents.configuration import Configuration
@@ -17,20 +17,13 @@ from autotune.evaluation.summary import Summary, summarize
 D = TypeVar("D", ComparedArm, Gain, Measured)
 
 
-class Labelled(Protocol):
-    """A configuration of any backend."""
-
-    @property
-    def label(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """Runs of a tuned arm and of the arms compared with it on held-out prompts."""
 
     runs: Mapping[str, Sequence[Decoded]]
     """Runs by arm name, the tuned arm last."""
-    configurations: Mapping[str, Labelled | None]
+    configurations: Mapping[str, Any]
     """The configuration of every arm, the last operating point for a profile; None for arms without one."""
     predicted: Mapping[str, float | None]
     """Speedups of the arms that can be replayed. A profile of several operating points has none."""

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from autotune.console import Console
-from autotune.cost.table import TOKENS
+from autotune.cost.table import TOKENS, CostTable
+from autotune.documents.configuration import DraftVariant
 from autotune.documents.execution import AUTO, EAGER
 from autotune.machine.device import choose_device
+from autotune.measuring.settings import CostSettings
 from autotune.modeling.loading import RETRIEVAL
-from autotune.search.cost_tables import priced_variants
+from autotune.replay.trace import Trace
+from autotune.search.cost_tables import local_table, priced_variants
 from autotune.search.model_pool import ModelPool
 from autotune.search.plan import SearchSize
 from autotune.search.settings import SearchSettings, device_for
 from autotune.search.space_files import bounds_of, load_space
-from autotune.workloads.workload import shipped_files
+from autotune.search.traces import record_traces
+from autotune.study.ledger import Ledger
+from autotune.study.storage import LEDGER, study_folder
+from autotune.workloads.workload import Workload, shipped_files
 
 
 def load_models(
@@ -67,6 +76,27 @@ class SearchInputs:
             self.bounds = bounds_of(self.space, most_tokens)
             console.say("recurrent or convolution states follow one path: only chains are searched, no trees")
         self.variants = pool.subnets(self.space)
+
+    @cached_property
+    def folder(self) -> Path:
+        """The study's folder."""
+        named = f"{self.settings.target.replace('/', '-')}-{self.model_pool.key}"
+        return study_folder(self.settings.study or named, self.settings.folder)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        return Ledger(self.folder / LEDGER)
+
+    def traces(self, variants: Sequence[DraftVariant], workload: Workload, **options: Any) -> list[Trace]:
+        """Traces of draft variants, which the study keeps; ``options`` are those of ``record_traces``."""
+        known = {"jobs": self.settings.jobs, "bounds": self.bounds, **options}
+        return record_traces(self.model_pool, variants, workload, self.folder, self.console, **known)
+
+    def table(self, workload: Workload, limit_s: float) -> CostTable:
+        """The cost table of this device for the drafts, measured in ``limit_s`` at most, which the study keeps."""
+        priced, limit_s = priced_variants(self.variants), min(limit_s, CostSettings.time_limit_s)
+        known = self.folder, self.ledger, self.console
+        return local_table(self.model_pool, priced, workload, *known, time_limit_s=limit_s)
 
     @property
     def size(self) -> SearchSize:

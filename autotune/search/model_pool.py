@@ -12,6 +12,7 @@ import torch
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant
+from autotune.documents.decoding_profile import DraftChoice, OperatingPoint
 from autotune.documents.draft_kinds import TOKEN_DRAFTS
 from autotune.documents.execution import EAGER, STEPS_VERSION, capture_sizes_for
 from autotune.documents.provenance import ModelReference
@@ -32,6 +33,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.preparation import decoding_mode
 from autotune.search.space import SearchSpace
 from autotune.search.worker_pool import MAX_WORKERS, WorkerPool
+from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
 
 MEMORY_SHARE = 0.5  # of the free memory, for workers
@@ -192,6 +194,19 @@ class ModelPool:
         """Arms with any of the drafts, on the CPU threads of a cost table; None for torch's default."""
         threads = (None, None) if table is None else (table.threads, table.prefill_threads)
         return RuntimeArms(self.plain_decoder(*threads), draft_of=self.draft_of, keys=self.answer_keys)
+
+    def point(self, configuration: Configuration | None) -> OperatingPoint:
+        """The operating point of a configuration for all requests, neither predicted nor measured."""
+        if configuration is None:
+            return OperatingPoint(draft=None, tree=None, predicted=None, measured=None)
+        known = self.references[configuration.draft or next(iter(self.references))]
+        return OperatingPoint(
+            draft=DraftChoice(kind=self.kind(known.id), id=known.id, sha256=known.sha256, subnet=configuration.subnet),
+            tree=parse_policy(configuration.tree),
+            fallback=configuration.fallback,
+            predicted=None,
+            measured=None,
+        )
 
     def draft_of(self, configuration: Configuration) -> LoadedDraft:
         """The draft of a configuration; the first one if it names none."""

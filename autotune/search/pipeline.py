@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from autotune.console import Console
@@ -23,20 +22,19 @@ from autotune.machine.contention_monitor import wait_until_idle
 from autotune.measuring.settings import CostSettings
 from autotune.replay.evaluator import Evaluator
 from autotune.replay.trace import Trace
-from autotune.search.cost_tables import local_table, priced_variants, print_table, table_for_gpu
+from autotune.search.cost_tables import priced_variants, print_table, table_for_gpu
 from autotune.search.inputs import SearchInputs
 from autotune.search.plan import UNTIMED_STAGES, Plan, StageClock, make_plan, measure_rates
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.screening import print_screened, screen, survivors
 from autotune.search.settings import SearchSettings, check_settings
 from autotune.search.thresholds import ANSWERS_SHARE, CONFIRMING, MIN_TREE_SEARCH_S, STAGES
-from autotune.search.traces import degenerate_in, print_agreement, record_traces
+from autotune.search.traces import degenerate_in, print_agreement
 from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.document import StudyDocument, StudyDraft
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record
-from autotune.study.storage import LEDGER, study_folder
 from autotune.trees.policy import compile_steps
 
 
@@ -84,7 +82,8 @@ class _SearchRun(SearchInputs):
 
     def __init__(self, settings: SearchSettings, console: Console) -> None:
         self.stage_seconds: dict[str, float] = {}
-        shared_ledger = None if settings.storage is None else Ledger(settings.storage)  # fails before models are loaded
+        if settings.storage is not None:
+            self.ledger = Ledger(settings.storage)  # fails before models are loaded
         loading, thread = time.monotonic(), ThreadPoolExecutor(1)
         compiled = thread.submit(compile_steps)
         thread.shutdown(wait=False)  # an error of a model is not kept waiting
@@ -93,10 +92,7 @@ class _SearchRun(SearchInputs):
         self.loading_s = time.monotonic() - loading
         self.settings_key = settings.key
         settings = self.settings
-        named = f"{settings.target.replace('/', '-')}-{self.model_pool.key}"
-        self.folder = study_folder(settings.study or named, settings.folder)
         self.key = content_key([self.settings_key, self.model_pool.key])  # of the files of this search alone
-        self.ledger = shared_ledger or Ledger(self.folder / LEDGER)
         self.study: dict[str, Any] = {}  # of the study document, once the cost table is there
         console.say(f"target {settings.target}, draft {', '.join(settings.drafts)}, workload {settings.workload}")
         console.say(f"study in {self.folder}")
@@ -152,16 +148,15 @@ class _SearchRun(SearchInputs):
 
     def cost_table(self) -> CostTable:
         """The device's cost table, and the study document."""
-        settings, priced = self.settings, priced_variants(self.variants)
+        settings = self.settings
         if self.device is None:
+            priced = priced_variants(self.variants)
             table = table_for_gpu(str(settings.gpu), self.model_pool, priced, settings.mode, say=self.console.say)
             table.save(self.folder / f"{table.content_hash}.cost.json")
         else:
             # Not the deadline of the stage: the limit is part of the table's key.
             limit_s = self.plan.table_limit_s(min(CostSettings.time_limit_s, STAGES["cost table"] * settings.budget_s))
-            table = local_table(
-                self.model_pool, priced, self.tune, self.folder, self.ledger, self.console, time_limit_s=limit_s
-            )
+            table = self.table(self.tune, limit_s)
         self.study = dict(
             provenance=stamp(settings_key=self.settings_key),
             command=settings.command,
@@ -202,16 +197,15 @@ class _SearchRun(SearchInputs):
 
     def record(self, variants: Sequence[DraftVariant]) -> list[Trace]:
         """Traces of the variants on the tuning prompts that are recorded in time."""
-        record = partial(record_traces, self.model_pool, variants, jobs=self.settings.jobs, bounds=self.bounds)
         deadline, limit = self.clock.deadline_of("traces"), self.clock.limit_of("traces")
         longest_s = self.plan.rates.answer_s(max(prompt.settings.max_new_tokens for prompt in self.tune.prompts))
-        traces = record(self.tune, self.folder, self.console, answer_s=longest_s, deadline=deadline, limit=limit)
+        traces = self.traces(variants, self.tune, answer_s=longest_s, deadline=deadline, limit=limit)
         answers = self.model_pool.answer_keys.of_workload(self.tune)
         documents = [variants_json(variants), answers, self.bounds.model_dump()]
         num_prompts = self.shared_decision("num_prompts", documents, lambda: traces[0].num_prompts)
         self.tune = self.tune.cut(num_prompts)
         if traces[0].num_prompts != num_prompts:  # another worker or run had time for more or fewer
-            traces = record(self.tune, self.folder, self.console)
+            traces = self.traces(variants, self.tune)
         self.study |= {"tune_sha256": self.tune.sha256, "traces": [trace.header.file for trace in traces]}
         print_agreement(traces, self.console)
         return traces

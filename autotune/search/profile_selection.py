@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,6 @@ from autotune.documents.decoding_profile import (
     HF,
     TUNED,
     DecodingProfile,
-    DraftChoice,
     Evidence,
     OperatingPoint,
     Predicted,
@@ -51,7 +49,6 @@ from autotune.search.plan import KeptPrompts, StageClock
 from autotune.search.tree_search import TreeSearchResult
 from autotune.search.tuning_prompts import TuningPrompts, speedup_interval
 from autotune.study.storage import RUNS
-from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
 
 POINT = "point"  # name of the arm that decodes with an operating point's configuration
@@ -280,7 +277,7 @@ class ProfileSelection:
         evaluator = self.evaluator
         ms, estimated = evaluator.ar_ms_per_token, evaluator.table.estimated
         predicted = Predicted(speedup=1.0, ms_per_token=ms, tokens_per_round=None, estimated=estimated)
-        return OperatingPoint(when=Condition(), draft=None, tree=None, predicted=predicted, measured=None)
+        return self.model_pool.point(None).model_copy(update={"predicted": predicted})
 
     def _predicted_points(self, points: Sequence[tuple[Condition, Configuration]]) -> list[OperatingPoint]:
         """Operating points that are not measured yet, each with a prediction for the tuning prompts that it decodes."""
@@ -290,15 +287,12 @@ class ProfileSelection:
         for number, (condition, c) in enumerate(points):
             prompts = np.flatnonzero(decoded_by == number)
             evaluator = self.evaluator.select(prompts) if len(prompts) else self.evaluator
-            reference, predicted = self.model_pool.references[c.draft or ""], None
+            predicted = None
             if evaluator.can_replay(c):
                 speed = evaluator.evaluate(c).model_dump(include={"speedup", "ms_per_token", "tokens_per_round"})
                 interval90 = speedup_interval(evaluator, c, other_prompts=True)
                 predicted = Predicted(**speed, interval90=interval90, estimated=evaluator.table.estimated)
-            kind = self.model_pool.kind(reference.id)
-            draft = DraftChoice(kind=kind, id=reference.id, sha256=reference.sha256, subnet=c.subnet)
-            point: dict[str, Any] = {"tree": parse_policy(c.tree), "fallback": c.fallback, "predicted": predicted}
-            made.append(OperatingPoint(when=condition, draft=draft, measured=None, **point))
+            made.append(self.model_pool.point(c).model_copy(update={"when": condition, "predicted": predicted}))
         return made
 
     def _requests(self) -> list[RequestProperties]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +25,6 @@ from autotune.machine.device import check_supported, choose_device, fingerprint,
 from autotune.modeling.gguf import PACKAGED
 from autotune.modeling.loading import BUNDLED_TARGET, Dtype, bundled_models
 from autotune.modeling.target_defaults import default_drafts, default_workload
-from autotune.search.backend_choices import BackendChoice, choose_backends, is_of_backend
 from autotune.search.space import SearchSpace
 from autotune.search.space_files import space_path
 from autotune.study.outputs import choose_output, settings_key
@@ -37,12 +35,6 @@ from autotune.workloads.workload import TEXTS, Workload, WorkloadSplit, load_wor
 LOCAL = r"auto|cpu|cuda(:\d+)?"
 OF_NO_RESULT = {"output", "table", "folder", "jobs", "storage", "wait_until_idle_s"}
 """Settings with which a search stays the same one."""
-OF_ENGINES = {
-    *("backends", "changes", "target", "drafts", "workload", "workload_format", "max_new_tokens", "temperature"),
-    *("chat_template_kwargs", "budget_s", "study", "seed", "output", "requests_at_once", "any_weights"),
-    *("has_default_drafts", "num_tune_prompts", "num_evaluate_prompts", "folder"),
-}
-"""Settings of a search without the runtime."""
 
 
 class SearchSettings(Document):
@@ -175,35 +167,17 @@ class SearchSettings(Document):
         return {"has_default_drafts": not values.get("drafts"), **values, "drafts": tuple(drafts), "workload": workload}
 
     @property
-    def choices(self) -> list[BackendChoice]:
-        """The backends of the search. A draft is for the runtime, or else for every engine.
+    def names_backends(self) -> bool:
+        """Whether an option is given that is for backends."""
+        options = self.backends or self.requests_at_once or self.any_weights
+        return bool(options) or any(map(is_of_backend, self.changes))
 
-        Raises:
-            UserError: as ``choose_backends``, or several drafts for engines.
-        """
-        if not self.backends and not any(map(is_of_backend, self.changes)):
-            return [BackendChoice(RUNTIME, self.target)]
-        from autotune.search.backends import backend_options  # engines take time to import
-
-        known = backend_options()
-        choices = choose_backends(self.backends, self.changes, self.target, known)
-        if not self.drafts or any(choice.name == RUNTIME for choice in choices):
-            return choices
-        if len(self.drafts) > 1:
-            raise UserError(f"--draft: an engine tunes one draft model; got {', '.join(self.drafts)}; give one")
-        return [
-            replace(choice, options={"draft": self.drafts[0], **choice.options})
-            if "draft" in known[choice.name]
-            else choice
-            for choice in choices
-        ]
-
-    def of_runtime(self, choice: BackendChoice, budget_s: float, output: Path) -> SearchSettings:
+    def of_runtime(self, model: str, budget_s: float, output: Path) -> SearchSettings:
         """The settings of the runtime's part in a search of several backends."""
         values = self.model_dump(exclude={"backends", "requests_at_once", "any_weights", "has_default_drafts"})
         changes = tuple(change for change in self.changes if not is_of_backend(change))
         drafts = () if self.has_default_drafts else self.drafts
-        own = {"target": choice.model, "drafts": drafts, "changes": changes, "budget_s": budget_s, "output": output}
+        own = {"target": model, "drafts": drafts, "changes": changes, "budget_s": budget_s, "output": output}
         return SearchSettings(**values | own)
 
     def load_prompts(self, split: WorkloadSplit, count: int | None = None) -> Workload:
@@ -252,7 +226,6 @@ def check_settings(settings: SearchSettings) -> SearchSettings:
         UserError: an unknown device or space, a database of an unknown kind, sizes out of range, or an output that
             cannot be written, or that holds anything but an earlier result of this search.
     """
-    check_backends(settings)
     check_capture_sizes(settings.capture_sizes)
     if settings.study is not None:
         if settings.study in ("", ".", ".."):
@@ -271,28 +244,9 @@ def check_settings(settings: SearchSettings) -> SearchSettings:
     return settings.model_copy(update={"output": choose_output(settings.output, name, settings.key)})
 
 
-def check_backends(settings: SearchSettings, *, is_plan: bool = False) -> list[BackendChoice]:
-    """Refuse options that the backends of a search do not have. Returns the backends.
-
-    Raises:
-        UserError: such an option, or as ``choose_backends``.
-    """
-    choices = settings.choices
-    names = list(dict.fromkeys(choice.name for choice in choices))
-    refused = ["--plan"] if is_plan and settings.backends else []
-    if RUNTIME not in names:
-        given = [name for name in settings.model_dump(exclude_defaults=True) if name not in OF_ENGINES]
-        refused += [f"--{option_name(name, SearchSettings.model_fields[name])}" for name in given]
-        refused += [f"--set {change}" for change in settings.changes if not is_of_backend(change)]
-    if refused:
-        raise UserError(f"{refused[0]}: not an option of {' or '.join(names)}; drop it, or search the runtime alone")
-    if len(choices) == 1 and settings.any_weights:
-        raise UserError("--any-weights chooses among backends; name several with --backend")
-    if names == [RUNTIME] and settings.requests_at_once:
-        raise UserError("--requests-at-once: the runtime serves one request at a time; add --backend llama.cpp or vllm")
-    if len(choices) > 1 and (settings.gpu or settings.random_weights):
-        raise UserError("--gpu: backends race each other on this machine; give --device, or leave --backend out")
-    return choices
+def is_of_backend(change: str) -> bool:
+    """Whether a value of ``--set`` is an option of a backend, and not a dimension of the search space."""
+    return ":" in change.partition("=")[0]
 
 
 def device_for(gpu: str | None, device: str = "auto") -> str | None:

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
 from autotune.recording.answers import ANSWERS_AT_ONCE
@@ -21,7 +19,6 @@ from autotune.replay.degenerate_answers import degenerate_answers
 from autotune.replay.trace import ForestBounds, Trace, save_trace
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import ANSWERS_SHARE, MIN_TRACED_PROMPTS
-from autotune.trees.limits import Ints
 from autotune.workloads.workload import Workload
 
 PROMPTS_AT_ONCE = 2  # between two looks at the clock
@@ -73,9 +70,8 @@ def record_traces(
 
 def degenerate_in(trace: Trace, workload: Workload) -> str | None:
     """The line about the degenerate answers of a trace to the first prompts of a workload, if there are any."""
-    answers: list[Ints] = np.split(trace.forest.answer, trace.answer_start[1:-1])
-    limits = [prompt.settings.max_new_tokens for prompt in workload.prompts[: len(answers)]]
-    return degenerate_answers(answers, limits)
+    limits = [prompt.settings.max_new_tokens for prompt in workload.prompts[: trace.num_prompts]]
+    return degenerate_answers(trace.answers, limits)
 
 
 def record_in_worker(model_pool: ModelPool, rank: int, work: Mapping[str, Any]) -> None:

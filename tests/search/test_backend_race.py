@@ -83,7 +83,15 @@ def test_the_fastest_with_the_targets_own_weights_is_deployed(tmp_path: Path, ma
     }
     assert {name for name, result in found.items() if not result.has_own_weights} == {"one=quantized"}
     assert found["one=quantized"].label == "off"
+    assert [name for name, result in found.items() if result.is_slower] == ["one=slow"]
+    assert found["one=slow"].num_prompts == 8  # of 20: the first look decides
     assert DecodingProfile.load("p.json") == profile
+
+
+def test_backends_of_equal_speed_are_not_called_slower(tmp_path: Path, made: dict[str, FakeBackend]) -> None:
+    found = rows(searched(tmp_path, "one=fast", "two=fast"))
+    assert not any(result.is_slower for result in found.values())
+    assert {result.num_prompts for result in found.values()} == {20}
 
 
 def test_any_weights_are_deployed_if_they_may_be(tmp_path: Path, made: dict[str, FakeBackend]) -> None:

@@ -15,7 +15,7 @@ from autotune.cost.table import CostTable
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.machine.device import fingerprint
 from autotune.report.sources import find_sources
-from autotune.search import pipeline
+from autotune.search import inputs, pipeline
 from autotune.search.cost_tables import table_for_gpu
 from autotune.search.model_pool import ModelPool
 from autotune.search.profile_selection import ProfileSelection
@@ -57,7 +57,7 @@ def test_every_search_in_a_folder_keeps_its_results(
 ) -> None:
     """Estimates and a measurement of other prompts, budgets, devices and targets, in one study."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pipeline, "local_table", made_table)
+    monkeypatch.setattr(inputs, "local_table", made_table)
     monkeypatch.setattr("autotune.report.page.all_plots", lambda content: {})
     monkeypatch.setattr(ProfileSelection, "measured_profile", ProfileSelection.predicted_profile)
     (tmp_path / "small.yaml").write_text(SPACE)

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from autotune.cli.main import main
+from autotune.search.backends import choose_backends
 from autotune.search.settings import SearchSettings
 from tests.sample_documents import write_workload
 
@@ -15,7 +16,7 @@ from tests.sample_documents import write_workload
 def choices(*backends: str, **fields: Any) -> list[tuple[str, str, dict[str, str]]]:
     known = {"target": "digits/target", "workload": "digits", **fields}
     settings = SearchSettings(backends=backends, **known)
-    return [(one.name, one.model, dict(one.options)) for one in settings.choices]
+    return [(one.name, one.model, dict(one.options)) for one in choose_backends(settings)]
 
 
 def test_a_backend_loads_the_target_or_a_model_of_its_own() -> None:
