@@ -79,7 +79,8 @@ class _BackendSearch:
             except UserError as error:
                 if num_backends == 1:
                     raise
-                self._leave_out(label, str(error))
+                share = f" (its share of --budget {settings.budget_s:g}s)" if "--budget" in str(error) else ""
+                self._leave_out(label, f"{error}{share}")
         profile = next(iter(self.tuned.values()))
         if num_backends > 1:
             profile = self._raced()
@@ -200,6 +201,7 @@ class _BackendSearch:
                 arm.name = name
             rule = Fastest(
                 risk=thresholds.RISK,
+                tolerance=thresholds.PROCESS_DIFFERENCE,
                 prompts_per_block=thresholds.HELD_OUT_PROMPTS,
                 always=[name for name in racing if name not in competing],
                 ends=lambda leaders: len(leaders) <= 1 < len(competing),

@@ -170,6 +170,7 @@ class EngineTuning:
         arms = {one.name: one for one in (default, winner)}
         rule = Fastest(
             risk=thresholds.RISK,
+            tolerance=thresholds.PROCESS_DIFFERENCE,
             prompts_per_block=thresholds.KEPT_PROMPTS[0][0],
             ends=lambda leaders: AR not in leaders or len(leaders) == 1,
         )

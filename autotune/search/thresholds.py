@@ -57,4 +57,5 @@ EXAMINATION_SHARE = 0.12  # share of the time for evaluation in which answers th
 ENGINE_PROMPTS = {"tune": 24, "evaluate": 60}  # largest number of prompts of each split in an engine's search
 # shares of an engine's budget after which its plain answers, the prices and the race of finalists end
 ENGINE_ENDS = {"answers": 0.3, "prices": 0.5, "finalists": 0.7}
+PROCESS_DIFFERENCE = 0.01  # relative difference in time between two servers of one program that decides nothing
 TUNING_SHARE = 0.8  # share of the budget in which several backends are tuned, equally long; the rest is for their race
