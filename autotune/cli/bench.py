@@ -41,7 +41,7 @@ from autotune.search.settings import SearchSettings
 def command(profile: Path, arms: str | None, table: Path | None, as_json: bool, **choices: Any) -> None:
     """Measure a profile side by side with plain decoding and other configurations, interleaved in one run."""
     from autotune.cli.preflight import require_profile, workload_for
-    from autotune.evaluation.bench_settings import EvaluationPrompts, require_arms
+    from autotune.evaluation.bench_settings import evaluation_prompts, require_arms
     from autotune.study.outputs import require_replaceable
 
     if table is not None:
@@ -62,7 +62,7 @@ def command(profile: Path, arms: str | None, table: Path | None, as_json: bool, 
     from autotune.files import write_table
 
     console = Console()
-    prompts = EvaluationPrompts(**chosen).load()
+    prompts = evaluation_prompts(**chosen)
     measured = {name: choices.pop(name) for name in ("seed", "wait_until_idle_s")}
     sizes, command = choices.pop("requests_at_once"), choices["engine_command"]
     with compared_arms(profile, document, prompts, console, names=names, **choices) as (compared, device):

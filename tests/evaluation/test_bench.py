@@ -18,7 +18,7 @@ from autotune.errors import ArmFailed, UserError
 from autotune.evaluation import runtime_arms as arms_of_runtime
 from autotune.evaluation.bench import run_bench
 from autotune.evaluation.bench_arms import ARMS, assistant_of, choose_arms, runtime_arms
-from autotune.evaluation.bench_settings import EvaluationPrompts, require_arms
+from autotune.evaluation.bench_settings import evaluation_prompts, require_arms
 from autotune.evaluation.runtime_arms import HuggingFaceArm, RuntimeArms
 from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
@@ -57,10 +57,10 @@ def in_world(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(
-    profile: str, names: list[str] | None, prompts: EvaluationPrompts | None = None, **options: Any
+    profile: str, names: list[str] | None, prompts: Workload | None = None, **options: Any
 ) -> dict[str, Any]:
-    prompts = prompts or EvaluationPrompts("workload.jsonl", num_prompts=3)
-    chosen, device = runtime_arms(Path(profile), prompts.load(), Console(), names=names, device="cpu", **options)
+    prompts = prompts or evaluation_prompts("workload.jsonl", num_prompts=3)
+    chosen, device = runtime_arms(Path(profile), prompts, Console(), names=names, device="cpu", **options)
     return run_bench(DecodingProfile.load(Path(profile)), chosen, Console(), device=device)
 
 
@@ -85,7 +85,7 @@ def test_by_default_every_arm_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_profile_without_a_draft_is_compared_with_arms_without_one(capsys: pytest.CaptureFixture[str]) -> None:
-    result = bench("plain.json", None, EvaluationPrompts("workload.jsonl", num_prompts=1))
+    result = bench("plain.json", None, evaluation_prompts("workload.jsonl", num_prompts=1))
     assert [arm["name"] for arm in result["arms"]] == [AR, HF, PROMPT_LOOKUP]
     reason = "the profile decodes without a draft"
     assert result["unavailable"] == dict.fromkeys([HF_ASSISTED, *COMPARED_DEFAULTS], reason)
@@ -136,7 +136,7 @@ def test_arms_are_those_of_the_backend() -> None:
 @pytest.mark.parametrize("name", ["prompt_lookup", TUNED])
 def test_an_arm_that_fails_is_left_out_unless_it_is_the_profile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, device = runtime_arms(
-        Path("tree.json"), EvaluationPrompts("workload.jsonl").load(), Console(), names=[PROMPT_LOOKUP]
+        Path("tree.json"), evaluation_prompts("workload.jsonl"), Console(), names=[PROMPT_LOOKUP]
     )
 
     def failing(prompt: WorkloadPrompt) -> Any:
@@ -236,7 +236,7 @@ def test_a_public_benchmark_is_reported_in_its_own_terms(world: Path, capsys: py
         for number, category in enumerate(("writing", "math", "writing", "math"), start=81)
     ]
     write_workload(world, rows, name="question.jsonl")
-    prompts = EvaluationPrompts("question.jsonl", num_prompts=6, max_new_tokens=10, is_whole=True)
+    prompts = evaluation_prompts("question.jsonl", num_prompts=6, max_new_tokens=10, is_whole=True)
     result = bench("tree.json", [HF], prompts)
     assert all(arm["identical_outputs"] == arm["num_prompts"] == 6 for arm in result["arms"])
     results = DataFrame(result["benchmark_results"]).set_index(["arm", "task"])
@@ -247,7 +247,7 @@ def test_a_public_benchmark_is_reported_in_its_own_terms(world: Path, capsys: py
 
 def test_a_lossy_arm_is_marked_with_what_it_costs_in_quality() -> None:
     """Lossless arms agree with plain decoding in every token."""
-    found = bench("tree.json", ["wetap", "wetap-lossy"], EvaluationPrompts("workload.jsonl", num_prompts=2))
+    found = bench("tree.json", ["wetap", "wetap-lossy"], evaluation_prompts("workload.jsonl", num_prompts=2))
     arms = {arm["name"]: arm for arm in found["arms"]}
     assert list(arms) == [AR, "wetap", "wetap-lossy", TUNED] and found["lossy_arms"] == ["wetap-lossy"]
     assert arms["wetap"]["agreement"] == arms[AR]["agreement"] == arms[TUNED]["agreement"] == 1.0
