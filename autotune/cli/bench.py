@@ -41,12 +41,14 @@ from autotune.search.settings import SearchSettings
 def command(profile: Path, arms: str | None, table: Path | None, as_json: bool, **choices: Any) -> None:
     """Measure a profile side by side with plain decoding and other configurations, interleaved in one run."""
     from autotune.cli.preflight import require_profile, workload_for
-    from autotune.evaluation.bench_settings import evaluation_prompts, require_arms
     from autotune.study.outputs import require_replaceable
 
     if table is not None:
         require_replaceable(table, "--table", key="")
-    document = require_profile(profile)
+    document = require_profile(profile)  # before numba is imported
+
+    from autotune.evaluation.bench_settings import evaluation_prompts, require_arms
+
     names = None if arms is None else [name.strip() for name in arms.split(",") if name.strip()]
     require_arms(document, names or ())
     chosen = {name: choices.pop(name) for name in options.PROMPT_CHOICES}

@@ -312,7 +312,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "typo in a workload": (["check", "profile.json", "--workload", "typo.jsonl"], r"typo\.jsonl:1: .*'prompt'|did you mean"),
     "unknown arm": (
         ["bench", "profile.json", "--workload", "workload.jsonl", "--arms", "ar,chian"],
-        "--arms chian: no such arm; did you mean 'chain'",
+        "--arms chian: no such arm of runtime; did you mean 'chain'",
     ),
     "output of another search": (
         ["search", "PAIR", "--workload", "workload.jsonl", "-o", "profile.json"],
@@ -422,7 +422,9 @@ def test_what_cannot_be_compared_exits_with_4(world: Path, monkeypatch: pytest.M
     result = CliRunner().invoke(main, case)
     assert isinstance(result.exception, SystemExit) and result.exit_code == 4, result.exception
     assert_one_line(
-        result.stdout, result.stderr, r"--against another\.json: its target is another/model, that of profile\.json"
+        result.stdout,
+        result.stderr,
+        r"--against another\.json: its target is another/model, that of the checked profile is ",
     )
 
 

@@ -56,9 +56,7 @@ def in_world(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(world)
 
 
-def bench(
-    profile: str, names: list[str] | None, prompts: Workload | None = None, **options: Any
-) -> dict[str, Any]:
+def bench(profile: str, names: list[str] | None, prompts: Workload | None = None, **options: Any) -> dict[str, Any]:
     prompts = prompts or evaluation_prompts("workload.jsonl", num_prompts=3)
     chosen, device = runtime_arms(Path(profile), prompts, Console(), names=names, device="cpu", **options)
     return run_bench(DecodingProfile.load(Path(profile)), chosen, Console(), device=device)
