@@ -33,7 +33,7 @@ class DecodedWorkload:
     plain: list[Decoded]
     """Runs of plain decoding."""
     seed: int
-    """Of the interval of the speedup."""
+    """Seed of the interval of the speedup."""
     divergences: Mapping[str, str]
     """By prompt: where an answer that must be lossless first differs from plain decoding."""
     evidence: list[Decoded] | str

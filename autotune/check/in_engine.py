@@ -8,7 +8,6 @@ from pathlib import Path
 
 from autotune.check.comparison import Contender, require_comparable
 from autotune.check.decoded_workload import DecodedWorkload, decode_all
-from autotune.check.evidence import evidence_for
 from autotune.check.result import REPLAY, Gate, GateVerdict
 from autotune.check.revision import worktree
 from autotune.check.settings import CheckSettings
@@ -32,28 +31,18 @@ Restore = Callable[..., Backend]
 
 
 def decode_in_engine(
-    settings: CheckSettings, profile: DecodingProfile, workloads: Sequence[Workload], backend: Backend, console: Console
-) -> list[DecodedWorkload]:
-    """Decode every workload in new servers, with the profile's speculation and without.
-
-    Raises:
-        UserError: a server does not start, or ends.
-    """
-    evidence = [evidence_for(profile, workload, settings) for workload in workloads]
-    return [
-        _decode(settings, profile, workload, known, backend, console)
-        for workload, known in zip(workloads, evidence, strict=True)
-    ]
-
-
-def _decode(
-    settings: CheckSettings,
     profile: DecodingProfile,
     workload: Workload,
     evidence: list[Decoded] | str,
     backend: Backend,
+    seed: int,
     console: Console,
 ) -> DecodedWorkload:
+    """Decode a workload in new servers, with the profile's speculation and without.
+
+    Raises:
+        UserError: a server does not start, or ends.
+    """
     configuration = _deployment(profile).speculation
     with ExitStack() as stack:
         arms = [stack.enter_context(backend.arm(None))]
@@ -61,7 +50,7 @@ def _decode(
             arms.append(stack.enter_context(backend.arm(configuration)))
         for name, arm in zip((AR, TUNED), arms, strict=False):
             arm.name = name
-        decoded = decode_all(arms, workload, settings.seed, console)
+        decoded = decode_all(arms, workload, seed, console)
     plain, runs = decoded[0], decoded[-1]
     gates = []
     if configuration is not None and not configuration.model:  # chains of a model are replayed approximately
@@ -71,7 +60,7 @@ def _decode(
         profile=profile,
         runs=runs,
         plain=plain,
-        seed=settings.seed,
+        seed=seed,
         divergences={
             run.prompt: f"token {_first_difference(run, other)}"
             for run, other in zip(runs, plain, strict=True)
