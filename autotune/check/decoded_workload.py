@@ -12,6 +12,7 @@ from autotune.check.worker_process import WorkerRequest
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import TUNED, DecodingProfile
+from autotune.documents.deployment import RUNTIME
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
@@ -44,8 +45,6 @@ class DecodedWorkload:
     """Why equal work may give other answers; empty if it may not."""
     is_rounding: bool = True
     """Whether this explains all divergences."""
-    has_exact_counts: bool = False
-    """Whether any other count than the evidence's is a fault, as of an engine, whose rounds have no prices."""
     not_repeated: list[str] = field(default_factory=list)
     """Prompts whose counts differed the second time."""
     gates: Sequence[Gate] = ()
@@ -124,7 +123,7 @@ class DecodedWorkload:
             name=COUNTS,
             workload=self.workload.name,
             source=source,
-            tolerance=None if self.has_exact_counts else tolerance,
+            tolerance=tolerance if self.profile.backend == RUNTIME else None,  # an engine's rounds have no prices
             advisory_reason=None if self.hardware.key == device else f"{source} was made on {device}",
             different_answer_reason=self.rounding or (f"with {changes}" if changes else None),
         )

@@ -70,7 +70,6 @@ def decode_in_engine(
         precision=backend.precision,
         hardware=cpu_fingerprint(num_cores()),
         rounding=ROUNDING,
-        has_exact_counts=True,
         gates=gates,
     )
 
