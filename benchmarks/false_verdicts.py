@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import click
 import numpy as np
-from autotune.check.sequential import Design, Floats
 
 from autotune.console import Console
+from autotune.evaluation.not_slower import Design, Floats
 from autotune.evaluation.race import Fastest, Judgement, Look
 from autotune.evaluation.summary import NUM_RESAMPLES
 from autotune.search.thresholds import HELD_OUT_PROMPTS, MAX_PASSES, RISK, ROUNDS

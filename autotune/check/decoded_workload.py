@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autotune.check.counts import counts_gate
 from autotune.check.result import COUNTS, LOSSLESS, SPEEDUP, Gate, GateVerdict, Timing, WorkloadResult
 from autotune.check.worker_process import WorkerRequest
+from autotune.console import Console
 from autotune.documents.decoded import Decoded
-from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.decoding_profile import TUNED, DecodingProfile
+from autotune.documents.deployment import RUNTIME
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
-from autotune.evaluation.summary import Summary
+from autotune.errors import UserError
+from autotune.evaluation.arms import Arm
+from autotune.evaluation.race import Everyone, race
+from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.summary import Summary, summarize
 from autotune.trees.fallback import RoundPrice
 from autotune.workloads.workload import Workload
 
@@ -24,8 +31,10 @@ class DecodedWorkload:
     workload: Workload
     profile: DecodingProfile
     runs: list[Decoded]
-    plain_ms: list[float]
-    summary: Summary
+    plain: list[Decoded]
+    """Runs of plain decoding."""
+    seed: int
+    """Seed of the interval of the speedup."""
     divergences: Mapping[str, str]
     """By prompt: where an answer that must be lossless first differs from plain decoding."""
     evidence: list[Decoded] | str
@@ -36,14 +45,16 @@ class DecodedWorkload:
     """Why equal work may give other answers; empty if it may not."""
     is_rounding: bool = True
     """Whether this explains all divergences."""
-    has_exact_counts: bool = False
-    """Whether any other count than the evidence's is a fault, as of an engine, whose rounds have no prices."""
     not_repeated: list[str] = field(default_factory=list)
     """Prompts whose counts differed the second time."""
     gates: Sequence[Gate] = ()
     """Further gates, which the backend alone has."""
     requests: Mapping[str, WorkerRequest] = field(default_factory=dict)
     """The inputs of workers by prompt, where there are workers."""
+
+    @cached_property
+    def summary(self) -> Summary:
+        return summarize(TUNED, self.runs, self.plain, seed=self.seed)
 
     @property
     def prices(self) -> list[RoundPrice | None]:
@@ -60,7 +71,7 @@ class DecodedWorkload:
             ci95=self.summary.ci95,
             precision=self.precision,
             prompts=[run.without_tokens() for run in self.runs],
-            plain_ms=self.plain_ms,
+            plain_ms=[run.decode_ms for run in self.plain],
             timing=timing,
         )
 
@@ -112,7 +123,7 @@ class DecodedWorkload:
             name=COUNTS,
             workload=self.workload.name,
             source=source,
-            tolerance=None if self.has_exact_counts else tolerance,
+            tolerance=tolerance if self.profile.backend == RUNTIME else None,  # an engine's rounds have no prices
             advisory_reason=None if self.hardware.key == device else f"{source} was made on {device}",
             different_answer_reason=self.rounding or (f"with {changes}" if changes else None),
         )
@@ -121,3 +132,25 @@ class DecodedWorkload:
         shown = ", ".join(self.not_repeated[:3])
         which = f"{len(self.not_repeated)} of {len(self.runs)} prompts have other counts when decoded again ({shown})"
         return self.skipped_gate(name, f"counts are not reproducible: {which}")
+
+
+def decode_all(
+    arms: Sequence[Arm], workload: Workload, seed: int, console: Console, runner: ArmRunner | None = None
+) -> list[list[Decoded]]:
+    """The runs of every arm on a workload's prompts, decoded prompt by prompt in random order.
+
+    Raises:
+        UserError: an arm cannot go on.
+    """
+    with console.stage(f"check of {workload.name}", len(workload.prompts)) as update:
+        measured = race(
+            runner or ArmRunner(),
+            arms,
+            workload.prompts,
+            Everyone(),
+            seed=seed,
+            report=lambda done, total: update(done, total, ""),
+        )
+    for reason in measured.failed.values():
+        raise UserError(reason)
+    return [measured.runs[arm.name] for arm in arms]

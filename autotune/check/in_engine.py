@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 
 from autotune.check.comparison import Contender, require_comparable
-from autotune.check.decoded_workload import DecodedWorkload
-from autotune.check.evidence import evidence_for
+from autotune.check.decoded_workload import DecodedWorkload, decode_all
 from autotune.check.result import REPLAY, Gate, GateVerdict
 from autotune.check.revision import worktree
 from autotune.check.settings import CheckSettings
@@ -18,10 +16,6 @@ from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
 from autotune.documents.deployment import Deployment
 from autotune.engines.backend import Backend
-from autotune.errors import UserError
-from autotune.evaluation.race import Everyone, race
-from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.summary import summarize
 from autotune.files import content_key, sha256_of
 from autotune.machine.container import num_cores
 from autotune.machine.device import cpu_fingerprint
@@ -30,57 +24,34 @@ from autotune.workloads.workload import Workload
 ROUNDING = "a batch of tokens rounds otherwise than one token"
 
 
-class Restore(Protocol):
-    """Finds the backend of a profile, with another executable and arguments if ``command`` names them."""
-
-    def __call__(self, profile: DecodingProfile, *, command: str | None, console: Console) -> Backend: ...
+Restore = Callable[..., Backend]
+"""Finds the backend of a profile, with another executable and arguments if ``command`` names them
+(``search.backends.restored_backend``).
+"""
 
 
 def decode_in_engine(
-    settings: CheckSettings, profile: DecodingProfile, workloads: Sequence[Workload], backend: Backend, console: Console
-) -> list[DecodedWorkload]:
-    """Decode every workload in new servers, with the profile's speculation and without.
-
-    Raises:
-        UserError: a server does not start, or ends.
-    """
-    evidence = [evidence_for(profile, workload, settings) for workload in workloads]
-    return [
-        _decode(settings, profile, workload, known, backend, console)
-        for workload, known in zip(workloads, evidence, strict=True)
-    ]
-
-
-def _decode(
-    settings: CheckSettings,
     profile: DecodingProfile,
     workload: Workload,
     evidence: list[Decoded] | str,
     backend: Backend,
+    seed: int,
     console: Console,
 ) -> DecodedWorkload:
-    configuration, prompts = _deployment(profile).speculation, workload.prompts
+    """Decode a workload in new servers, with the profile's speculation and without.
+
+    Raises:
+        UserError: a server does not start, or ends.
+    """
+    configuration = _deployment(profile).speculation
     with ExitStack() as stack:
-        arms = {
-            name: stack.enter_context(backend.arm(c))
-            for name, c in ((AR, None), (TUNED, configuration))
-            if c or name == AR
-        }
-        for name, arm in arms.items():
+        arms = [stack.enter_context(backend.arm(None))]
+        if configuration is not None:
+            arms.append(stack.enter_context(backend.arm(configuration)))
+        for name, arm in zip((AR, TUNED), arms, strict=False):
             arm.name = name
-        update = stack.enter_context(console.stage(f"check of {workload.name}", len(prompts)))
-        measured = race(
-            ArmRunner(),
-            list(arms.values()),
-            prompts,
-            Everyone(),
-            seed=settings.seed,
-            report=lambda done, total: update(done, total, ""),
-        )
-    for reason in measured.failed.values():
-        raise UserError(reason)
-    name = next(reversed(arms))
-    runs, plain = measured.runs[name], measured.runs[AR]
+        decoded = decode_all(arms, workload, seed, console)
+    plain, runs = decoded[0], decoded[-1]
     gates = []
     if configuration is not None and not configuration.model:  # chains of a model are replayed approximately
         gates.append(_replay_gate(workload, runs, backend, configuration))
@@ -88,8 +59,8 @@ def _decode(
         workload=workload,
         profile=profile,
         runs=runs,
-        plain_ms=[run.decode_ms for run in plain],
-        summary=summarize(name, runs, plain, seed=settings.seed),
+        plain=plain,
+        seed=seed,
         divergences={
             run.prompt: f"token {_first_difference(run, other)}"
             for run, other in zip(runs, plain, strict=True)
@@ -99,7 +70,6 @@ def _decode(
         precision=backend.precision,
         hardware=cpu_fingerprint(num_cores()),
         rounding=ROUNDING,
-        has_exact_counts=True,
         gates=gates,
     )
 

@@ -13,19 +13,17 @@ from pathlib import Path
 import torch
 
 from autotune.check.comparison import CHECKS, Contender, require_comparable
-from autotune.check.decoded_workload import DecodedWorkload
+from autotune.check.decoded_workload import DecodedWorkload, decode_all
 from autotune.check.evidence import evidence_for
 from autotune.check.revision import checked_out
 from autotune.check.settings import CheckSettings
 from autotune.check.worker_process import Side, WorkerProcess, WorkerRequest
 from autotune.console import Console
 from autotune.documents.decoded import Decoded
-from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
+from autotune.documents.decoding_profile import TUNED, DecodingProfile
 from autotune.documents.provenance import beside
 from autotune.evaluation.divergence import divergences_from_plain
-from autotune.evaluation.race import Everyone, Report, race
 from autotune.evaluation.runtime_arms import DecoderArm, RuntimeArms
-from autotune.evaluation.summary import summarize
 from autotune.files import content_key, read_json, sha256_of, write_bytes
 from autotune.machine.device import choose_device, fingerprint
 from autotune.modeling.weight_files import save_tensors
@@ -53,8 +51,7 @@ def decode_in_runtime(
     evidence = [evidence_for(profile, workload, settings, arms.keys) for workload in workloads]
     decoded = []
     for number, (workload, known) in enumerate(zip(workloads, evidence, strict=True)):
-        with console.stage(f"check of {workload.name}", len(workload.prompts)) as update:
-            one = _decode(tuned, workload, known, settings.seed, lambda done, total: update(done, total, ""))
+        one = _decode(tuned, workload, known, settings.seed, console)
         if settings.against is not None:
             one = replace(one, requests=_write_requests(one, arms, folder / f"{number}"))
         decoded.append(one)
@@ -66,30 +63,22 @@ def decode_in_runtime(
 
 
 def _decode(
-    tuned: DecoderArm, workload: Workload, evidence: list[Decoded] | str, seed: int, report: Report
+    tuned: DecoderArm, workload: Workload, evidence: list[Decoded] | str, seed: int, console: Console
 ) -> DecodedWorkload:
-    """Decode prompt by prompt in random order, side by side with plain decoding; then again, to see if counts
-    repeat.
-    """
+    """Decode side by side with plain decoding; then again, to see if counts repeat."""
     arms, decoder = tuned.arms, tuned.decoder
     workload = arms.conversations.follow_workload(workload)
-    prompts, runner, steps = workload.prompts, arms.runner(), 2 * len(workload.prompts)
-    measured = race(
-        runner, [arms.plain, tuned], prompts, Everyone(), seed=seed, report=lambda done, _: report(done, steps)
-    )
-    repeated = race(
-        runner, [tuned], prompts, Everyone(), seed=seed, report=lambda done, _: report(steps // 2 + done, steps)
-    )
-    runs, plain, again = measured.runs[tuned.name], measured.runs[AR], repeated.runs[tuned.name]
-    divergences = divergences_from_plain(tuned, prompts, runs, plain)
+    plain, *_, runs = decode_all([arms.plain, tuned], workload, seed, console, arms.runner())
+    (again,) = decode_all([tuned], workload, seed, console, arms.runner())
+    divergences = divergences_from_plain(tuned, workload.prompts, runs, plain)
     precision = decoder.target.text.precision
     assert decoder.profile is not None
     return DecodedWorkload(
         workload=workload,
         profile=decoder.profile,
         runs=runs,
-        plain_ms=[run.decode_ms for run in plain],
-        summary=summarize(tuned.name, runs, plain, seed=seed),
+        plain=plain,
+        seed=seed,
         divergences={name: str(divergence) for name, divergence in divergences.items()},
         evidence=evidence,
         precision=precision,

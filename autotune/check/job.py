@@ -10,6 +10,7 @@ from pathlib import Path
 
 from autotune.check.comparison import Comparison
 from autotune.check.decoded_workload import DecodedWorkload
+from autotune.check.evidence import evidence_for
 from autotune.check.in_engine import Restore, decode_in_engine, open_engines
 from autotune.check.output import junit
 from autotune.check.result import TIME, CheckResult, Gate, Timing, verdict_of
@@ -45,7 +46,11 @@ def run_check(settings: CheckSettings, console: Console, restore: Restore | None
             assert restore is not None
             backend = restore(located, command=settings.engine_command, console=console)
             sides = open_engines(settings, located, backend, restore, folder, console) if settings.against else None
-            decoded = decode_in_engine(settings, located, workloads, backend, console)
+            evidence = [evidence_for(profile, workload, settings) for workload in workloads]
+            decoded = [
+                decode_in_engine(located, workload, known, backend, settings.seed, console)
+                for workload, known in zip(workloads, evidence, strict=True)
+            ]
         gates = [gate for one in decoded for gate in _local_gates(settings, one)]
         timings: list[Timing | None] = [None] * len(decoded)
         if sides is not None:

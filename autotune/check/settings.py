@@ -46,8 +46,7 @@ class CheckSettings(BaseModel):
     device: str = setting("auto", "auto, cpu or cuda:N.")
     dtype: Dtype | None = setting(None, "Data type of the target; default: the profile's.")
     junit: Path | None = setting(None, "JUnit XML file to write.")
-    markdown: Path | None = setting(None, "Markdown file to write.")
-    github: bool = setting(False, "Annotate the run, and add to its summary, on GitHub Actions.")
+    github: bool = setting(False, "Annotate the run on GitHub Actions.")
 
     def require_consistent(self) -> None:
         if not self.tolerance < self.limit:

@@ -9,12 +9,34 @@ import click
 
 from autotune.cli import options
 from autotune.cli.verb import Verb
+from autotune.modeling.loading import Dtype
 from autotune.search.settings import SearchSettings
+from autotune.workloads.formats import Format
 
 
 @click.command(cls=Verb, short_help="Compare a profile with other ways to decode.")
 @click.argument("profile", type=click.Path(path_type=Path))
-@options.prompt_options
+@options.workload
+@options.workload_format
+@options.chat_template_kwargs
+@options.num_prompts(32)
+@click.option(
+    "--whole",
+    "is_whole",
+    hidden=True,
+    is_flag=True,
+    help="Decode the prompts of both splits: for a workload that the profile was not tuned on.",
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=None, show_default="of each prompt", help="Longest answer."
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    default=None,
+    show_default="of each prompt",
+    help="Temperature of all prompts, which are sampled with their numbers as seeds.",
+)
 @click.option(
     "--arms",
     default=None,
@@ -38,21 +60,36 @@ from autotune.search.settings import SearchSettings
 @options.engine_command
 @options.requests_at_once
 @options.as_json
-def command(profile: Path, arms: str | None, table: Path | None, as_json: bool, **choices: Any) -> None:
+def command(
+    profile: Path,
+    workload: str | None,
+    workload_format: Format | None,
+    chat_template_kwargs: dict[str, Any] | None,
+    arms: str | None,
+    draft: str | None,
+    seed: int,
+    device: str,
+    dtype: Dtype | None,
+    wait_until_idle_s: float | None,
+    table: Path | None,
+    engine_command: str | None,
+    requests_at_once: tuple[int, ...],
+    as_json: bool,
+    **choices: Any,
+) -> None:
     """Measure a profile side by side with plain decoding and other configurations, interleaved in one run."""
     from autotune.cli.preflight import require_profile, workload_for
-    from autotune.evaluation.bench_settings import EvaluationPrompts, require_arms
     from autotune.study.outputs import require_replaceable
 
     if table is not None:
         require_replaceable(table, "--table", key="")
-    document = require_profile(profile)
+    document = require_profile(profile)  # before numba is imported
+
+    from autotune.evaluation.bench_settings import evaluation_prompts, require_arms
+
     names = None if arms is None else [name.strip() for name in arms.split(",") if name.strip()]
     require_arms(document, names or ())
-    chosen = {name: choices.pop(name) for name in options.PROMPT_CHOICES}
-    if chosen["chat_template_kwargs"] is None:
-        chosen["chat_template_kwargs"] = document.chat_template_kwargs
-    chosen["workload"] = workload_for(profile, chosen["workload"], chosen["workload_format"])
+    workload = workload_for(profile, workload, workload_format)
     click.echo(f"measuring {profile}", err=True)
 
     from autotune.cli.arms import compared_arms, measured_loads
@@ -62,12 +99,23 @@ def command(profile: Path, arms: str | None, table: Path | None, as_json: bool, 
     from autotune.files import write_table
 
     console = Console()
-    prompts = EvaluationPrompts(**chosen).load()
-    measured = {name: choices.pop(name) for name in ("seed", "wait_until_idle_s")}
-    sizes, command = choices.pop("requests_at_once"), choices["engine_command"]
-    with compared_arms(profile, document, prompts, console, names=names, **choices) as (compared, device):
-        result = run_bench(document, compared, console, device=device, **measured)
-    loads = measured_loads(document, compared.prompts, sizes, command, console)
+    variables = document.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
+    prompts = evaluation_prompts(workload, workload_format=workload_format, chat_template_kwargs=variables, **choices)
+    with compared_arms(
+        profile,
+        document,
+        prompts,
+        console,
+        names=names,
+        draft=draft,
+        device=device,
+        dtype=dtype,
+        engine_command=engine_command,
+    ) as (compared, found_device):
+        result = run_bench(
+            document, compared, console, device=found_device, seed=seed, wait_until_idle_s=wait_until_idle_s
+        )
+    loads = measured_loads(document, compared.prompts, requests_at_once, engine_command, console)
     result |= {"profile": str(profile), "loads": loads}
     if table is not None:
         write_table(table, runs_dataframe(result["runs"]))

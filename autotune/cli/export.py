@@ -25,12 +25,12 @@ def command(profile: Path, draft_tokens: int | None, output: Path) -> None:
     chain of a profile of this runtime. Models that vLLM does not load as they are get written.
     """
     from autotune.cli.preflight import require_profile
-    from autotune.console import Console
 
     document = require_profile(profile)
     if document.point.deployment is not None:
         words = document.point.deployment.command
     else:
+        from autotune.console import Console
         from autotune.engines.runtime_export import vllm_command
 
         words = vllm_command(document, Console(), draft_tokens=draft_tokens, output=output)

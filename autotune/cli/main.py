@@ -40,7 +40,7 @@ class Commands(click.Group):
             return None
         for name in CHATTY:
             logging.getLogger(name).setLevel(logging.ERROR)
-        command: click.Command = importlib.import_module(f"autotune.cli.{cmd_name.replace('-', '_')}").command
+        command: click.Command = importlib.import_module(f"autotune.cli.{cmd_name}").command
         command.name = cmd_name
         return command
 

@@ -199,50 +199,6 @@ def output(default: str | None, help_text: str) -> Decorator:
     )
 
 
-PROMPT_CHOICES = (
-    "workload",
-    "workload_format",
-    "num_prompts",
-    "is_whole",
-    "max_new_tokens",
-    "temperature",
-    "chat_template_kwargs",
-)
-
-
-def prompt_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of the prompts that a profile is measured on: ``PROMPT_CHOICES``."""
-    for option in (
-        click.option(
-            "--temperature",
-            type=click.FloatRange(0),
-            default=None,
-            show_default="of each prompt",
-            help="Temperature of all prompts, which are sampled with their numbers as seeds.",
-        ),
-        click.option(
-            "--max-new-tokens",
-            type=click.IntRange(min=1),
-            default=None,
-            show_default="of each prompt",
-            help="Longest answer.",
-        ),
-        click.option(
-            "--whole",
-            "is_whole",
-            hidden=True,
-            is_flag=True,
-            help="Decode the prompts of both splits: for a workload that the profile was not tuned on.",
-        ),
-        num_prompts(32),
-        chat_template_kwargs,
-        workload_format,
-        workload,
-    ):
-        command = option(command)
-    return command
-
-
 def table(contents: str) -> Decorator:
     return click.option("--table", type=TableFile(), default=None, help=f"Write {contents} to a .csv or .parquet file.")
 

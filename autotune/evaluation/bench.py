@@ -104,9 +104,14 @@ class BenchResults:
 
     def __init__(self, runs: Mapping[str, list[Decoded]], prompts: Workload, seed: int) -> None:
         """``runs`` by arm are of these prompts in their order, and include plain decoding; ``seed``: of bootstrap
-        intervals.
+        intervals. Tasks are those of the prompts: not every arm repeats them.
         """
-        self.runs, self.format = dict(runs), prompts.format
+        tasks = [{"task": prompt.settings.task} for prompt in prompts.prompts]
+        self.format = prompts.format
+        self.runs = {
+            name: [run.model_copy(update=task) for run, task in zip(of_arm, tasks, strict=True)]
+            for name, of_arm in runs.items()
+        }
         self.summaries = [summarize(name, of_arm, runs[AR], seed=seed) for name, of_arm in runs.items()]
         self.by_task, self.by_length = speedups_by_task(self.runs), gain_by_length(self.runs)
         self.benchmark = benchmark_results(self.runs, prompts.prompts)

@@ -18,10 +18,8 @@ from autotune.evaluation.bench_settings import BenchArms
 from autotune.evaluation.bench_tables import is_lossy_arm
 from autotune.evaluation.runtime_arms import DecoderArm, HuggingFaceArm, RuntimeArms
 from autotune.modeling.loading import Dtype
-from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.runtime.load import load
 from autotune.trees.policy import parse_policy
-from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
 ARMS: dict[str, Callable[[RuntimeArms], Arm]] = {
@@ -79,52 +77,20 @@ def choose_arms(names: Sequence[str], arms: RuntimeArms, prompts: Workload) -> B
     chosen, decoder = BenchArms([], prompts), arms.decoder
     has_states = decoder.target.has_states or (decoder.draft is not None and decoder.draft.has_states)
     for name in dict.fromkeys(names):
-        failure: str | None = None
-        note: str | None = None
         has_draft = decoder.draft is not None or (arms.draft_of is not None and name in NAMED)
         if not has_draft and (name in NAMED or name == HF_ASSISTED):
-            failure = "the profile decodes without a draft"
+            chosen.unavailable[name] = "the profile decodes without a draft"
         elif name in NAMED and not parse_policy(NAMED[name].tree).is_chain and has_states:
-            failure = "recurrent or convolution states follow one path, so that only chains are decoded"
-        elif name == HF_ASSISTED:
-            failure, note = try_assisted(arms, prompts)
-        elif name == HF and decoder.mode != EAGER:
-            note = f"generate runs eagerly, so that gains over it include that of mode {decoder.mode}; gains over {AR} do not"
-        if failure is not None:
-            chosen.unavailable[name] = failure
-            continue
-        if note is not None:
-            chosen.notes[name] = note
-        chosen.arms.append(ARMS[name](arms))
+            states = "recurrent or convolution states follow one path, so that only chains are decoded"
+            chosen.unavailable[name] = states
+        elif name == HF_ASSISTED and assistant_of(arms) is None:
+            chosen.unavailable[name] = "the profile's draft is no model that generate takes as its assistant_model"
+        else:
+            chosen.arms.append(ARMS[name](arms))
+    if HF in names and decoder.mode != EAGER:
+        eager = f"generate runs eagerly, so that gains over it include that of mode {decoder.mode}"
+        chosen.notes[HF] = f"{eager}; gains over {AR} do not"
     return chosen
-
-
-def try_assisted(arms: RuntimeArms, prompts: Workload) -> tuple[str | None, str | None]:
-    """Try Hugging Face's assisted generation on the first prompt with an image and the first without.
-
-    Returns why it cannot run, or None, and a limitation to report, or None. In half precision rounding can flip the
-    argmax of a near tie, so only in float32 an output that differs from ``generate`` alone is a failure.
-    """
-    assistant = assistant_of(arms)
-    if assistant is None:
-        return "the profile's draft is no model that generate takes as its assistant_model", None
-    note = None
-    first_of_kind: dict[bool, WorkloadPrompt] = {}
-    for prompt in prompts.prompts:
-        first_of_kind.setdefault(bool(prompt.pixels), prompt)
-    for prompt in first_of_kind.values():
-        try:
-            with timed_vision(assistant) as vision:
-                answer = ARMS[HF_ASSISTED](arms).decode(prompt)
-        except Exception as error:  # whatever transformers raises for models it does not support
-            first_line = next(iter(str(error).strip().splitlines()), "no message")
-            return f"on {prompt.name} generate raised {type(error).__name__}: {first_line}", None
-        is_exact = arms.decoder.target.text.is_exact and prompt.settings.temperature == 0
-        if is_exact and answer.tokens != ARMS[HF](arms).decode(prompt).tokens:
-            return f"on {prompt.name} its output differs from generate alone", None
-        if prompt.pixels and vision_parts(assistant) and vision.num_forwards == 0:
-            note = "generate gives the draft no image, so that it drafts blind"
-    return None, note
 
 
 def assistant_of(arms: RuntimeArms) -> Any | None:

@@ -15,31 +15,31 @@ from autotune.workloads.formats import Format
 from autotune.workloads.workload import Workload, load_workload
 
 
-@dataclass(frozen=True)
-class EvaluationPrompts:
-    """The prompts of a workload that are decoded."""
+def evaluation_prompts(
+    workload: str,
+    *,
+    workload_format: Format | None = None,
+    num_prompts: int = 32,
+    is_whole: bool = False,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    chat_template_kwargs: Variables | None = None,
+) -> Workload:
+    """Load the prompts of a workload that are decoded.
 
-    workload: str
-    """Name or file."""
-    workload_format: Format | None = None
-    """Format of the file; None finds it out."""
-    num_prompts: int = 32
-    is_whole: bool = False
-    """Decode the prompts of both splits."""
-    max_new_tokens: int | None = None
-    """Limit of all answers; None: each prompt's own."""
-    temperature: float | None = None
-    """Temperature of all prompts; None: each prompt's own."""
-    chat_template_kwargs: Variables | None = None
-    """Variables of the chat template that the prompts do not set."""
-
-    def load(self) -> Workload:
-        """Load the prompts."""
-        workload = load_workload(
-            self.workload, "evaluate", num_prompts=self.num_prompts, format=self.workload_format, is_whole=self.is_whole
-        ).cut(self.num_prompts, self.max_new_tokens)
-        workload = workload.with_variables(self.chat_template_kwargs)
-        return workload if self.temperature is None else workload.sampled(self.temperature)
+    Args:
+        workload: name or file.
+        workload_format: of the file; None finds it out.
+        is_whole: load the prompts of both splits.
+        max_new_tokens: limit of all answers; None: each prompt's own.
+        temperature: of all prompts; None: each prompt's own.
+        chat_template_kwargs: variables of the chat template that the prompts do not set.
+    """
+    loaded = load_workload(
+        workload, "evaluate", num_prompts=num_prompts, format=workload_format, is_whole=is_whole
+    ).cut(num_prompts, max_new_tokens)
+    loaded = loaded.with_variables(chat_template_kwargs)
+    return loaded if temperature is None else loaded.sampled(temperature)
 
 
 @dataclass

@@ -297,7 +297,7 @@ def not_slower(
     """The arms that are not significantly slower than the fastest of them, the fastest first. All have run equally
     often.
     """
-    timed, _ = in_one_clock({name: runs[name] for name in names})
+    timed = in_one_clock({name: runs[name] for name in names})
     by_speed = sorted(names, key=lambda name: ms_per_token(timed[name]))
     return [
         name

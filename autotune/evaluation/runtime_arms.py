@@ -18,7 +18,7 @@ from autotune.documents.execution import CAPTURED
 from autotune.documents.published_defaults import PROMPT_LOOKUP
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.retrieval import RetrievalDraft
-from autotune.errors import errors_about
+from autotune.errors import ArmFailed, UserError, errors_about, first_line
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.hf_generate import hf_generate
 from autotune.evaluation.perplexity import quality
@@ -245,8 +245,14 @@ class HuggingFaceArm(RuntimeArm):
         self.threads = threads
 
     def generate(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
+        model = self.arms.decoder.target_model
         with limited_threads(self.threads):
-            return hf_generate(self.arms.decoder.target_model, inputs, assistant=self.assistant, **settings.generation)
+            try:
+                return hf_generate(model, inputs, assistant=self.assistant, **settings.generation)
+            except Exception as error:  # whatever transformers raises for models that cannot assist
+                if self.assistant is None or isinstance(error, UserError):
+                    raise
+                raise ArmFailed(f"generate raised {first_line(error)}") from error
 
 
 def _loaded(configuration: Configuration, draft: Any) -> LoadedPoint:

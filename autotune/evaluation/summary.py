@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,6 @@ from autotune.errors import UserError
 
 NUM_RESAMPLES = 2000  # of a bootstrap
 DISAGREEMENT = 0.05  # between speedups of wall and of CPU time, above which other processes used the machine
-Clock = Literal["wall", "cpu"]
 
 
 @dataclass(frozen=True)
@@ -68,22 +66,21 @@ def summarize(name: str, runs: Sequence[Decoded], baseline: Sequence[Decoded], *
     )
 
 
-def in_one_clock(runs: Mapping[str, Sequence[Decoded]]) -> tuple[dict[str, Sequence[Decoded]], Clock]:
-    """Runs whose ``decode_ms`` can be compared, and the clock of these times.
+def in_one_clock(runs: Mapping[str, Sequence[Decoded]]) -> Mapping[str, Sequence[Decoded]]:
+    """Runs whose ``decode_ms`` can be compared.
 
-    It is the wall's, unless every run has a CPU time and a speedup over the first arm is another one by it. Then other
-    processes used the machine, and the clock is the CPU's.
+    These are wall times, unless every run has a CPU time and a speedup over the first arm is another one by it. Then
+    other processes used the machine, and they are CPU times.
     """
     has_both = all(run.cpu_ms > 0 for of_arm in runs.values() for run in of_arm if run.new_tokens > 1)
     if not runs or not has_both:
-        return dict(runs), "wall"
+        return runs
     by_cpu = {
         name: [run.model_copy(update={"decode_ms": run.cpu_ms}) for run in of_arm] for name, of_arm in runs.items()
     }
     first = next(iter(runs))
     ratios = [speedup(runs[name], runs[first]) / speedup(by_cpu[name], by_cpu[first]) for name in runs]
-    is_disturbed = any(abs(ratio - 1) > DISAGREEMENT for ratio in ratios)
-    return (dict(by_cpu), "cpu") if is_disturbed else (dict(runs), "wall")
+    return by_cpu if any(abs(ratio - 1) > DISAGREEMENT for ratio in ratios) else runs
 
 
 def _mean_over_tokens(runs: Sequence[Decoded], values: Sequence[float | None]) -> float | None:

@@ -16,7 +16,6 @@ from autotune.documents.decoded import Decoded
 from autotune.evaluation import race, runner
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.not_slower import Design
-from autotune.evaluation.summary import summarize
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from autotune.workloads.workload import Workload
 from tests.check.sample_documents import prompt_evidence
@@ -75,7 +74,7 @@ def decoded(**fields: Any) -> DecodedWorkload:
     runs = [prompt_evidence(prompt.name, prompt_sha256=prompt.sha256) for prompt in PROMPTS]
     plain = [run.model_copy(update={"decode_ms": 2 * run.decode_ms}) for run in runs]
     known: dict[str, Any] = {"workload": Workload("digits", "evaluate", PROMPTS), "profile": decoding_profile()}
-    known |= {"runs": runs, "plain_ms": [run.decode_ms for run in plain], "summary": summarize("tuned", runs, plain)}
+    known |= {"runs": runs, "plain": plain, "seed": 0}
     known |= {"divergences": {}, "evidence": runs, "precision": "float32", "hardware": DEVICE}
     return DecodedWorkload(**{**known, **fields})
 

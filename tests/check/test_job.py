@@ -231,32 +231,24 @@ def test_a_lower_accepted_length_fails_without_timing(world: Path, monkeypatch: 
     assert "worse counts" in found.verdict and "accepted tokens" in gate(found, "counts").details[0]
 
 
-def test_counts_of_another_device_are_advisory(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_evidence(world, hardware=DEVICE)
-    accept_less(monkeypatch)
-    with pytest.warns(UserWarning, match="tuned on cpu/An abacus/1"):
-        found = check("proven.json")
-    assert (found.exit_code, gate(found, "counts").verdict) == (0, "warned")
-    assert "advisory only: the profile's evidence was made on cpu/An abacus/1" in gate(found, "counts").summary
-
-
-def test_counts_that_are_not_reproducible_do_not_gate(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_evidence(world)
+@pytest.mark.filterwarnings("ignore:.*tuned on cpu/An abacus/1")
+@pytest.mark.parametrize(
+    ("fields", "is_random", "verdict", "summary"),
+    [
+        ({"hardware": DEVICE}, False, "warned", "advisory only: the profile's evidence was made on cpu/An abacus/1"),
+        ({}, True, "skipped", "counts are not reproducible"),
+    ],
+)
+def test_counts_that_do_not_gate(
+    fields: dict[str, Any], is_random: bool, verdict: str, summary: str, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another device, and those that differ the second time."""
+    write_evidence(world, **fields)
     calls = iter(range(10_000))
-    accept_less(monkeypatch, lambda: 1 + (next(calls) % 5 == 0))
+    accept_less(monkeypatch, lambda: 1 + (is_random and next(calls) % 5 == 0))
     found = check("proven.json")
-    assert found.exit_code == 0 and gate(found, "counts").verdict == "skipped"
-    assert "counts are not reproducible" in gate(found, "counts").summary
-
-
-def test_prompts_that_changed_are_not_comparable(world: Path) -> None:
-    write_evidence(world)
-    write_workload(world, [{"prompt": "Go on, please.", "split": "evaluate", "max_new_tokens": 20}] * 2)
-    with pytest.raises(
-        NotComparable,
-        match=r"proven.json has no evidence about these prompts of workload.jsonl: 2 of the first 2 prompts have changed",
-    ):
-        check("proven.json", min_speedup=0.1)
+    assert (found.exit_code, gate(found, "counts").verdict) == (0, verdict)
+    assert summary in gate(found, "counts").summary
 
 
 @pytest.mark.parametrize("writes_date", [False, True])
@@ -281,7 +273,8 @@ def test_files_of_the_target_that_changed(world: Path, writes_date: bool, monkey
     assert "\n" not in str(error.value)
 
 
-def test_another_workload_is_not_comparable_without_another_gate(world: Path) -> None:
+def test_prompts_without_evidence_are_not_comparable_without_another_gate(world: Path) -> None:
+    """Another workload, and prompts of the search's workload that have changed."""
     write_evidence(world)
     prompts = [{"prompt": "Something else.", "split": "evaluate", "max_new_tokens": 20}]
     write_workload(world, prompts, name="other.jsonl")
@@ -290,6 +283,12 @@ def test_another_workload_is_not_comparable_without_another_gate(world: Path) ->
     both = check("proven.json", workloads=("workload.jsonl", "other.jsonl"), min_speedup=0.001)
     assert [one.verdict for one in both.gates if one.name == "counts"] == ["passed", "skipped"]
     assert [one.name for one in both.workloads] == ["workload.jsonl", "other.jsonl"]
+    write_workload(world, prompts * 2)
+    changed = (
+        r"proven.json has no evidence about these prompts of workload.jsonl: 2 of the first 2 prompts have changed"
+    )
+    with pytest.raises(NotComparable, match=changed):
+        check("proven.json", min_speedup=0.1)
 
 
 # -------- against

@@ -55,21 +55,15 @@ def test_the_base_decodes_with_the_profile_of_its_revision(repository: Path, tmp
             "the project does not contain autotune: both sides run the installed one"
         )
     assert git(repository, "worktree", "list").count("\n") == 0, "the worktree is removed"
-    assert not (tmp_path / "base").exists()
-
-
-def test_a_profile_that_git_does_not_track_is_the_heads(repository: Path, tmp_path: Path) -> None:
     (repository / "mine.json").write_text("mine")
     with checked_out("HEAD~1", Path("mine.json"), head(repository), tmp_path) as base:
-        assert base.profile == repository / "mine.json"
+        assert base.profile == repository / "mine.json", "git does not track it"
 
 
 def test_a_revision_of_this_project_decodes_with_its_own_code(repository: Path, tmp_path: Path) -> None:
-    commit(repository, autotune____init___py="")
-    (repository / "autotune").mkdir(exist_ok=True)
-    (repository / "autotune" / "__init__.py").write_text("")
-    git(repository, "add", "-A")
-    git(repository, "commit", "-q", "-m", "a package")
+    (repository / "autotune").mkdir()
+    (repository / "autotune" / "__init__.py").touch()
+    commit(repository)
     side = Side(name="head", label="as it is here", profile=repository / "profile.json", code=repository)
     with checked_out("HEAD", Path("profile.json"), side, tmp_path) as base:
         assert base.code == tmp_path / "base"

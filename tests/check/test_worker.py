@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import autotune
 from autotune.check import worker
 from autotune.check.worker_process import WORKER, Side, WorkerProcess, WorkerRequest
-from autotune.documents.decoded import Decoded, tokens_key
+from autotune.documents.decoded import tokens_key
 from autotune.errors import UserError
 from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
@@ -35,12 +35,6 @@ SETTINGS = Prompt(prompt="prompt", max_new_tokens=20)
 PROMPT = WorkloadPrompt("prompt", SETTINGS, ())
 
 
-def request(inputs: Inputs, folder: Path) -> WorkerRequest:
-    path = folder / "inputs.safetensors"
-    save_file({name: value.contiguous() for name, value in inputs.items()}, path)
-    return WorkerRequest(path, 0)
-
-
 def served(profile: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
     """The worker's answers, in this process."""
     answers = io.StringIO()
@@ -49,30 +43,24 @@ def served(profile: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in answers.getvalue().splitlines()]
 
 
-def test_answers_agree_with_the_decoder(profile: Path, prompts: dict[str, Inputs], tmp_path: Path) -> None:
-    one = request(prompts["image"], tmp_path)
-    fields = {"inputs": str(one.inputs), "settings": SETTINGS.generation, "task": SETTINGS.task}
-    ready, tuned = served(profile, fields)
-    assert Path(ready["ready"]) == Path(autotune.__file__).parent
-    stats = autotune.load(profile, device="cpu").generate(**prompts["image"], **SETTINGS.generation).stats
-    found = Decoded(arm="head", prompt="prompt", prompt_sha256="0", **tuned)
-    assert found.accepted_lengths == stats.accepted_lengths and sum(found.accepted_lengths) > 0
-    assert (found.target_forwards, found.draft_forwards) == (stats.target_forwards, stats.draft_forwards)
-    assert found.verified_nodes == sum(stats.verified_nodes) and found.plain_steps == 0
-    assert found.new_tokens == 20 and found.decode_ms > 0
-
-
 def test_a_worker_process_decodes_and_reports_failures(
     profile: Path, prompts: dict[str, Inputs], tmp_path: Path
 ) -> None:
-    """A real process: warmed up, with the decoder's answer, and an error as one line."""
-    requests = {"prompt": request(prompts["image"], tmp_path), "gone": WorkerRequest(tmp_path / "gone.safetensors", 0)}
+    """A real process: warmed up, with the decoder's answer and counts, and an error as one line."""
+    path = tmp_path / "inputs.safetensors"
+    save_file({name: value.contiguous() for name, value in prompts["image"].items()}, path)
+    requests = {"prompt": WorkerRequest(path, 0), "gone": WorkerRequest(tmp_path / "gone.safetensors", 0)}
     with WorkerProcess(Side("head", "this code", profile), requests, device="cpu", log=tmp_path / "log") as process:
         process.prepare([PROMPT])
         found = process.decode(PROMPT)
         assert (found.arm, found.prompt, found.prompt_sha256) == ("head", "prompt", PROMPT.sha256)
         output = autotune.load(profile, device="cpu").generate(**prompts["image"], **SETTINGS.generation)
-        assert found.tokens_sha256 == tokens_key(output.sequences[0, output.stats.prompt_tokens :].tolist())
+        stats = output.stats
+        assert found.tokens_sha256 == tokens_key(output.sequences[0, stats.prompt_tokens :].tolist())
+        assert found.accepted_lengths == stats.accepted_lengths and sum(found.accepted_lengths) > 0
+        assert (found.target_forwards, found.draft_forwards) == (stats.target_forwards, stats.draft_forwards)
+        assert found.verified_nodes == sum(stats.verified_nodes) and found.plain_steps == 0
+        assert found.new_tokens == 20 and found.decode_ms > 0
         with pytest.raises(RuntimeError, match=r"head.*gone\.safetensors"):
             process.decode(replace(PROMPT, name="gone"))
 
@@ -92,7 +80,7 @@ def test_an_error_is_an_answer(profile: Path, tmp_path: Path, capfd: pytest.Capt
     assert answer["error"].startswith("UserError: ") and "gone.json: no such file" in answer["error"]
     assert "Traceback" in capfd.readouterr().err, "for the log"
     ready, broken = served(profile, {"task": "x"})
-    assert "ready" in ready and broken["error"] == "KeyError: 'inputs'"
+    assert Path(ready["ready"]) == Path(autotune.__file__).parent and broken["error"] == "KeyError: 'inputs'"
     assert broken["is_fault"] and not answer["is_fault"]
 
 

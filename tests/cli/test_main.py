@@ -422,7 +422,9 @@ def test_what_cannot_be_compared_exits_with_4(world: Path, monkeypatch: pytest.M
     result = CliRunner().invoke(main, case)
     assert isinstance(result.exception, SystemExit) and result.exit_code == 4, result.exception
     assert_one_line(
-        result.stdout, result.stderr, r"--against another\.json: its target is another/model, that of profile\.json"
+        result.stdout,
+        result.stderr,
+        r"--against another\.json: its target is another/model, that of the checked profile is ",
     )
 
 

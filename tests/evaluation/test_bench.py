@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pandas import DataFrame
@@ -15,22 +16,17 @@ from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.published_defaults import ARM_NAMES, COMPARED_DEFAULTS, HF_ASSISTED, PROMPT_LOOKUP
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import ArmFailed, UserError
-from autotune.evaluation import runtime_arms as arms_of_runtime
 from autotune.evaluation.bench import run_bench
 from autotune.evaluation.bench_arms import ARMS, assistant_of, choose_arms, runtime_arms
-from autotune.evaluation.bench_settings import EvaluationPrompts, require_arms
-from autotune.evaluation.runtime_arms import HuggingFaceArm, RuntimeArms
+from autotune.evaluation.bench_settings import evaluation_prompts, require_arms
+from autotune.evaluation.runtime_arms import RuntimeArms
 from autotune.machine.device import fingerprint
 from autotune.modeling.loading import reference
-from autotune.modeling.target import Target
-from autotune.modeling.text_model import TextModel
 from autotune.runtime.decoder import Decoder
-from autotune.workloads.prompt import Prompt, WorkloadPrompt
+from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, load_workload
 from tests.sample_documents import decoding_profile, write_image, write_workload
 from tests.tiny_models import Pair
-
-BLIND = "generate gives the draft no image, so that it drafts blind"
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +52,9 @@ def in_world(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(world)
 
 
-def bench(
-    profile: str, names: list[str] | None, prompts: EvaluationPrompts | None = None, **options: Any
-) -> dict[str, Any]:
-    prompts = prompts or EvaluationPrompts("workload.jsonl", num_prompts=3)
-    chosen, device = runtime_arms(Path(profile), prompts.load(), Console(), names=names, device="cpu", **options)
+def bench(profile: str, names: list[str] | None, prompts: Workload | None = None, **options: Any) -> dict[str, Any]:
+    prompts = prompts or evaluation_prompts("workload.jsonl", num_prompts=3)
+    chosen, device = runtime_arms(Path(profile), prompts, Console(), names=names, device="cpu", **options)
     return run_bench(DecodingProfile.load(Path(profile)), chosen, Console(), device=device)
 
 
@@ -68,7 +62,7 @@ def test_by_default_every_arm_runs(capsys: pytest.CaptureFixture[str]) -> None:
     result = bench("tree.json", None)
     names = [AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *COMPARED_DEFAULTS, TUNED]
     assert [arm["name"] for arm in result["arms"]] == list(result["runs"]) == names
-    assert result["unavailable"] == {} and result["notes"] == {HF_ASSISTED: BLIND}
+    assert result["unavailable"] == {} and result["notes"] == {}
     for arm in result["arms"]:
         assert arm["identical_outputs"] == arm["num_prompts"] == 3, arm["name"]
         assert arm["num_tokens"] == sum(one["new_tokens"] - 1 for one in result["runs"][arm["name"]])
@@ -78,14 +72,14 @@ def test_by_default_every_arm_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["provenance"]["contention"]["seconds"] > 0
     json.dumps(result, allow_nan=False)
     printed = capsys.readouterr().err
-    assert f"{HF_ASSISTED}: {BLIND}" in printed and "left out" not in printed and "perplexity" not in printed
+    assert "left out" not in printed and "perplexity" not in printed
     rounds = [run["acceptance_counts"]["by_depth"][0][0] for run in result["runs"]["chain"]]
     assert sum(rounds) == result["acceptance_counts"]["chain"]["by_depth"][0][0] > 0
     assert AR not in result["acceptance_counts"]
 
 
 def test_a_profile_without_a_draft_is_compared_with_arms_without_one(capsys: pytest.CaptureFixture[str]) -> None:
-    result = bench("plain.json", None, EvaluationPrompts("workload.jsonl", num_prompts=1))
+    result = bench("plain.json", None, evaluation_prompts("workload.jsonl", num_prompts=1))
     assert [arm["name"] for arm in result["arms"]] == [AR, HF, PROMPT_LOOKUP]
     reason = "the profile decodes without a draft"
     assert result["unavailable"] == dict.fromkeys([HF_ASSISTED, *COMPARED_DEFAULTS], reason)
@@ -136,7 +130,7 @@ def test_arms_are_those_of_the_backend() -> None:
 @pytest.mark.parametrize("name", ["prompt_lookup", TUNED])
 def test_an_arm_that_fails_is_left_out_unless_it_is_the_profile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, device = runtime_arms(
-        Path("tree.json"), EvaluationPrompts("workload.jsonl").load(), Console(), names=[PROMPT_LOOKUP]
+        Path("tree.json"), evaluation_prompts("workload.jsonl"), Console(), names=[PROMPT_LOOKUP]
     )
 
     def failing(prompt: WorkloadPrompt) -> Any:
@@ -162,66 +156,18 @@ def arms(pair: Pair, processor: Any) -> RuntimeArms:
     return RuntimeArms(Decoder(pair.target, pair.draft), processor)
 
 
-def reason_against_assisted(arms: RuntimeArms, prompts: Workload) -> str | None:
-    chosen = choose_arms([AR, HF_ASSISTED], arms, prompts)
-    assert [arm.name for arm in chosen.arms] == [AR, *([] if chosen.unavailable else [HF_ASSISTED])]
-    return chosen.unavailable.get(HF_ASSISTED)
-
-
 def test_assisted_generation_that_raises_or_has_no_model_is_left_out(
     arms: RuntimeArms, prompts: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first line of any exception is the reason."""
-    errors = [ValueError("The assistant cannot.\nSecond line."), NotImplementedError()]
-
-    def failing(*_: Any, **__: Any) -> Any:
-        raise errors.pop(0)
-
-    monkeypatch.setattr(assistant_of(arms), "generate", failing)
-    for reason in ("ValueError: The assistant cannot.", "NotImplementedError: no message"):
-        assert reason_against_assisted(arms, prompts) == f"on workload.jsonl:1 generate raised {reason}"
+    monkeypatch.setattr(assistant_of(arms), "generate", Mock(side_effect=ValueError("It cannot.\nSecond line.")))
+    chosen = choose_arms([AR, HF_ASSISTED], arms, prompts)
+    found = run_bench(decoding_profile(), chosen, Console(), device="cpu")
+    (reason,) = found["unavailable"].values()
+    assert reason.endswith("generate raised ValueError: It cannot.") and list(found["runs"]) == [AR]
     without = RuntimeArms(Decoder(arms.decoder.target, RetrievalDraft()), arms.processor)
     reason = "the profile's draft is no model that generate takes as its assistant_model"
-    assert reason_against_assisted(without, prompts) == reason
-
-
-def test_assisted_generation_with_another_output_is_left_out(
-    arms: RuntimeArms, prompts: Workload, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where rounding or sampling may explain the difference, the table shows it instead."""
-    original = arms_of_runtime.hf_generate
-
-    def garbled(*args: Any, assistant: Any, **settings: Any) -> Any:
-        tokens, stats = original(*args, assistant=assistant, **settings)
-        return (tokens if assistant is None else tokens[::-1]), stats
-
-    monkeypatch.setattr(arms_of_runtime, "hf_generate", garbled)
-    for is_exact, temperature, is_refused in ((True, 0.0, True), (False, 0.0, False), (True, 1.0, False)):
-        monkeypatch.setattr(TextModel, "is_exact", is_exact)
-        reason = reason_against_assisted(arms, prompts.sampled(temperature))
-        assert reason == ("on workload.jsonl:1 its output differs from generate alone" if is_refused else None)
-
-
-def test_both_kinds_of_prompt_are_tried(
-    arms: RuntimeArms, text_pair: Pair, prompts: Workload, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first of each kind; without images the draft is not blind, as a Llama that assists a Llama."""
-    tried: list[tuple[str, str]] = []
-    original = HuggingFaceArm.generate
-
-    def noting(self: HuggingFaceArm, inputs: Any, settings: Prompt) -> Any:
-        tried.append((self.name, settings.text))
-        return original(self, inputs, settings)
-
-    monkeypatch.setattr(HuggingFaceArm, "generate", noting)
-    assert choose_arms([HF_ASSISTED], arms, prompts).notes == {HF_ASSISTED: BLIND}
-    assert list(dict.fromkeys(tried)) == [
-        (arm, prompt.settings.text) for prompt in prompts.prompts[:2] for arm in (HF_ASSISTED, HF)
-    ]
-    text = Workload("text", "evaluate", prompts.prompts[:1])
-    for of_text in (arms, RuntimeArms(Decoder(Target(text_pair.target), text_pair.draft), arms.processor)):
-        chosen = choose_arms([HF_ASSISTED], of_text, text)
-        assert [arm.name for arm in chosen.arms] == [HF_ASSISTED] and not chosen.notes and not chosen.unavailable
+    assert choose_arms([AR, HF_ASSISTED], without, prompts).unavailable == {HF_ASSISTED: reason}
 
 
 def test_the_arm_of_hugging_face_is_said_to_be_eager(text_pair: Pair, processor: Any, prompts: Workload) -> None:
@@ -236,7 +182,7 @@ def test_a_public_benchmark_is_reported_in_its_own_terms(world: Path, capsys: py
         for number, category in enumerate(("writing", "math", "writing", "math"), start=81)
     ]
     write_workload(world, rows, name="question.jsonl")
-    prompts = EvaluationPrompts("question.jsonl", num_prompts=6, max_new_tokens=10, is_whole=True)
+    prompts = evaluation_prompts("question.jsonl", num_prompts=6, max_new_tokens=10, is_whole=True)
     result = bench("tree.json", [HF], prompts)
     assert all(arm["identical_outputs"] == arm["num_prompts"] == 6 for arm in result["arms"])
     results = DataFrame(result["benchmark_results"]).set_index(["arm", "task"])
@@ -247,7 +193,7 @@ def test_a_public_benchmark_is_reported_in_its_own_terms(world: Path, capsys: py
 
 def test_a_lossy_arm_is_marked_with_what_it_costs_in_quality() -> None:
     """Lossless arms agree with plain decoding in every token."""
-    found = bench("tree.json", ["wetap", "wetap-lossy"], EvaluationPrompts("workload.jsonl", num_prompts=2))
+    found = bench("tree.json", ["wetap", "wetap-lossy"], evaluation_prompts("workload.jsonl", num_prompts=2))
     arms = {arm["name"]: arm for arm in found["arms"]}
     assert list(arms) == [AR, "wetap", "wetap-lossy", TUNED] and found["lossy_arms"] == ["wetap-lossy"]
     assert arms["wetap"]["agreement"] == arms[AR]["agreement"] == arms[TUNED]["agreement"] == 1.0

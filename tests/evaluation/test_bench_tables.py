@@ -9,6 +9,7 @@ from pandas import DataFrame
 
 from autotune.console import Console
 from autotune.documents.decoding_profile import AR, TUNED
+from autotune.evaluation.bench import BenchResults
 from autotune.evaluation.bench_tables import (
     benchmark_results,
     gain_by_length,
@@ -21,6 +22,7 @@ from autotune.evaluation.bench_tables import (
 )
 from autotune.evaluation.summary import summarize
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
+from autotune.workloads.workload import Workload
 from tests.evaluation.sample_runs import run
 
 
@@ -68,6 +70,17 @@ def test_benchmark_results_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "mt-bench: speedup over ar, prefill included, and mean accepted tokens" in printed and "2.00x, 2.50" in printed
     )
+
+
+def test_tasks_are_those_of_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Engines do not repeat the task of a request."""
+    prompts = tuple(WorkloadPrompt(task, Prompt(prompt=task, task=task), ()) for task in ("chat", "qa"))
+    runs = {AR: [run(200.0)] * 2, TUNED: [run(100.0)] * 2}
+    results = BenchResults(runs, Workload("q", "evaluate", prompts, format="mt-bench"), seed=0)
+    results.print(Console())
+    found = results.to_json()
+    assert found["speedup_by_task"][TUNED] == {"chat": 2.0, "qa": 2.0}
+    assert [row["task"] for row in found["benchmark_results"]] == ["chat", "chat", "qa", "qa", "overall", "overall"]
 
 
 def test_gain_by_answer_length_by_hand() -> None:

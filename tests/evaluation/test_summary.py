@@ -164,9 +164,9 @@ def test_repeated_runs_of_a_prompt_count_once() -> None:
 def test_the_clock_is_the_cpu_where_other_processes_used_the_machine(cpu_ms: float, clock: str) -> None:
     """Where both are measured, and the speedup is another one by CPU time."""
     runs = {"ar": [run(100.0, cpu_ms=100.0)] * 4, "tuned": [run(50.0, cpu_ms=cpu_ms)] * 4}
-    found, used = in_one_clock(runs)
-    assert used == clock and speedup(found["tuned"], found["ar"]) == (2.5 if clock == "cpu" else 2.0)
-    assert in_one_clock({}) == ({}, "wall")
+    found = in_one_clock(runs)
+    assert speedup(found["tuned"], found["ar"]) == (2.5 if clock == "cpu" else 2.0)
+    assert in_one_clock({}) == {}
 
 
 def test_times_are_per_token() -> None:

@@ -17,7 +17,7 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.evaluation.bench import run_bench
 from autotune.evaluation.bench_arms import runtime_arms
-from autotune.evaluation.bench_settings import EvaluationPrompts
+from autotune.evaluation.bench_settings import evaluation_prompts
 from autotune.modeling import loading
 from autotune.runtime.decoder import Decoder
 from autotune.search.pipeline import search
@@ -209,7 +209,7 @@ def test_a_video_workload_is_searched_and_sage_video_measured(
     profile = DecodingProfile.load(output)
     assert profile.point.measured is not None and len(profile.evidence.prompts) == 2
     assert profile.evidence.configurations_replayed >= 8
-    prompts = EvaluationPrompts(workload).load()
+    prompts = evaluation_prompts(workload)
     # Whether a draft pays with models this small depends on the machine; a profile without one names none for
     # sage-video.
     names = ["ar", "sage-video"]
