@@ -235,8 +235,8 @@ class DecodingProfile(Document, kind="decoding-profile", version=2, made_by="aut
     backend: str = RUNTIME
     """The program that decodes: this one, or the engine of the points' deployments."""
     precision: str
-    """Of the target's weights: ``float32``, ``bfloat16,int8``, and of a file that an engine loads, ``Q4_1``. The fields
-    after it, to ``prefill_threads``, keep their defaults for an engine.
+    """Precision of the target's weights: ``float32``, ``bfloat16,int8``, and of a file that an engine loads, ``Q4_1``.
+    The fields after it, to ``prefill_threads``, keep their defaults for an engine.
     """
     capture_sizes: tuple[int, ...] = ()
     """Numbers of tokens that inputs are padded to; empty for no padding."""

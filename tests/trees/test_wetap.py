@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.trees.policy import parse_policy
-from tests.trees.drafts import Ranks, TreeSession, assert_refused
+from tests.trees.drafts import TreeSession, assert_refused
 
 
 def wetap(**hyperparameters: Any) -> TreeSession:
@@ -26,34 +26,6 @@ def test_defaults_are_those_of_the_paper() -> None:
     }
     assert (policy.max_nodes, policy.max_grown, policy.max_width) == (64, 10 + 7 * 128, 128)
     assert (policy.max_depth, policy.num_proposals) == (8, 10)
-
-
-# -------- candidates
-
-
-# -------- pruning
-
-
-APPENDIX_D: dict[Ranks, list[float]] = {
-    (): [0.8, 0.15, 0.05],
-    (0,): [0.9, 0.05],
-    (1,): [0.4, 0.2],
-    (2,): [0.5],
-    (0, 0): [0.9],
-    (0, 1): [0.5],
-    (1, 0): [0.5],
-    (2, 0): [0.4],
-    (0, 0, 0): [0.9, 0.05],
-    (0, 1, 0): [0.8],
-    (1, 0, 0): [0.6],
-    (2, 0, 0): [0.5],
-}
-LEVELS: list[list[Ranks]] = [
-    [(0,), (1,), (2,)],
-    [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0)],
-    [(0, 0, 0), (1, 0, 0), (0, 1, 0), (2, 0, 0)],
-    [(0, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 0), (0, 1, 0, 0)],
-]
 
 
 # -------- validation
