@@ -117,7 +117,7 @@ class OperatingPoint(Document):
 
     @property
     def label(self) -> str:
-        """What decodes, in one line; ``off`` for plain decoding."""
+        """The decoding method in one line; ``off`` for plain decoding."""
         if self.deployment is not None:
             return self.deployment.label
         return "off" if self.draft is None or self.tree is None else f"{self.tree.policy}, {self.draft.id}"
