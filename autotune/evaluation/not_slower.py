@@ -118,7 +118,7 @@ class NotSlower:
     left_s: float
     """Time until the deadline of the race, in seconds."""
     seed: int = 0
-    """Of the order of the prompts."""
+    """Seed of the order of the prompts."""
     must_agree: bool = True
     """Whether different answers make the arms incomparable."""
     analysis: InterimAnalysis | None = field(default=None, init=False)

@@ -46,7 +46,7 @@ class TimeLimit:
 
 @dataclass(frozen=True)
 class Look:
-    """What a rule is told after a block.
+    """The state that a rule is given after a block.
 
     Args:
         number: of the look, from 0.
@@ -73,7 +73,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a rule decides after a block.
+    """The decision of a rule after a block.
 
     Args:
         remaining: names of arms that are left in the comparison, the fastest first.

@@ -233,11 +233,6 @@ def test_parts_by_name() -> None:
     assert {part.held_out_error for part in cost_table().parts.values()} == {None}
 
 
-def test_number_of_samples() -> None:
-    """Three surfaces of 4 x 3 points, and 3 plain steps."""
-    assert cost_table().num_samples == 3 * 12 + 3
-
-
 def test_table_of_the_same_target_device_and_precision_is_accepted() -> None:
     """The name of the target does not matter if its hash is known."""
     cost_table().check_is_of(TARGET, DEVICE, "float32", source="x")
@@ -279,29 +274,6 @@ def test_dataframe_has_a_row_for_every_measured_point() -> None:
     assert len(frame) == len(table.decode.points) + len(tested.points) + 2 * len(costs.draft_first.points)
 
 
-def test_table_is_saved_and_loaded(tmp_path: Path) -> None:
-    path = tmp_path / "pair.cost.json"
-    table = cost_table()
-    table.save(path)
-    assert CostTable.load(path) == table
-    content = json.loads(path.read_text())
-    content["verify"]["points"][0]["samples_ms"] = []
-    with pytest.raises(UserError, match=r"verify\.points"):
-        CostTable.parse(content, source=path)
-
-
-def test_a_table_without_shares_of_crossing_blocks_loads(tmp_path: Path) -> None:
-    """Its drafts are priced at their own KV length, as they were measured."""
-    path, table = tmp_path / "here.cost.json", cost_table()
-    shape = ModelShape(**dict.fromkeys(ModelShape.model_fields.keys() - {"block_tokens", "architecture"}, 1))
-    costs = [costs.model_copy(update={"shape": shape}) for costs in table.drafts]
-    table.model_copy(update={"drafts": costs}).save(path)
-    content = json.loads(path.read_text())
-    assert content["drafts"][0]["shape"].pop("crossing_share") == 1
-    path.write_text(json.dumps(content))
-    assert CostTable.load(path).prices(DRAFT, max_tokens=8, max_kv_length=100).crossing_share == 0
-
-
 def test_a_table_with_a_draft_of_whole_blocks_is_refused() -> None:
     """No level of such a draft was a forward pass, so its measurements fit no estimate."""
     shape = ModelShape(**dict.fromkeys(ModelShape.model_fields.keys() - {"block_tokens", "architecture"}, 1))
@@ -310,13 +282,6 @@ def test_a_table_with_a_draft_of_whole_blocks_is_refused() -> None:
     content["target_shape"]["block_tokens"] = 8
     with pytest.raises(UserError, match=r"here: target_shape.block_tokens: input should be 0; got 8"):
         CostTable.parse(content, source="here")
-
-
-def test_table_of_another_version_names_the_command(tmp_path: Path) -> None:
-    path = tmp_path / "other.cost.json"
-    path.write_text(cost_table().dump().replace("cost-table/2", "cost-table/3"))
-    with pytest.raises(UserError, match=r"got 'autotune.cost-table/3'; make the file again with autotune measure"):
-        CostTable.load(path)
 
 
 def test_shipped_tables_are_found_by_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

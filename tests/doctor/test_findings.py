@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,12 +73,6 @@ def defects(found: Diagnosis) -> list[str]:
 
 def notes(found: Diagnosis) -> list[str]:
     return [finding.text for finding in findings(found) if not finding.is_defect]
-
-
-def test_a_diagnosis_survives_its_file(tmp_path: Path) -> None:
-    found = diagnosis(target())
-    found.save(tmp_path / "d.json")
-    assert Diagnosis.load(tmp_path / "d.json") == found
 
 
 def test_without_a_target_the_machine_alone_is_noted() -> None:

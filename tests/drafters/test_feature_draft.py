@@ -232,21 +232,6 @@ def test_a_plain_request_reads_no_output_layers(pair: Pair, prompts: dict[str, I
     assert target.output_layers == ()
 
 
-def test_a_new_decoder_with_the_same_draft_keeps_the_cache_of_a_running_request(
-    pair: Pair, prompts: dict[str, Inputs]
-) -> None:
-    target = Target(pair.target)
-    draft = agreeing_draft("dream", target, injection_layer=4)
-    decoder = Decoder(target, draft, tree=TREES[1])
-    alone = decoder.generate(**prompts["text"], max_new_tokens=20).stats
-    requests = decoder.stream(**prompts["text"], max_new_tokens=20)
-    next(requests), next(requests)
-    cache = draft.cache
-    Decoder(target, draft)
-    remaining = list(requests)
-    assert draft.cache is cache and len(remaining) == alone.new_tokens - 2
-
-
 SETTINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "top_k": 8, "seed": 3})
 
 
@@ -318,20 +303,6 @@ def test_every_subnet_sliced_equals_the_masked_supernet(pair: Pair) -> None:
 def test_a_supernet_of_other_blocks_is_refused(pair: Pair) -> None:
     with refused("blocks of a supernet are initial, crossing, final; got initial, final; leave blocks out"):
         new_draft("star", Target(pair.target), blocks=["initial", "final"])
-
-
-def test_slicing_is_real(pair: Pair) -> None:
-    """A slice with half the heads has fewer parameters and a smaller cache."""
-    target = Target(pair.target)
-    network = new_draft("star", target).network
-    assert isinstance(network, StarNetwork)
-    whole, half = FeatureDraft(network), FeatureDraft(network.sliced((0.5, 0.5, 0.5)))
-    for draft in (whole, half):
-        draft.attach(target)
-    sizes = [sum(p.numel() for p in draft.network.parameters()) for draft in (whole, half)]
-    # Of each block: rows of queries, keys and values, and columns of the output, for 2 heads of 8.
-    assert sizes[0] - sizes[1] == 3 * (3 * 2 * 8 * 32 + 2 * 8 * 32)
-    assert half.cache.memory_bytes * 2 == whole.cache.memory_bytes
 
 
 def test_a_share_that_would_cut_a_head_is_refused(pair: Pair) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
 
 from autotune.drafters.checkpoint import load_draft
-from autotune.drafters.draft import Proposals, num_kept, top_proposals
+from autotune.drafters.draft import Proposals, num_kept
 from autotune.drafters.independent import IndependentDraft
 from autotune.modeling.target import Target
 from autotune.trees.tree import ROOT, Tree, new_tree, set_root
@@ -210,14 +210,6 @@ def test_the_number_of_visual_tokens_kept() -> None:
 
 
 # -------- others
-
-
-def test_top_proposals_are_sorted_log_probabilities() -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]], dtype=torch.float64)
-    tokens, logprobs = top_proposals(logits, 3)
-    assert tokens.tolist() == [[1, 2, 0]]
-    np.testing.assert_allclose(logprobs, torch.log_softmax(logits, -1)[:, [1, 2, 0]], atol=1e-6)
-    assert logprobs.dtype == torch.float32
 
 
 def test_an_unsupported_draft_is_refused() -> None:

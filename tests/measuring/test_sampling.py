@@ -372,32 +372,6 @@ def test_a_change_of_speed_moves_no_sample(factor: float) -> None:
     assert 0 < sampler.disturbed_samples <= 2 * ROUNDS_IN_A_ROW * (2 + LEVELS_PER_ROUND)
 
 
-def bursts(seconds: float) -> float:
-    """Another process halves the speed in every second second."""
-    return 2.0 if seconds % 2 < 1 else 1.0
-
-
-def test_bursts_bias_unscaled_samples_only() -> None:
-    """Many of the few samples of a size may lie in bursts: scaled by the plain steps before and after them, they agree.
-    A plain step takes 3 to 4 ms.
-    """
-    sampler = measured(Bench(speed=lambda seconds: 0.3 * bursts(seconds)), time_limit_s=4.0)
-    unscaled: dict[Size, list[float]] = {}
-    for job in sampler.jobs:
-        for part, tokens, kv_length, ms in job.samples:
-            if part == "verify":
-                unscaled.setdefault((tokens, kv_length), []).append(ms)
-    scaled = samples_ms(sampler, "verify")
-
-    def spread(samples: dict[Size, list[float]]) -> float:
-        """Deviation of the sizes' medians over the truth: a factor common to all cancels in speedups."""
-        return float(
-            np.std([np.median(found) / (0.3 * straight(*size)) for size, found in samples.items() if size in scaled])
-        )
-
-    assert spread(unscaled) > 0.1 and spread(scaled) < 0.02
-
-
 def test_plain_steps_scale_the_table_to_their_usual_time() -> None:
     """A quarter of the time is twice as slow: the table holds milliseconds of the other three quarters."""
     sampler = measured(Bench(speed=lambda seconds: 2.0 if seconds % 2 < 0.5 else 1.0))

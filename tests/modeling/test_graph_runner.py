@@ -87,7 +87,7 @@ def test_held_rows_are_moved_before_their_memory_is_full() -> None:
 def test_an_unknown_or_unavailable_mode_is_refused(pair: Pair) -> None:
     for mode, message in (
         ("cuda-graph", "mode cuda-graph needs a CUDA device; the model is on cpu; choose eager"),
-        ("jit", "mode must be eager or cuda-graph; got 'jit'; choose one of these"),
+        ("jit", "mode must be eager, cuda-graph or compiled; got 'jit'; choose one of these"),
     ):
         with pytest.raises(UserError, match=message):
             Decoder(pair.target, pair.draft, mode=mode)

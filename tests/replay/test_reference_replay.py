@@ -60,14 +60,6 @@ def test_times_add_up_to_the_whole() -> None:
     assert plain_decode_ms(trace, prices).tolist() == [59.0] * 3
 
 
-def test_rounds_are_those_of_replay() -> None:
-    trace = random_trace(3, num_tokens=40)
-    for tree in TREES:
-        for fallback in (None, DEAR):
-            counted = assert_same_rounds(trace, tree, fallback)
-            assert (counted.plain_steps.sum() > 0) == (fallback is not None)
-
-
 @pytest.mark.parametrize("of_each", [60, pytest.param(200, marks=pytest.mark.nightly)])
 def test_replay_of_random_configurations_equals_their_rounds(of_each: int) -> None:
     """So many of every policy on a trace that holds any tree, so that nothing is missing. Every third may fall back."""

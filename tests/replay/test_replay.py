@@ -386,17 +386,6 @@ def test_plain_decoding_by_hand() -> None:
     assert plain_decode_ms(trace_by_hand(), prices_by_hand()).tolist() == [(5 + 2) * 3 + (5 + 3) * 3]
 
 
-def test_prompts_are_replayed_independently() -> None:
-    """The state of a policy does not carry over to the next prompt."""
-    whole = random_trace(3)
-    policy = SagePolicy(d_min=1, d_max=4, k=4, window=2, lower=0.5, upper=1.0)
-    together = replay(whole, policy, prices_by_hand())
-    for p in range(whole.num_prompts):
-        alone = replay(whole.select([p]), policy, prices_by_hand())
-        assert together.decode_ms[p] == pytest.approx(alone.decode_ms[0])
-        assert together.accepted_lengths[p].tolist() == alone.accepted_lengths[0].tolist()
-
-
 def test_a_subset_of_prompts_is_replayed_as_in_the_whole() -> None:
     trace, prices = random_trace(3), cost_table().prices(DRAFT, max_tokens=64, max_kv_length=64)
     for policy in (ChainPolicy(depth=4), SagePolicy(k=4, d_max=4), Eagle2Policy(k=4, depth=4)):

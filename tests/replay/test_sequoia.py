@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from autotune.replay.sequoia import rank_acceptance, sequoia_trees, solve
-from autotune.replay.trace import RecordedPrompt, join
 from autotune.trees.static import StaticPolicy
-from tests.sample_documents import forest_of, header, random_trace
+from tests.sample_documents import random_trace
 
 Tree = frozenset[tuple[int, ...]]
 """Rank paths."""
@@ -72,18 +71,6 @@ def random_acceptances() -> list[np.ndarray]:
             acceptance = acceptance * (rng.random(3) < 0.6)
         some.append(np.ascontiguousarray(acceptance))
     return [np.array([0.0, 0.5, 0.0]), np.array([0.5, 0.0, 0.3]), np.array([0.1, 0.2, 0.6]), *some]
-
-
-def test_expected_tokens_by_hand() -> None:
-    """The acceptance of rank 0 is 0.6, that of rank 1 is 0.3.
-
-    One level: 1 + 0.6, 1 + 0.6 + 0.3, and a third node has nowhere to go. Two levels: (0), then (0,0) at 0.36 rather
-    than (1) at 0.3, then (1), then (0,1) or (1,0) at 0.18, both, and (1,1) at 0.09.
-    """
-    expected, _ = solve(np.array([0.6, 0.3]), 6, 2)
-    assert expected[0, 1:] == pytest.approx([1.0] * 7), "no level: only the target's own token"
-    assert expected[1, 1:] == pytest.approx([1.0, 1.6, 1.9, 1.9, 1.9, 1.9, 1.9])
-    assert expected[2, 1:] == pytest.approx([1.0, 1.6, 1.96, 2.26, 2.44, 2.62, 2.71])
 
 
 @pytest.mark.parametrize(
@@ -153,14 +140,6 @@ def test_ranks_are_limited_to_those_of_static_trees() -> None:
     """Traces may have 32 proposals per node, static trees 16."""
     tree = best_tree(np.full(32, 1 / 32), 20, 1)
     assert set(tree.paths) == {(rank,) for rank in range(16)}
-
-
-def test_rank_acceptance_by_hand() -> None:
-    """Answers 7 8 9 and 7 9: 8 has rank 0 and 9 has rank 1 in the first, 9 was not proposed in the second."""
-    first = forest_of([7, 8, 9], [[(8, 0.6, 1), (1, 0.4, -1)], [(3, 0.5, -1), (9, 0.2, -1)]])
-    second = forest_of([7, 9], [[(8, 0.6, -1), (1, 0.4, -1)]])
-    trace = join(header(2), [RecordedPrompt(forest, 10, 10, 0) for forest in (first, second)])
-    assert rank_acceptance(trace) == pytest.approx([1 / 3, 1 / 3])
 
 
 def test_rank_acceptance_against_a_plain_count() -> None:

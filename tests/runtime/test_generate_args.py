@@ -207,13 +207,6 @@ def test_sampling_is_the_generation_config_s_where_the_call_says_nothing(
     )
 
 
-def test_a_seed_goes_through_generate(pair: Pair, prompts: dict[str, Inputs], decoder: Decoder) -> None:
-    call = {**prompts["image"], "max_new_tokens": NEW_TOKENS}
-    expected = decoder.generate(**call, temperature=1.0, seed=5).sequences
-    found = pair.target.generate(**call, do_sample=True, temperature=1.0, top_k=0, custom_generate=decoder, seed=5)
-    assert torch.equal(found, expected)
-
-
 def test_processors_that_need_the_prefix_as_it_is_decide_one_by_one() -> None:
     penalty, warper = RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper(0.5)
     for processor, reads_prefix, one_by_one in (

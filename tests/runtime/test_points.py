@@ -15,7 +15,6 @@ from autotune.documents.condition import Condition, first_match
 from autotune.documents.decoding_profile import DecodingProfile, DraftChoice, OperatingPoint
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
 from autotune.machine.device import fingerprint
@@ -33,7 +32,7 @@ from autotune.trees.verification import WetapVerification
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.runtime.conftest import TREES
 from tests.sample_documents import decoding_profile
-from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
+from tests.tiny_models import Inputs, Pair
 
 NEW_TOKENS = 14
 READ, SHORT, SAMPLED, HALF, OTHERS = range(5)
@@ -256,25 +255,6 @@ def test_a_profile_of_captured_forward_passes_runs_eagerly_without_a_gpu(profile
     captured = profile.model_copy(update={"mode": "cuda-graph", "capture_sizes": (4, 8)})
     decoder = decoder_for(captured, Target(pair.target), lambda choice: pair.draft, is_tuned_here=False)
     assert (decoder.mode, decoder.capture_sizes) == ("eager", ())
-
-
-def test_each_draft_is_loaded_once(profile: DecodingProfile, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Points that differ in visual tokens only share a draft; other heads or another layer need another draft."""
-    loaded: list[Subnet] = []
-
-    def counted(name: str, target: Target, subnet: Subnet) -> Any:
-        loaded.append(subnet)
-        return load_draft(name, target, subnet)
-
-    monkeypatch.setattr("autotune.runtime.load.load_draft", counted)
-    decoder = load(profile, target=pair.target)
-    drafts = [point.draft for point in decoder.points]
-    assert len(loaded) == 3 and drafts[READ] is drafts[SHORT] and drafts[OTHERS] is None
-    assert len({id(draft) for draft in drafts}) == 4
-    assert (drafts[SAMPLED].aux_layers, drafts[HALF].aux_layers) == ((2,), (4,))
-    assert drafts[HALF].cache.memory_bytes * 2 == drafts[SAMPLED].cache.memory_bytes
-    assert decoder.draft is drafts[HALF], "the last one"
-    assert [point.visual_keep for point in decoder.points] == [0.5, 1.0, 0.3, 1.0, 1.0] and NUM_VISUAL_TOKENS > 10
 
 
 def test_points_rank_visual_tokens_as_their_subnets_say(

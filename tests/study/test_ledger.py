@@ -116,13 +116,6 @@ def test_kills_lose_no_record_and_repeat_none(kills: int, tmp_path: Path) -> Non
     assert repeated == []
 
 
-def test_two_workers_share_the_work(storage: str | Path, tmp_path: Path) -> None:
-    started = tmp_path / "started"
-    workers = [start(storage, started, 30, 0.03) for _ in range(2)]
-    assert [worker.wait(600) for worker in workers] == [0, 0]
-    assert sorted(map(int, started.read_text().split())) == list(range(30))
-
-
 def test_a_claim_lapses_if_it_is_not_renewed(storage: str | Path) -> None:
     one, other = Ledger(storage), Ledger(storage)
     set_clock(1000.0, one, other)

@@ -385,28 +385,6 @@ def test_recipes_of_one_file_of_examples_share_a_cache(
         assert found and all(file.parents[2] == tmp_path for file in found)
 
 
-def test_log_counts_the_distilled_layer_of_every_step(
-    recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Lines after steps 2 and 3 of the first stage; the second stage does not distil."""
-    monkeypatch.setattr(trainer, "LOG_EVERY", 2)
-    distilled: list[str] = []
-    loss_of = StarNetwork.loss
-
-    def observed(*arguments: Any) -> tuple[torch.Tensor, dict[str, float]]:
-        loss, metrics = loss_of(*arguments)
-        if "distilled_layer" in metrics:
-            distilled.append(str(int(metrics["distilled_layer"])))
-        return loss, metrics
-
-    monkeypatch.setattr(StarNetwork, "loss", observed)
-    lines = read_lines(train(recipe()) / "training.jsonl")
-    del distilled[:-3]  # of the steps that are tried before
-    assert len(distilled) == 3
-    found = [(line["step"], line.get("distilled_layers")) for line in lines]
-    assert found == [(2, Counter(distilled[:2])), (3, Counter(distilled[2:])), (2, None), (4, None)]
-
-
 def test_fixed_layer_is_distilled_in_every_step(recipe: Callable[..., Path], tmp_path: Path) -> None:
     """A draft that reads the last layer imitates layer 2, which its teacher batches keep without measuring entropy."""
     path = recipe(model="dream", stages=[{**STAGE, "steps": 3, "distillation": 2}])

@@ -50,14 +50,6 @@ def test_counts_of_a_round_by_hand(path: list[int], by_depth: list[list[int]], b
     assert observed(path).to_json() == {"by_depth": by_depth, "by_rank": by_rank}
 
 
-def test_a_root_alone_offers_nothing() -> None:
-    counts, tree = AcceptanceCounts(), new_tree(1)
-    set_root(tree, 0, -1)
-    counts.observe(tree, np.zeros(0, np.int64))
-    assert counts.is_empty
-    assert counts.to_json() == NOTHING
-
-
 def test_counts_of_requests_are_added() -> None:
     """Also where runs without a draft, which count nothing, are read back."""
     first, second = observed([1, 4]), observed([2], [])

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import pytest
 
-from autotune.trees.policy import TreeGrower, parse_policy
-from autotune.trees.tree import Tree
+from autotune.trees.policy import parse_policy
 from tests.trees.drafts import (
     Draft,
     Ranks,
@@ -19,34 +17,6 @@ from tests.trees.drafts import (
     same_everywhere,
     tied_draft,
 )
-
-
-def grow_chain(depth: int) -> tuple[Tree, list[int]]:
-    """A chain whose draft proposes 100 + the token before, with log-probability -0.5; and the nodes expanded."""
-    grower, expanded = TreeGrower(parse_policy({"policy": "chain", "depth": depth})), []
-    grower.reset()
-    grower.set_root(7)
-    while len(grower.frontier):
-        (node,) = grower.frontier.tolist()
-        expanded.append(node)
-        tokens = np.array([[grower.tree.token[node] + 100]], np.int32)
-        grower.grow(tokens, np.array([[-0.5]], np.float32))
-    grower.prune()
-    grower.update(depth)
-    return grower.tree, expanded
-
-
-def test_a_chain_has_one_node_per_level() -> None:
-    for depth in (1, 2, 5, 24):
-        tree, expanded = grow_chain(depth)
-        nodes = np.arange(depth + 1)
-        assert tree.size[0] == depth + 1
-        assert tree.token[: depth + 1].tolist() == (7 + 100 * nodes).tolist()
-        assert tree.parent[: depth + 1].tolist() == (nodes - 1).tolist()
-        assert tree.depth[: depth + 1].tolist() == nodes.tolist()
-        assert tree.path_logprob[: depth + 1] == pytest.approx(-0.5 * nodes)
-        assert tree.rank[1 : depth + 1].tolist() == [0] * depth
-        assert expanded == list(range(depth)), "the last node is a leaf"
 
 
 def test_a_chain_ends_where_the_draft_proposes_nothing() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from autotune.trees.policy import TreeGrower, parse_policy
+from autotune.trees.policy import parse_policy
 from tests.trees.drafts import (
     Ranks,
     TreeSession,
@@ -35,21 +34,6 @@ def test_the_tree_is_its_paths_level_by_level_by_parent_then_by_rank() -> None:
     session = TreeSession("static", paths=PATHS)
     assert session.grow(random_draft(0, 0.3)) == IN_ORDER
     assert session.expanded == [[()], [(0,), (1,), (2,)], [(0, 0), (1, 0)]]
-
-
-def test_a_path_names_ranks_and_not_tokens() -> None:
-    """The draft's tokens are 100 per level plus 10 per rank, so [1, 0] is 110, then 200."""
-    grower = TreeGrower(parse_policy({"policy": "static", "paths": [[0], [1], [1, 0]]}))
-    grower.reset()
-    grower.set_root(7)
-    for level in (1, 2):
-        tokens = np.tile(np.array([100 * level, 100 * level + 10], np.int32), (len(grower.frontier), 1))
-        grower.grow(tokens, np.log(np.tile(np.array([0.75, 0.25], np.float32), (len(grower.frontier), 1))))
-    assert len(grower.frontier) == 0
-    assert grower.tree.token[:4].tolist() == [7, 100, 110, 200]
-    assert grower.tree.parent[:4].tolist() == [-1, 0, 0, 2]
-    assert grower.tree.rank[:4].tolist() == [-1, 0, 1, 0]
-    assert grower.tree.path_logprob[:4] == pytest.approx(np.log([1, 0.75, 0.25, 0.25 * 0.75]))
 
 
 def test_random_paths_make_their_tree_under_any_draft() -> None:

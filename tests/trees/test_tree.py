@@ -11,7 +11,6 @@ from autotune.trees.tree import (
     ROOT,
     add_best_children,
     add_child,
-    best_first,
     keep_marked,
     new_tree,
     new_workspace,
@@ -107,21 +106,6 @@ def test_the_best_children_are_those_of_a_stable_sort_over_all() -> None:
         assert add_best_children(tree, work, num_parents, proposals, num_best, floor) == len(expected)
         new = range(first, int(tree.size[0]))
         assert [(float(tree.path_logprob[n]), int(tree.parent[n]), int(tree.rank[n])) for n in new] == expected
-
-
-def test_the_best_of_random_values_are_those_of_a_stable_sort() -> None:
-    """Most values are equal to others."""
-    rng = np.random.default_rng(3)
-    for _ in range(300):
-        count, num_best = int(rng.integers(0, 40)), int(rng.integers(0, 50))
-        value = -rng.integers(0, 8, count + 3).astype(np.float64)
-        if rng.random() < 0.3:
-            value[rng.integers(len(value))] = -np.inf
-        order = np.full(60, -1)
-        found = best_first(value, count, num_best, order)
-        assert found == min(count, num_best)
-        assert order[:found].tolist() == np.argsort(-value[:count], kind="stable")[:found].tolist()
-        assert (order[found:] == -1).all()
 
 
 def test_dropping_nodes_keeps_the_others_as_they_were() -> None:

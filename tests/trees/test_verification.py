@@ -117,31 +117,27 @@ def test_acceptance_by_ratio_by_hand() -> None:
     assert ratio_path(tree, target_of(0.2, 0.3, 0.9, 0.1, 0.25, 0.5), 1.0) == []
 
 
-def test_a_ratio_equal_to_the_threshold_is_accepted() -> None:
-    """Eq. 9 has "at least"; powers of two are exact."""
-    assert ratio_path(tree_of((ROOT, 0.5)), target_of(0.25), 0.5) == [1]
-    assert ratio_path(tree_of((ROOT, 0.5)), target_of(0.5), 1.0) == [1]
-    assert ratio_path(tree_of((ROOT, 0.5)), target_of(0.25), 0.5001) == []
+FIVE_NODES = ((ROOT, 0.5), (ROOT, 0.5), (1, 0.5), (2, 0.5), (2, 0.25))
+NEVER_DRAFTED = ((ROOT, 0.5), (ROOT, 0.0), (1, 0.5), (2, 0.0))
+EDGES: tuple[tuple[str, tuple[tuple[int, float], ...], tuple[float, ...], float, list[int]], ...] = (
+    ("equal to the threshold: eq. 9 has at least", ((ROOT, 0.5),), (0.25,), 0.5, [1]),
+    ("equal to the threshold of 1", ((ROOT, 0.5),), (0.5,), 1.0, [1]),
+    ("below the threshold", ((ROOT, 0.5),), (0.25,), 0.5001, []),
+    ("three equal paths: the first", FIVE_NODES, (0.25, 0.5, 0.5, 0.25, 0.25), 0.25, [1, 3]),
+    ("the last is the most probable", FIVE_NODES, (0.25, 0.5, 0.5, 0.25, 0.5), 0.25, [2, 5]),
+    ("target probability 0 ends its branch", ((ROOT, 0.5), (1, 0.5), (1, 0.25)), (0.0, 1.0, 1.0), 0.01, []),
+    ("target probability 0 below the root", ((ROOT, 0.5), (1, 0.5), (1, 0.25)), (0.5, 0.0, 1.0), 0.01, [1, 3]),
+    ("draft probability 0, as in static trees", NEVER_DRAFTED, (0.1, 0.0, 0.1, 0.0), 0.1, [1]),
+    ("draft probability 0, although the target may", NEVER_DRAFTED, (0.1, 0.3, 0.1, 0.3), 0.1, [1]),
+)
 
 
-def test_the_first_of_equally_probable_paths_is_accepted() -> None:
-    tree = tree_of((ROOT, 0.5), (ROOT, 0.5), (1, 0.5), (2, 0.5), (2, 0.25))
-    assert ratio_path(tree, target_of(0.25, 0.5, 0.5, 0.25, 0.25), 0.25) == [1, 3], "0.125, three times"
-    assert ratio_path(tree, target_of(0.25, 0.5, 0.5, 0.25, 0.5), 0.25) == [2, 5], "0.125, 0.125, 0.25"
-
-
-def test_tokens_of_target_probability_0_are_not_accepted() -> None:
-    """Nor are their descendants. After top-k and top-p most tokens have probability 0."""
-    tree = tree_of((ROOT, 0.5), (1, 0.5), (1, 0.25))
-    assert ratio_path(tree, target_of(0.0, 1.0, 1.0), 0.01) == []
-    assert ratio_path(tree, target_of(0.5, 0.0, 1.0), 0.01) == [1, 3]
-
-
-def test_nodes_of_draft_probability_0_are_not_accepted() -> None:
-    """A static tree keeps its shape where the draft proposes nothing."""
-    tree = tree_of((ROOT, 0.5), (ROOT, 0.0), (1, 0.5), (2, 0.0))
-    for target in (0.0, 0.3):
-        assert ratio_path(tree, target_of(0.1, target, 0.1, target), 0.1) == [1]
+@pytest.mark.parametrize(("_", "nodes", "target", "threshold", "path"), EDGES, ids=[edge[0] for edge in EDGES])
+def test_edges_of_acceptance_by_ratio(
+    _: str, nodes: tuple[tuple[int, float], ...], target: tuple[float, ...], threshold: float, path: list[int]
+) -> None:
+    """Powers of two are exact."""
+    assert ratio_path(tree_of(*nodes), target_of(*target), threshold) == path
 
 
 def test_acceptance_by_ratio_on_random_trees() -> None:
