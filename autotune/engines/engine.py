@@ -386,8 +386,16 @@ class EngineBackend(Backend):
         with self.started(self.chains[-1]) as server:
             chain = self._recorded(server, recorded.prompts, folder, math.inf)
             long = [server.ask(prompt) for prompt in longest]
+        if lacking := sum(answer.lacks_rounds for answer in chain):
+            self.console.say(
+                f"draft      {lacking} of {len(chain)} answers came without their rounds, and count as the others"
+            )
         with self.started(self.chains[0]) as server:
             short = [server.ask(prompt) for prompt in longest]
+        if any(all(answer.lacks_rounds for answer in rows) for rows in (chain, long, short)):
+            self.console.say("draft      the draft model is left out: replies of the engine do not tell its rounds")
+            self.chains = []
+            return recorded
         replays = replay_speculation(self.chains[0], map(KnownRequest, long), recorded.context)
         counted = [[one for _, one in replayed_pairs(self.chains[0], short, recorded.context)], replays]
         per_pass = [sum(one.num_tokens for one in rows) / sum(one.passes.total() for one in rows) for rows in counted]

@@ -176,6 +176,8 @@ class LlamaBackend(EngineBackend):
         return "draft-eagle3" if architecture_of(path) == "eagle3" else "draft-simple", path.resolve()
 
     def find_precision(self) -> str:
+        if Path(self.target).stat().st_size == 0:  # cannot be mapped; its header is refused with a reason
+            return "quantized"
         with Path(self.target).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             place = content.find(FILE_TYPE_KEY)  # llama-quantize writes it behind the vocabulary
             begin = place + len(FILE_TYPE_KEY) + 4  # after the type of the value

@@ -146,10 +146,14 @@ class EnginePrices(Prices):
         return plain, verifying
 
     def ms(self, steps: EngineSteps) -> Floats:
+        """See ``Prices.ms``. A token of a request without passes takes the mean time of the others' tokens."""
         has_model = bool(steps.speculation and steps.speculation.model)
         factor = 1.0 if steps.speculation else self.plain_factor
-        per_token = [sum(self.parts_ms(one, has_model=has_model)) / max(1, one.num_tokens) for one in steps.requests]
-        return factor * np.array(per_token) * np.maximum(1, steps.new_tokens)
+        is_known = np.array([one.num_tokens > 0 for one in steps.requests])
+        parts = [sum(self.parts_ms(one, has_model=has_model)) / max(1, one.num_tokens) for one in steps.requests]
+        per_token = np.array(parts)
+        per_token[~is_known] = per_token[is_known].mean()
+        return factor * per_token * np.array(steps.new_tokens)
 
     def time_of(self, answer: Served) -> float:
         """The time of an answer on the prices' clock."""

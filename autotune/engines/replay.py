@@ -71,7 +71,7 @@ class EngineSteps:
 
 def replay_request(drafter: Drafter | None, request: KnownRequest, context: int) -> RequestReplay:
     """Replay one request, and leave the drafter in the state that the server has after it; None reads a token in every
-    pass.
+    pass. A chain cannot be replayed without the rounds of the longest one: it has no passes then.
 
     Args:
         context: most tokens of a request, to which a draft is cut.
@@ -79,6 +79,8 @@ def replay_request(drafter: Drafter | None, request: KnownRequest, context: int)
     answer, tokens = request.answer, request.tokens
     drafts, passes = [], Counter[tuple[int, int]]()
     length, ends = request.prompt_length, drafter is not None and drafter.ends_with_answer
+    if isinstance(drafter, ChainDrafter) and answer.lacks_rounds:
+        return RequestReplay([], passes, 0)
     if drafter is not None:
         drafter.begin(request)
     end = length + len(answer.tokens) - 1

@@ -40,17 +40,17 @@ PROMPTS = (
     "Write an HTML table with three rows and three columns.",
     "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape. Then sort it.",
 )
-SWITCHES = ("--other-rule", "--dies", "--dies-drafting", "--killed", "--unsteady")
+SWITCHES = ("--other-rule", "--dies", "--dies-drafting", "--killed", "--unsteady", "--merges", "--merges-all")
 HELP = "--spec-type none,ngram-simple,ngram-mod   types\n--metrics\n"
 
 
 class RecordedServer:
     """One server: the settings that it was started with, the state of its drafts, and its counters."""
 
-    transcript = TRANSCRIPT
+    transcripts: tuple[Path, ...] = (TRANSCRIPT,)
 
     def __init__(self, arguments: list[str]) -> None:
-        self.recorded = json.loads(self.transcript.read_text())["prompts"]
+        self.recorded = [row for path in self.transcripts for row in json.loads(path.read_text())["prompts"]]
         self.switches = {word for word in arguments if word in SWITCHES}
         given = dict(itertools.pairwise(arguments))
         self.lock = threading.Lock()

@@ -130,6 +130,27 @@ def test_the_chains_of_a_draft_model_are_replayed_from_the_longest(
     assert backend.deploy(chains[0]).speculation.model.endswith("draft" if kind == "eagle3" else "draft.gguf")
 
 
+def test_a_reply_that_does_not_tell_its_rounds_is_asked_for_again_and_has_the_sums(
+    folder: Path, prompts: list[WorkloadPrompt], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM sends rounds together where it falls behind: of the first prompt always, of others every second time."""
+    (folder / "draft").mkdir()
+    (folder / "draft" / "config.json").write_text('{"draft_vocab_size": 8}')
+    steady, merging, silent = (vllm(folder, switch, draft="draft") for switch in ("", "--merges", "--merges-all"))
+    with steady.arm(longest := steady.chains[-1]) as arm, merging.arm(longest) as other:
+        expected, found = ([one.decode(prompt) for prompt in prompts] for one in (arm, other))
+    assert [len(one.accepted_lengths) for one in found] == [1, *(one.rounds for one in expected[1:])]
+    assert [(one.rounds, one.verified_nodes) for one in found] == [(one.rounds, one.verified_nodes) for one in expected]
+    assert [one.accepted_lengths for one in found[1:]] == [one.accepted_lengths for one in expected[1:]]
+    recorded = merging.record(prompts)
+    assert f"1 of {len(prompts)} answers came without their rounds" in capsys.readouterr().err
+    ms = merging.price(recorded).ms(merging.replay(longest, recorded))
+    new_tokens = [answer.new_tokens - 1 for answer in recorded.answers]
+    assert ms[0] / new_tokens[0] == pytest.approx((ms[1:] / new_tokens[1:]).mean())
+    silent.price(silent.record(prompts))
+    assert not silent.chains and "the draft model is left out" in capsys.readouterr().err
+
+
 @ENGINES
 def test_requests_at_once_are_served_by_new_servers(folder: Path, prompts: list[WorkloadPrompt], start: Start) -> None:
     backend = start(folder)

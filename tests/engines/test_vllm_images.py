@@ -19,11 +19,12 @@ from autotune.engines.vllm_images import chat_request
 from autotune.errors import UserError
 from autotune.workloads.pixels import Video, load_image
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
-from tests.engines.conftest import VLLM_SCRIPT, vllm, write_script
-from tests.engines.recorded_images import TRANSCRIPT, image_prompts
+from tests.engines.conftest import vllm
+from tests.engines.recorded_images import image_prompts
 from tests.engines.recorded_llama import CONTEXT
+from tests.engines.recorded_vllm import IMAGE_TRANSCRIPT
 
-TRANSCRIBED = json.loads(TRANSCRIPT.read_text())
+TRANSCRIBED = json.loads(IMAGE_TRANSCRIPT.read_text())
 IMAGE, OTHER = Image.new("RGB", (2, 1), "red"), Image.new("RGB", (2, 1), "blue")
 
 
@@ -38,8 +39,6 @@ def test_replay_over_placeholders_gives_the_counts_of_the_real_server(server: di
 
 def test_prompts_with_images_are_recorded_priced_replayed_and_served(folder: Path) -> None:
     """The server knows its images pixel by pixel, and the last prompt has the tokens of the first."""
-    script = VLLM_SCRIPT.replace("recorded_vllm", "recorded_images").replace("RecordedVllm", "RecordedImages")
-    write_script(folder / "bin" / "vllm", script)
     backend, prompts = vllm(folder), image_prompts()
     recorded = backend.record(prompts)
     assert [answer.tokens for answer in recorded.answers] == [row["tokens"] for row in TRANSCRIBED["prompts"]]
