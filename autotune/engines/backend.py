@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
-from autotune.documents.decoded import Decoded
 from autotune.documents.deployment import Deployment, PricedStep, ServedLoad
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
@@ -30,14 +29,6 @@ class BackendSettings(Protocol):
     def type(self) -> str: ...
     @property
     def is_default(self) -> bool: ...
-
-
-class Recorded(Protocol):
-    """What ``Backend.record`` returns."""
-
-    @property
-    def answers(self) -> Sequence[Decoded]:
-        """Plain decoding's answers, in the order of the prompts."""
 
 
 class Steps(Protocol):
@@ -83,7 +74,9 @@ class Backend(ABC):
 
     @abstractmethod
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> Any:
-        """The plain answers to the prompts, which are kept, so that a search that is given again asks for the rest."""
+        """An object whose ``answers`` are plain decoding's ``Decoded``, in the order of the prompts. They are kept, so
+        that a search that is given again asks for the rest.
+        """
 
     @abstractmethod
     def price(self, recorded: Any, until: float = math.inf) -> Prices:

@@ -9,13 +9,14 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from autotune.console import Update
 from autotune.documents.deployment import PricedStep
 from autotune.engines.backend import Prices
+from autotune.engines.engine_server import EngineServer
 from autotune.engines.replay import CONTEXT_STEP, EngineSteps, RequestReplay
 from autotune.engines.served import Served
 from autotune.errors import UserError
@@ -30,23 +31,8 @@ FEWEST = 3  # verifications of a request, and such requests, that refit prices
 Pairs = Sequence[tuple[Served, RequestReplay]]
 
 
-class Verifier(Protocol):
-    """A server whose passes can be priced."""
-
-    url: str
-    priced_by: str
-    """Arguments with which it drafts as ``verify`` needs."""
-    longest: int
-    """Most tokens of a verification that is priced."""
-
-    def verify(self, prompt: list[int], n: int) -> Served:
-        """A request that is exactly one verification of ``n`` tokens after its first token, in a server that drafts as
-        ``priced_by`` says; or one that drafted another number of tokens than n - 1.
-        """
-
-
 def measure_verifications(
-    server: Verifier, prompts: Sequence[list[int]], update: Update, *, seed: int, until: float = math.inf
+    server: EngineServer, prompts: Sequence[list[int]], update: Update, *, seed: int, until: float = math.inf
 ) -> list[PricedStep]:
     """Time one verification of each length after each prompt, in random order.
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import OPTIONS, ModelType, Speculation
-from autotune.engines.engine import EngineBackend, EngineServer
+from autotune.engines.engine import EngineBackend
+from autotune.engines.engine_server import EngineServer
 from autotune.engines.http import TEXT, TOKENS
 from autotune.engines.model_files import find_model_files, served_draft, served_target
 from autotune.engines.served import Served

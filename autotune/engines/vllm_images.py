@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.engines.engine import text_chat
+from autotune.engines.engine_server import text_chat
 from autotune.workloads.chat import chat_messages
 from autotune.workloads.pixels import png_url
 from autotune.workloads.prompt import WorkloadPrompt

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from autotune.engines import engine
-from autotune.engines.engine import EngineServer
+from autotune.engines.engine_server import EngineServer
 from autotune.engines.llama_cpp import LlamaBackend
 from autotune.engines.process import running
 from autotune.engines.vllm import VllmBackend
