@@ -15,8 +15,7 @@ from typing import Any
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import ModelType, Speculation
 from autotune.engines.engine import EngineBackend
-from autotune.engines.engine_server import EngineServer, text_chat
-from autotune.engines.http import TEXT, TIMES, TOKENS
+from autotune.engines.engine_server import TEXT, TIMES, TOKENS, EngineServer, text_chat
 from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.files import known_sha256_of

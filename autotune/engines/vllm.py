@@ -16,17 +16,17 @@ from typing import Any
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import OPTIONS, ModelType, Speculation
 from autotune.engines.engine import EngineBackend
-from autotune.engines.engine_server import EngineServer
-from autotune.engines.http import TEXT, TOKENS
+from autotune.engines.engine_server import TEXT, TOKENS, EngineServer, text_chat
 from autotune.engines.model_files import find_model_files, served_draft, served_target
 from autotune.engines.served import Served
-from autotune.engines.vllm_images import CHAT, COMPLETIONS, Request, chat_request, path_of, request_of
 from autotune.errors import UserError
 from autotune.files import WORKSPACE
 from autotune.modeling.gguf import SUFFIX
 from autotune.modeling.hub import is_id
 from autotune.modeling.loading import bundled_models, reference, resolve
 from autotune.strict_parsing import parse_json
+from autotune.workloads.chat import chat_messages
+from autotune.workloads.pixels import png_url
 from autotune.workloads.prompt import WorkloadPrompt
 
 PRICED_BY = Speculation(
@@ -43,6 +43,10 @@ SPACE: dict[str, Sequence[tuple[float, ...]]] = {
 """Settings besides the defaults, of which the fastest is that of 700 (``benchmarks/engine_regret.py``)."""
 CONVERTED = WORKSPACE / "engines" / "models"
 """Checkpoints that were written in a form that vLLM loads."""
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+"""A prompt of text is sent as its tokens, and one with images as a chat, because tokens hold no pixels."""
+Request = dict[str, Any]
+"""The part of a request's body that says what is decoded: ``prompt``, or ``messages`` with the images."""
 GENERATED = "vllm:generation_tokens_total"
 COUNTERS = tuple(f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
 """Verifications, draft tokens and accepted ones of all requests; missing where vLLM does not speculate."""
@@ -58,6 +62,29 @@ def vllm_arguments(speculation: Speculation | None) -> list[str]:
         *words,
         *(["--hf-overrides", json.dumps({"num_nextn_predict_layers": 1})] if speculation.type == "mtp" else []),
     ]
+
+
+def chat_request(prompt: WorkloadPrompt) -> Request:
+    """A prompt as a chat of OpenAI's API, with its images as data URLs of PNG files, which keep every pixel."""
+    if not prompt.images:
+        return text_chat(prompt)
+    messages = chat_messages(prompt.content, num_images=len(prompt.images))
+    urls = map(png_url, prompt.images)
+    for message in messages:
+        message["content"] = [
+            {"type": "image_url", "image_url": {"url": next(urls)}} if part["type"] == "image" else part
+            for part in message["content"]
+        ]
+    options = {
+        "chat_template_kwargs": prompt.settings.chat_template_kwargs,
+        "mm_processor_kwargs": prompt.settings.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True),
+    }
+    return {"messages": messages, **{name: value for name, value in options.items() if value}}
+
+
+def request_of(tokens: list[int], prompt: WorkloadPrompt | None = None) -> Request:
+    """The request for the answer to a prompt of these tokens: ``prompt`` has its images, if any."""
+    return chat_request(prompt) if prompt is not None and prompt.images else {"prompt": tokens}
 
 
 class VllmServer(EngineServer):
@@ -169,7 +196,7 @@ class VllmServer(EngineServer):
         """Tokens of each part of the reply, the seconds from the request to each, and whether the last token ends the
         generation.
         """
-        path = path_of(request)
+        path = COMPLETIONS if "prompt" in request else CHAT
         body = {"model": self.model, "max_tokens": limit, "temperature": 0.0, "stream": True, "return_token_ids": True}
         body |= request | options
         if len(tokens) % BLOCK == 1:  # with all blocks in the cache, vLLM would pad the first pass with drafts

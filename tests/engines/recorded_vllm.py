@@ -19,7 +19,7 @@ from PIL.Image import Image
 
 from autotune.documents.speculation import Speculation
 from autotune.engines.served import Served
-from autotune.engines.vllm_images import CHAT, COMPLETIONS
+from autotune.engines.vllm import CHAT, COMPLETIONS
 from autotune.workloads.pixels import load_image
 from tests.engines.recorded_llama import CONTEXT, RecordedServer, record, serve
 

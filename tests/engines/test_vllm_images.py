@@ -14,8 +14,7 @@ from autotune.documents.speculation import Speculation
 from autotune.engines.ngram_drafters import KnownRequest
 from autotune.engines.replay import replay_speculation
 from autotune.engines.served import Served
-from autotune.engines.vllm import PRICED_BY
-from autotune.engines.vllm_images import chat_request
+from autotune.engines.vllm import PRICED_BY, chat_request
 from autotune.errors import UserError
 from autotune.workloads.pixels import Video, load_image
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
