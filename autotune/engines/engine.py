@@ -21,8 +21,7 @@ from autotune.console import Console
 from autotune.documents.deployment import Deployment, ServedLoad
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import OPTIONS, ModelType, Options, Speculation
-from autotune.engines.backend import Backend
-from autotune.engines.engine_arm import EngineArm
+from autotune.engines.backend import Backend, EngineArm
 from autotune.engines.engine_server import EngineServer
 from autotune.engines.loads import measure_load, show_loads
 from autotune.engines.ngram_drafters import KnownRequest
@@ -304,7 +303,7 @@ class EngineBackend(Backend):
             )
         with self.started(self.chains[0]) as server:
             short = [server.ask(prompt) for prompt in longest]
-        if any(all(answer.lacks_rounds for answer in rows) for rows in (chain, long, short)):
+        if not all(any(answer.drafted_lengths for answer in rows) for rows in (chain, long, short)):
             self.console.say("draft      the draft model is left out: replies of the engine do not tell its rounds")
             self.chains = []
             return recorded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
@@ -94,6 +95,16 @@ class EngineServer(ABC):
                 found[name] += int(float(value))
             TOKENS.validate_python(list(found.values()))
         return found
+
+    def streamed(self, path: str, body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
+        """Parts of a reply, and seconds from the request to each."""
+        started = time.perf_counter()
+        for line in self.lines(path, body | {"stream": True}, "look into its log"):
+            if line.startswith(b"data: {"):
+                second = time.perf_counter() - started
+                with self.reply_of(path):
+                    part = parse_json(line[6:].decode())
+                yield part, second
 
     def lines(self, path: str, body: dict[str, Any] | None, advice: str) -> Iterator[bytes]:
         """Lines of a reply as they come."""

@@ -7,8 +7,7 @@ import mmap
 import re
 import shlex
 import subprocess
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.files import known_sha256_of
 from autotune.modeling.gguf import architecture_of, find_gguf, require_chat_template
-from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import WorkloadPrompt
 
 FIXED = ("--metrics", "--cache-ram", "0")
@@ -124,20 +122,12 @@ class LlamaServer(EngineServer):
         """The reply; of a server with a draft model token by token, with the sums so far."""
         request = {"prompt": tokens, "temperature": 0.0, "return_tokens": True, "id_slot": 0, "n_predict": limit}
         if self.has_draft:
-            return [part for part, _ in self._streamed(request | options | {"timings_per_token": True})]
+            return [part for part, _ in self.streamed("/completion", request | options | {"timings_per_token": True})]
         return [self.read_json("/completion", request | options, "look into its log")]
-
-    def _streamed(self, request: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
-        """Parts of a reply, and seconds from the request to each."""
-        started = time.perf_counter()
-        for line in self.lines("/completion", request | {"stream": True}, "look into its log"):
-            if line.startswith(b"data: "):
-                with self.reply_of("/completion"):
-                    yield parse_json(line[6:].decode()), time.perf_counter() - started
 
     def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
         request = {"prompt": answer.prompt_tokens, "n_predict": answer.limit, "temperature": 0.0, "return_tokens": True}
-        parts = list(self._streamed(request | {"cache_prompt": False}))
+        parts = list(self.streamed("/completion", request | {"cache_prompt": False}))
         with self.reply_of("/completion"):
             tokens = TOKENS.validate_python([token for part, _ in parts for token in part["tokens"]], strict=True)
         return tokens, [spent for _, spent in parts]

@@ -24,7 +24,6 @@ from autotune.files import WORKSPACE
 from autotune.modeling.gguf import SUFFIX
 from autotune.modeling.hub import is_id
 from autotune.modeling.loading import bundled_models, reference, resolve
-from autotune.strict_parsing import parse_json
 from autotune.workloads.chat import chat_messages
 from autotune.workloads.pixels import png_url
 from autotune.workloads.prompt import WorkloadPrompt
@@ -197,21 +196,19 @@ class VllmServer(EngineServer):
         generation.
         """
         path = COMPLETIONS if "prompt" in request else CHAT
-        body = {"model": self.model, "max_tokens": limit, "temperature": 0.0, "stream": True, "return_token_ids": True}
+        body = {"model": self.model, "max_tokens": limit, "temperature": 0.0, "return_token_ids": True}
         body |= request | options
         if len(tokens) % BLOCK == 1:  # with all blocks in the cache, vLLM would pad the first pass with drafts
             body["cache_salt"] = os.urandom(8).hex()
-        found, seconds, is_ended, started = list[list[int]](), list[float](), False, time.perf_counter()
-        for line in self.lines(path, body, "look into its log"):
-            if line.startswith(b"data: {"):
-                second = time.perf_counter() - started
-                with self.reply_of(path):
-                    (part,) = parse_json(line[6:].decode())["choices"]
-                    if path == CHAT and "role" in part["delta"]:  # without tokens
-                        continue
-                    seconds.append(second)
-                    found.append(TOKENS.validate_python(part["token_ids"], strict=True))
-                    is_ended = part["finish_reason"] == "stop"
+        found, seconds, is_ended = list[list[int]](), list[float](), False
+        for event, second in self.streamed(path, body):
+            with self.reply_of(path):
+                (part,) = event["choices"]
+                if path == CHAT and "role" in part["delta"]:  # without tokens
+                    continue
+                seconds.append(second)
+                found.append(TOKENS.validate_python(part["token_ids"], strict=True))
+                is_ended = part["finish_reason"] == "stop"
         return found, seconds, is_ended
 
     def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
