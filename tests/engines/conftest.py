@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -76,13 +77,18 @@ def is_replaced(executable: str) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with ``model.gguf``, ``model``, and ``bin`` with llama-server, vllm and its package for
+    """The working directory, with ``model.gguf``, ``model``, ``draft``, and ``bin`` with llama-server, vllm and its package for
     suffixes.
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF general.file_type\x04\0\0\0\x03\0\0\0 tokenizer.chat_template")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    configs = {
+        "model": {"torch_dtype": "bfloat16", "vocab_size": 9, "model_type": "gemma3"},
+        "draft": {"draft_vocab_size": 8},
+    }
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "lib/python3/site-packages/arctic_inference").mkdir(parents=True)
     write_script(tmp_path / "bin" / "llama-server", SCRIPT)
     write_script(tmp_path / "bin" / "vllm", VLLM_SCRIPT)

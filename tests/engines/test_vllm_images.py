@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,9 @@ from autotune.documents.speculation import Speculation
 from autotune.engines.ngram_drafters import KnownRequest
 from autotune.engines.replay import replay_speculation
 from autotune.engines.served import Served
-from autotune.engines.vllm import PRICED_BY, chat_request
-from autotune.errors import UserError
-from autotune.workloads.pixels import Video, load_image
+from autotune.engines.vllm import chat_request
+from autotune.workloads.pixels import load_image
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
-from tests.engines.conftest import vllm
-from tests.engines.recorded_images import image_prompts
 from tests.engines.recorded_llama import CONTEXT
 from tests.engines.recorded_vllm import IMAGE_TRANSCRIPT
 
@@ -36,20 +32,6 @@ def test_replay_over_placeholders_gives_the_counts_of_the_real_server(server: di
     assert found == server["counts"] and sum(accepted for _, _, accepted in found)
 
 
-def test_prompts_with_images_are_recorded_priced_replayed_and_served(folder: Path) -> None:
-    """The server knows its images pixel by pixel, and the last prompt has the tokens of the first."""
-    backend, prompts = vllm(folder), image_prompts()
-    recorded = backend.record(prompts)
-    assert [answer.tokens for answer in recorded.answers] == [row["tokens"] for row in TRANSCRIBED["prompts"]]
-    assert [answer.beyond for answer in recorded.answers] == [row["beyond"] for row in TRANSCRIBED["prompts"]]
-    prices = backend.price(recorded)
-    steps = backend.replay(PRICED_BY, recorded)
-    assert not prices.left_out and (prices.ms(steps) > 0).all()
-    with backend.arm(PRICED_BY) as arm:
-        served = [arm.decode(prompt) for prompt in prompts]
-    assert [(one.rounds, one.verified_nodes, one.accepted_tokens) for one in served] == list(steps.counts)
-
-
 def test_a_chat_has_its_images_where_the_messages_have_them() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "image"}, {"type": "text", "text": "two"}, {"type": "image"}]
     asked = Prompt(messages=[{"role": "user", "content": parts}], images=["a", "b"], max_pixels=9)  # type: ignore[list-item]
@@ -59,9 +41,3 @@ def test_a_chat_has_its_images_where_the_messages_have_them() -> None:
     sent = [load_image(part["image_url"]["url"]) for part in message["content"][1::2]]
     assert [np.array(one).tolist() for one in sent] == [np.array(one).tolist() for one in (IMAGE, OTHER)]
     assert request["mm_processor_kwargs"] == {"max_pixels": 9}
-
-
-def test_videos_are_refused(folder: Path) -> None:
-    video = Video(np.zeros((1, 2, 2, 3), np.uint8), 1.0)
-    with pytest.raises(UserError, match="p: has a video, and engines are tuned on text and images"):
-        vllm(folder).record([WorkloadPrompt("p", Prompt(prompt="Read."), (video,))])
