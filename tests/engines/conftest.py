@@ -77,8 +77,8 @@ def is_replaced(executable: str) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with ``model.gguf``, ``model``, ``draft``, and ``bin`` with llama-server, vllm and its package for
-    suffixes.
+    """The working directory, with ``model.gguf``, ``model``, ``draft``, and ``bin`` with llama-server, vllm and its
+    package for suffixes.
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF general.file_type\x04\0\0\0\x03\0\0\0 tokenizer.chat_template")
