@@ -4,7 +4,6 @@ torch.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import shlex
@@ -13,7 +12,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -27,7 +26,7 @@ from autotune.engines.loads import measure_load, show_loads
 from autotune.engines.ngram_drafters import KnownRequest
 from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices, with_draft
 from autotune.engines.process import running
-from autotune.engines.replay import KEEPS_STATE, EngineSteps, replay_speculation, replayed_pairs
+from autotune.engines.replay import KEEPS_STATE, EngineRecorded, EngineSteps, replay_speculation, replayed_pairs
 from autotune.engines.served import Served, require_served
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, append_line, content_key, read_lines, user_cache
@@ -39,31 +38,6 @@ FEWEST_PROMPTS = 4  # are recorded, whatever time that takes
 AGAIN = 4  # prompts that are asked again
 SELF_TEST = 12  # prompts
 CHAINS = range(1, 9)  # tokens of a draft model's chains
-
-
-@dataclass(frozen=True)
-class EngineRecorded:
-    """Plain answers, with what a draft model's chains are replayed and priced from."""
-
-    prompts: Sequence[WorkloadPrompt]
-    answers: Sequence[Served]
-    again: Sequence[Served]
-    """The longest answers, asked again, for times of today."""
-    context: int
-    """Most tokens of a request."""
-    chain: Sequence[Served] = ()
-    """Answers of a server with the longest chain of a draft model."""
-    chain_times: tuple[Sequence[Served], Sequence[Served]] = ((), ())
-    """Answers of today to the longest prompts, with the shortest chain and with the longest."""
-
-    @functools.cached_property
-    def known(self) -> list[KnownRequest]:
-        """The requests of the plain answers."""
-        return [KnownRequest(answer) for answer in self.answers]
-
-    @functools.cached_property
-    def known_chain(self) -> list[KnownRequest]:
-        return [KnownRequest(answer) for answer in self.chain]
 
 
 class EngineBackend(Backend):

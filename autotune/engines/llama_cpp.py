@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 import re
 import shlex
 import subprocess
@@ -36,6 +35,7 @@ SPACE: dict[str, Sequence[tuple[float, ...]]] = {
 """Settings besides the defaults, of which the fastest is that of 700 (``benchmarks/engine_regret.py``)."""
 VERIFICATIONS = "llamacpp:spec_decode_num_drafts_total"
 FILE_TYPE_KEY = b"general.file_type"
+MOST_HEADER = 1 << 26  # bytes of a GGUF file before its tensors
 FILE_TYPES = {0: "float32", 1: "float16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K"}
 FILE_TYPES |= {12: "Q3_K_M", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 32: "bfloat16"}
 """Most files' types of weights, by ``general.file_type``."""
@@ -166,13 +166,12 @@ class LlamaBackend(EngineBackend):
         return "draft-eagle3" if architecture_of(path) == "eagle3" else "draft-simple", path.resolve()
 
     def find_precision(self) -> str:
-        if Path(self.target).stat().st_size == 0:  # cannot be mapped; its header is refused with a reason
-            return "quantized"
-        with Path(self.target).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            place = content.find(FILE_TYPE_KEY)  # llama-quantize writes it behind the vocabulary
-            begin = place + len(FILE_TYPE_KEY) + 4  # after the type of the value
-            number = content[begin : begin + 4] if place >= 0 else b""
-        return FILE_TYPES.get(int.from_bytes(number, "little") if number else -1, "quantized")
+        with Path(self.target).open("rb") as file:
+            _, _, value = file.read(MOST_HEADER).partition(
+                FILE_TYPE_KEY
+            )  # llama-quantize writes it behind the vocabulary
+        number = int.from_bytes(value[4:8], "little") if value else -1  # after its type
+        return FILE_TYPES.get(number, "quantized")
 
     def missing_types(self) -> Sequence[str]:
         if "--chat-template" not in " ".join(self.arguments):
