@@ -19,8 +19,8 @@ from autotune.engines.engine_server import EngineServer
 from autotune.engines.llama_cpp import LlamaBackend
 from autotune.engines.process import running
 from autotune.engines.vllm import VllmBackend
-from autotune.workloads.prompt import Prompt, WorkloadPrompt
-from tests.engines.recorded_llama import HELP, LIMIT, PROMPTS, RecordedServer, http_server
+from autotune.workloads.prompt import WorkloadPrompt
+from tests.engines.recorded_llama import HELP, RecordedServer, http_server, text_prompts
 from tests.engines.recorded_vllm import RecordedVllm
 from tests.imports import ROOT
 
@@ -43,7 +43,7 @@ serve(sys.argv[1:], RecordedVllm)
 
 @pytest.fixture
 def prompts() -> list[WorkloadPrompt]:
-    return [WorkloadPrompt(f"{n}", Prompt(prompt=text, max_new_tokens=LIMIT), ()) for n, text in enumerate(PROMPTS)]
+    return text_prompts()
 
 
 def write_script(path: Path, script: str) -> None:

@@ -8,28 +8,21 @@ pixel; its drafts are the replay's, whose counts the transcript checks.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from PIL.Image import Image
-
 from autotune.documents.speculation import Speculation
 from autotune.engines.served import Served
 from autotune.engines.vllm import CHAT, COMPLETIONS
 from autotune.workloads.pixels import load_image
-from tests.engines.recorded_llama import CONTEXT, RecordedServer, record, serve
+from tests.engines.recorded_llama import CONTEXT, RecordedServer, pixels_key, record, serve, text_prompts
 
 TRANSCRIPT = Path(__file__).with_name("vllm_transcript.json")
 IMAGE_TRANSCRIPT = Path(__file__).with_name("image_transcript.json")
 COMMAND = "vllm --dtype float32 --gpu-memory-utilization 0.1 --enforce-eager"
-
-
-def pixels_key(image: Image) -> str:
-    return hashlib.sha256(image.tobytes()).hexdigest()[:16]
 
 
 class RecordedVllm(RecordedServer):
@@ -115,4 +108,4 @@ if __name__ == "__main__":
         from benchmarks.engine_counts import settings
 
         done = json.loads(TRANSCRIPT.read_text())["servers"] if TRANSCRIPT.exists() else []
-        record(VllmBackend(sys.argv[1], command=COMMAND), TRANSCRIPT, settings("vllm"), done)
+        record(VllmBackend(sys.argv[1], command=COMMAND), TRANSCRIPT, text_prompts(), settings("vllm"), done)
