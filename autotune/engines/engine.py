@@ -273,7 +273,7 @@ class EngineBackend(Backend):
             long = [server.ask(prompt) for prompt in longest]
         if lacking := sum(answer.lacks_rounds for answer in chain):
             self.console.say(
-                f"draft      {lacking} of {len(chain)} answers came without their rounds, and count as the others"
+                f"draft      {lacking} of {len(chain)} answers came without their rounds; their tokens count as those of the others"
             )
         with self.started(self.chains[0]) as server:
             short = [server.ask(prompt) for prompt in longest]
