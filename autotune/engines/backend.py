@@ -35,7 +35,7 @@ class BackendSettings(Protocol):
 
 
 class Steps(Protocol):
-    """What ``Backend.replay`` returns: the forward passes that a configuration takes for the recorded answers."""
+    """The result of ``Backend.replay``: the forward passes that a configuration takes for the recorded answers."""
 
     @property
     def counts(self) -> Sequence[tuple[int, int, int]]:
@@ -43,7 +43,7 @@ class Steps(Protocol):
 
 
 class Prices(ABC):
-    """What ``Backend.price`` returns: times of forward passes."""
+    """The result of ``Backend.price``: times of forward passes."""
 
     left_out: Mapping[str, str] = {}
     """Types of configurations that are not to be replayed, with the reason."""
@@ -58,7 +58,7 @@ class Prices(ABC):
 
 
 class Server(Protocol):
-    """What an arm asks of a server's client."""
+    """A server's client, as an arm uses it."""
 
     def ask(self, prompt: WorkloadPrompt) -> Decoded:
         """Decode one prompt greedily. Reading it takes none of the time."""
@@ -114,7 +114,7 @@ class Backend(ABC):
     name: ClassVar[str]
     model: ModelReference
     precision: str
-    """Of the weights, such as ``bfloat16`` or ``Q4_1``."""
+    """Precision of the weights, such as ``bfloat16`` or ``Q4_1``."""
     is_fixed: bool = False
     """Whether this is a running server, whose settings stay: it has no arms, and the result is a prediction."""
 
@@ -147,7 +147,7 @@ class Backend(ABC):
 
     @abstractmethod
     def deploy(self, configuration: Any) -> Deployment:
-        """What serves requests with the configuration."""
+        """The deployment that serves requests with the configuration."""
 
     def loads(self, configurations: Sequence[Any], recorded: Any, requests_at_once: int) -> list[ServedLoad]:
         """Serve the recorded prompts with each configuration, several at a time, in a new server each.
