@@ -29,7 +29,7 @@ from autotune.console import Console
 from autotune.documents.decoding_profile import AR, HF, TUNED
 from autotune.documents.published_defaults import HF_ASSISTED
 from autotune.documents.speculation import OPTIONS, Speculation
-from autotune.engines.engine import EngineServer
+from autotune.engines.engine_server import EngineServer
 from autotune.engines.served import Served
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.bench_arms import assistant_of

@@ -66,7 +66,7 @@ def command(
             options.print_json({"url": address, "model": name, "max_model_len": max_model_len})
 
     if deployment is not None:
-        from autotune.engines.deployed_server import serve_deployment
+        from autotune.engines.process import serve_deployment
 
         listener, address = listen(settings)
         listener.close()

@@ -117,11 +117,7 @@ class OperatingPoint(Document):
 
     @property
     def label(self) -> str:
-<<<<<<< HEAD
-        """The draft and tree, or the engine's settings, in one line; ``off`` for plain decoding."""
-=======
         """The decoding method in one line; ``off`` for plain decoding."""
->>>>>>> two-tests
         if self.deployment is not None:
             return self.deployment.label
         return "off" if self.draft is None or self.tree is None else f"{self.tree.policy}, {self.draft.id}"
@@ -239,13 +235,8 @@ class DecodingProfile(Document, kind="decoding-profile", version=2, made_by="aut
     backend: str = RUNTIME
     """The program that decodes: this one, or the engine of the points' deployments."""
     precision: str
-<<<<<<< HEAD
-    """The precision of the weights: ``float32``, ``bfloat16,int8``, and of a file that an engine loads, ``Q4_1``. The
-    fields after it, to ``prefill_threads``, keep their defaults for an engine.
-=======
     """Precision of the target's weights: ``float32``, ``bfloat16,int8``, and of a file that an engine loads, ``Q4_1``.
     The fields after it, to ``prefill_threads``, keep their defaults for an engine.
->>>>>>> two-tests
     """
     capture_sizes: tuple[int, ...] = ()
     """Numbers of tokens that inputs are padded to; empty for no padding."""

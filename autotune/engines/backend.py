@@ -6,15 +6,17 @@ A backend is one file and one row of ``search.backends.BACKENDS``; ``engines.con
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from autotune.documents.decoded import Decoded
 from autotune.documents.deployment import Deployment, PricedStep, ServedLoad
 from autotune.documents.provenance import ModelReference
-from autotune.errors import UserError
+from autotune.errors import ArmFailed, UserError
 from autotune.trees.limits import Floats
 from autotune.workloads.prompt import WorkloadPrompt
 
@@ -30,14 +32,6 @@ class BackendSettings(Protocol):
     def type(self) -> str: ...
     @property
     def is_default(self) -> bool: ...
-
-
-class Recorded(Protocol):
-    """The result of ``Backend.record``."""
-
-    @property
-    def answers(self) -> Sequence[Decoded]:
-        """Plain decoding's answers, in the order of the prompts."""
 
 
 class Steps(Protocol):
@@ -63,6 +57,53 @@ class Prices(ABC):
         """Predicted milliseconds of the recorded answers by prompt, comparable between configurations."""
 
 
+class Server(Protocol):
+    """A server's client, as an arm uses it."""
+
+    def ask(self, prompt: WorkloadPrompt) -> Decoded:
+        """Decode one prompt greedily. Reading it takes none of the time."""
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+
+    def failure(self, error: UserError) -> str:
+        """Why a request failed: the server's end, or the error."""
+
+
+@dataclass
+class EngineArm:
+    """Decodes prompts in a server, one at a time: an ``evaluation.arms.Arm``."""
+
+    name: str
+    """Unique within a comparison; who compares arms of several backends may change it."""
+    key: str
+    """Hash of the backend, the model, the arguments and the configuration."""
+    keeps_state: bool
+    """Whether drafts follow from earlier requests."""
+    server: Server
+    pause_s: float = 0.0
+    """Time after an answer for which the server keeps a core busy without work."""
+
+    def prepare(self, prompts: Sequence[WorkloadPrompt]) -> None:
+        """Nothing: the server is warm, as requests read their prompts beforehand."""
+
+    def decode(self, prompt: WorkloadPrompt) -> Decoded:
+        """
+        Raises:
+            ArmFailed: the server has ended, or refuses the prompt.
+        """
+        try:
+            served = self.server.ask(prompt)
+        except UserError as error:
+            raise ArmFailed(self.server.failure(error)) from None
+        time.sleep(self.pause_s)
+        return Decoded(**{name: getattr(served, name) for name in Decoded.model_fields} | {"arm": self.key})
+
+    def text(self, answer: Decoded) -> str:
+        """The text of an answer's tokens."""
+        return self.server.text(answer.tokens)
+
+
 class Backend(ABC):
     """A way to serve one model. ``None`` in place of a configuration is decoding without speculation.
 
@@ -83,7 +124,9 @@ class Backend(ABC):
 
     @abstractmethod
     def record(self, prompts: Sequence[WorkloadPrompt], until: float = math.inf) -> Any:
-        """The plain answers to the prompts, which are kept, so that a search that is given again asks for the rest."""
+        """An object whose ``answers`` are plain decoding's ``Decoded``, in the order of the prompts. They are kept, so
+        that a search that is given again asks for the rest.
+        """
 
     @abstractmethod
     def price(self, recorded: Any, until: float = math.inf) -> Prices:

@@ -4,17 +4,15 @@ torch.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import shlex
 import shutil
-import subprocess
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -22,19 +20,17 @@ from autotune.console import Console
 from autotune.documents.deployment import Deployment, ServedLoad
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import OPTIONS, ModelType, Options, Speculation
-from autotune.engines.backend import Backend
-from autotune.engines.engine_arm import EngineArm
-from autotune.engines.http import EngineHttp
+from autotune.engines.backend import Backend, EngineArm
+from autotune.engines.engine_server import EngineServer
 from autotune.engines.loads import measure_load, show_loads
 from autotune.engines.ngram_drafters import KnownRequest
 from autotune.engines.prices import PRICED_TOKENS, EnginePrices, Pairs, measure_verifications, served_prices, with_draft
-from autotune.engines.process import ENDING_S, running
-from autotune.engines.replay import KEEPS_STATE, EngineSteps, replay_speculation, replayed_pairs
+from autotune.engines.process import running
+from autotune.engines.replay import KEEPS_STATE, EngineRecorded, EngineSteps, replay_speculation, replayed_pairs
 from autotune.engines.served import Served, require_served
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, append_line, content_key, read_lines, user_cache
 from autotune.replay.degenerate_answers import degenerate_answers
-from autotune.workloads.chat import Message
 from autotune.workloads.prompt import WorkloadPrompt
 
 OFF = "off"
@@ -42,117 +38,6 @@ FEWEST_PROMPTS = 4  # are recorded, whatever time that takes
 AGAIN = 4  # prompts that are asked again
 SELF_TEST = 12  # prompts
 CHAINS = range(1, 9)  # tokens of a draft model's chains
-
-
-def text_chat(prompt: WorkloadPrompt) -> dict[str, Any]:
-    """A prompt without images as a chat of OpenAI's API."""
-    content, variables = prompt.content, prompt.settings.chat_template_kwargs
-    chat = [Message(role="user", content=content)] if isinstance(content, str) else content
-    messages = [{"role": message.role, "content": message.text} for message in chat]
-    return {"messages": messages, **({"chat_template_kwargs": variables} if variables else {})}
-
-
-class EngineServer(EngineHttp, ABC):
-    """A client of one server, which sends one request at a time unless it streams.
-
-    Raises:
-        UserError: nothing answers at ``url``, or it is another program.
-    """
-
-    build: str
-    """The server's own name of its build."""
-    alias: object
-    """The model's name there."""
-    context: int
-    """Tokens of a request."""
-    speculation: Speculation | None = None
-    """The settings of a server that was started here."""
-    process: subprocess.Popen[bytes] | None = None
-    """None of a server that was not started here."""
-    priced_by: str
-    """Arguments with which a server drafts as ``verify`` needs."""
-    longest: int
-    """Most tokens of a verification that is priced."""
-
-    @property
-    def has_draft(self) -> bool:
-        """Whether a draft model drafts before every pass."""
-        return self.speculation is not None and bool(self.speculation.model)
-
-    def ask(self, prompt: WorkloadPrompt) -> Served:
-        """Decode one prompt greedily. Reading it takes none of the time."""
-        answer = self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens, prompt)
-        named = {"prompt": prompt.name, "prompt_sha256": prompt.sha256, "task": prompt.settings.task}
-        return answer.model_copy(update=named)
-
-    @abstractmethod
-    def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
-        """The tokens of a prompt after the model's chat template."""
-
-    @abstractmethod
-    def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> Served:
-        """Decode the tokens of a prompt greedily; ``prompt`` has its images, if any."""
-
-    def continuation(self, answer: Served, prompt: WorkloadPrompt | None = None) -> list[int]:
-        """The tokens that follow an answer, of an engine whose drafts reach there."""
-        return []
-
-    @abstractmethod
-    def verify(self, prompt: list[int], n: int) -> Served:
-        """See ``prices.Verifier``."""
-
-    @abstractmethod
-    def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
-        """See ``loads.Stream``."""
-
-    @abstractmethod
-    def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
-
-    def failure(self, error: UserError) -> str:
-        """Why a request failed: the server's end, or the error."""
-        if self.process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                code = self.process.wait(ENDING_S)
-                return (
-                    f"the server ended while it was used, with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
-                )
-        return str(error)
-
-    def cpu_ms(self) -> float:
-        """CPU time of the threads of the server and its workers; 0 if they are not on this machine."""
-        nanoseconds, waiting = 0, [str(self.process.pid)] if self.process else []
-        while waiting:
-            for thread in Path(f"/proc/{waiting.pop()}/task").glob("*"):
-                with suppress(OSError, ValueError, IndexError):  # a thread that has ended, whose time is not in the sum
-                    nanoseconds += int((thread / "schedstat").read_text().split()[0])
-                    waiting += (thread / "children").read_text().split()
-        return nanoseconds / 1e6
-
-
-@dataclass(frozen=True)
-class EngineRecorded:
-    """Plain answers, with what a draft model's chains are replayed and priced from."""
-
-    prompts: Sequence[WorkloadPrompt]
-    answers: Sequence[Served]
-    again: Sequence[Served]
-    """The longest answers, asked again, for times of today."""
-    context: int
-    """Most tokens of a request."""
-    chain: Sequence[Served] = ()
-    """Answers of a server with the longest chain of a draft model."""
-    chain_times: tuple[Sequence[Served], Sequence[Served]] = ((), ())
-    """Answers of today to the longest prompts, with the shortest chain and with the longest."""
-
-    @functools.cached_property
-    def known(self) -> list[KnownRequest]:
-        """The requests of the plain answers."""
-        return [KnownRequest(answer) for answer in self.answers]
-
-    @functools.cached_property
-    def known_chain(self) -> list[KnownRequest]:
-        return [KnownRequest(answer) for answer in self.chain]
 
 
 class EngineBackend(Backend):
@@ -386,8 +271,16 @@ class EngineBackend(Backend):
         with self.started(self.chains[-1]) as server:
             chain = self._recorded(server, recorded.prompts, folder, math.inf)
             long = [server.ask(prompt) for prompt in longest]
+        if lacking := sum(answer.lacks_rounds for answer in chain):
+            self.console.say(
+                f"draft      {lacking} of {len(chain)} answers came without their rounds; their tokens count as those of the others"
+            )
         with self.started(self.chains[0]) as server:
             short = [server.ask(prompt) for prompt in longest]
+        if not all(any(answer.drafted_lengths for answer in rows) for rows in (chain, long, short)):
+            self.console.say("draft      the draft model is left out: replies of the engine do not tell its rounds")
+            self.chains = []
+            return recorded
         replays = replay_speculation(self.chains[0], map(KnownRequest, long), recorded.context)
         counted = [[one for _, one in replayed_pairs(self.chains[0], short, recorded.context)], replays]
         per_pass = [sum(one.num_tokens for one in rows) / sum(one.passes.total() for one in rows) for rows in counted]
@@ -493,7 +386,7 @@ class EngineBackend(Backend):
             for number, one in enumerate(configurations, start=1):
                 with self.started(one, requests_at_once, longest) as server:
                     label = one.label if one else OFF
-                    loads.append(measure_load(server.stream, answers, recorded.prompts, requests_at_once, label))
+                    loads.append(measure_load(server, answers, recorded.prompts, requests_at_once, label))
                 update(number, len(configurations))
         show_loads(loads, self.console)
         return loads

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 import re
 import shlex
 import subprocess
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import ModelType, Speculation
-from autotune.engines.engine import EngineBackend, EngineServer, text_chat
-from autotune.engines.http import TEXT, TIMES, TOKENS
+from autotune.engines.engine import EngineBackend
+from autotune.engines.engine_server import TEXT, TIMES, TOKENS, EngineServer, text_chat
 from autotune.engines.served import Served
 from autotune.errors import UserError
 from autotune.files import known_sha256_of
 from autotune.modeling.gguf import architecture_of, find_gguf, require_chat_template
-from autotune.strict_parsing import parse_json
 from autotune.workloads.prompt import WorkloadPrompt
 
 FIXED = ("--metrics", "--cache-ram", "0")
@@ -38,6 +35,7 @@ SPACE: dict[str, Sequence[tuple[float, ...]]] = {
 """Settings besides the defaults, of which the fastest is that of 700 (``benchmarks/engine_regret.py``)."""
 VERIFICATIONS = "llamacpp:spec_decode_num_drafts_total"
 FILE_TYPE_KEY = b"general.file_type"
+MOST_HEADER = 1 << 26  # bytes of a GGUF file before its tensors
 FILE_TYPES = {0: "float32", 1: "float16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K"}
 FILE_TYPES |= {12: "Q3_K_M", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 32: "bfloat16"}
 """Most files' types of weights, by ``general.file_type``."""
@@ -124,20 +122,12 @@ class LlamaServer(EngineServer):
         """The reply; of a server with a draft model token by token, with the sums so far."""
         request = {"prompt": tokens, "temperature": 0.0, "return_tokens": True, "id_slot": 0, "n_predict": limit}
         if self.has_draft:
-            return [part for part, _ in self._streamed(request | options | {"timings_per_token": True})]
+            return [part for part, _ in self.streamed("/completion", request | options | {"timings_per_token": True})]
         return [self.read_json("/completion", request | options, "look into its log")]
-
-    def _streamed(self, request: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
-        """Parts of a reply, and seconds from the request to each."""
-        started = time.perf_counter()
-        for line in self.lines("/completion", request | {"stream": True}, "look into its log"):
-            if line.startswith(b"data: "):
-                with self.reply_of("/completion"):
-                    yield parse_json(line[6:].decode()), time.perf_counter() - started
 
     def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
         request = {"prompt": answer.prompt_tokens, "n_predict": answer.limit, "temperature": 0.0, "return_tokens": True}
-        parts = list(self._streamed(request | {"cache_prompt": False}))
+        parts = list(self.streamed("/completion", request | {"cache_prompt": False}))
         with self.reply_of("/completion"):
             tokens = TOKENS.validate_python([token for part, _ in parts for token in part["tokens"]], strict=True)
         return tokens, [spent for _, spent in parts]
@@ -176,11 +166,12 @@ class LlamaBackend(EngineBackend):
         return "draft-eagle3" if architecture_of(path) == "eagle3" else "draft-simple", path.resolve()
 
     def find_precision(self) -> str:
-        with Path(self.target).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            place = content.find(FILE_TYPE_KEY)  # llama-quantize writes it behind the vocabulary
-            begin = place + len(FILE_TYPE_KEY) + 4  # after the type of the value
-            number = content[begin : begin + 4] if place >= 0 else b""
-        return FILE_TYPES.get(int.from_bytes(number, "little") if number else -1, "quantized")
+        with Path(self.target).open("rb") as file:
+            _, _, value = file.read(MOST_HEADER).partition(
+                FILE_TYPE_KEY
+            )  # llama-quantize writes it behind the vocabulary
+        number = int.from_bytes(value[4:8], "little") if value else -1  # after its type
+        return FILE_TYPES.get(number, "quantized")
 
     def missing_types(self) -> Sequence[str]:
         if "--chat-template" not in " ".join(self.arguments):

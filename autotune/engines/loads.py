@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from autotune.console import Console
 from autotune.documents.deployment import ServedLoad
+from autotune.engines.engine_server import EngineServer
 from autotune.engines.served import Served
 from autotune.workloads.prompt import WorkloadPrompt
 
-Stream = Callable[[Served, WorkloadPrompt], tuple[list[int], list[float]]]
-"""Decodes the prompt of an answer as one of several requests: tokens, and seconds from the request to each part of the
-reply.
-"""
-
 
 def measure_load(
-    stream: Stream, answers: Sequence[Served], prompts: Sequence[WorkloadPrompt], requests_at_once: int, label: str
+    server: EngineServer,
+    answers: Sequence[Served],
+    prompts: Sequence[WorkloadPrompt],
+    requests_at_once: int,
+    label: str,
 ) -> ServedLoad:
     """Serve the prompts of plain answers, several at a time, in a new server."""
-    stream(answers[0].model_copy(update={"limit": 2}), prompts[0])
+    server.stream(answers[0].model_copy(update={"limit": 2}), prompts[0])
     started = time.perf_counter()
     with ThreadPoolExecutor(requests_at_once) as pool:
-        replies = list(pool.map(stream, answers, prompts))
+        replies = list(pool.map(server.stream, answers, prompts))
     spent = time.perf_counter() - started
     first_ms = [1e3 * seconds[0] for _, seconds in replies]
     token_ms = [1e3 * (seconds[-1] - seconds[0]) / max(1, len(tokens) - 1) for tokens, seconds in replies]

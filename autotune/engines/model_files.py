@@ -86,46 +86,45 @@ def find_model_files(name: str, *, local_only: bool = True, weights: bool = Fals
     return ModelFiles(folder, config) if isinstance(config, dict) else None
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """A checkpoint to be written in a form that an engine loads: with other names of its weights, file by file."""
+def write_checkpoint(
+    source: ModelFiles,
+    folder: Path,
+    config: dict[str, Any],
+    rename: Callable[[str], str | None],
+    left_out: Sequence[str] = NOT_OF_TEXT,
+) -> Path:
+    """Write a checkpoint in a form that an engine loads, file by file, unless it is there.
 
-    source: ModelFiles
-    folder: Path
-    config: dict[str, Any]
-    rename: Callable[[str], str | None]
-    """The new name of a weight; None leaves it out."""
-    left_out: Sequence[str] = NOT_OF_TEXT
+    Args:
+        rename: the new name of a weight; None leaves it out.
 
-    def write(self) -> None:
-        from safetensors import safe_open
+    Returns:
+        ``folder``.
+    """
+    from safetensors import safe_open
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        parts: dict[str, str] = {}  # file by weight
-        for path in sorted(self.source.folder.glob(WEIGHTS)):
-            with safe_open(path, "pt") as file:
-                names = {name: new for name in file.keys() if (new := self.rename(name)) is not None}  # noqa: SIM118
-                weights = {new: file.get_tensor(name) for name, new in names.items()}
-            if weights:
-                save_tensors(self.folder / path.name, weights, {"format": "pt"})
-                parts |= dict.fromkeys(weights, path.name)
-        if len(set(parts.values())) > 1:
-            write_bytes(self.folder / INDEX, json.dumps({"metadata": {}, "weight_map": parts}, indent=1).encode())
-        for path in (path for pattern in COPIED for path in self.source.folder.glob(pattern)):
-            if path.name not in self.left_out:
-                shutil.copyfile(path, self.folder / path.name)
-        write_bytes(self.folder / CONFIG, (json.dumps(self.config, indent=1) + "\n").encode())
-
-
-def written(conversion: Conversion) -> Path:
-    """The folder of a conversion, which is written unless it is there."""
-    if not (conversion.folder / CONFIG).exists():
-        conversion.write()
-    return conversion.folder
+    if (folder / CONFIG).exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    parts: dict[str, str] = {}  # file by weight
+    for path in sorted(source.folder.glob(WEIGHTS)):
+        with safe_open(path, "pt") as file:
+            names = {name: new for name in file.keys() if (new := rename(name)) is not None}  # noqa: SIM118
+            weights = {new: file.get_tensor(name) for name, new in names.items()}
+        if weights:
+            save_tensors(folder / path.name, weights, {"format": "pt"})
+            parts |= dict.fromkeys(weights, path.name)
+    if len(set(parts.values())) > 1:
+        write_bytes(folder / INDEX, json.dumps({"metadata": {}, "weight_map": parts}, indent=1).encode())
+    for path in (path for pattern in COPIED for path in source.folder.glob(pattern)):
+        if path.name not in left_out:
+            shutil.copyfile(path, folder / path.name)
+    write_bytes(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode())
+    return folder
 
 
-def text_part(source: ModelFiles, folder: Path, name: str) -> Conversion:
-    """The text model of a vision-language model as a model of its own.
+def text_part(source: ModelFiles, folder: Path, name: str) -> Path:
+    """The folder of the text model of a vision-language model as a model of its own.
 
     Raises:
         UserError: the weights are not here, or transformers has no text model of this type.
@@ -146,7 +145,7 @@ def text_part(source: ModelFiles, folder: Path, name: str) -> Conversion:
     shared = {key: source.config[key] for key in SHARED_KEYS if key in source.config}
     is_tied = not any((_text_name(weight) or "").startswith("lm_head.") for weight in _weight_names(source))
     config = {**shared, **text, "architectures": [architecture], "tie_word_embeddings": is_tied}
-    return Conversion(source, folder, config, _text_name)
+    return write_checkpoint(source, folder, config, _text_name)
 
 
 def has_short_vision_names(model: ModelFiles) -> bool:
@@ -160,21 +159,18 @@ def has_short_vision_names(model: ModelFiles) -> bool:
     return bool(names) and not any(name.startswith(VISION_MODEL_PREFIX) for name in names)
 
 
-def with_long_vision_names(source: ModelFiles, folder: Path) -> Conversion:
-    """A copy of a model with the names of a vision tower before transformers 5.20, ``vision_tower.vision_model...``."""
+def served_target(path: Path, folder: Path) -> Path:
+    """The folder of a target that vLLM loads: itself, or a copy below ``folder`` with the names of a vision tower
+    before transformers 5.20, ``vision_tower.vision_model...``.
+    """
+    files = find_model_files(str(path))
+    if files is None or not has_short_vision_names(files):
+        return path
 
     def rename(name: str) -> str:
         return name.replace(VISION_PREFIX, VISION_MODEL_PREFIX, 1) if name.startswith(VISION_PREFIX) else name
 
-    return Conversion(source, folder, source.config, rename, left_out=(CONFIG, INDEX))
-
-
-def served_target(path: Path, folder: Path) -> Path:
-    """The folder of a target that vLLM loads: itself, or a copy below ``folder`` with long vision names."""
-    files = find_model_files(str(path))
-    if files is None or not has_short_vision_names(files):
-        return path
-    return written(with_long_vision_names(files, folder / _key(files)))
+    return write_checkpoint(files, folder / _key(files), files.config, rename, left_out=(CONFIG, INDEX))
 
 
 def _key(model: ModelFiles) -> str:
@@ -210,7 +206,7 @@ def served_draft(name: str, target: str, folder: Path) -> tuple[ModelType, Path]
             f"--draft {name}: has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
         )
     if "vision_config" in draft.config:
-        return "draft_model", written(text_part(draft, folder / _key(draft), name)).resolve()
+        return "draft_model", text_part(draft, folder / _key(draft), name).resolve()
     return "draft_model", draft.folder.resolve()
 
 

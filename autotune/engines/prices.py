@@ -9,13 +9,14 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from autotune.console import Update
 from autotune.documents.deployment import PricedStep
 from autotune.engines.backend import Prices
+from autotune.engines.engine_server import EngineServer
 from autotune.engines.replay import CONTEXT_STEP, EngineSteps, RequestReplay
 from autotune.engines.served import Served
 from autotune.errors import UserError
@@ -30,23 +31,8 @@ FEWEST = 3  # verifications of a request, and such requests, that refit prices
 Pairs = Sequence[tuple[Served, RequestReplay]]
 
 
-class Verifier(Protocol):
-    """A server whose passes can be priced."""
-
-    url: str
-    priced_by: str
-    """Arguments with which it drafts as ``verify`` needs."""
-    longest: int
-    """Most tokens of a verification that is priced."""
-
-    def verify(self, prompt: list[int], n: int) -> Served:
-        """A request that is exactly one verification of ``n`` tokens after its first token, in a server that drafts as
-        ``priced_by`` says; or one that drafted another number of tokens than n - 1.
-        """
-
-
 def measure_verifications(
-    server: Verifier, prompts: Sequence[list[int]], update: Update, *, seed: int, until: float = math.inf
+    server: EngineServer, prompts: Sequence[list[int]], update: Update, *, seed: int, until: float = math.inf
 ) -> list[PricedStep]:
     """Time one verification of each length after each prompt, in random order.
 
@@ -146,10 +132,14 @@ class EnginePrices(Prices):
         return plain, verifying
 
     def ms(self, steps: EngineSteps) -> Floats:
+        """See ``Prices.ms``. A token of a request without passes takes the mean time of the others' tokens."""
         has_model = bool(steps.speculation and steps.speculation.model)
         factor = 1.0 if steps.speculation else self.plain_factor
-        per_token = [sum(self.parts_ms(one, has_model=has_model)) / max(1, one.num_tokens) for one in steps.requests]
-        return factor * np.array(per_token) * np.maximum(1, steps.new_tokens)
+        is_known = np.array([one.num_tokens > 0 for one in steps.requests])
+        parts = [sum(self.parts_ms(one, has_model=has_model)) / max(1, one.num_tokens) for one in steps.requests]
+        per_token = np.array(parts)
+        per_token[~is_known] = per_token[is_known].mean()
+        return factor * per_token * np.array(steps.new_tokens)
 
     def time_of(self, answer: Served) -> float:
         """The time of an answer on the prices' clock."""

@@ -11,14 +11,20 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from autotune.engines.http import open_url
+from autotune.documents.deployment import Deployment
 from autotune.errors import UserError
 
+THIS_MACHINE = ("localhost", "0.0.0.0", "::1", "::")
+NAME_OPTIONS = {"llama.cpp": "--alias"}
+"""Options of engines that give the model's name; the others have ``--served-model-name``."""
+KEY_VARIABLES = {"llama.cpp": "LLAMA_API_KEY", "vllm": "VLLM_API_KEY"}
+"""Environment variables of the key, which other users of the machine do not see there."""
 START_S = 900.0  # longest time until an engine is ready: it may compile kernels
 STOP_S = 30.0  # until it is killed
 ENDING_S = 1.0  # from a connection that is lost until its server has ended
@@ -28,6 +34,13 @@ _CAUSE = re.compile(r"(?:[\d.]+ E [\w ]+|(?:\w+\.)*[A-Z]\w*(?:Error|Exception)|\
 _PR_SET_PDEATHSIG = 1
 _HEADING = re.compile(r"\d+ validation errors? for ")  # pydantic's message follows in the next lines
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\) ?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
+
+
+def open_url(request: urllib.request.Request, timeout_s: float) -> Any:
+    """The response to a request. One to this machine is not sent to the proxy that ``http_proxy`` names."""
+    host = urlsplit(request.full_url).hostname or ""
+    direct = [urllib.request.ProxyHandler({})] if host in THIS_MACHINE or host.startswith("127.") else []
+    return urllib.request.build_opener(*direct).open(request, timeout=timeout_s)
 
 
 @contextmanager
@@ -73,6 +86,32 @@ def running(
             raise UserError(f"{name} ended {when}: {cause}") from None
         finally:
             _stop(process)
+
+
+def serve_deployment(
+    deployment: Deployment, url: str, model_name: str, api_key: str | None, announce: Callable[[], None]
+) -> None:
+    """Start the engine of a deployment at an address, and wait until Ctrl-C or SIGTERM, which end it.
+
+    Args:
+        announce: called when the engine is healthy.
+
+    Raises:
+        UserError: the engine cannot be started, has no variable for the key, or ends by itself.
+    """
+    backend = deployment.backend
+    if api_key is not None and backend not in KEY_VARIABLES:
+        raise UserError(f"--api-key: autotune knows no variable of {backend} for a key; leave it out")
+    name_option = NAME_OPTIONS.get(backend, "--served-model-name")
+    words = [*deployment.command, "--host", str(urlsplit(url).hostname), name_option, model_name]
+    environment = {} if api_key is None else {KEY_VARIABLES[backend]: api_key}
+    try:
+        with running(words, backend, url, **environment) as (_, process):
+            announce()
+            process.wait()
+            raise UserError(f"{backend} ended")
+    except KeyboardInterrupt:
+        return
 
 
 def _free_address() -> str:

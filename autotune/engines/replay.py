@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import get_args
 
 from autotune.documents.speculation import ModelType, Speculation
@@ -19,6 +19,7 @@ from autotune.engines.ngram_drafters import (
 )
 from autotune.engines.served import Served
 from autotune.engines.suffix_drafter import SuffixDrafter
+from autotune.workloads.prompt import WorkloadPrompt
 
 CONTEXT_STEP = 32
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
@@ -26,7 +27,7 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "ngram-mod": ModDrafter,
     "ngram": LookupDrafter,
     "suffix": SuffixDrafter,
-    **{one: partial(ChainDrafter, ends_with_answer=one.startswith("draft-")) for one in get_args(ModelType)},
+    **{one: functools.partial(ChainDrafter, ends_with_answer=one.startswith("draft-")) for one in get_args(ModelType)},
 }
 KEEPS_STATE = ("ngram-mod", "suffix")
 """Types whose drafts follow from earlier requests too."""
@@ -35,6 +36,31 @@ KEEPS_STATE = ("ngram-mod", "suffix")
 def new_drafter(speculation: Speculation) -> Drafter:
     """The drafter of a new server."""
     return DRAFTERS[speculation.type](*speculation.options.values())
+
+
+@dataclass(frozen=True)
+class EngineRecorded:
+    """Plain answers, with what a draft model's chains are replayed and priced from."""
+
+    prompts: Sequence[WorkloadPrompt]
+    answers: Sequence[Served]
+    again: Sequence[Served]
+    """The longest answers, asked again, for times of today."""
+    context: int
+    """Most tokens of a request."""
+    chain: Sequence[Served] = ()
+    """Answers of a server with the longest chain of a draft model."""
+    chain_times: tuple[Sequence[Served], Sequence[Served]] = ((), ())
+    """Answers of today to the longest prompts, with the shortest chain and with the longest."""
+
+    @functools.cached_property
+    def known(self) -> list[KnownRequest]:
+        """The requests of the plain answers."""
+        return [KnownRequest(answer) for answer in self.answers]
+
+    @functools.cached_property
+    def known_chain(self) -> list[KnownRequest]:
+        return [KnownRequest(answer) for answer in self.chain]
 
 
 @dataclass(frozen=True)
@@ -71,7 +97,7 @@ class EngineSteps:
 
 def replay_request(drafter: Drafter | None, request: KnownRequest, context: int) -> RequestReplay:
     """Replay one request, and leave the drafter in the state that the server has after it; None reads a token in every
-    pass.
+    pass. A chain cannot be replayed without the rounds of the longest one: it has no passes then.
 
     Args:
         context: most tokens of a request, to which a draft is cut.
@@ -79,6 +105,8 @@ def replay_request(drafter: Drafter | None, request: KnownRequest, context: int)
     answer, tokens = request.answer, request.tokens
     drafts, passes = [], Counter[tuple[int, int]]()
     length, ends = request.prompt_length, drafter is not None and drafter.ends_with_answer
+    if isinstance(drafter, ChainDrafter) and answer.lacks_rounds:
+        return RequestReplay([], passes, 0)
     if drafter is not None:
         drafter.begin(request)
     end = length + len(answer.tokens) - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from autotune.console import Console
@@ -53,18 +52,13 @@ def vllm_command(profile: DecodingProfile, console: Console, *, draft_tokens: in
     speculation = Speculation(type=kind, options={option: depth}, model=str(path))
     served = served_target(files.folder, output)
     model = str(bundled_models().get(target, target)) if served == files.folder else str(served)
-    for note in _differences(profile):
-        console.say(f"- {note}")
+    differences = {
+        "speed in vLLM was not measured: autotune search --backend vllm measures it": True,
+        f"the profile has {len(profile.points)} points and vLLM runs one: this is the last": len(profile.points) > 1,
+        f"the profile's point runs {draft.subnet.label}; vLLM runs the full draft": draft.subnet != Subnet(),
+        "the profile's point is lossy; vLLM verifies losslessly": not profile.point.lossless,
+    }
+    for note, is_so in differences.items():
+        if is_so:
+            console.say(f"- {note}")
     return ["vllm", "serve", model, "--dtype", profile.dtype, *vllm_arguments(speculation)]
-
-
-def _differences(profile: DecodingProfile) -> Iterator[str]:
-    """Notes on what vLLM does otherwise than the profile."""
-    yield "speed in vLLM was not measured: autotune search --backend vllm measures it"
-    if len(profile.points) > 1:
-        yield f"the profile has {len(profile.points)} points and vLLM runs one: this is the last"
-    draft = profile.point.draft
-    if draft is not None and draft.subnet != Subnet():
-        yield f"the profile's point runs {draft.subnet.label}; vLLM runs the full draft"
-    if not profile.point.lossless:
-        yield "the profile's point is lossy; vLLM verifies losslessly"

@@ -15,7 +15,7 @@ from autotune.workloads.prompt import WorkloadPrompt
 
 class Served(Decoded):
     """A greedy answer of a server to a prompt. ``rounds`` are verifications of drafts; ``accepted_lengths`` has each of
-    them in a server with a draft model, and else their sum.
+    them in a server with a draft model that tells them, and else their sum.
     """
 
     arm: str = ""
@@ -45,6 +45,11 @@ class Served(Decoded):
         if len(self.tokens) > self.limit or not 0 <= self.accepted_tokens <= self.verified_nodes or self.decode_ms < 0:
             raise ValueError("an answer is no longer than its limit, and accepts no more tokens than are drafted")
         return self
+
+    @property
+    def lacks_rounds(self) -> bool:
+        """Whether only the sums of the verifications are known."""
+        return self.rounds > 0 and not self.drafted_lengths
 
     @property
     def chain(self) -> list[tuple[int, int]]:

@@ -15,17 +15,17 @@ from typing import Any
 
 from autotune.documents.provenance import ModelReference
 from autotune.documents.speculation import OPTIONS, ModelType, Speculation
-from autotune.engines.engine import EngineBackend, EngineServer
-from autotune.engines.http import TEXT, TOKENS
+from autotune.engines.engine import EngineBackend
+from autotune.engines.engine_server import TEXT, TOKENS, EngineServer, text_chat
 from autotune.engines.model_files import find_model_files, served_draft, served_target
 from autotune.engines.served import Served
-from autotune.engines.vllm_images import CHAT, COMPLETIONS, Request, chat_request, path_of, request_of
 from autotune.errors import UserError
 from autotune.files import WORKSPACE
 from autotune.modeling.gguf import SUFFIX
 from autotune.modeling.hub import is_id
 from autotune.modeling.loading import bundled_models, reference, resolve
-from autotune.strict_parsing import parse_json
+from autotune.workloads.chat import chat_messages
+from autotune.workloads.pixels import png_url
 from autotune.workloads.prompt import WorkloadPrompt
 
 PRICED_BY = Speculation(
@@ -33,6 +33,7 @@ PRICED_BY = Speculation(
 )
 FIRST_TEXT_TOKEN = 300  # of most vocabularies; smaller ones may control the chat
 BLOCK = 16  # tokens: blocks of the prefix cache have a multiple of it
+ATTEMPTS = 3  # at an answer whose rounds are to be told
 SETTLING_S = 10.0  # longest time after an answer until the engine has counted it
 SPACE: dict[str, Sequence[tuple[float, ...]]] = {
     "ngram": [(1, 5, 3), (1, 6, 24), (1, 8, 12), (2, 8, 12), (6, 10, 8), (10, 10, 4), (10, 10, 6), (10, 16, 8)],
@@ -41,6 +42,10 @@ SPACE: dict[str, Sequence[tuple[float, ...]]] = {
 """Settings besides the defaults, of which the fastest is that of 700 (``benchmarks/engine_regret.py``)."""
 CONVERTED = WORKSPACE / "engines" / "models"
 """Checkpoints that were written in a form that vLLM loads."""
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+"""A prompt of text is sent as its tokens, and one with images as a chat, because tokens hold no pixels."""
+Request = dict[str, Any]
+"""The part of a request's body that says what is decoded: ``prompt``, or ``messages`` with the images."""
 GENERATED = "vllm:generation_tokens_total"
 COUNTERS = tuple(f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
 """Verifications, draft tokens and accepted ones of all requests; missing where vLLM does not speculate."""
@@ -56,6 +61,29 @@ def vllm_arguments(speculation: Speculation | None) -> list[str]:
         *words,
         *(["--hf-overrides", json.dumps({"num_nextn_predict_layers": 1})] if speculation.type == "mtp" else []),
     ]
+
+
+def chat_request(prompt: WorkloadPrompt) -> Request:
+    """A prompt as a chat of OpenAI's API, with its images as data URLs of PNG files, which keep every pixel."""
+    if not prompt.images:
+        return text_chat(prompt)
+    messages = chat_messages(prompt.content, num_images=len(prompt.images))
+    urls = map(png_url, prompt.images)
+    for message in messages:
+        message["content"] = [
+            {"type": "image_url", "image_url": {"url": next(urls)}} if part["type"] == "image" else part
+            for part in message["content"]
+        ]
+    options = {
+        "chat_template_kwargs": prompt.settings.chat_template_kwargs,
+        "mm_processor_kwargs": prompt.settings.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True),
+    }
+    return {"messages": messages, **{name: value for name, value in options.items() if value}}
+
+
+def request_of(tokens: list[int], prompt: WorkloadPrompt | None = None) -> Request:
+    """The request for the answer to a prompt of these tokens: ``prompt`` has its images, if any."""
+    return chat_request(prompt) if prompt is not None and prompt.images else {"prompt": tokens}
 
 
 class VllmServer(EngineServer):
@@ -88,11 +116,19 @@ class VllmServer(EngineServer):
             return TOKENS.validate_python(tokens, strict=True)
 
     def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> Served:
-        """After a request that only reads the prompt, unless the server drafts from its earlier answers."""
+        """After a request that only reads the prompt, unless the server drafts from its earlier answers.
+
+        With a draft model every part of the reply is a round. Where the server falls behind, it sends several rounds as
+        one part: the request is repeated, and has the sums of the counters alone if this does not help.
+        """
         request = request_of(tokens, prompt)
         if not self.keeps_answers:
             self._counted(tokens, 1, request)
-        return self._counted(tokens, limit, request)
+        for _ in range(ATTEMPTS):
+            answer = self._counted(tokens, limit, request)
+            if not (self.has_draft and answer.lacks_rounds):
+                break
+        return answer
 
     def continuation(self, answer: Served, prompt: WorkloadPrompt | None = None) -> list[int]:
         """vLLM verifies, and counts, the part of a draft that lies beyond the end. A chat is answered again, as its
@@ -121,11 +157,7 @@ class VllmServer(EngineServer):
         found = list(itertools.chain(*parts))
         cpu_ms = max(0.0, self.cpu_ms() - cpu_ms)
         rounds, drafted, accepted = self._counts_since(before, len(found))
-        lengths = [len(part) - 1 for part in parts[1:]] if self.has_draft else [accepted] if rounds else []
-        if self.has_draft and len(lengths) != rounds:
-            raise UserError(
-                f"{self.url}: {rounds} verifications came in {len(lengths)} parts of the reply; give the command again"
-            )
+        has_rounds = self.has_draft and len(parts) - 1 == rounds > 0
         with self.reply_of(COMPLETIONS):
             spent = seconds[-1] - seconds[0]
             return Served.of(
@@ -134,8 +166,8 @@ class VllmServer(EngineServer):
                 limit,
                 is_ended=is_ended,
                 rounds=rounds,
-                drafted_lengths=[drafted // rounds] * rounds if self.has_draft and rounds else [],
-                accepted_lengths=lengths,
+                drafted_lengths=[drafted // rounds] * rounds if has_rounds else [],
+                accepted_lengths=[len(part) - 1 for part in parts[1:]] if has_rounds else [accepted] if rounds else [],
                 verified_nodes=drafted,
                 decode_ms=1e3 * spent,
                 cpu_ms=cpu_ms * spent / seconds[-1],
@@ -163,22 +195,20 @@ class VllmServer(EngineServer):
         """Tokens of each part of the reply, the seconds from the request to each, and whether the last token ends the
         generation.
         """
-        path = path_of(request)
-        body = {"model": self.model, "max_tokens": limit, "temperature": 0.0, "stream": True, "return_token_ids": True}
+        path = COMPLETIONS if "prompt" in request else CHAT
+        body = {"model": self.model, "max_tokens": limit, "temperature": 0.0, "return_token_ids": True}
         body |= request | options
         if len(tokens) % BLOCK == 1:  # with all blocks in the cache, vLLM would pad the first pass with drafts
             body["cache_salt"] = os.urandom(8).hex()
-        found, seconds, is_ended, started = list[list[int]](), list[float](), False, time.perf_counter()
-        for line in self.lines(path, body, "look into its log"):
-            if line.startswith(b"data: {"):
-                second = time.perf_counter() - started
-                with self.reply_of(path):
-                    (part,) = parse_json(line[6:].decode())["choices"]
-                    if path == CHAT and "role" in part["delta"]:  # without tokens
-                        continue
-                    seconds.append(second)
-                    found.append(TOKENS.validate_python(part["token_ids"], strict=True))
-                    is_ended = part["finish_reason"] == "stop"
+        found, seconds, is_ended = list[list[int]](), list[float](), False
+        for event, second in self.streamed(path, body):
+            with self.reply_of(path):
+                (part,) = event["choices"]
+                if path == CHAT and "role" in part["delta"]:  # without tokens
+                    continue
+                seconds.append(second)
+                found.append(TOKENS.validate_python(part["token_ids"], strict=True))
+                is_ended = part["finish_reason"] == "stop"
         return found, seconds, is_ended
 
     def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:

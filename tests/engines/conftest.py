@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -14,12 +15,12 @@ from typing import Any
 import pytest
 
 from autotune.engines import engine
-from autotune.engines.engine import EngineServer
+from autotune.engines.engine_server import EngineServer
 from autotune.engines.llama_cpp import LlamaBackend
 from autotune.engines.process import running
 from autotune.engines.vllm import VllmBackend
-from autotune.workloads.prompt import Prompt, WorkloadPrompt
-from tests.engines.recorded_llama import HELP, LIMIT, PROMPTS, RecordedServer, http_server
+from autotune.workloads.prompt import WorkloadPrompt
+from tests.engines.recorded_llama import HELP, RecordedServer, http_server, text_prompts
 from tests.engines.recorded_vllm import RecordedVllm
 from tests.imports import ROOT
 
@@ -42,7 +43,7 @@ serve(sys.argv[1:], RecordedVllm)
 
 @pytest.fixture
 def prompts() -> list[WorkloadPrompt]:
-    return [WorkloadPrompt(f"{n}", Prompt(prompt=text, max_new_tokens=LIMIT), ()) for n, text in enumerate(PROMPTS)]
+    return text_prompts()
 
 
 def write_script(path: Path, script: str) -> None:
@@ -76,13 +77,18 @@ def is_replaced(executable: str) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with ``model.gguf``, ``model``, and ``bin`` with llama-server, vllm and its package for
-    suffixes.
+    """The working directory, with ``model.gguf``, ``model``, ``draft``, and ``bin`` with llama-server, vllm and its
+    package for suffixes.
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF general.file_type\x04\0\0\0\x03\0\0\0 tokenizer.chat_template")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    configs = {
+        "model": {"torch_dtype": "bfloat16", "vocab_size": 9, "model_type": "gemma3"},
+        "draft": {"draft_vocab_size": 8},
+    }
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "lib/python3/site-packages/arctic_inference").mkdir(parents=True)
     write_script(tmp_path / "bin" / "llama-server", SCRIPT)
     write_script(tmp_path / "bin" / "vllm", VLLM_SCRIPT)

@@ -8,6 +8,7 @@ transcript checks.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -15,20 +16,23 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL.Image import Image
 
 from autotune.documents.speculation import OPTIONS, Speculation
 from autotune.engines.engine import EngineBackend
 from autotune.engines.ngram_drafters import KnownRequest
 from autotune.engines.replay import new_drafter, replay_request
 from autotune.engines.served import Served
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
 
 TRANSCRIPT = Path(__file__).with_name("llama_transcript.json")
-CONTEXT, STEP_MS, LIMIT, ASKED = 8192, 10.0, 24, 5
+CONTEXT, STEP_MS, LIMIT = 8192, 10.0, 24
 PART_S = 0.0005  # between parts of a streamed reply
 PROMPTS = (
     "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape.",
@@ -40,17 +44,17 @@ PROMPTS = (
     "Write an HTML table with three rows and three columns.",
     "Copy this list twice: apple, pear, plum, cherry, quince, apple, pear, plum, fig, grape. Then sort it.",
 )
-SWITCHES = ("--other-rule", "--dies", "--dies-drafting", "--killed", "--unsteady")
+SWITCHES = ("--other-rule", "--dies", "--dies-drafting", "--killed", "--unsteady", "--merges", "--merges-all")
 HELP = "--spec-type none,ngram-simple,ngram-mod   types\n--metrics\n"
 
 
 class RecordedServer:
     """One server: the settings that it was started with, the state of its drafts, and its counters."""
 
-    transcript = TRANSCRIPT
+    transcripts: tuple[Path, ...] = (TRANSCRIPT,)
 
     def __init__(self, arguments: list[str]) -> None:
-        self.recorded = json.loads(self.transcript.read_text())["prompts"]
+        self.recorded = [row for path in self.transcripts for row in json.loads(path.read_text())["prompts"]]
         self.switches = {word for word in arguments if word in SWITCHES}
         given = dict(itertools.pairwise(arguments))
         self.lock = threading.Lock()
@@ -190,31 +194,40 @@ def serve(arguments: list[str], kind: type[RecordedServer] = RecordedServer) -> 
         http_server(arguments, kind).serve_forever()
 
 
-def record(backend: EngineBackend, transcript: Path, tried: list[Speculation], known: list[dict[str, Any]]) -> None:
-    """Record a transcript: a server for each setting, over some prompts and the first two again; those that are
-    ``known`` are not served again.
-    """
-    from autotune.workloads.prompt import Prompt, WorkloadPrompt
+def pixels_key(image: Image) -> str:
+    return hashlib.sha256(image.tobytes()).hexdigest()[:16]
 
-    prompts = [WorkloadPrompt("", Prompt(prompt=text, max_new_tokens=LIMIT), ()) for text in PROMPTS]
+
+def text_prompts() -> list[WorkloadPrompt]:
+    return [WorkloadPrompt(f"{n}", Prompt(prompt=text, max_new_tokens=LIMIT), ()) for n, text in enumerate(PROMPTS)]
+
+
+def record(
+    backend: EngineBackend,
+    transcript: Path,
+    prompts: Sequence[WorkloadPrompt],
+    tried: Sequence[Speculation],
+    servers: list[dict[str, Any]],
+) -> None:
+    """Record a transcript: a server for each setting, over the prompts and the first two again; those of known
+    ``servers`` are not recorded again.
+    """
     rows = []
     with backend.started() as server:
-        for text, prompt in zip(PROMPTS, prompts, strict=True):
+        for prompt in prompts:
             answer = server.ask(prompt)
-            names = ("prompt_tokens", "tokens", "limit", "is_ended")
-            kept = {name: getattr(answer, name) for name in names}
-            rows.append({"text": text, **kept, "beyond": server.continuation(answer)})
-    plain, servers = [row["tokens"] for row in rows], known
+            kept = answer.model_dump(include={"prompt_tokens", "tokens", "limit", "is_ended"})
+            image = {"image": pixels_key(prompt.images[0])} if prompt.images else {}
+            rows.append({"text": prompt.settings.text, **image, **kept, "beyond": server.continuation(answer, prompt)})
+    plain = [row["tokens"] for row in (*rows, *rows[:2])]
     for speculation in tried:
         settings = speculation.model_dump(exclude_defaults=True)
-        if settings in [one["speculation"] for one in known]:
+        if settings in [one["speculation"] for one in servers]:
             continue
         with backend.started(speculation) as server:
-            found = [server.ask(prompt) for prompt in (*prompts[:ASKED], *prompts[:2])]
-        if [one.tokens for one in found] == [*plain[:ASKED], *plain[:2]]:
-            counts = [[one.verified_nodes, one.accepted_tokens] for one in found]
-            rounds = sum(one.rounds for one in found)
-            servers.append({"speculation": settings, "counts": counts, "verifications": rounds})
+            found = [server.ask(prompt) for prompt in (*prompts, *prompts[:2])]
+        if [one.tokens for one in found] == plain:
+            servers.append({"speculation": settings, "counts": [one.counts for one in found]})
         lines = (",\n".join(json.dumps(row) for row in part) for part in (rows, servers))
         transcript.write_text('{{"prompts": [\n{}\n],\n"servers": [\n{}\n]}}\n'.format(*lines))
 
@@ -226,4 +239,5 @@ if __name__ == "__main__":
         from autotune.engines.llama_cpp import LlamaBackend
         from benchmarks.engine_counts import settings
 
-        record(LlamaBackend(sys.argv[1], command="llama-server -t 1"), TRANSCRIPT, settings("llama.cpp"), [])
+        backend = LlamaBackend(sys.argv[1], command="llama-server -t 1")
+        record(backend, TRANSCRIPT, text_prompts(), settings("llama.cpp"), [])

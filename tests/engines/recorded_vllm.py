@@ -2,8 +2,8 @@
 
 ``python -m tests.engines.recorded_vllm FOLDER`` records ``vllm_transcript.json`` from vLLM (0.32.0 on a CPU and
 SmolLM2-135M-Instruct in float32 here), as ``recorded_llama`` does; a setting that it holds is not recorded again. As an
-executable the module is a vLLM that knows these prompts alone; its drafts are the replay's, whose counts the transcript
-checks.
+executable the module is a vLLM that knows these prompts alone, and those with images of ``recorded_images``, pixel by
+pixel; its drafts are the replay's, whose counts the transcript checks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from typing import Any
 
 from autotune.documents.speculation import Speculation
 from autotune.engines.served import Served
-from tests.engines.recorded_llama import CONTEXT, RecordedServer, record, serve
+from autotune.engines.vllm import CHAT, COMPLETIONS
+from autotune.workloads.pixels import load_image
+from tests.engines.recorded_llama import CONTEXT, RecordedServer, pixels_key, record, serve, text_prompts
 
 TRANSCRIPT = Path(__file__).with_name("vllm_transcript.json")
+IMAGE_TRANSCRIPT = Path(__file__).with_name("image_transcript.json")
 COMMAND = "vllm --dtype float32 --gpu-memory-utilization 0.1 --enforce-eager"
 
 
 class RecordedVllm(RecordedServer):
-    transcript = TRANSCRIPT
+    transcripts = (TRANSCRIPT, IMAGE_TRANSCRIPT)
     generated = 0
 
     def speculation(self, given: dict[str, str]) -> Speculation | None:
@@ -41,17 +44,17 @@ class RecordedVllm(RecordedServer):
 
     def reply(self, path: str, body: dict[str, Any]) -> Any:
         assert body["model"] == self.alias
-        match path:
-            case "/tokenize":
-                text = body["messages"][-1]["content"]
-                return {"tokens": next(one["prompt_tokens"] for one in self.recorded if one["text"] == text)}
-            case "/detokenize":
-                return {"prompt": " ".join(map(str, body["tokens"]))}
-        assert path == "/v1/completions" and body["temperature"] == 0.0 and body["return_token_ids"]
-        prompt, limit = body["prompt"], body["max_tokens"]
+        if path == "/tokenize":
+            return {"tokens": self.known(body)["prompt_tokens"]}
+        if path == "/detokenize":
+            return {"prompt": " ".join(map(str, body["tokens"]))}
+        assert path == (CHAT if "messages" in body else COMPLETIONS)
+        assert body["temperature"] == 0.0 and body["return_token_ids"]
+        limit = body["max_tokens"]
         if "allowed_token_ids" in body:
-            return self.passes(Served.of(prompt, body["allowed_token_ids"] * limit, limit))
-        (known,) = (one for one in self.recorded if prompt[: len(one["prompt_tokens"])] == one["prompt_tokens"])
+            return self.passes(Served.of(body["prompt"], body["allowed_token_ids"] * limit, limit))
+        known = self.known(body)
+        prompt = body.get("prompt", known["prompt_tokens"])
         every = [*known["tokens"], *known["beyond"]]
         done = len(prompt) - len(known["prompt_tokens"])
         if body.get("ignore_eos"):
@@ -60,6 +63,18 @@ class RecordedVllm(RecordedServer):
         is_ended = known.get("is_ended", False)
         answer = Served.of(prompt, tokens, limit, beyond=every[len(tokens) :], is_ended=is_ended)
         return self.passes(answer, self.answered if limit > 1 else None)
+
+    def known(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The prompt of a transcript that a request gives by its tokens, or by its text and image."""
+        if "messages" not in body:
+            given = body["prompt"]
+            rows = (one for one in self.recorded if given[: len(one["prompt_tokens"])] == one["prompt_tokens"])
+            return next(rows)
+        content = body["messages"][-1]["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        text = "".join(part["text"] for part in parts if part["type"] == "text")
+        images = [pixels_key(load_image(part["image_url"]["url"])) for part in parts if part["type"] == "image_url"]
+        return next(one for one in self.recorded if [one["text"], one.get("image")] == [text, *(images or [None])])
 
     def passes(self, answer: Served, counted: Callable[[Served], Served] | None = None) -> list[dict[str, Any]]:
         """The tokens of an answer by forward pass, counted."""
@@ -71,11 +86,18 @@ class RecordedVllm(RecordedServer):
             tokens = tokens[length:]
             if not tokens:
                 break
+        is_first = "--merges-all" in self.switches or answer.prompt_tokens == self.recorded[0]["prompt_tokens"]
+        if "--merges" in " ".join(self.switches) and len(parts) > 2 and (is_first or self.asked % 2):
+            parts[1]["token_ids"] += parts.pop(2)["token_ids"]
         parts[-1]["finish_reason"] = "stop" if answer.is_ended else "length"
         return parts
 
     def parts(self, body: dict[str, Any], reply: Any) -> list[dict[str, Any]] | None:
-        return [{"choices": [part]} for part in reply] if body.get("stream") else None
+        """A chat's first part has the role, and no tokens."""
+        if not body.get("stream"):
+            return None
+        first = [{"delta": {"role": "assistant"}, "finish_reason": None}] if "messages" in body else []
+        return [{"choices": [part]} for part in (*first, *({"delta": {}} | part for part in reply))]
 
 
 if __name__ == "__main__":
@@ -86,4 +108,4 @@ if __name__ == "__main__":
         from benchmarks.engine_counts import settings
 
         done = json.loads(TRANSCRIPT.read_text())["servers"] if TRANSCRIPT.exists() else []
-        record(VllmBackend(sys.argv[1], command=COMMAND), TRANSCRIPT, settings("vllm"), done)
+        record(VllmBackend(sys.argv[1], command=COMMAND), TRANSCRIPT, text_prompts(), settings("vllm"), done)

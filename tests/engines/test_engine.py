@@ -13,6 +13,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -24,12 +25,21 @@ from autotune.engines.vllm import VllmBackend, vllm_arguments
 from autotune.errors import ArmFailed, UserError
 from autotune.files import user_cache
 from autotune.modeling.gguf import find_gguf
+from autotune.workloads.pixels import Video
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from tests.engines.conftest import llama, vllm
 from tests.engines.recorded_llama import LIMIT, PROMPTS
 
 ENGINES = pytest.mark.parametrize("start", [llama, vllm])
 Start = Callable[..., EngineBackend]
+
+
+IMAGE = Image.new("RGB", (8, 8))
+
+
+def draft_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Options of a draft model with a config."""
+    return {"draft": "draft", "file": ("draft/config.json", json.dumps(config).encode())}
 
 
 def records(folder: Path) -> list[str]:
@@ -111,8 +121,6 @@ def test_the_chains_of_a_draft_model_are_replayed_from_the_longest(
 ) -> None:
     key, value = b"general.architecture", architecture.encode()
     (folder / "draft.gguf").write_bytes(b"GGUF" + key + struct.pack("<IQ", 8, len(value)) + value + b"more")
-    (folder / "draft").mkdir()
-    (folder / "draft" / "config.json").write_text('{"draft_vocab_size": 8}')
     backend = llama(folder, draft="draft.gguf") if architecture else vllm(folder, draft="draft")
     chains = [one for one in backend.configurations() if one.type == kind]
     assert [list(one.options.values()) for one in chains] == [[k] for k in range(1, 9)]
@@ -128,6 +136,25 @@ def test_the_chains_of_a_draft_model_are_replayed_from_the_longest(
         assert counts == list(backend.replay(one, recorded).counts), one.label
         assert not arm.keeps_state and all(len(answer.accepted_lengths) == answer.rounds for answer in found)
     assert backend.deploy(chains[0]).speculation.model.endswith("draft" if kind == "eagle3" else "draft.gguf")
+
+
+def test_a_reply_that_does_not_tell_its_rounds_is_asked_for_again_and_has_the_sums(
+    folder: Path, prompts: list[WorkloadPrompt], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM sends rounds together where it falls behind: of the first prompt always, of others every second time."""
+    steady, merging, silent = (vllm(folder, switch, draft="draft") for switch in ("", "--merges", "--merges-all"))
+    with steady.arm(longest := steady.chains[-1]) as arm, merging.arm(longest) as other:
+        expected, found = ([one.decode(prompt) for prompt in prompts] for one in (arm, other))
+    assert [len(one.accepted_lengths) for one in found] == [1, *(one.rounds for one in expected[1:])]
+    assert [(one.rounds, one.verified_nodes) for one in found] == [(one.rounds, one.verified_nodes) for one in expected]
+    assert [one.accepted_lengths for one in found[1:]] == [one.accepted_lengths for one in expected[1:]]
+    recorded = merging.record(prompts)
+    assert f"1 of {len(prompts)} answers came without their rounds" in capsys.readouterr().err
+    ms = merging.price(recorded).ms(merging.replay(longest, recorded))
+    new_tokens = [answer.new_tokens - 1 for answer in recorded.answers]
+    assert ms[0] / new_tokens[0] == pytest.approx((ms[1:] / new_tokens[1:]).mean())
+    silent.price(silent.record(prompts))
+    assert not silent.chains and "the draft model is left out" in capsys.readouterr().err
 
 
 @ENGINES
@@ -217,6 +244,16 @@ def test_a_server_at_a_url_is_priced_and_not_measured(
         (vllm, {"file": ("bin/vllm", b"no program")}, "cannot be started"),
         (vllm, {"prompt": {"max_new_tokens": 1}}, "every answer has one token, and nothing to speculate"),
         (llama, {"prompt": {"temperature": 1.0}}, "engines are tuned at temperature 0"),
+        (llama, {"prompt": {"images": ["x"]}, "media": IMAGE}, "0: has an image, and llama.cpp is tuned on text"),
+        (
+            vllm,
+            {"media": Video(np.zeros((1, 2, 2, 3), np.uint8), 1.0)},
+            "0: has a video, and engines are tuned on text",
+        ),
+        (vllm, draft_of({"kind": "star"}), "EAGLE-3 heads and mtp heads; this is star; choose another draft"),
+        (vllm, draft_of({"vocab_size": 7}), "the target's 9 tokens, EAGLE-3 heads and mtp heads; this is a model of 7"),
+        (vllm, draft_of({"kind": "mtp"}), "vLLM runs mtp heads of Llama and Qwen2 targets, not of gemma3"),
+        (vllm, draft_of({"vocab_size": 9, "rope_scaling": {"mrope_section": [1]}}), "has M-RoPE positions"),
     ],
 )
 def test_mistakes_are_told_in_one_line(
@@ -225,9 +262,11 @@ def test_mistakes_are_told_in_one_line(
     path, content = given.pop("file", ("other", b""))
     (folder / path).write_bytes(content)
     settings = {"prompt": PROMPTS[0], "max_new_tokens": LIMIT} | given.pop("prompt", {})
-    asked = [WorkloadPrompt("0", Prompt(**settings), ()), *(prompts[1:] if "max_new_tokens" not in given else ())]
-    if settings["max_new_tokens"] == 1:
-        asked = asked[:1]
+    media = [given.pop("media")] if "media" in given else []
+    asked = [
+        WorkloadPrompt("0", Prompt(**settings), tuple(media)),
+        *(prompts[1:] if settings["max_new_tokens"] > 1 else ()),
+    ]
     with pytest.raises(UserError) as caught:
         start(folder, **given).record(asked)
     assert message in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
@@ -239,29 +278,6 @@ def test_models_that_an_engine_does_not_load_are_named(folder: Path) -> None:
             VllmBackend(target, command=str(folder / "bin" / "vllm"))
     with pytest.raises(UserError, match=r"no-server: no such executable; install llama\.cpp .*:command="):
         LlamaBackend("model.gguf", command="no-server")
-
-
-def test_images_are_refused_where_an_engine_reads_none(folder: Path) -> None:
-    image = Image.new("RGB", (8, 8))
-    with pytest.raises(UserError, match=r"x: has an image, and llama\.cpp is tuned on text"):
-        llama(folder).record([WorkloadPrompt("x", Prompt(prompt="a", images=["x.png"]), (image,))])
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"kind": "star"}, "EAGLE-3 heads and mtp heads; this is star; choose another draft"),
-        ({"vocab_size": 7}, "the target's 9 tokens, EAGLE-3 heads and mtp heads; this is a model of 7"),
-        ({"kind": "mtp"}, "vLLM runs mtp heads of Llama and Qwen2 targets, not of gemma3"),
-        ({"vocab_size": 9, "rope_parameters": {"mrope_section": [1, 1, 2]}}, "has M-RoPE positions"),
-    ],
-)
-def test_drafts_that_vllm_does_not_run_are_told_in_one_line(folder: Path, config: dict[str, Any], message: str) -> None:
-    (folder / "model" / "config.json").write_text('{"vocab_size": 9, "model_type": "gemma3"}')
-    (folder / "draft").mkdir()
-    (folder / "draft" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=message):
-        vllm(folder, draft="draft")
 
 
 def test_another_program_at_the_port_is_told_before_it_is_asked(

@@ -201,7 +201,7 @@ def test_an_engine_elsewhere_is_asked_by_the_proxy(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_endless_reply_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.engines.http.MOST_BYTES", 100)
+    monkeypatch.setattr("autotune.engines.engine_server.MOST_BYTES", 100)
     with pytest.raises(UserError, match=r"no engine answers .its reply is longer than 100 bytes"):
         ask({"/metrics": b"HTTP/1.0 200 OK\r\n\r\n" + b"x" * 101})
 

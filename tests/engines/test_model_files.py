@@ -16,8 +16,6 @@ from autotune.engines.model_files import (
     served_draft,
     served_target,
     text_part,
-    with_long_vision_names,
-    written,
 )
 from autotune.errors import UserError
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
@@ -60,7 +58,7 @@ def test_text_part_equals_the_model_without_images(tmp_path: Path, is_split: boo
     source = bundled(BUNDLED_DRAFT)
     if is_split:
         source = split(source, tmp_path / "split")
-    folder = written(text_part(source, tmp_path / "text", BUNDLED_DRAFT))
+    folder = text_part(source, tmp_path / "text", BUNDLED_DRAFT)
     assert (folder / INDEX).exists() == is_split and not (folder / "processor_config.json").exists()
     options = {"dtype": torch.float32, "local_files_only": True}
     if is_split:
@@ -82,7 +80,7 @@ def test_long_vision_names_are_those_before_transformers_5_20(tmp_path: Path) ->
 
     source = bundled(BUNDLED_TARGET)
     assert has_short_vision_names(source)
-    folder = written(with_long_vision_names(source, tmp_path / "target"))
+    folder = served_target(source.folder, tmp_path)
     assert not has_short_vision_names(ModelFiles(folder, source.config))
     before, after = load_file(source.folder / "model.safetensors"), load_file(folder / "model.safetensors")
     assert before.keys() == {name.replace("vision_tower.vision_model.", "vision_tower.") for name in after}

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from autotune.engines.engine import EngineServer
+from autotune.engines.engine_server import EngineServer
 from autotune.engines.process import refusal, running
 from autotune.engines.vllm import GENERATED, VllmServer
 from autotune.errors import UserError

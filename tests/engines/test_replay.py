@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,30 +18,31 @@ from autotune.engines.ngram_drafters import POOL_FACTOR, POOL_SLOTS, KnownReques
 from autotune.engines.replay import new_drafter, replay_speculation
 from autotune.engines.served import Served
 from tests.engines import recorded_llama, recorded_vllm
-from tests.engines.recorded_llama import ASKED, CONTEXT
-
-
-def transcribed(path: Path) -> tuple[list[KnownRequest], list[dict[str, Any]]]:
-    """The requests of every server in their order, and the servers."""
-    found = json.loads(path.read_text())
-    rows = [{key: value for key, value in row.items() if key != "text"} for row in found["prompts"]]
-    return [KnownRequest(Served.of(**row)) for row in (*rows[:ASKED], *rows[:2])], found["servers"]
+from tests.engines.recorded_llama import CONTEXT
 
 
 def speculation(kind: str, *values: float, model: str = "") -> Speculation:
     return Speculation(type=kind, options=dict(zip(OPTIONS[kind], values, strict=True)), model=model)
 
 
-@pytest.mark.parametrize(("path", "least"), [(recorded_llama.TRANSCRIPT, 5), (recorded_vllm.TRANSCRIPT, 15)])
+@pytest.mark.parametrize(
+    ("path", "least"),
+    [(recorded_llama.TRANSCRIPT, 5), (recorded_vllm.TRANSCRIPT, 15), (recorded_vllm.IMAGE_TRANSCRIPT, 3)],
+)
 def test_replay_gives_the_counts_of_the_real_server(path: Path, least: int) -> None:
-    requests, servers = transcribed(path)
-    accepted = dict.fromkeys((server["speculation"]["type"] for server in servers), 0)
-    for server in servers:
-        replays = replay_speculation(Speculation(**server["speculation"]), requests, CONTEXT)
-        assert [list(one.counts[1:]) for one in replays] == server["counts"], server["speculation"]
-        assert sum(one.counts[0] for one in replays) == server["verifications"], server["speculation"]
-        accepted[server["speculation"]["type"]] += sum(right for _, right in server["counts"])
-    assert len(servers) >= least and len(accepted) == 2 and all(accepted.values())
+    """The last two requests of a server are the first two again. Older rows lack the verifications of each request."""
+    found = json.loads(path.read_text())
+    fields = [{key: row[key] for key in row if key not in ("text", "image")} for row in found["prompts"]]
+    known = [KnownRequest(Served.of(**row)) for row in fields]
+    accepted = Counter[str]()
+    for server in found["servers"]:
+        settings, counts = Speculation(**server["speculation"]), server["counts"]
+        replays = replay_speculation(settings, [*known[: len(counts) - 2], *known[:2]], CONTEXT)
+        rounds = server.get("verifications", sum(row[0] for row in counts))
+        assert [list(one.counts[-len(counts[0]) :]) for one in replays] == counts, settings
+        assert sum(one.counts[0] for one in replays) == rounds, settings
+        accepted[settings.type] += sum(row[-1] for row in counts)
+    assert len(found["servers"]) >= least and len(accepted) == 2 and all(accepted.values())
 
 
 def obvious_simple(tokens: list[int], n: int, m: int) -> list[int]:

@@ -1,0 +1,201 @@
+"""A client of an engine's server over HTTP, with errors in one line. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from autotune.documents.speculation import Milliseconds, Natural, Speculation
+from autotune.engines.process import ENDING_S, open_url
+from autotune.engines.served import Served
+from autotune.errors import UserError, reading
+from autotune.strict_parsing import parse_json
+from autotune.workloads.chat import Message
+from autotune.workloads.prompt import WorkloadPrompt
+
+ANSWER_TIMEOUT_S = 600.0  # of one request
+ASK_TIMEOUT_S = 20.0  # of a question about the engine
+MOST_BYTES = 1 << 26  # of a reply
+TEXT, TOKENS, TIMES = TypeAdapter(str), TypeAdapter(list[Natural]), TypeAdapter(list[Milliseconds])
+ADVICE = "give the address of a serving engine, such as http://localhost:8000"
+
+SAMPLE = re.compile(r"^((?:vllm|llamacpp):(?:spec_decode|generation)\w+_total)(?:\{.*\})? (\S+)", re.MULTILINE)
+
+
+def text_chat(prompt: WorkloadPrompt) -> dict[str, Any]:
+    """A prompt without images as a chat of OpenAI's API."""
+    content, variables = prompt.content, prompt.settings.chat_template_kwargs
+    chat = [Message(role="user", content=content)] if isinstance(content, str) else content
+    messages = [{"role": message.role, "content": message.text} for message in chat]
+    return {"messages": messages, **({"chat_template_kwargs": variables} if variables else {})}
+
+
+class EngineServer(ABC):
+    """A client of one server, which sends one request at a time unless it streams.
+
+    Raises:
+        UserError: nothing answers at ``url``, or it is another program.
+    """
+
+    build: str
+    """The server's own name of its build."""
+    alias: object
+    """The model's name there."""
+    context: int
+    """Tokens of a request."""
+    speculation: Speculation | None = None
+    """The settings of a server that was started here."""
+    process: subprocess.Popen[bytes] | None = None
+    """None of a server that was not started here."""
+    priced_by: str
+    """Arguments with which a server drafts as ``verify`` needs."""
+    longest: int
+    """Most tokens of a verification that is priced."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if not self.url.startswith(("http://", "https://")):
+            raise UserError(f"{url}: an address begins with http:// or https://; {ADVICE}")
+
+    def reply_of(self, path: str) -> AbstractContextManager[None]:
+        """Inside the context, a reply is read, whose form no server has to keep."""
+        return reading(f"{self.url}{path}: not the reply of a serving engine", ADVICE)
+
+    def read_json(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> dict[str, Any]:
+        content = self.read(path, body, advice)
+        try:
+            value = parse_json(content.decode())
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise UserError(f"{self.url}{path}: not a JSON object; {ADVICE}")
+        return value
+
+    def read(self, path: str, body: dict[str, Any] | None = None, advice: str = ADVICE) -> bytes:
+        return b"".join(self.lines(path, body, advice))
+
+    def metrics(self, advice: str = ADVICE) -> Counter[str]:
+        """The counters of speculation and of answers' tokens by name, summed over the engine's replicas."""
+        text, found = self.read("/metrics", advice=advice).decode(errors="replace"), Counter[str]()
+        with self.reply_of("/metrics"):
+            for name, value in SAMPLE.findall(text):
+                found[name] += int(float(value))
+            TOKENS.validate_python(list(found.values()))
+        return found
+
+    def streamed(self, path: str, body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
+        """Parts of a reply, and seconds from the request to each."""
+        started = time.perf_counter()
+        for line in self.lines(path, body | {"stream": True}, "look into its log"):
+            if line.startswith(b"data: {"):
+                second = time.perf_counter() - started
+                with self.reply_of(path):
+                    part = parse_json(line[6:].decode())
+                yield part, second
+
+    def lines(self, path: str, body: dict[str, Any] | None, advice: str) -> Iterator[bytes]:
+        """Lines of a reply as they come."""
+        content, timeout_s = (None, ASK_TIMEOUT_S) if body is None else (json.dumps(body).encode(), ANSWER_TIMEOUT_S)
+        try:
+            request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"})
+            with open_url(request, timeout_s) as response:
+                left = MOST_BYTES
+                while line := response.readline(left + 1):
+                    if (left := left - len(line)) < 0:
+                        raise HTTPException(f"its reply is longer than {MOST_BYTES} bytes")
+                    yield line
+                if response.length:
+                    raise HTTPException("its reply is cut short")
+        except urllib.error.HTTPError as error:
+            message = ""
+            with suppress(OSError, HTTPException):
+                message = _message(error.read(MOST_BYTES))
+            raise UserError(
+                f"{self.url}{path}: the engine answers {error.code}{message and f', {message}'}; {advice}"
+            ) from None
+        except (OSError, ValueError, HTTPException) as error:  # refused, timed out, cut short, no HTTP, or no address
+            reason = getattr(error, "reason", error)
+            raise UserError(f"{self.url}: no engine answers ({reason}); start it, or check the address") from None
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft model drafts before every pass."""
+        return self.speculation is not None and bool(self.speculation.model)
+
+    def ask(self, prompt: WorkloadPrompt) -> Served:
+        """Decode one prompt greedily. Reading it takes none of the time."""
+        answer = self.answer(self.prompt_tokens(prompt), prompt.settings.max_new_tokens, prompt)
+        named = {"prompt": prompt.name, "prompt_sha256": prompt.sha256, "task": prompt.settings.task}
+        return answer.model_copy(update=named)
+
+    @abstractmethod
+    def prompt_tokens(self, prompt: WorkloadPrompt) -> list[int]:
+        """The tokens of a prompt after the model's chat template."""
+
+    @abstractmethod
+    def answer(self, tokens: list[int], limit: int, prompt: WorkloadPrompt | None = None) -> Served:
+        """Decode the tokens of a prompt greedily; ``prompt`` has its images, if any."""
+
+    def continuation(self, answer: Served, prompt: WorkloadPrompt | None = None) -> list[int]:
+        """The tokens that follow an answer, of an engine whose drafts reach there."""
+        return []
+
+    @abstractmethod
+    def verify(self, prompt: list[int], n: int) -> Served:
+        """A request that is exactly one verification of ``n`` tokens after its first token, in a server that drafts as
+        ``priced_by`` says; or one that drafted another number of tokens than n - 1.
+        """
+
+    @abstractmethod
+    def stream(self, answer: Served, prompt: WorkloadPrompt | None = None) -> tuple[list[int], list[float]]:
+        """Decode the prompt of an answer as one of several requests: tokens, and seconds from the request to each part
+        of the reply.
+        """
+
+    @abstractmethod
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+
+    def failure(self, error: UserError) -> str:
+        """Why a request failed: the server's end, or the error."""
+        if self.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                code = self.process.wait(ENDING_S)
+                return (
+                    f"the server ended while it was used, with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+                )
+        return str(error)
+
+    def cpu_ms(self) -> float:
+        """CPU time of the threads of the server and its workers; 0 if they are not on this machine."""
+        nanoseconds, waiting = 0, [str(self.process.pid)] if self.process else []
+        while waiting:
+            for thread in Path(f"/proc/{waiting.pop()}/task").glob("*"):
+                with suppress(OSError, ValueError, IndexError):  # a thread that has ended, whose time is not in the sum
+                    nanoseconds += int((thread / "schedstat").read_text().split()[0])
+                    waiting += (thread / "children").read_text().split()
+        return nanoseconds / 1e6
+
+
+def _message(body: bytes) -> str:
+    """The message of an error in one line, as OpenAI's API has it."""
+    try:
+        content = parse_json(body.decode())
+        found = content.get("error", content)
+        message = found.get("message", "") if isinstance(found, dict) else found
+    except (ValueError, AttributeError):
+        return ""
+    return " ".join(str(message).split())[:400]
