@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from autotune.documents.engine_profile import EngineProfile
 
 from autotune.documents.contention import Contention
 from autotune.files import read_lines
@@ -384,24 +383,35 @@ def engine_search(
     name = f"engine-{label or engine}"
     if is_there(name, again):
         return
-    folder, words = WORK / name, ["search", "--engine", engine, "--workload", f"../{PUBLISHED}"]
+    backend, words = f"{engine}={Path(model).absolute()}", ["search", "--workload", f"../{PUBLISHED}"]
     words += ["--draft", draft] if draft else []
     words += [word for number in requests_at_once for word in ("--requests-at-once", str(number))]
-    words += ["--max-new-tokens", "64", "--target", str(Path(model).absolute()), "--engine-command", command]
-    seconds = None
+    words += ["--max-new-tokens", "64", "--backend", backend, "--set", f"{engine}:command={command}"]
+    folder, seconds = WORK / name, None
     if again or not (folder / searches.PROFILE).exists():
         seconds = autotune(folder, searches.LOG, *words, "-o", searches.PROFILE)
-    profile = EngineProfile.load(folder / searches.PROFILE)
-    shown = ("label", "predicted", "measured", "ci95", "tokens_per_step", "exact", "prompts", "clock")
+    from autotune.documents.decoding_profile import AR, DecodingProfile
+
+    profile = DecodingProfile.load(folder / searches.PROFILE)
+    assert profile.evidence.engine is not None, "an engine was tuned"
+    settings = {one.label: one for one in profile.evidence.engine.predicted}
+    counts = profile.evidence.engine.as_predicted
     arms = [
         {
             "engine": label or engine,
-            "role": "off" if arm.speculation is None else "default" if arm.speculation.is_default else "searched",
-            **arm.model_dump(include=set(shown)),
+            "role": "off" if arm.name == AR else "default" if settings[arm.name].is_default else "searched",
+            "label": "off" if arm.name == AR else arm.name,
+            "predicted": arm.predicted_speedup or 1.0,
+            "measured": arm.speedup,
+            "ci95": arm.ci95,
+            "tokens_per_step": arm.tokens_per_round or 1.0,
+            "exact": counts.get(arm.name, (None, 0))[0],
+            "prompts": arm.num_prompts,
         }
-        for arm in profile.arms
+        for arm in profile.evidence.compared
     ]
-    samples = {"arms": arms, "verdict": [{"recommended": profile.speculation and profile.speculation.label}]}
+    speculation = profile.point.deployment and profile.point.deployment.speculation
+    samples = {"arms": arms, "verdict": [{"recommended": speculation and speculation.label}]}
     write(
         stamped(
             name,
@@ -412,7 +422,6 @@ def engine_search(
                 ]
             ),
             minutes=seconds and round(seconds / 60, 1),
-            note=f"speedups of {profile.arms[0].clock} time",
             samples=samples,
             values=engine_values(samples),
         )
