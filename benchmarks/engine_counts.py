@@ -4,8 +4,8 @@
     PYTHONPATH=. python benchmarks/engine_counts.py FOLDER WORKLOAD... --engine vllm
 
 Every setting serves the prompts, and the first two again, in one server. A line is printed for each setting: requests
-whose verifications, drafted and accepted tokens are those of the replay. A mismatch ends with exit code 1. Takes about
-20 minutes for a model of 135M parameters on one core.
+whose verifications, drafted and accepted tokens are those of the replay. A mismatch ends with exit code 1.
+Takes about 20 minutes for a model of 135M parameters on one core.
 """
 
 from __future__ import annotations

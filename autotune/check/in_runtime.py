@@ -51,7 +51,7 @@ def decode_in_runtime(
     evidence = [evidence_for(profile, workload, settings, arms.keys) for workload in workloads]
     decoded = []
     for number, (workload, known) in enumerate(zip(workloads, evidence, strict=True)):
-        one = _decode(tuned, workload, known, settings.seed, console)
+        one = _decode(profile, tuned, workload, known, settings.seed, console)
         if settings.against is not None:
             one = replace(one, requests=_write_requests(one, arms, folder / f"{number}"))
         decoded.append(one)
@@ -63,7 +63,12 @@ def decode_in_runtime(
 
 
 def _decode(
-    tuned: DecoderArm, workload: Workload, evidence: list[Decoded] | str, seed: int, console: Console
+    profile: DecodingProfile,
+    tuned: DecoderArm,
+    workload: Workload,
+    evidence: list[Decoded] | str,
+    seed: int,
+    console: Console,
 ) -> DecodedWorkload:
     """Decode side by side with plain decoding; then again, to see if counts repeat."""
     arms, decoder = tuned.arms, tuned.decoder
@@ -72,10 +77,9 @@ def _decode(
     (again,) = decode_all([tuned], workload, seed, console, arms.runner())
     divergences = divergences_from_plain(tuned, workload.prompts, runs, plain)
     precision = decoder.target.text.precision
-    assert decoder.profile is not None
     return DecodedWorkload(
         workload=workload,
-        profile=decoder.profile,
+        profile=profile,
         runs=runs,
         plain=plain,
         seed=seed,

@@ -21,7 +21,7 @@ from autotune.engines.backend import Backend, Prices
 from autotune.modeling.loading import reference
 from autotune.search.settings import SearchSettings
 from autotune.trees.limits import Floats
-from autotune.trees.policy import parse_policy
+from autotune.trees.policy import POLICIES, parse_policy
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
@@ -89,7 +89,7 @@ class RuntimeBackend(Backend):
         the space that can be listed. Static trees follow from traces.
         """
         space, bounds, variants = self.inputs.space, self.inputs.bounds, self.inputs.variants
-        defaults = [parse_policy({"policy": name}) for name in space.trees if name != "static"]
+        defaults = [parse_policy({"policy": name}) for name in space.trees if not POLICIES[name].is_template()]
         policies = [
             d.policy for d in defaults if d.num_proposals <= bounds.num_proposals and d.max_depth <= bounds.depth
         ]

@@ -242,7 +242,7 @@ def test_a_lower_accepted_length_fails_without_timing(world: Path, monkeypatch: 
 def test_counts_that_do_not_gate(
     fields: dict[str, Any], is_random: bool, verdict: str, summary: str, world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of another device, and those that differ the second time."""
+    """Counts of another device, and counts that differ the second time."""
     write_evidence(world, **fields)
     calls = iter(range(10_000))
     accept_less(monkeypatch, lambda: 1 + (is_random and next(calls) % 5 == 0))

@@ -154,7 +154,7 @@ def everyone(ledger: Path, *arms: FakeArm, count: int = 3, context: object = Non
 
 
 def test_known_runs_are_not_repeated(ledger: Path) -> None:
-    """Those of the same arms, by their keys, in the same context."""
+    """Known runs are of the same arms, by their keys, in the same context."""
     first = everyone(ledger, FakeArm(AR), FakeArm("chain"))
     assert len(ledger.read_text().splitlines()) == 6
     again = [FakeArm("other name", key="chain"), FakeArm(AR)]
