@@ -36,8 +36,14 @@ BLOCK = 16  # tokens: blocks of the prefix cache have a multiple of it
 ATTEMPTS = 3  # at an answer whose rounds are to be told
 SETTLING_S = 10.0  # longest time after an answer until the engine has counted it
 SPACE: dict[str, Sequence[tuple[float, ...]]] = {
-    "ngram": [(1, 5, 3), (1, 6, 24), (1, 8, 12), (2, 8, 12), (6, 10, 8), (10, 10, 4), (10, 10, 6), (10, 16, 8)],
-    "suffix": [(8, 4.0, 0.3, 5), (24, 2.0, 0.2, 24), *((24, 4.0, least, 24) for least in (0.05, 0.1, 0.2, 0.3))],
+    "ngram": [
+        *((1, 5, 3), (1, 6, 24), (1, 8, 12), (2, 8, 12), (3, 4, 6), (3, 8, 24), (4, 8, 6), (4, 8, 12)),
+        *((6, 10, 8), (10, 10, 4), (10, 10, 6), (10, 16, 8)),
+    ],
+    "suffix": [
+        *((8, 4.0, 0.3, 5), (24, 0.5, 0.5, 24), (24, 2.0, 0.2, 24), (24, 2.0, 0.5, 8)),
+        *((24, 4.0, least, 24) for least in (0.05, 0.1, 0.2, 0.3)),
+    ],
 }
 """Settings besides the defaults, of which the fastest is that of 700 (``benchmarks/engine_regret.py``)."""
 CONVERTED = WORKSPACE / "engines" / "models"
