@@ -1,4 +1,4 @@
-"""What is lost by replaying few settings of each type: regret of the settings that backends replay against fine grids.
+"""The loss by replaying few settings of each type: regret of the settings that backends replay against fine grids.
 
     python benchmarks/engine_regret.py chat=.autotune/engines/KEY/plain.jsonl code=... -o regret.json
 
@@ -73,7 +73,7 @@ def times(kind: str, values: tuple[float, ...], answers: list[list[Served]]) -> 
 
 
 def regret(rows: np.ndarray, best: np.ndarray) -> np.ndarray:
-    """Of the fastest of rows of times, or of no speculation."""
+    """Regret of the fastest of rows of times, or of no speculation."""
     return np.minimum(1.0, rows.min(axis=0)) / np.minimum(1.0, best) - 1
 
 

@@ -8,7 +8,6 @@ bootstrap interval of the fastest of three arms, after 18, 24, ... 60 prompts. T
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from autotune.evaluation.race import Fastest, Judgement, Look
 from autotune.evaluation.summary import NUM_RESAMPLES
 from autotune.search.thresholds import HELD_OUT_PROMPTS, MAX_PASSES, RISK, ROUNDS
 from benchmarks.check_power import SCENARIOS, simulate
+from benchmarks.evidence.result import stamped
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Noise:
     """Standard deviations of log times."""
 
     run: float = 0.05
-    """Of runs."""
+    """Between runs."""
     prompt: float = 0.0
-    """Of an arm on a prompt, in every run of it."""
+    """Between prompts: an arm's own on a prompt, in every run of it."""
     process: float = 0.0
-    """Of an arm in all runs of a race."""
+    """Between processes: an arm's own in all runs of a race."""
     spikes: float = 0.0
     """Share of runs that take twice as long."""
 
@@ -56,7 +56,7 @@ NOISES = {
 
 
 class Run(NamedTuple):
-    """What a rule reads of a record."""
+    """The fields of a record that a rule reads."""
 
     decode_ms: float
     prompt_sha256: str
@@ -144,8 +144,17 @@ def main(races: int, output: Path | None) -> None:
     rows = [[name, f"{100 * share:.1f} %"] for name, share in checks.items()]
     console.table(f"NotSlower: unchanged programs that fail, of {races}", ["noise", "failed"], rows)
     if output is not None:
-        content = {"races": races, "risk": RISK, "false_verdicts": shares, "not_slower": checks}
-        output.write_text(json.dumps(content, indent=2) + "\n")
+        fields = {
+            "source": "counted",
+            "machine": "any",
+            "command": f"python benchmarks/false_verdicts.py --races {races}",
+            "note": f"shares of races between equal arms that name a loser; risk {RISK:g} over all looks",
+            "values": {
+                "false_verdicts": [{"rule": rule, **of_rule} for rule, of_rule in shares.items()],
+                "not_slower": [{"noise": name, "failed": share} for name, share in checks.items()],
+            },
+        }
+        stamped(output.stem, **fields).save(output)
 
 
 if __name__ == "__main__":

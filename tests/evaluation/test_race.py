@@ -205,7 +205,7 @@ def test_a_torn_ledger_loses_the_torn_line(ledger: Path) -> None:
 
 @pytest.mark.parametrize("fails", ["0", "2"])
 def test_a_race_goes_on_without_an_arm_that_fails(ledger: Path, fails: str) -> None:
-    """What it has decoded stays."""
+    """The runs that it has decoded stay."""
     done = everyone(ledger, FakeArm(AR), FakeArm("engine", fails=fails), count=4)
     assert done.failed == {"engine": "engine: the server has ended"} and done.remaining == [AR]
     assert {name: len(runs) for name, runs in done.runs.items()} == {AR: 4, "engine": int(fails)}
