@@ -83,6 +83,11 @@ class Decoded(Document):
         return self.model_copy(update={"tokens": [], "acceptance_counts": AcceptanceCounts().to_json()})
 
     @property
+    def in_passes(self) -> Decoded:
+        """The record of an engine with all of its passes as rounds: each emits a token beside the accepted ones."""
+        return self.model_copy(update={"rounds": self.new_tokens - 1 - self.accepted_tokens})
+
+    @property
     def forward_ms(self) -> float:
         """Mean time of a target forward after the prefill; 0 where forwards are not measured, or there are none."""
         return self.verify_ms / max(1, self.target_forwards)

@@ -10,6 +10,7 @@ from typing import Any
 from autotune.console import Console
 from autotune.documents.decoded import Decoded, time_shares
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
+from autotune.documents.deployment import RUNTIME
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.evaluation.bench_settings import BenchArms
@@ -83,7 +84,10 @@ def run_bench(
     degenerate = degenerate_answers([run.tokens for run in raced.runs[AR]], limits)
     if degenerate is not None:
         console.say(degenerate)
-    results = BenchResults(raced.runs, prompts, seed)
+    runs = raced.runs
+    if profile.backend != RUNTIME:
+        runs = {name: [run.in_passes for run in of_arm] for name, of_arm in runs.items()}
+    results = BenchResults(runs, prompts, seed)
     results.print(console)
     return {
         "provenance": stamp(contention).model_dump(mode="json"),

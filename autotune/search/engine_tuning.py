@@ -179,7 +179,7 @@ class EngineTuning:
         tuned = (chosen or winner).name
         shown = [name for name in (AR, *arms) if name != tuned and measured.runs[name]]
         evaluation = Evaluation(
-            runs={name: [_in_passes(run) for run in measured.runs[name]] for name in (*shown, tuned)},
+            runs={name: [run.in_passes for run in measured.runs[name]] for name in (*shown, tuned)},
             configurations={AR: None} | {name: arms[name].configuration for name in (*shown, tuned) if name != AR},
             predicted={name: one.predicted.speedup for name, one in arms.items()},
             best_default=default.name if default.name in shown else None,
@@ -251,8 +251,3 @@ def best_default(ranked: Sequence[RankedConfiguration]) -> RankedConfiguration:
 
 def _counts(run: Decoded) -> tuple[int, int, int]:
     return run.rounds - run.plain_steps, run.verified_nodes, run.accepted_tokens
-
-
-def _in_passes(run: Decoded) -> Decoded:
-    """A run whose rounds are all passes of the engine: each emits one token beside the accepted ones."""
-    return run.model_copy(update={"rounds": run.new_tokens - 1 - run.accepted_tokens})
