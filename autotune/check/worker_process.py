@@ -91,7 +91,7 @@ class WorkerProcess(Arm, AbstractContextManager["WorkerProcess"]):
     def _decode(self, prompt: WorkloadPrompt, settings: Mapping[str, Any]) -> dict[str, Any]:
         self.wait()
         inputs = str(self.requests[prompt.name])
-        self._write({"inputs": inputs, "settings": settings, "task": prompt.settings.task})
+        self._write({"inputs": inputs, "settings": settings})
         return self._read()
 
     def __exit__(self, *_: object) -> None:

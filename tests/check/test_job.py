@@ -285,7 +285,7 @@ class InProcess(Arm):
         key = (self.side.profile.read_text(), prompt.name)  # the content, whatever its path
         if key not in self.decoded:
             fields = {"inputs": str(self.requests[prompt.name]), "settings": prompt.settings.generation}
-            answer = SideDecoder(str(self.side.profile), {"device": "cpu"}).decode({**fields, "task": "prompt"})
+            answer = SideDecoder(str(self.side.profile), {"device": "cpu"}).decode(fields)
             self.decoded[key] = Decoded(arm="", prompt=prompt.name, prompt_sha256=prompt.sha256, **answer)
         jitter = 0.001 * (len(self.launched) % 7)
         ms = 100.0 * (1 + jitter) * (1 + type(self).slowdown * (self.side.name == "head"))

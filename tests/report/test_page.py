@@ -181,7 +181,10 @@ def test_numbers_are_those_of_the_documents(text: str, page: Page, made: MadeStu
 def test_the_point_is_described_in_words(page: Page) -> None:
     draft = "(independent) drafts, with 50 % of the visual tokens."
     tree = "The tree policy is eagle2: at most 9 drafted tokens"
-    assert f"{draft} {tree} per round in up to 4 levels, with up to 3 expanded nodes per level. The output is lossless" in page.text
+    assert (
+        f"{draft} {tree} per round in up to 4 levels, with up to 3 expanded nodes per level. The output is lossless"
+        in page.text
+    )
 
 
 def test_page_of_a_profile_alone_says_what_is_missing(made: MadeStudy, tmp_path: Path) -> None:

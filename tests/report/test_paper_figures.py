@@ -95,7 +95,4 @@ def test_every_figure_of_a_study_is_written(made: MadeStudy, sources: Sources, t
     assert done.exit_code == 0 and "subnet-operations" in names
     figures = paper_figures.decoding_figures(sources)
     assert len(figures) == 6 and figures.keys() <= names
-    assert (
-        figures["gain-by-length"].prompts.sum() == 4
-        and figures["time-shares"].share.sum() == 1
-    )
+    assert figures["gain-by-length"].prompts.sum() == 4 and figures["time-shares"].share.sum() == 1
