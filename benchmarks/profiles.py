@@ -1,6 +1,7 @@
 """Decodes held-out prompts with several profiles in turns, and compares their times with those of the first one.
 
-Checks that all answers equal plain decoding's. Drafts are those that the profiles name. Takes about 4 minutes for 64 prompts and three profiles.
+Checks that all answers equal plain decoding's. Drafts are those that the profiles name. Takes about 4 minutes for 64
+prompts and three profiles.
 
     python benchmarks/profiles.py FIRST.json OTHER.json ... [--prompts 64] [--repeats 2]
 """
