@@ -15,7 +15,6 @@ from autotune.documents.subnet import Subnet
 from autotune.files import Document, content_key
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
-from autotune.trees.priced import Calibration
 from autotune.trees.verification import LosslessVerification, Verification
 
 AR, HF, TUNED = "ar", "hf", "tuned"
@@ -29,11 +28,6 @@ class DraftChoice(Document):
     id: str
     sha256: str
     subnet: Subnet = Field(default_factory=Subnet)
-
-    @property
-    def network(self) -> tuple[Any, ...]:
-        """Key of the network to load."""
-        return self.id, self.sha256, *self.subnet.network
 
 
 class Predicted(Document):
@@ -58,9 +52,7 @@ class Measured(Document):
     """Paired bootstrap over prompts."""
     tokens_per_round: float | None
     tokens_per_second: float
-    ar_tokens_per_second: float
     num_prompts: int
-    num_tokens: int
     identical_outputs: int
     """Number of prompts whose output equals plain decoding."""
 
@@ -73,7 +65,6 @@ class OperatingPoint(Document):
     deployment: Deployment | None = None
     """The engine that serves the requests, in place of the runtime."""
     verification: Verification = Field(default_factory=LosslessVerification)
-    lossless: bool = True
     fallback: RoundPrice | None = None
     """Cost of a round in plain steps: a request whose rounds cost more continues with plain steps. Null: it never does.
     """
@@ -84,11 +75,6 @@ class OperatingPoint(Document):
     def _complete(self) -> OperatingPoint:
         if (self.draft is None) != (self.tree is None):
             raise ValueError("a point has both a draft and a tree, or neither; give both, or null for both")
-        if self.lossless != self.verification.is_lossless:
-            raise ValueError(
-                f"{self.verification.kind} verification is {'' if self.verification.is_lossless else 'not '}lossless; "
-                f"set lossless to {str(self.verification.is_lossless).lower()}"
-            )
         return self
 
     def located(self, source: Path) -> OperatingPoint:
@@ -101,15 +87,10 @@ class OperatingPoint(Document):
             deployment = deployment.model_copy(update={"model": model})
         return self.model_copy(update={"draft": draft, "deployment": deployment})
 
-    @model_validator(mode="after")
-    def _is_calibrated_for_its_draft(self) -> OperatingPoint:
-        draft, calibration = self.draft, self.calibration
-        if draft is not None and calibration is not None and calibration.draft_sha256 != draft.sha256:
-            raise ValueError(
-                f"tree.calibration was fitted to the draft {calibration.draft} ({calibration.draft_sha256[:8] or 'no hash'}), and the "
-                f"point's draft is {draft.id} ({draft.sha256[:8] or 'no hash'}); run autotune search for this draft"
-            )
-        return self
+    @property
+    def lossless(self) -> bool:
+        """Whether the output is the target's own."""
+        return self.verification.is_lossless
 
     @property
     def label(self) -> str:
@@ -117,11 +98,6 @@ class OperatingPoint(Document):
         if self.deployment is not None:
             return self.deployment.label
         return "off" if self.draft is None or self.tree is None else f"{self.tree.policy}, {self.draft.id}"
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """The calibration of a tree whose policy has one."""
-        return getattr(self.tree, "calibration", None)
 
 
 class ComparedArm(Document):
@@ -155,22 +131,6 @@ class Gain(Document):
     num_prompts: int
 
 
-class Shrinkage(Document):
-    """Speedups of the configuration that decodes by default: predicted where it was chosen, then where it was not.
-
-    The best of many configurations on some prompts is partly the best by chance, so its speedup shrinks on others.
-    """
-
-    predicted_on_choosing: float | None
-    """On the tuning prompts by which trees were searched. Null, like the next one, without a recorded trace."""
-    predicted_on_confirming: float | None
-    """On the tuning prompts by which finalists were chosen and measured; these prompts did not choose trees."""
-    measured_on_confirming: float
-    measured_on_held_out: float
-    num_runs: int | None = None
-    """Runs on confirming prompts by which the configuration was chosen; null in older profiles."""
-
-
 class Differences(Document):
     """Answers of the profile to held-out prompts that differ from plain decoding, told apart by the rule of ``autotune
     check``.
@@ -191,10 +151,10 @@ class Evidence(Document):
     compared: list[ComparedArm] = Field(default_factory=list)
     configurations_replayed: int = 0
     best_default: str | None = None
-    """The published default that was fastest on held-out prompts; null where none was measured, as the shrinkage below.
-    """
+    """The published default that was fastest on held-out prompts; null where none was measured."""
     gains: list[Gain] = Field(default_factory=list)
-    shrinkage: Shrinkage | None = None
+    num_deciding: int | None = None
+    """Runs on tuning prompts by which the winner was chosen; null where it was not measured there."""
     differences: Differences | None = None
     """Null where the profile decodes plainly, or was not measured."""
     degenerate: str | None = None
@@ -228,8 +188,6 @@ class DecodingProfile(Document, kind="decoding-profile", version=2, made_by="aut
     target: ModelReference
     workload: WorkloadReference
     hardware: Fingerprint
-    backend: str = RUNTIME
-    """The program that decodes: this one, or the engine of the point's deployment."""
     precision: str
     """Precision of the target's weights: ``float32``, ``bfloat16,int8``, and of a file that an engine loads, ``Q4_1``.
     The fields after it, to ``prefill_threads``, keep their defaults for an engine.
@@ -251,21 +209,20 @@ class DecodingProfile(Document, kind="decoding-profile", version=2, made_by="aut
     evidence: Evidence
 
     @model_validator(mode="after")
-    def _is_calibrated_on_its_prompts(self) -> DecodingProfile:
-        fit = self.point.calibration
-        if fit is not None and fit.workload_sha256 != self.workload.tune_sha256:
+    def _is_calibrated_for_its_draft_and_prompts(self) -> DecodingProfile:
+        fit, draft = getattr(self.point.tree, "calibration", None), self.point.draft
+        if fit is None or draft is None:
+            return self
+        if (fit.draft_sha256, fit.workload_sha256) != (draft.sha256, self.workload.tune_sha256):
             raise ValueError(
-                f"point.tree.calibration was fitted to other prompts ({fit.workload_sha256[:8]}) than those that the profile "
-                f"is tuned for ({self.workload.tune_sha256[:8]}); run autotune search on these prompts"
+                "point.tree.calibration was fitted to another draft or to other prompts than the profile's; run autotune search again"
             )
         return self
 
-    @model_validator(mode="after")
-    def _is_of_its_backend(self) -> DecodingProfile:
-        backend = self.point.deployment.backend if self.point.deployment else RUNTIME
-        if backend != self.backend:
-            raise ValueError(f"the point is decoded by {backend}, and the profile's backend is {self.backend}")
-        return self
+    @property
+    def backend(self) -> str:
+        """The program that decodes: this one, or the engine of the point's deployment."""
+        return RUNTIME if self.point.deployment is None else self.point.deployment.backend
 
     @property
     def content_hash(self) -> str:

@@ -237,7 +237,6 @@ class EngineTuning:
                 num_evaluate_prompts=len(self.held_out.prompts),
             ),
             hardware=cpu_fingerprint(num_cores()),
-            backend=self.backend.name,
             precision=self.backend.precision,
             point=OperatingPoint(draft=None, tree=None, deployment=deployment, predicted=None, measured=None),
             evidence=evidence,

@@ -72,7 +72,8 @@ class Evaluation:
 
     def measured(self, decoded: str) -> Measured:
         """The measurement of an arm on all prompts that it decoded."""
-        return _measured(self.summaries[decoded], self.summaries[AR])
+        summary = self.summaries[decoded]
+        return _from_summary(Measured, summary, tokens_per_round=None if decoded == AR else summary.tokens_per_round)
 
 
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
@@ -110,12 +111,6 @@ def _print_gains(gains: Sequence[Gain], best_default: str | None, console: Conso
         rows.append([f"{task} ({max(g.num_prompts for g in cells if g is not None)})", *texts])
     title = "What tuning gained on held-out prompts, with 95 % intervals"
     console.table(title, ["task (prompts)", *(over[name] for name in columns)], rows, emphasised=len(rows) - 1)
-
-
-def _measured(summary: Summary, plain: Summary) -> Measured:
-    tokens_per_round = None if summary is plain else summary.tokens_per_round
-    further = {"tokens_per_round": tokens_per_round, "ar_tokens_per_second": plain.tokens_per_second}
-    return _from_summary(Measured, summary, **further)
 
 
 def _from_summary(document: type[D], summary: Summary, **further: Any) -> D:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autotune.documents.decoded import Decoded
-from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, Differences, OperatingPoint, Shrinkage
+from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, Differences, OperatingPoint
 from autotune.evaluation.divergence import divergences_from_plain
 from autotune.evaluation.runtime_arms import DecoderArm
 from autotune.search.evidence import Evaluation
-from autotune.search.tuning_prompts import TuningPrompts
-from autotune.study.document import MeasuredConfiguration
 from autotune.workloads.workload import Workload
 
 
@@ -28,7 +26,7 @@ def differences_of(
 
 
 def with_evidence(
-    profile: DecodingProfile, evaluation: Evaluation, shrinkage: Shrinkage, plain_point: OperatingPoint
+    profile: DecodingProfile, evaluation: Evaluation, num_deciding: int, plain_point: OperatingPoint
 ) -> DecodingProfile:
     """The profile with its measured point and its evidence; it decodes plainly, by ``plain_point``, where that is
     faster.
@@ -37,16 +35,5 @@ def with_evidence(
     point, name = (profile.point, TUNED) if is_faster else (plain_point, AR)
     point = point.model_copy(update={"measured": evaluation.measured(name)})
     evidence = evaluation.evidence(name)
-    evidence |= {"shrinkage": shrinkage, "differences": evaluation.differences if is_faster else None}
+    evidence |= {"num_deciding": num_deciding, "differences": evaluation.differences if is_faster else None}
     return profile.model_copy(update={"point": point, "evidence": profile.evidence.model_copy(update=evidence)})
-
-
-def shrinkage_of(winner: MeasuredConfiguration, evaluation: Evaluation, prompts: TuningPrompts) -> Shrinkage:
-    """How the speedup of the winner shrank from the prompts that chose it to those that did not."""
-    return Shrinkage(
-        predicted_on_choosing=prompts.choosing.speedup(winner.configuration),
-        predicted_on_confirming=prompts.confirming.speedup(winner.configuration),
-        measured_on_confirming=winner.speedup,
-        num_runs=winner.num_runs,
-        measured_on_held_out=evaluation.summaries[TUNED].speedup,
-    )

@@ -39,7 +39,7 @@ from autotune.search.finalists import (
     measure_finalists,
     published_defaults,
 )
-from autotune.search.held_out import differences_of, shrinkage_of, with_evidence
+from autotune.search.held_out import differences_of, with_evidence
 from autotune.search.model_pool import ModelPool
 from autotune.search.plan import KeptPrompts, StageClock
 from autotune.search.tree_search import TreeSearchResult
@@ -119,8 +119,7 @@ class ProfileSelection:
         best_defaults = dict(itertools.islice(finalists.best_defaults.items(), thresholds.MAX_HELD_OUT_DEFAULTS))
         evaluation = self.evaluation(profile, best_defaults)
         print_evaluation(evaluation, self.console)
-        shrinkage = shrinkage_of(finalists.winner, evaluation, self.prompts)
-        return with_evidence(profile, evaluation, shrinkage, self._plain_point())
+        return with_evidence(profile, evaluation, finalists.winner.num_runs, self._plain_point())
 
     def evaluation(self, profile: DecodingProfile, defaults: Mapping[str, Configuration]) -> Evaluation:
         """Run the profile, plain decoding, Hugging Face and the defaults on held-out prompts until the end of the

@@ -45,7 +45,7 @@ def world(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
     lossless = decoding_profile(target, draft, visual_keep=1.0, hardware=fingerprint("cpu"))
     lossless.save(tmp_path / "lossless.json")
-    verification = {"verification": WetapVerification(threshold=1e-9), "lossless": False}
+    verification = {"verification": WetapVerification(threshold=1e-9)}
     lossy = lossless.model_copy(update={"point": lossless.point.model_copy(update=verification)})
     lossy.save(tmp_path / "lossy.json")
     write_workload(tmp_path, [{"prompt": "Go on.", "split": "evaluate", "max_new_tokens": 12}] * 2)

@@ -19,7 +19,6 @@ from autotune.documents.decoding_profile import (
     Measured,
     OperatingPoint,
     Predicted,
-    Shrinkage,
 )
 from autotune.documents.deployment import BackendResult, Deployment, EngineEvidence, PredictedSettings
 from autotune.documents.provenance import ModelReference
@@ -34,11 +33,6 @@ from tests.tiny_models import Pair
 
 EAGLE3 = ModelReference(id="yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", sha256="b" * 64)
 SAGE = {"policy": "sage"}
-MEASURED = "Measured on 16 held-out prompts of by hand."
-NEXT = "Next: autotune run profile.json, or autotune bench profile.json."
-OTHER_DRAFT = "Next: search with another --draft, or autotune bench profile.json."
-AGAIN = "Next: autotune run profile.json, or the same search with a larger --budget."
-ON_DEVICE = "Next: the same search on that device, without --gpu, measures the profile."
 
 
 def measured(
@@ -55,24 +49,13 @@ def measured(
     profile = decoding_profile(draft=draft, **choices)
     figures = {"tokens_per_round": 2.0, "tokens_per_second": 9.0, "num_prompts": num_prompts}
     point = profile.point.model_copy(
-        update={
-            "measured": Measured(
-                speedup=1.5, ci95=(1.4, 1.6), ar_tokens_per_second=5.0, num_tokens=9, identical_outputs=1, **figures
-            )
-        }
+        update={"measured": Measured(speedup=1.5, ci95=(1.4, 1.6), identical_outputs=1, **figures)}
     )
     if draft is not None and point.draft is not None:
         chosen = point.draft.model_copy(update={"kind": "eagle3", "subnet": Subnet(**(subnet or {}))})
         point = point.model_copy(update={"draft": chosen})
     arm = ComparedArm(
         name="hf", tree=None, visual_keep=None, predicted_speedup=None, speedup=hf or 1.0, ci95=(1.0, 1.2), **figures
-    )
-    shrinkage = Shrinkage(
-        predicted_on_choosing=None,
-        predicted_on_confirming=None,
-        measured_on_confirming=1.5,
-        measured_on_held_out=1.5,
-        num_runs=num_runs,
     )
     evidence = profile.evidence.model_copy(
         update={
@@ -83,7 +66,7 @@ def measured(
                 Gain(task="all", over=over, speedup=speedup, ci95=(low, high), num_prompts=number)
                 for over, speedup, low, high, number in gains
             ],
-            "shrinkage": shrinkage,
+            "num_deciding": num_runs,
         }
     )
     workload = profile.workload.model_copy(update={"num_evaluate_prompts": max(num_prompts, num_held_out)})
@@ -95,154 +78,6 @@ def predicted(*, estimated: bool, draft: ModelReference | None = EAGLE3) -> Deco
     speed = Predicted(speedup=1.8, ms_per_token=1.0, tokens_per_round=2.0, interval90=(1.6, 2.0), estimated=estimated)
     point = profile.point.model_copy(update={"predicted": speed})
     return profile.model_copy(update={"point": point})
-
-
-CHAIN = "Chosen: yuhuili/EAGLE3-LLaMA3.1-Instruct-8B (eagle3), chains of up to 3 tokens."
-PROFILES = {
-    "better than plain decoding and the best default": (
-        measured(("ar", 1.52, 1.44, 1.61, 16), ("eagle2", 1.08, 1.02, 1.14, 16), hf=0.9),
-        [
-            CHAIN,
-            "1.52x (1.44 to 1.61) as fast as plain decoding.",
-            "1.08x (1.02 to 1.14) as fast as eagle2, the best default.",
-            MEASURED,
-            NEXT,
-        ],
-    ),
-    "Hugging Face is the fastest without a draft": (
-        measured(("ar", 1.52, 1.44, 1.61, 16), ("hf", 1.30, 1.21, 1.40, 16), ("star", 1.0, 0.97, 1.03, 16), hf=1.17),
-        [
-            CHAIN,
-            "1.30x (1.21 to 1.40) as fast as Hugging Face.",
-            "Not better than the best default, star: 1.00x (0.97 to 1.03).",
-            MEASURED,
-            NEXT,
-        ],
-    ),
-    "Hugging Face is the fastest": (
-        measured(("ar", 1.05, 1.01, 1.09, 16), ("hf", 0.90, 0.86, 0.94, 16), ("star", 1.2, 1.1, 1.3, 16), hf=1.17),
-        [
-            "Plain decoding is the fastest: use Hugging Face's generate.",
-            "The fastest draft is 0.90x (0.86 to 0.94) as fast.",
-            MEASURED,
-            OTHER_DRAFT,
-        ],
-    ),
-    "plain decoding is the fastest": (
-        measured(("ar", 0.91, 0.85, 0.97, 16), ("star", 1.2, 1.1, 1.3, 16), draft=None),
-        ["Plain decoding is the fastest.", "The fastest draft is 0.91x (0.85 to 0.97) as fast.", MEASURED, OTHER_DRAFT],
-    ),
-    "nothing but a subnet's values": (
-        measured(
-            ("ar", 1.03, 0.98, 1.08, 16),
-            ("sage", 1.0, 1.0, 1.0, 16),
-            tree=SAGE,
-            subnet={
-                "heads": (1.0, 0.5, 0.5),
-                "visual_keep": 0.2,
-                "injection_layer": 12,
-                "vocabulary": 0.25,
-                "weights": "float8",
-            },
-        ),
-        [
-            "Chosen: yuhu...-8B (eagle3), sage trees of up to 64 tokens, 20 % of visual",
-            "tokens, target layer 12, 100/50/50 % of heads, 25 % of vocabulary, float8.",
-            "1.03x (0.98 to 1.08) as fast as plain decoding, perhaps by chance.",
-            "Not better than the best default, sage: it is the same.",
-            MEASURED,
-            NEXT,
-        ],
-    ),
-    "a guess of few prompts": (
-        measured(
-            ("ar", 1.52, 1.40, 1.65, 4), ("eagle2", 1.08, 1.05, 1.11, 4), num_prompts=4, num_held_out=60, num_runs=2
-        ),
-        [
-            CHAIN,
-            "1.52x (1.30 to 1.77 on 4 prompts) as fast as plain decoding.",
-            "1.08x (1.02 to 1.14 on 4 prompts) as fast as eagle2, the best default.",
-            "Measured on 4 held-out prompts of by hand, a guess, chosen by 2.",
-            AGAIN,
-        ],
-    ),
-    "one prompt says nothing": (
-        measured(("ar", 1.52, 1.52, 1.52, 1), ("eagle2", 1.2, 1.2, 1.2, 1), num_prompts=1),
-        [
-            CHAIN,
-            "1.52x (0.00 to inf on 1 prompt) as fast as plain decoding, perhaps by chance.",
-            "Not better than the best default, eagle2: 1.20x (0.00 to inf on 1 prompt).",
-            "Measured on 1 held-out prompt of by hand, a guess.",
-            "Next: autotune run profile.json, or the same search with more prompts.",
-        ],
-    ),
-    "a gain over Hugging Face that may be chance": (
-        measured(("ar", 1.23, 1.13, 1.36, 15), ("hf", 1.17, 1.01, 1.48, 15), hf=1.1, num_prompts=15, num_held_out=16),
-        [
-            CHAIN,
-            "1.17x (0.99 to 1.53 on 15 prompts) as fast as Hugging Face, perhaps by chance.",
-            "Measured on 15 held-out prompts of by hand, a guess.",
-            AGAIN,
-        ],
-    ),
-    "an estimate from a measured table": (
-        predicted(estimated=False, draft=None),
-        ["Plain decoding is the fastest.", "Estimated from a measured table of An abacus and 1 prompt.", ON_DEVICE],
-    ),
-    "an estimate": (
-        predicted(estimated=True),
-        [
-            "Chosen: yuhuili/EAGLE3-LLaMA3.1-Instruct-8B (independent), chains of up to 3",
-            "tokens.",
-            "1.80x (1.60 to 2.00) as fast as plain decoding.",
-            "Estimated from the datasheet of An abacus and 1 prompt.",
-            ON_DEVICE,
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PROFILES)
-def test_the_answer_says_what_was_chosen_and_by_what_evidence(name: str) -> None:
-    profile, expected = PROFILES[name]
-    lines = answer_of(profile, Path("profile.json"))
-    assert lines == expected
-    assert 3 <= len(lines) <= 6 and max(map(len, lines)) <= 80
-
-
-def test_a_long_name_loses_its_middle_and_a_command_does_not() -> None:
-    profile = measured(("ar", 1.5, 1.4, 1.6, 16), draft=ModelReference(id="folder/" * 30, sha256="b" * 64))
-    workload = profile.workload.model_copy(update={"name": "/home/someone/" + "prompts" * 20})
-    lines = answer_of(profile.model_copy(update={"workload": workload}), Path("my profiles/" + "p" * 40))
-    assert max(map(len, lines[:-1])) <= 80 and len(lines) <= 6
-    assert lines[0].startswith("Chosen: folder/") and "..." in lines[0] and "..." in lines[-2]
-    assert f"autotune run 'my profiles/{'p' * 40}'" in lines[-1]
-
-
-def test_an_answer_is_a_guess_below_what_a_plan_keeps() -> None:
-    assert KEPT_PROMPTS[0][:2] == (JUDGING, DECIDING)
-
-
-@pytest.mark.parametrize("options", [[], ["--gpu", "h100"], ["--json"]])
-def test_a_search_ends_with_its_answer_on_standard_output(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
-) -> None:
-    """With ``--json``, JSON alone is there."""
-    profile = PROFILES["an estimate" if options == ["--gpu", "h100"] else "a guess of few prompts"][0]
-
-    def searched(settings: SearchSettings, console: Console) -> DecodingProfile:
-        console.say(f"decoding profile written to {settings.output}")
-        return profile
-
-    monkeypatch.setattr(pipeline, "search", searched)
-    workload = str(write_workload(tmp_path, [{"prompt": "Go on."}] * 4))
-    models = ["--target", str(pair.target_folder), "--draft", str(pair.draft_folder), "--workload", workload]
-    path = tmp_path / "p.json"
-    done = CliRunner().invoke(main, ["search", *models, "-o", str(path), *options])
-    assert done.exit_code == 0, done.output
-    expected = profile.dump() if options == ["--json"] else "\n".join(["", *answer_of(profile, path)])
-    assert done.stdout == expected + "\n"
-    assert done.output.endswith(done.stdout) and "decoding profile written to" in done.stderr
 
 
 SUFFIX = Speculation(type="suffix", options={**OPTIONS["suffix"], "num_speculative_tokens": 8})
@@ -268,66 +103,12 @@ def engine_profile(
             "compared": [ComparedArm(name=name, speedup=s, ci95=(s, s), **known) for name, s in arms.items()],
             "gains": [Gain(task="all", over="ar", speedup=speedup, ci95=ci95, num_prompts=num_prompts)],
         }
-        measured = Measured(
-            speedup=speedup, ci95=ci95, ar_tokens_per_second=5.0, num_tokens=9, identical_outputs=1, **figures
-        )
+        measured = Measured(speedup=speedup, ci95=ci95, identical_outputs=1, **figures)
     point = OperatingPoint(draft=None, tree=None, deployment=deployment, predicted=None, measured=measured)
     profile = decoding_profile()
     workload = profile.workload.model_copy(update={"num_evaluate_prompts": num_prompts})
-    changes = {"backend": "vllm", "point": point, "evidence": Evidence(**evidence), "workload": workload}
+    changes = {"point": point, "evidence": Evidence(**evidence), "workload": workload}
     return profile.model_copy(update=changes)
-
-
-MEASURED_60 = "Measured on 60 held-out prompts of by hand."
-ENGINES: dict[str, tuple[Speculation | None, tuple[float, float, float], int, list[str]]] = {
-    "off": (
-        None,
-        (0.98, 0.96, 1.08),
-        60,
-        ["Leave speculation off in vllm.", "At best, suffix(24,1,0.1,8) is 0.98x (0.96 to 1.08) as fast.", MEASURED_60],
-    ),
-    "settings of a type": (
-        SUFFIX,
-        (1.48, 1.27, 1.80),
-        9,
-        [
-            "Chosen for vllm: suffix(24,1,0.1,8).",
-            "1.48x (1.22 to 1.89 on 9 prompts) as fast as no speculation.",
-            "Measured on 9 held-out prompts of by hand, a guess.",
-        ],
-    ),
-    "a draft model": (
-        DRAFT,
-        (1.48, 1.27, 1.80),
-        60,
-        [
-            "Chosen for vllm: draft_model(3) drafted by Qwen/Qwen3-0.6B, by its defaults.",
-            "1.48x (1.27 to 1.80) as fast as no speculation.",
-            MEASURED_60,
-        ],
-    ),
-    "a server that was not started": (
-        SUFFIX,
-        (1.48, 1.27, 1.80),
-        0,
-        [
-            "Chosen for vllm: suffix(24,1,0.1,8).",
-            "1.48x (1.27 to 1.80) as fast as no speculation.",
-            "Not measured: estimated on An abacus for by hand.",
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_the_answer_of_a_search_in_an_engine(name: str) -> None:
-    chosen, (speedup, *ci95), num_prompts, expected = ENGINES[name]
-    profile = engine_profile(chosen, speedup, tuple(ci95), num_prompts)
-    *lines, following = answer_of(profile, Path("p.json"))
-    assert lines == expected and max(map(len, [*lines, following])) <= 80
-    further = "autotune bench p.json" if num_prompts > JUDGING else "the same search with more prompts"
-    run = f"Next: autotune run p.json, or {further}."
-    assert following == (run if num_prompts else "Next: the same search without the url measures it.")
 
 
 def raced(profile: DecodingProfile, *results: BackendResult) -> DecodingProfile:
@@ -342,9 +123,118 @@ def result(backend: str, seconds: float, **fields: Any) -> BackendResult:
 
 
 Q4 = {"precision": "Q4_1", "has_own_weights": False, "agreement": 0.31}
-OTHERS = "Relative times: {}."
-RACES = {
-    "an engine": (
+
+
+CHAIN = "Chosen: yuhuili/EAGLE3-LLaMA3.1-Instruct-8B (eagle3), chains of up to 3 tokens."
+FEW_HEADS = {"heads": (1.0, 0.5, 0.5), "visual_keep": 0.2, "injection_layer": 12, "vocabulary": 0.25}
+MEASURED, MEASURED_60 = (f"Measured on {number} held-out prompts of by hand." for number in (16, 60))
+ESTIMATED = "Not measured: estimated for An abacus by 1 prompt."
+NEXT = "Next: autotune run profile.json, or {}."
+BENCH, MORE, LONGER = (
+    "autotune bench profile.json",
+    "the same search with more prompts",
+    "the same search with a larger --budget",
+)
+OTHER_DRAFT = "Next: search with another --draft, or autotune bench profile.json."
+WITHOUT = "Next: the same search {} measures it."
+FASTER = "1.48x (1.27 to 1.80) as fast as plain decoding."
+CASES: dict[str, tuple[DecodingProfile, list[str]]] = {
+    "better than plain decoding and the best default": (
+        measured(("ar", 1.52, 1.44, 1.61, 16), ("eagle2", 1.08, 1.02, 1.14, 16), hf=0.9),
+        [
+            CHAIN,
+            "1.52x (1.44 to 1.61) as fast as plain decoding.",
+            "1.08x (1.02 to 1.14) as fast as eagle2, the best default.",
+            MEASURED,
+            NEXT.format(BENCH),
+        ],
+    ),
+    "Hugging Face is the fastest without a draft": (
+        measured(("ar", 1.52, 1.44, 1.61, 16), ("hf", 1.30, 1.21, 1.40, 16), ("star", 1.0, 0.97, 1.03, 16), hf=1.17),
+        [
+            CHAIN,
+            "1.30x (1.21 to 1.40) as fast as Hugging Face.",
+            "Not better than the best default, star: 1.00x (0.97 to 1.03).",
+            MEASURED,
+            NEXT.format(BENCH),
+        ],
+    ),
+    "Hugging Face is the fastest": (
+        measured(("ar", 1.05, 1.01, 1.09, 16), ("hf", 0.90, 0.86, 0.94, 16), ("star", 1.2, 1.1, 1.3, 16), hf=1.17),
+        [
+            "Chosen: plain decoding, by Hugging Face's generate.",
+            "The fastest speculation is 0.90x (0.86 to 0.94) as fast.",
+            MEASURED,
+            OTHER_DRAFT,
+        ],
+    ),
+    "nothing but a subnet's values": (
+        measured(("ar", 1.03, 0.98, 1.08, 16), ("sage", 1.0, 1.0, 1.0, 16), tree=SAGE, subnet=FEW_HEADS),
+        [
+            "Chosen: yuhuili/EAGLE3-LLaMA3.1-Instruct-8B (eagle3), sage trees of up to 64",
+            "tokens, 20 % of visual tokens, target layer 12, 100/50/50 % of heads, 25 % of",
+            "vocabulary.",
+            "1.03x (0.98 to 1.08) as fast as plain decoding, perhaps by chance.",
+            "Not better than the best default, sage: it is the same.",
+            MEASURED,
+            NEXT.format(BENCH),
+        ],
+    ),
+    "a guess of few prompts": (
+        measured(
+            ("ar", 1.52, 1.40, 1.65, 4), ("eagle2", 1.08, 1.05, 1.11, 4), num_prompts=4, num_held_out=60, num_runs=2
+        ),
+        [
+            CHAIN,
+            "1.52x (1.30 to 1.77 on 4 prompts) as fast as plain decoding.",
+            "1.08x (1.02 to 1.14 on 4 prompts) as fast as eagle2, the best default.",
+            "Measured on 4 held-out prompts of by hand, a guess, chosen by 2.",
+            NEXT.format(LONGER),
+        ],
+    ),
+    "one prompt says nothing": (
+        measured(("ar", 1.52, 1.52, 1.52, 1), ("eagle2", 1.2, 1.2, 1.2, 1), num_prompts=1),
+        [
+            CHAIN,
+            "1.52x (0.00 to inf on 1 prompt) as fast as plain decoding, perhaps by chance.",
+            "Not better than the best default, eagle2: 1.20x (0.00 to inf on 1 prompt).",
+            "Measured on 1 held-out prompt of by hand, a guess.",
+            NEXT.format(MORE),
+        ],
+    ),
+    "an estimate": (
+        predicted(estimated=True),
+        [
+            "Chosen: yuhuili/EAGLE3-LLaMA3.1-Instruct-8B (independent), chains of up to 3",
+            "tokens.",
+            "1.80x (1.60 to 2.00) as fast as plain decoding.",
+            ESTIMATED,
+            WITHOUT.format("on that device, without --gpu,"),
+        ],
+    ),
+    "an engine without speculation": (
+        engine_profile(None, 0.98, (0.96, 1.08), 60),
+        [
+            "Chosen for vllm: plain decoding.",
+            "The fastest speculation is 0.98x (0.96 to 1.08) as fast.",
+            MEASURED_60,
+            NEXT.format(BENCH),
+        ],
+    ),
+    "an engine's draft model": (
+        engine_profile(DRAFT, 1.48, (1.27, 1.80), 60),
+        [
+            "Chosen for vllm: draft_model(3) drafted by Qwen/Qwen3-0.6B, by its defaults.",
+            FASTER,
+            MEASURED_60,
+            NEXT.format(BENCH),
+        ],
+    ),
+    "a server that was not started": (
+        engine_profile(SUFFIX, 1.48, (1.27, 1.80), 0),
+        ["Chosen for vllm: suffix(24,1,0.1,8).", FASTER, ESTIMATED, WITHOUT.format("without the url")],
+    ),
+    "an engine after a race": (
         raced(
             engine_profile(SUFFIX, 1.48, (1.27, 1.80), 60),
             result("runtime", 7.5, is_slower=True),
@@ -355,42 +245,59 @@ RACES = {
         ),
         [
             "Deploy vllm with tests/target: suffix(24,1,0.1,8).",
-            "1.48x (1.27 to 1.80) as fast as no speculation.",
-            OTHERS.format("runtime 1.50; perhaps by chance llama.cpp 1.20"),
+            FASTER,
+            "Relative times: runtime 1.50, llama.cpp 1.20 (perhaps by chance).",
             "llama.cpp (Q4_1) takes 0.50, 31 % alike: --any-weights.",
             MEASURED_60,
+            NEXT.format(BENCH),
         ],
     ),
-    "an engine without speculation": (
-        raced(engine_profile(None, 0.98, (0.96, 1.08), 60), result("vllm", 5.0, is_deployed=True, **Q4)),
-        [
-            "Deploy vllm with tests/target, speculation off.",
-            "At best, suffix(24,1,0.1,8) is 0.98x (0.96 to 1.08) as fast.",
-            MEASURED_60,
-        ],
-    ),
-    "the runtime": (
-        raced(
-            measured(("ar", 1.52, 1.44, 1.61, 16), ("eagle2", 1.08, 1.02, 1.14, 16)),
-            result("runtime", 5.0, is_deployed=True),
-            result("llama.cpp", 6.0, is_slower=True),
-        ),
-        [
-            "Deploy the runtime: yuhuili/EAG...nstruct-8B (eagle3), chains of up to 3 tokens.",
-            "1.52x (1.44 to 1.61) as fast as plain decoding.",
-            OTHERS.format("llama.cpp 1.20"),
-            MEASURED,
-        ],
-    ),
-    "the runtime without a draft": (
+    "the runtime without a draft after a race": (
         raced(measured(("ar", 0.91, 0.85, 0.97, 16), draft=None), result("runtime", 5.0, is_deployed=True)),
-        ["Deploy the runtime, without a draft.", "The fastest draft is 0.91x (0.85 to 0.97) as fast.", MEASURED],
+        [
+            "Deploy the runtime: plain decoding.",
+            "The fastest speculation is 0.91x (0.85 to 0.97) as fast.",
+            MEASURED,
+            OTHER_DRAFT,
+        ],
     ),
 }
 
 
-@pytest.mark.parametrize("name", RACES)
-def test_the_answer_of_a_race_names_what_to_deploy_and_what_the_others_took(name: str) -> None:
-    profile, expected = RACES[name]
-    *lines, following = answer_of(profile, Path("p.json"))
-    assert lines == expected and len(lines) <= 5 and max(map(len, lines)) <= 80 and following.startswith("Next: ")
+@pytest.mark.parametrize("name", CASES)
+def test_the_answer_says_what_was_chosen_and_by_what_evidence(name: str) -> None:
+    profile, expected = CASES[name]
+    lines = answer_of(profile, Path("profile.json"))
+    assert lines == expected
+    assert len(lines) <= 7 and max(map(len, lines)) <= 80
+
+
+def test_a_command_is_quoted_and_not_wrapped() -> None:
+    lines = answer_of(CASES["an engine's draft model"][0], Path("my profiles/" + "p" * 80))
+    assert f"autotune run 'my profiles/{'p' * 80}'" in lines[-1]
+
+
+def test_an_answer_is_a_guess_below_what_a_plan_keeps() -> None:
+    assert KEPT_PROMPTS[0][:2] == (JUDGING, DECIDING)
+
+
+@pytest.mark.parametrize("options", [[], ["--gpu", "h100"], ["--json"]])
+def test_a_search_ends_with_its_answer_on_standard_output(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """With ``--json``, JSON alone is there."""
+    profile = CASES["an estimate" if options == ["--gpu", "h100"] else "a guess of few prompts"][0]
+
+    def searched(settings: SearchSettings, console: Console) -> DecodingProfile:
+        console.say(f"decoding profile written to {settings.output}")
+        return profile
+
+    monkeypatch.setattr(pipeline, "search", searched)
+    workload = str(write_workload(tmp_path, [{"prompt": "Go on."}] * 4))
+    models = ["--target", str(pair.target_folder), "--draft", str(pair.draft_folder), "--workload", workload]
+    path = tmp_path / "p.json"
+    done = CliRunner().invoke(main, ["search", *models, "-o", str(path), *options])
+    assert done.exit_code == 0, done.output
+    expected = profile.dump() if options == ["--json"] else "\n".join(["", *answer_of(profile, path)])
+    assert done.stdout == expected + "\n"
+    assert done.output.endswith(done.stdout) and "decoding profile written to" in done.stderr

@@ -63,7 +63,7 @@ def test_profile_is_saved_and_loaded(profile: DecodingProfile, path: Path) -> No
     assert point["tree"] == SagePolicy(d_max=6, n_max=20).model_dump(), (
         "defaults are written too, because they may change"
     )
-    assert (point["lossless"], point["verification"], point["measured"]) == (True, {"kind": "lossless"}, None)
+    assert (point["verification"], point["measured"]) == ({"kind": "lossless"}, None)
 
 
 def test_profile_without_a_draft(tmp_path: Path) -> None:
@@ -170,13 +170,11 @@ INVALID: tuple[tuple[tuple[str | int, ...], dict[str, Any], str], ...] = (
     ((), {"points": []}, "unknown key 'points'; did you mean 'point'"),
     ((), {"target": "a model"}, "target: .*; got 'a model'"),
     (POINT, {"drafts": None}, "unknown key 'point.drafts'; did you mean 'draft'"),
-    (POINT, {"verification": {"kind": "wetap"}}, "wetap verification is not lossless; set lossless to false"),
     (POINT, {"verification": {"kind": "typical"}}, "verification: .*'lossless', 'wetap'"),
-    (POINT, {"verification": {"kind": "wetap", "threshold": 2.0}, "lossless": False}, "threshold: .*got 2.0"),
+    (POINT, {"verification": {"kind": "wetap", "threshold": 2.0}}, "threshold: .*got 2.0"),
     (POINT, {"fallback": {"round_steps": 0, "level_steps": 0.2, "node_steps": 0}}, "round_steps: .*got 0"),
     (POINT, {"tree": None}, "tree"),
     (POINT, {"draft": None}, "draft"),
-    (POINT, {"lossless": False}, "lossless"),
     ((*POINT, "draft", "subnet"), {"visual_kep": 0.5}, "unknown key .*visual_kep'; did you mean 'visual_keep'"),
     ((*POINT, "draft", "subnet"), {"visual_keep": 1.5}, "visual_keep: .*less than or equal to 1; got 1.5"),
     ((*POINT, "predicted"), {"speedup": "fast"}, "speedup: .*valid number.*; got 'fast'"),
@@ -201,26 +199,16 @@ def test_invalid_values_are_refused(path: Path) -> None:
         assert_refused(path, message)
 
 
-def test_a_calibration_is_of_the_points_draft_and_of_the_profiles_prompts(path: Path) -> None:
+def test_a_calibration_is_of_the_profiles_draft_and_prompts(path: Path) -> None:
     content = json.loads(path.read_text())
     draft, tune_sha256 = content["point"]["draft"], content["workload"]["tune_sha256"]
-    curves = [[[0.5] * len(GRID)]]
-    own = {"curves": curves, "draft": draft["id"], "draft_sha256": draft["sha256"], "workload_sha256": tune_sha256}
-    own |= {"num_tokens": 9, "log_loss": 0.1, "raw_log_loss": 0.2}
-    for difference, message in (
-        ({}, None),
-        (
-            {"draft": "digits/other", "draft_sha256": "other"},
-            "was fitted to the draft digits/other .*run autotune search",
-        ),
-        ({"workload_sha256": "other"}, "point.tree.calibration was fitted to other prompts .*run autotune search"),
-    ):
-        content["point"]["tree"] = {"policy": "priced", "calibration": own | difference}
-        path.write_text(json.dumps(content))
-        if message is None:
-            assert DecodingProfile.load(path).point.calibration is not None
-        else:
-            assert_refused(path, message)
+    own = {"draft": draft["id"], "draft_sha256": draft["sha256"], "workload_sha256": tune_sha256, "num_tokens": 9}
+    own |= {"curves": [[[0.5] * len(GRID)]], "log_loss": 0.1, "raw_log_loss": 0.2}
+    change(path, "point", tree={"policy": "priced", "calibration": own})
+    DecodingProfile.load(path)
+    for name in ("draft_sha256", "workload_sha256"):
+        change(path, "point", tree={"policy": "priced", "calibration": own | {name: "other"}})
+        assert_refused(path, "was fitted to another draft or to other prompts .*run autotune search again")
 
 
 def test_version_is_checked_before_the_content(path: Path) -> None:

@@ -54,6 +54,6 @@ def test_it_is_searched_and_its_profile_is_read(tmp_path: Path, monkeypatch: pyt
         return done.stdout
 
     answer = output("search --backend fake=a-model --workload prompts.jsonl --budget 60s")
-    assert "\nChosen for fake: copy(16).\n4.33x as fast as no speculation.\n" in answer
+    assert "\nChosen for fake: copy(16).\n4.33x as fast as plain decoding.\n" in answer
     assert output("export profile.json") == "fake-server a-model --draft 'copy(16)'\n"
     assert output("run profile.json --prompt abc --max-new-tokens 10") == "-bcabcabc-\n"

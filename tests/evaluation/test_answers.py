@@ -31,7 +31,7 @@ def path(pair: Pair, tmp_path: Path) -> Path:
     [
         ({}, True, False),
         ({"draft": None, "tree": None}, False, False),
-        ({"verification": WetapVerification(threshold=1e-9), "lossless": False}, True, True),
+        ({"verification": WetapVerification(threshold=1e-9)}, True, True),
     ],
 )
 def test_an_answer_says_how_it_was_decoded(

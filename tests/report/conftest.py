@@ -21,7 +21,6 @@ from autotune.documents.decoding_profile import (
     Measured,
     OperatingPoint,
     Predicted,
-    Shrinkage,
     WorkloadReference,
 )
 from autotune.documents.provenance import ModelReference
@@ -184,9 +183,7 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
         ci95=(1.55, 2.17),
         tokens_per_round=2.34,
         tokens_per_second=876.0,
-        ar_tokens_per_second=479.0,
         num_prompts=2,
-        num_tokens=40,
         identical_outputs=2,
     )
     point = OperatingPoint(
@@ -219,12 +216,6 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
                 Gain(task=task, over=over, speedup=speedup, ci95=(speedup - 0.1, speedup + 0.1), num_prompts=3)
                 for task, over, speedup in (("read", "ar", 1.9), ("all", "ar", 1.83), ("all", "chain", 1.23))
             ],
-            shrinkage=Shrinkage(
-                predicted_on_choosing=2.01,
-                predicted_on_confirming=1.92,
-                measured_on_confirming=1.87,
-                measured_on_held_out=1.83,
-            ),
             prompts=[
                 prompt_evidence(f"held/{number}", prompt_sha256=f"{number}" * 64, decode_ms=10.0 + number)
                 for number in range(3)
