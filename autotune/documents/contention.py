@@ -59,24 +59,14 @@ class Contention(Document):
         Args:
             during: what was done meanwhile, for example "while steps were timed".
         """
-        if self.other_cores is None:
-            parts = [f"the cores used by other processes {during} are unknown"]
-        else:
-            parts = [f"other processes used {self.other_cores:.1f} of {_count(self.num_cores, 'core')} {during}"]
-        if self.stolen_cores is not None and self.stolen_cores >= 0.05:
-            parts.append(f"other virtual machines took {self.stolen_cores:.1f} cores")
-        if self.cpu_pressure is not None:
-            parts.append(f"CPU pressure {100 * self.cpu_pressure:.0f} %")
-        if self.throttled:
-            parts.append(f"stopped by the CPU limit for {100 * self.throttled:.0f} % of the time")
-        if self.thermal_throttles:
-            parts.append(f"cores slowed down by heat {_count(self.thermal_throttles, 'time')}")
-        if self.gpu_processes:
-            parts.append(f"{_count(self.gpu_processes, 'other process', 'other processes')} on the GPU")
-        if self.gpu_throttle_reasons:
-            parts.append(f"GPU slowed down by {' and '.join(self.gpu_throttle_reasons)}")
-        return "; ".join(parts)
-
-
-def _count(number: int, singular: str, plural: str | None = None) -> str:
-    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+        cores = "an unknown number" if self.other_cores is None else f"{self.other_cores:.1f}"
+        further = {
+            f"other virtual machines took {self.stolen_cores or 0.0:.1f} cores": (self.stolen_cores or 0.0) >= 0.05,
+            f"CPU pressure {100 * (self.cpu_pressure or 0.0):.0f} %": self.cpu_pressure is not None,
+            f"stopped by the CPU limit for {100 * (self.throttled or 0.0):.0f} % of the time": self.throttled,
+            f"times that cores were slowed down by heat: {self.thermal_throttles}": self.thermal_throttles,
+            f"other processes on the GPU: {self.gpu_processes}": self.gpu_processes,
+            f"GPU slowed down by {' and '.join(self.gpu_throttle_reasons)}": self.gpu_throttle_reasons,
+        }
+        parts = [text for text, applies in further.items() if applies]
+        return "; ".join([f"other processes used {cores} of {self.num_cores} cores {during}", *parts])

@@ -13,8 +13,6 @@ from autotune.errors import UserError
 class DraftKind:
     """A kind of draft."""
 
-    is_complete_model: bool = False
-    """Whether it is a Hugging Face model by itself, which serving engines load as it is."""
     is_target_layer: bool = False
     """Whether it is one layer of the target's type after a projection, which vLLM runs as a head of MiMo."""
     is_trained: bool = False
@@ -28,7 +26,7 @@ class DraftKind:
 
 
 KINDS: dict[str, DraftKind] = {
-    "independent": DraftKind(is_complete_model=True),
+    "independent": DraftKind(),
     "eagle3": DraftKind(is_trained=True, is_unrolled=True),
     "star": DraftKind(is_trained=True),
     "dream": DraftKind(is_trained=True),

@@ -78,12 +78,15 @@ class Subnet(Document):
         return self._described("" if self.visual_keep == 1.0 else f"keep={self.visual_keep:g}")
 
     def _described(self, keep: str) -> str:
-        shares = self.heads if isinstance(self.heads, tuple) else () if self.heads is None else (self.heads,)
-        heads = ["heads=" + "/".join(f"{share:g}" for share in shares)] if shares else []
-        layer = [] if self.injection_layer is None else [f"layer={self.injection_layer}"]
-        ranking = [] if self.visual_ranking == "text_after_image" else [f"ranking={self.visual_ranking}"]
+        shares = self.head_shares[: None if isinstance(self.heads, tuple) else 1]
         ratio = "" if self.operator_ratio is None else f":{self.operator_ratio}"
-        operator = [] if self.operator is None else [f"operator={self.operator}{ratio}"]
-        vocabulary = [] if self.vocabulary is None else [f"vocabulary={self.vocabulary:g}"]
-        weights = self.weights and f"weights={self.weights}"
-        return " ".join(filter(None, [*heads, *layer, keep, *ranking, *operator, *vocabulary, weights]))
+        choices = {
+            "heads=" + "/".join(f"{share:g}" for share in shares): self.heads is not None,
+            f"layer={self.injection_layer}": self.injection_layer is not None,
+            keep: keep,
+            f"ranking={self.visual_ranking}": self.visual_ranking != "text_after_image",
+            f"operator={self.operator}{ratio}": self.operator is not None,
+            f"vocabulary={self.vocabulary or 1.0:g}": self.vocabulary is not None,
+            f"weights={self.weights}": self.weights is not None,
+        }
+        return " ".join(text for text, is_chosen in choices.items() if is_chosen)

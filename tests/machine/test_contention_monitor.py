@@ -81,7 +81,7 @@ def test_cores_are_told_apart(machine: FakeMachine) -> None:
     assert found.is_busy
     assert found.describe("while steps were timed") == (
         "other processes used 0.6 of 2 cores while steps were timed; other virtual machines took 0.2 cores; "
-        "CPU pressure 31 %; stopped by the CPU limit for 5 % of the time; cores slowed down by heat 2 times"
+        "CPU pressure 31 %; stopped by the CPU limit for 5 % of the time; times that cores were slowed down by heat: 2"
     )
 
 
@@ -104,7 +104,7 @@ def test_missing_sources_are_none(machine: FakeMachine, missing: str) -> None:
     found = measured(machine, change)
     figures = {"stat": found.other_cores, "pressure/cpu": found.cpu_pressure, "self/cgroup": found.throttled}
     assert [name for name, value in figures.items() if value is None] == [missing]
-    unknown = "the cores used by other processes during it are unknown"
+    unknown = "other processes used an unknown number of 2 cores during it"
     assert (unknown in found.describe("during it")) == (missing == "stat")
 
 
@@ -146,7 +146,7 @@ def test_children_are_this_process_too() -> None:
 def test_other_processes_and_heat_of_a_gpu_are_described() -> None:
     """Beside what the other fields say."""
     found = Contention(seconds=40, num_cores=2, own_cores=1.25, gpu_processes=1, gpu_throttle_reasons=("heat",))
-    assert "1 other process on the GPU; GPU slowed down by heat" in found.describe("meanwhile")
+    assert "other processes on the GPU: 1; GPU slowed down by heat" in found.describe("meanwhile")
 
 
 def test_other_processes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
