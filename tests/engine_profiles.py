@@ -56,8 +56,6 @@ def engine_profile(
     arms = [
         ComparedArm(
             name=name,
-            tree=None,
-            visual_keep=None,
             predicted_speedup=None,
             speedup=speedup,
             ci95=(speedup, speedup),

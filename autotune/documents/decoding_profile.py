@@ -104,8 +104,6 @@ class ComparedArm(Document):
     """An arm of the run in which the winner was measured."""
 
     name: str
-    tree: dict[str, Any] | None
-    visual_keep: float | None
     predicted_speedup: float | None
     speedup: float
     ci95: tuple[float, float]
@@ -146,8 +144,6 @@ class Evidence(Document):
 
     prompts: list[Decoded] = Field(default_factory=list)
     """The profile on the held-out prompts, without tokens: a check compares counts with them."""
-    plain_ms: list[float] = Field(default_factory=list)
-    """Decoding times of plain decoding on the same prompts, in milliseconds."""
     compared: list[ComparedArm] = Field(default_factory=list)
     configurations_replayed: int = 0
     best_default: str | None = None

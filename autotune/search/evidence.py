@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from autotune.console import Console
-from autotune.documents.configuration import Configuration
 from autotune.documents.decoded import Decoded
 from autotune.documents.decoding_profile import ALL, AR, HF, TUNED, ComparedArm, Differences, Gain, Measured
 from autotune.evaluation.bench_tables import ARM_COLUMNS, ARM_NOTES
@@ -57,14 +56,12 @@ class Evaluation:
         """Fields of a profile's evidence. Checks compare with the runs of ``decoded``, the arm that the profile decodes
         with.
         """
-        compared = []
-        for name, c in self.configurations.items():
-            known = {"tree": c.tree, "visual_keep": c.visual_keep} if isinstance(c, Configuration) else {}
-            known = {"tree": None, "visual_keep": None, "predicted_speedup": self.predicted.get(name), **known}
-            compared.append(_from_summary(ComparedArm, self.summaries[name], **known))
+        compared = [
+            _from_summary(ComparedArm, self.summaries[name], predicted_speedup=self.predicted.get(name))
+            for name in self.configurations
+        ]
         return {
             "prompts": [run.without_tokens() for run in self.runs[decoded]],
-            "plain_ms": [run.decode_ms for run in self.runs[AR]],
             "compared": compared,
             "best_default": self.best_default,
             "gains": self.gains,

@@ -45,7 +45,7 @@ NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("user", "store", "service_tier", "safety_identifier", "prediction", "moderation"), (ANY,)),
         **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt"), (ANY,)),
         **dict.fromkeys(("request_id", "session_id", "stream_interval", "return_tokens_as_token_ids"), (ANY,)),
-        **dict.fromkeys(("parallel_tool_calls", "spaces_between_special_tokens", "cache_prompt"), (ANY,)),
+        **dict.fromkeys(("parallel_tool_calls", "spaces_between_special_tokens", "cache_prompt", "metadata"), (ANY,)),
     },
     "stream_options": {"include_obfuscation": (ANY,)},
     "messages": {
@@ -148,8 +148,6 @@ class Generation(Document):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    metadata: dict[str, str] = Field(default_factory=dict)
-    """Names of the caller's own; nothing follows from them."""
 
     @property
     def stops(self) -> list[str]:

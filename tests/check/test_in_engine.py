@@ -114,7 +114,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_workload(tmp_path, prompts)
     profile().save(tmp_path / "profile.json")
     known = check(FakeEngine()).workloads[0]
-    profile(evidence=Evidence(prompts=known.prompts, plain_ms=known.plain_ms)).save(tmp_path / "profile.json")
+    profile(evidence=Evidence(prompts=known.prompts)).save(tmp_path / "profile.json")
     return tmp_path
 
 

@@ -54,9 +54,7 @@ def measured(
     if draft is not None and point.draft is not None:
         chosen = point.draft.model_copy(update={"kind": "eagle3", "subnet": Subnet(**(subnet or {}))})
         point = point.model_copy(update={"draft": chosen})
-    arm = ComparedArm(
-        name="hf", tree=None, visual_keep=None, predicted_speedup=None, speedup=hf or 1.0, ci95=(1.0, 1.2), **figures
-    )
+    arm = ComparedArm(name="hf", predicted_speedup=None, speedup=hf or 1.0, ci95=(1.0, 1.2), **figures)
     evidence = profile.evidence.model_copy(
         update={
             "prompts": [prompt_evidence(str(number)) for number in range(num_prompts)],
@@ -96,7 +94,7 @@ def engine_profile(
     figures = {"tokens_per_round": 2.0, "tokens_per_second": 9.0, "num_prompts": num_prompts}
     measured = None
     if num_prompts:
-        known = {"tree": None, "visual_keep": None, "predicted_speedup": None, **figures}
+        known = {"predicted_speedup": None, **figures}
         arms = {"ar": 1.0, (chosen or SUFFIX).label: speedup}
         evidence |= {
             "prompts": [prompt_evidence(str(number)) for number in range(num_prompts)],

@@ -223,8 +223,6 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
             compared=[
                 ComparedArm(
                     name=name,
-                    tree=None,
-                    visual_keep=None,
                     predicted_speedup=predicted,
                     speedup=speedup,
                     ci95=(speedup - 0.1, speedup + 0.2) if name != "ar" else (1.0, 1.0),

@@ -377,10 +377,8 @@ def test_profile_decodes_plainly_if_the_draft_is_slower_on_held_out_prompts(
     assert point.draft is None and point.tree is None and configuration_of(point) is None
     assert point.measured is not None and point.measured.speedup == 1.0
     assert {one.name: one.speedup for one in document.evidence.compared}["tuned"] == pytest.approx(10 / 11)
-    times_ms = [one.decode_ms for one in document.evidence.prompts]
-    assert set(times_ms) == {10.0 * TOKENS} and times_ms == document.evidence.plain_ms, (
-        "a check compares with plain decoding"
-    )
+    times_ms = {one.decode_ms for one in document.evidence.prompts}
+    assert times_ms == {10.0 * TOKENS}, "a check compares with plain decoding"
 
 
 def test_profile_for_another_device_has_predictions_only(selection: ProfileSelection) -> None:
