@@ -70,7 +70,7 @@ def _basis(profile: DecodingProfile, path: str, *, is_plain: bool) -> tuple[str,
 
 
 def _subject(profile: DecodingProfile) -> str:
-    """What the settings are for: after a race of backends, the one to deploy."""
+    """The beginning of the first sentence: the backend to deploy where several were raced."""
     deployment, is_raced = profile.point.deployment, bool(profile.evidence.backends)
     if deployment is None:
         return "Deploy the runtime" if is_raced else "Chosen"
