@@ -44,7 +44,7 @@ def test_requests_are_logged(decoder: Decoder, prompts: dict[str, Inputs], caplo
 
 
 def test_prometheus_metrics_add_up_to_the_statistics(decoder: Decoder, pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """Of chains, of plain decoding, and of requests that soon fall back to it."""
+    """Chains, plain decoding, and requests that soon fall back to it are counted together."""
     prometheus = pytest.importorskip("prometheus_client")
     registry = prometheus.CollectorRegistry()
     metrics = PrometheusMetrics(registry)
