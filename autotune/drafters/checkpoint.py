@@ -10,26 +10,24 @@ import torch
 
 from autotune.documents.draft_kinds import KINDS, TOKEN_DRAFTS, is_eagle3, is_own_draft, refuse_dflash
 from autotune.documents.subnet import Subnet
+from autotune.drafters.block_network import BlocksConfig, BlocksNetwork
 from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.eagle3 import Eagle3Network, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
-from autotune.drafters.losses import TrainableBlocks
-from autotune.drafters.mtp import MtpNetwork, load_mtp
-from autotune.drafters.mtp_checkpoint import load_own_mtp
-from autotune.drafters.network import BlocksConfig, BlocksNetwork, DraftNetwork, NetworkConfig, set_weights
+from autotune.drafters.mtp import MtpNetwork, load_mtp, load_own_mtp
+from autotune.drafters.network import FREQUENCIES, DraftNetwork, NetworkConfig
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.drafters.token_draft import TokenDraft
-from autotune.drafters.trainable import CONFIG, FREQUENCIES, WEIGHTS, TrainableNetwork, read_tensors
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
 from autotune.modeling.gguf import find_gguf
 from autotune.modeling.loading import MTP_SUFFIX, load_model, load_tokenizer, resolve
 from autotune.modeling.target import Target
-from autotune.modeling.weight_files import check_finite, load_errors
+from autotune.modeling.weight_files import CONFIG, WEIGHTS, check_finite, load_errors, read_tensors, set_weights
 
-NETWORKS: dict[str, type[TrainableNetwork]] = {
+NETWORKS: dict[str, type[DraftNetwork]] = {
     network.kind: network for network in (StarNetwork, DreamNetwork, SpecVlmNetwork, Eagle3Network, MtpNetwork)
 }
 """Networks that can be trained, by kind."""
@@ -54,7 +52,7 @@ def read_config(name: str, *, random_weights: bool = False) -> tuple[Path, dict[
 
 
 def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork:
-    """Load the network of a draft that ``TrainableNetwork.save`` wrote, or make one of its config with random weights.
+    """Load the network of a draft that ``DraftNetwork.save`` wrote, or make one of its config with random weights.
 
     Raises:
         UserError: a draft of an unknown kind.
@@ -63,7 +61,7 @@ def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork
     content = NetworkConfig.without_schema(read_json(path), source=path)
     config = parse_kind(content, CONFIGS, key="kind", what="kind of draft", source=str(path))
     network_type = NETWORKS[config.kind]
-    assert issubclass(network_type, TrainableBlocks) and isinstance(config, BlocksConfig)
+    assert issubclass(network_type, BlocksNetwork) and isinstance(config, BlocksConfig)
     if random_weights:
         return network_type(config).eval().requires_grad_(False)
     tensors = read_tensors(folder, f"a {config.kind} draft")
@@ -79,7 +77,7 @@ def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork
 
 
 def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, random_weights: bool = False) -> LoadedDraft:
-    """Load a draft by name: a folder from ``TrainableNetwork.save``, an EAGLE-3 head, any other Hugging Face model,
+    """Load a draft by name: a folder from ``DraftNetwork.save``, an EAGLE-3 head, any other Hugging Face model,
     which drafts independently, a model followed by ``:mtp`` for the multi-token prediction head of its checkpoint, or
     ``retrieval``.
 

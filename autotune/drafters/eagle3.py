@@ -30,14 +30,13 @@ from transformers.models.llama.modeling_llama import (
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache
 from autotune.drafters.draft import LEAST_SHARED
-from autotune.drafters.network import NetworkConfig, set_weights
+from autotune.drafters.network import NetworkConfig
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.trainable import CONFIG, WEIGHTS, read_tensors
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
 from autotune.files import Document, describe, write_bytes
 from autotune.modeling.target import Target
-from autotune.modeling.weight_files import save_tensors
+from autotune.modeling.weight_files import CONFIG, WEIGHTS, read_tensors, save_tensors, set_weights
 
 LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),

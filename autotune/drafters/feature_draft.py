@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from autotune.cost.table import ModelShape
 from autotune.documents.subnet import Subnet
 from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.cached_draft import CachedDraft, pad_rows, table_rows
-from autotune.drafters.draft import LEAST_SHARED, Dimensions, FeatureSource, kept_tokens, notify
+from autotune.drafters.draft import LEAST_SHARED, Dimensions, Draft, FeatureSource, kept_tokens, notify
 from autotune.drafters.feature_cache import FeatureCache
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
@@ -27,11 +27,9 @@ from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.quantization import weight_bytes
 from autotune.modeling.step import LAST, Evaluated, Layout, PackedStep, Step, padded_columns
+from autotune.modeling.target import Target
 from autotune.modeling.tree_model import DEFAULT_CAPACITY
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
-
-if TYPE_CHECKING:
-    from autotune.modeling.target import Target
 
 
 class FeatureDraft(CachedDraft):
@@ -72,9 +70,7 @@ class FeatureDraft(CachedDraft):
         self._target: Any = None
         self._num_condensed = 0  # tokens of the prompt that are not in the stream
 
-    @property
-    def description(self) -> str:
-        return f"a {self.kind} draft"
+    description = Draft.description
 
     @property
     def subnet(self) -> Subnet:

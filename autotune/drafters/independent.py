@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,19 +16,16 @@ from torch import Tensor
 
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import AnswerToRecord, FeatureSource, check_vocabulary, kept_tokens, notify
-from autotune.drafters.path_forest import PathForestGrower
+from autotune.drafters.forests import PathForestGrower
 from autotune.errors import UserError
 from autotune.modeling.prompt import EncodedPrompt, placeholders_of, token_rows, visual_tokens
 from autotune.modeling.quantization import num_parameters, weight_bytes
 from autotune.modeling.self_check import check_tree_decoding
 from autotune.modeling.step import Evaluated, Step
+from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
 from autotune.replay.trace import Forest
 from autotune.trees.tree import Ints, Tree
-
-if TYPE_CHECKING:
-    from autotune.modeling.target import Target
-
 
 _TOWER_SIZES = (
     *("image_size", "patch_size", "temporal_patch_size", "spatial_merge_size", "scale_factor", "mm_tokens_per_image"),

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from autotune.documents.loss_settings import LossSettings
 from autotune.drafters.blocks import AttentionContext
-from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.trainable import Divergence, Metrics, TrainableNetwork, divergence
+from autotune.drafters.network import DraftNetwork
+from autotune.drafters.teacher_batch import Divergence, Metrics, TeacherBatch, divergence
 
 STEP_WEIGHT = 0.8  # of the loss of a step, relative to the step before
 
@@ -43,7 +43,7 @@ def unrolled_mask(num_rows: int, step: int, first: int = 0) -> Tensor:
     return torch.cat(of_steps, 1)[None, None]
 
 
-class UnrolledNetwork(TrainableNetwork):
+class UnrolledNetwork(DraftNetwork):
     """A head of one layer that drafts further tokens from its own states."""
 
     def unrolled_states(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.errors import UserError
-from autotune.modeling.hybrid_cache import new_cache
+from autotune.modeling.kv_cache import new_cache
 from autotune.modeling.text_model import TextModel
 from autotune.modeling.vision_timing import timed_vision
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from autotune.errors import UserError
-from autotune.modeling.kv_cache import KVShape
 from autotune.modeling.quantization import quantization_of
 
 # tests/runtime/test_families.py shows that these decode the same tokens as ``generate``, test_hybrids.py those with
@@ -48,6 +47,9 @@ _CONTEXT_NAMES = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
     *("max_sequence_length", "max_seq_length", "seq_len"),
 )
+
+KVShape = tuple[int, int]
+"""Number of KV heads, and head size."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,16 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import UserError
 from autotune.files import write_bytes
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 FILES_ADVICE = "check the name or path, and its files"
+CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
 
 
 @contextmanager
@@ -81,3 +85,54 @@ def check_weights(model: Any, info: Mapping[str, Any], *, name: str) -> None:
                 "restore the file, or load another checkpoint"
             )
     check_finite(dict(model.named_parameters()), source=name)
+
+
+def read_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
+    """The tensors of a published draft; ``kind`` names it in messages. Of a pickle, torch reads tensors alone and runs
+    no code.
+
+    Raises:
+        UserError: no file of weights, or a pickle of anything else.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    path = folder / WEIGHTS if (folder / WEIGHTS).exists() else folder / PICKLED
+    if not path.exists():
+        raise UserError(
+            f"{folder}: {kind} is read from {WEIGHTS} or {PICKLED}; there is none; give the folder of a whole draft"
+        )
+    try:
+        if path.name == WEIGHTS:
+            check_whole(path)
+            return load_file(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(tensors, dict) and all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+            return tensors
+        reason = "it holds something else"
+    except UserError:
+        raise
+    except Exception as error:  # both libraries raise many kinds for damaged files
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    raise UserError(f"{path}: no tensors can be read from it ({reason}); restore the file, or save them as {WEIGHTS}")
+
+
+def set_weights(network: nn.Module, tensors: Mapping[str, Tensor], *, source: object, what: str, advice: str) -> None:
+    """Set all weights of a network. Messages name the weights' ``source``, ``what`` they are for, and the next step.
+
+    A network on the device ``meta`` is only compared with the tensors, before one is made whose sizes may be damaged.
+
+    Raises:
+        UserError: missing or other tensors, tensors of other shapes, or weights that are not finite.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in (*shapes, *found):
+        if found.get(name) != shapes.get(name):
+            reason = f"{name} has shape {found.get(name)} in place of {shapes.get(name)}"
+            if name not in found or name not in shapes:
+                reason = f"{name} is {'missing' if name in shapes else 'none of them'}"
+            raise UserError(f"{source}: not the tensors of {what} ({reason}); {advice}")
+    check_finite(tensors, source=source)
+    if not any(tensor.is_meta for tensor in network.state_dict().values()):
+        network.load_state_dict(tensors)

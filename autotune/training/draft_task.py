@@ -20,9 +20,8 @@ from torch import Tensor
 from autotune.console import Console
 from autotune.documents.loss_settings import DistillationRule, LossSettings
 from autotune.drafters.checkpoint import NETWORKS, load_draft
-from autotune.drafters.network import NOT_TRAINED
-from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.trainable import Metrics, TrainableNetwork, divergence
+from autotune.drafters.network import NOT_TRAINED, DraftNetwork
+from autotune.drafters.teacher_batch import Metrics, TeacherBatch, divergence
 from autotune.errors import UserError, errors_about
 from autotune.files import WORKSPACE, content_key
 from autotune.machine.device import free_memory, gib, multiplies_bfloat16
@@ -75,7 +74,7 @@ class TriedStep(NamedTuple):
 class DraftTask:
     """A draft to train for the recipe's teacher. The loss of a step is a function of the recipe and the step alone."""
 
-    module: TrainableNetwork
+    module: DraftNetwork
     """Holds exactly the trained parameters."""
 
     def __init__(

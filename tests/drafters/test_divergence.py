@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autotune.drafters.trainable import divergence
+from autotune.drafters.teacher_batch import divergence
 
 
 def test_divergence_is_that_of_the_distributions() -> None:

@@ -19,8 +19,7 @@ from transformers.modeling_layers import MtpLayer
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
-from autotune.drafters.mtp import MtpNetwork
-from autotune.drafters.mtp_checkpoint import own_name
+from autotune.drafters.mtp import MtpNetwork, own_name
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder

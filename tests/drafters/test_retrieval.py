@@ -13,8 +13,7 @@ import torch
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
-from autotune.drafters.retrieval import RetrievalDraft
-from autotune.drafters.suffix_index import FIRST_CAPACITY
+from autotune.drafters.retrieval import FIRST_CAPACITY, RetrievalDraft
 from autotune.errors import UserError
 from autotune.modeling.loading import RETRIEVAL, reference
 from autotune.modeling.target import Target

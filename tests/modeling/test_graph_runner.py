@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from autotune.cost.roofline import KERNELS_OUTSIDE
 from autotune.errors import UserError
 from autotune.modeling import graph_runner
-from autotune.modeling.feature_rows import FeatureRows
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import EagerNotice, GraphKey, GraphRunner
 from autotune.modeling.masks import MaskBuffer, first_visible
@@ -23,6 +22,7 @@ from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import HEADER, Layout, PackedStep, Step, padded_columns
 from autotune.modeling.target import Target
 from autotune.modeling.tree_attention import additive_mask
+from autotune.modeling.tree_model import FeatureRows
 from autotune.runtime.decoder import Decoder
 from autotune.trees.limits import MAX_STEP
 from tests.rehearsal import Rehearsal

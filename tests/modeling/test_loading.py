@@ -29,11 +29,10 @@ from autotune.cli.main import main
 from autotune.cost.table import CostTable
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
-from autotune.drafters.trainable import CONFIG, WEIGHTS
 from autotune.errors import UserError
 from autotune.modeling.loading import load_model, load_processor
 from autotune.modeling.target import Target
-from autotune.modeling.weight_files import save_tensors
+from autotune.modeling.weight_files import CONFIG, WEIGHTS, save_tensors
 from autotune.runtime.decoder import Decoder
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.families import FAMILIES

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.documents.execution import FIXED
+from autotune.modeling.compiled_layers import merged_products, replaced_attributes
 from autotune.modeling.graph_memory import graph_memory
-from autotune.modeling.merged_products import merged_products, replaced_attributes
 from autotune.modeling.step import Step
 from autotune.modeling.tree_model import TreeModel
 from tests.families import FAMILIES

@@ -14,9 +14,9 @@ from accelerate import Accelerator
 
 from autotune.documents.loss_settings import LossSettings
 from autotune.documents.subnet import Operator
+from autotune.drafters.block_network import TwoReadings, rows_of
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.two_readings import TwoReadings, rows_of
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.training.draft_task import DraftTask

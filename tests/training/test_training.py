@@ -22,11 +22,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 from transformers import AutoModelForImageTextToText
 
+from autotune.drafters.block_network import own_feature_mask, rows_of
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.two_readings import own_feature_mask, rows_of
 from autotune.errors import UserError
 from autotune.files import data_root, read_lines
 from autotune.modeling.prompt import EncodedPrompt

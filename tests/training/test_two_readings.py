@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from autotune.documents.loss_settings import LossSettings
+from autotune.drafters.block_network import TwoReadings, own_feature_mask, rows_of
 from autotune.drafters.checkpoint import NETWORKS
 from autotune.drafters.dream import DreamNetwork
-from autotune.drafters.two_readings import TwoReadings, own_feature_mask, rows_of
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.training.examples import Example
