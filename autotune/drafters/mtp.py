@@ -23,9 +23,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from autotune.documents.draft_kinds import MTP_PROMISES
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, KeysValues
-from autotune.drafters.network import FREQUENCIES, NetworkConfig
+from autotune.drafters.network import NetworkConfig
 from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
@@ -33,7 +32,7 @@ from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.loading import MTP_SUFFIX, resolve
 from autotune.modeling.target import Target
 from autotune.modeling.tree_attention import captured_attention
-from autotune.modeling.weight_files import CONFIG, WEIGHTS, check_whole, load_errors, read_tensors, set_weights
+from autotune.modeling.weight_files import check_whole, load_errors, set_weights
 
 RIDGE = 1e-3  # of the regression that a new head begins with, relative to the mean square of its inputs
 
@@ -213,27 +212,6 @@ def _layer_config(config: Any) -> Any:
     return own
 
 
-def load_mtp(folder: Path, target: Target, *, random_weights: bool = False) -> MtpNetwork:
-    """Load a head that ``MtpNetwork.save`` wrote.
-
-    Raises:
-        UserError: a head for another target.
-    """
-    network = MtpNetwork(MtpConfig.load(folder / CONFIG), target)
-    if not random_weights:
-        tensors = read_tensors(folder, "an mtp head")
-        network.token_frequencies = tensors.pop(FREQUENCIES, None)
-        set_head(network, tensors, source=str(folder / WEIGHTS))
-    return network.eval().requires_grad_(False)
-
-
-def set_head(network: MtpNetwork, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    advice = "use a head made for this target"
-    set_weights(network, tensors, source=source, what="an mtp head for this target", advice=advice)
-
-
-_AFTER_THE_LAST = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)$")
-_OF_ITS_OWN = re.compile(r"^(?:model\.)?mtp\.(.+)$")
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight", "shared_head.weight", "lm_head.weight")
 _NAMES = {"shared_head.norm": "norm", "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
 _HEAD_PARTS = ("enorm", "hnorm", "eh_proj", "norm")
@@ -252,41 +230,24 @@ def load_own_mtp(name: str, target: Target, *, random_weights: bool = False) -> 
         source = name.removesuffix(MTP_SUFFIX)
         tensors = _read(source, config.num_target_layers)
         if not tensors:
-            raise UserError(f"{name}: {_why_missing(target, config.num_target_layers)}")
+            raise UserError(
+                f"{name}: its checkpoint has no mtp head, no tensors model.layers.{config.num_target_layers}.* or mtp.*, which "
+                "save_pretrained leaves out; give the published checkpoint, or train a head with autotune train"
+            )
         with load_errors(f"{name}: its experts"):
             tensors = _stack_experts(tensors, network)
-        set_head(network, tensors, source=name)
+        what, advice = "an mtp head for this target", "use a head made for this target"
+        set_weights(network, tensors, source=name, what=what, advice=advice)
     return network.eval().requires_grad_(False)
-
-
-def _why_missing(target: Target, num_layers: int) -> str:
-    names = f"model.layers.{num_layers}.* or mtp.*"
-    for key in MTP_PROMISES:
-        if promised := getattr(target.text.config, key, 0) or 0:
-            return (
-                f"its config promises mtp heads ({key}: {promised}), but its checkpoint has no tensors {names}; give the "
-                "published checkpoint, because save_pretrained leaves them out"
-            )
-    return (
-        f"its checkpoint has no mtp head, no tensors {names}; name another draft, or train a head with autotune train"
-    )
 
 
 def own_name(name: str, num_layers: int) -> str | None:
     """The name in ``MtpNetwork`` of a checkpoint's tensor; None if it belongs to no head or a later one, or is
     shared.
     """
-    if (match := _AFTER_THE_LAST.match(name)) is not None:
-        if int(match[1]) != num_layers:
-            return None
-        rest = match[2]
-    elif (match := _OF_ITS_OWN.match(name)) is not None:
-        rest = match[1]
-        if (layer := re.match(r"layers\.(\d+)\.(.+)$", rest)) is not None:
-            return f"layer.{layer[2]}" if int(layer[1]) == 0 else None
-    else:
-        return None
-    if rest in _SHARED:
+    after_the_last = rf"(language_model\.)?(model\.)?layers\.{num_layers}\."
+    match = re.match(rf"(model\.)?({after_the_last}|mtp\.(layers\.0\.)?(?!layers\.))", name)
+    if match is None or (rest := name[match.end() :]) in _SHARED:
         return None
     stem, _, kind = rest.rpartition(".")
     stem = _NAMES.get(stem, stem)

@@ -8,7 +8,6 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
@@ -237,19 +234,6 @@ def test_published_heads_propose_as_in_the_code_that_trained_them(
             torch.testing.assert_close(logprobs, expected[torch.from_numpy(tokens).long()], atol=1e-3, rtol=0)
             assert expected.argmax() == tokens[0], "the target's id of the token"
         assert len(seen) > 20 and max(out.stats.accepted_lengths) > 0
-
-
-def test_factors_of_three_axes_are_those_of_the_targets(qwens: Qwens, tmp_path: Path) -> None:
-    heads = {"SpecForge/qwen2-5-vl-7b": Qwen2_5_VLRotaryEmbedding, QWEN3_VL: Qwen3VLTextRotaryEmbedding}
-    for number, (name, rotary) in enumerate(heads.items()):
-        target = Target(qwens[target_type(name)][0])
-        draft = load_draft(str(write_head(tmp_path / str(number), name, target)), target)
-        assert isinstance(draft, FeatureDraft) and draft.num_position_axes == 3
-        rope = {**PUBLISHED[name]["rope_scaling"], "rope_type": "default", "rope_theta": PUBLISHED[name]["rope_theta"]}
-        config = SimpleNamespace(rope_parameters=rope, head_dim=128, max_position_embeddings=8192)
-        positions = torch.randint(4000, (3, 1, 9))
-        expected = torch.stack(rotary(config)(torch.zeros(1), positions), -2)
-        torch.testing.assert_close(draft.network.join_axes(draft.network.factors(positions)), expected, atol=0, rtol=0)
 
 
 def assert_lossless_and_replayed(target: Target, draft: FeatureDraft, prompts: dict[str, Inputs]) -> None:

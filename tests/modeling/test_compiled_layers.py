@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
-from autotune.documents.execution import EAGER, FIXED
+from autotune.documents.execution import FIXED
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import NETWORKS
 from autotune.drafters.feature_draft import FeatureDraft
@@ -113,22 +113,6 @@ def test_one_function_runs_all_layers(name: str) -> None:
 
 
 @pytest.mark.nightly
-def test_another_model_and_a_larger_cache_are_compiled_as_well() -> None:
-    """More graphs than dynamo makes of a function by default."""
-    for name in ("llama", "qwen3"):
-        model = new_model(name)
-        compile_steps(model, backend="aot_eager")
-        for capacity in (1, 2000, 5000):
-            model.reserve(capacity)
-            model.set_length(0)
-            model.use_mode(EAGER)
-            expected = [outputs(model, size)[0] for size in (8, 1, 5)]
-            model.use_mode(FIXED)
-            torch.testing.assert_close([outputs(model, size)[0] for size in (8, 1, 5)], expected)
-    assert counters["stats"]["unique_graphs"] > 8
-
-
-@pytest.mark.nightly
 def test_a_layer_is_four_products_and_writes_keys_and_values_in_place() -> None:
     """A copy of the cache would hide in the generated code."""
     model = new_model("qwen2")  # with biases
@@ -164,17 +148,6 @@ def test_a_draft_network_is_one_layer(kind: str, num_merged: int) -> None:
     assert torch.equal(found.sequences, expected.sequences) and found.stats.rounds == expected.stats.rounds
     assert 0 < counters["stats"]["unique_graphs"] <= MOST_GRAPHS
     assert layers.why_uncompiled is None and len(layers._merged) == num_merged
-
-
-def test_hooks_within_a_layer_stay() -> None:
-    """Hooks of the user, in contrast to transformers' own, which cannot be traced."""
-    model = new_model("llama")
-    for layer in model.text.layers:
-        layer.mlp.register_forward_hook(lambda module, given, output: 2.0 * output)
-    expected = outputs(model, 4)
-    layers = compile_steps(model, backend="aot_eager")
-    torch.testing.assert_close(outputs(model, 4), expected)
-    assert layers.why_uncompiled is None
 
 
 # -------- fallbacks

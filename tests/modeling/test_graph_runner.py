@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from autotune.cost.roofline import KERNELS_OUTSIDE
 from autotune.errors import UserError
-from autotune.modeling import graph_runner
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import EagerNotice, GraphKey, GraphRunner
 from autotune.modeling.masks import MaskBuffer, first_visible
@@ -28,19 +27,6 @@ from autotune.trees.limits import MAX_STEP
 from tests.rehearsal import Rehearsal
 from tests.rehearsed_cuda import CudaError, tensors_of
 from tests.tiny_models import Inputs, Pair, on_device
-
-
-def test_a_key_is_captured_once(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its buffers keep their addresses."""
-    tree = {"policy": "eagle2", "depth": 3, "k": 3, "budget": 9}
-    fixed = Decoder(pair.target, pair.draft, tree=tree, mode="fixed", capture_sizes=(1, 16))
-    fixed.generate(**prompts["text"], max_new_tokens=20)
-    captured: Any = fixed.target._graph_runners["fixed"]._captured
-    assert {key.layout.num_tokens for key in captured} == {16}
-    addresses = {key: forward.on_device.data_ptr() for key, forward in captured.items()}
-    monkeypatch.setattr(graph_runner, "CapturedForward", None)
-    fixed.generate(**prompts["text"], max_new_tokens=20)
-    assert {key: forward.on_device.data_ptr() for key, forward in captured.items()} == addresses
 
 
 def test_outputs_stay_valid_after_the_next_forward_pass(pair: Pair, prompts: dict[str, Inputs]) -> None:

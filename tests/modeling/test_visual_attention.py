@@ -98,19 +98,6 @@ def test_even_ranks_spread_every_share_of_the_tokens(count: int) -> None:
         assert columns.max() <= 4
 
 
-def test_an_image_that_ends_the_prompt_is_ranked_by_its_last_token(
-    pair: Pair, eager_target: Any, prompts: dict[str, Inputs]
-) -> None:
-    """There is no text after it."""
-    ids = prompts["image"]["input_ids"]
-    end = int((ids[0] == eager_target.config.image_token_id).nonzero()[-1]) + 1
-    inputs = {"input_ids": ids[:, :end], "pixel_values": prompts["image"]["pixel_values"]}
-    with torch.inference_mode():
-        scores = prefill(pair.target, inputs).visual_scores["text_after_image"]
-        attention = eager_target(**inputs, output_attentions=True).attentions[-1][0]
-    torch.testing.assert_close(scores, attention[:, -1, end - NUM_VISUAL_TOKENS :].mean(0), atol=1e-5, rtol=0)
-
-
 def test_observing_does_not_change_logits(pair: Pair, prompts: dict[str, Inputs]) -> None:
     """They are bitwise equal: every layer runs its own kernel."""
     with torch.inference_mode():

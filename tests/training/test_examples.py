@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import NETWORKS, load_draft, load_feature_network
+from autotune.drafters.checkpoint import NETWORKS, load_draft, load_network
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
@@ -162,16 +162,6 @@ def test_answers_are_truncated_to_the_context(
     path = write(tmp_path, [{"prompt": "Count.", "answer": "1, 2, 3. " * 20}, {"prompt": "Count."}, *numbered(1)])
     training, _ = read(path, recorder)
     assert [line.length for line in training] == [30, 29]
-
-
-def test_examples_of_a_text_model(text_pair: Pair, processor: Any, tmp_path: Path) -> None:
-    """The processor of a text model is its tokenizer."""
-    target = Target(text_pair.target)
-    recorder = Recorder(target, reference(str(text_pair.target_folder)), processor.tokenizer, tmp_path / "records")
-    training, _ = read(write(tmp_path, [{"prompt": "Count.", "max_new_tokens": 5}, *numbered(3)]), recorder)
-    examples = JsonlExamples(training, target, processor.tokenizer, batch_size=3)[0]
-    assert sorted(len(example.prompt) for example in examples) == sorted(line.length for line in training)
-    assert Teacher(target).read(examples, layers=(2,)).hidden.keys() == {2, len(target.text.layers)}
 
 
 # -------- batches
@@ -378,7 +368,7 @@ def test_a_draft_is_trained_over_the_most_frequent_tokens(
     frequent = sorted(sorted(range(target.vocab_size), key=lambda token: (-counted[token], token))[:size])
     changes: dict[str, Any] = {"model": model, "stages": [STAGE]} | ({"draft": {}} if model == "mtp" else {})
     folder = train(recipe(vocabulary=size, **changes))
-    network = load_feature_network(folder, target)
+    network = load_network(folder, target)
     if model == "mtp":
         assert network.token_ids is None and FeatureDraft(network).vocabulary == size / target.vocab_size
         FeatureDraft(network, Subnet(vocabulary=1.0))  # does not go beyond these
@@ -400,7 +390,7 @@ def test_every_kind_of_draft_trains_on_a_file(model: str, recipe: Callable[..., 
     folder, target = train(path), Target(pair.target)
     assert load_draft(str(folder), target).kind == model
     if model != "eagle3":  # its vocabulary is that of its own output layer
-        frequencies = load_feature_network(folder, target).token_frequencies
+        frequencies = load_network(folder, target).token_frequencies
         assert frequencies is not None and len(frequencies) == target.vocab_size
         num_tokens = float(frequencies.sum())
         assert num_tokens > 4 and num_tokens == pytest.approx(round(num_tokens), abs=1e-2), "a whole number was counted"
