@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +50,17 @@ def load_network(folder: Path, target: Any = None, *, random_weights: bool = Fal
     content = NetworkConfig.without_schema(content, source=path)
     config: Any = parse_kind(content, CONFIGS, key="kind", what="kind of draft", source=str(path))
     network_type: Any = NETWORKS[config.kind]
-    make = partial(network_type, config, *([target] if network_type is MtpNetwork else []))
+    is_small = random_weights or network_type is MtpNetwork  # else its sizes may be damaged
+    with torch.device("cpu" if is_small else "meta"):
+        network = network_type(config, *([target] if network_type is MtpNetwork else []))
     if random_weights:
-        return make().eval().requires_grad_(False)
+        return network.eval().requires_grad_(False)
     tensors = read_tensors(folder, f"a {config.kind} draft")
     frequencies = tensors.pop(FREQUENCIES, None)
-    with torch.device("meta"):  # its sizes may be damaged
-        empty = make()
     what, advice = f"the {config.kind} draft that config.json describes", "give both files of a draft for this target"
-    set_weights(empty, tensors, source=folder / WEIGHTS, what=what, advice=advice)
-    network = make()
-    network.load_state_dict(tensors)
+    set_weights(network, tensors, source=folder / WEIGHTS, what=what, advice=advice)
     network.token_frequencies = frequencies
-    return network.eval().requires_grad_(False)
+    return network.float().eval().requires_grad_(False)
 
 
 def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, random_weights: bool = False) -> LoadedDraft:
@@ -102,7 +99,8 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     draft = FeatureDraft(network, subnet)
     with load_errors(name):
         draft.attach(target)
-        network.factors(torch.zeros(1, dtype=torch.long, device=target.device))  # a damaged rotary embedding fails here
+        positions = torch.zeros(draft.num_position_axes, 1, dtype=torch.long, device=target.device)
+        network.join_axes(network.factors(positions))  # a damaged rotary embedding fails here
     return draft
 
 

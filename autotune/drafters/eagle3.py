@@ -20,7 +20,6 @@ from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field, ValidationError
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRMSNorm,
@@ -43,7 +42,6 @@ LAYER_FIELDS = (
     *("num_hidden_layers", "vocab_size", "rms_norm_eps", "max_position_embeddings"),
 )
 """Fields of ``LlamaConfig`` that a saved head has."""
-ROPE_TYPES = ("default", "mrope", *ROPE_INIT_FUNCTIONS)
 LAYER_PREFIXES = r"^(midlayer|layers\.0)\."  # of the layer, in EAGLE's and in speculators' format
 
 
@@ -296,22 +294,13 @@ def _layer_config(content: Mapping[str, Any], *, source: Path) -> Eagle3LayerCon
     fields = {name: value for name, value in content.items() if value is not None}
     rope = {**fields.pop("rope_scaling", {}), **fields.pop("rope_parameters", {})}
     older_name = rope.pop("type", "default")
-    if (kind := rope.setdefault("rope_type", older_name)) not in ROPE_TYPES:
-        known = ", ".join(ROPE_TYPES)
-        raise UserError(f"{source}: rope types are {known}; got {kind!r}; correct it, or use another head")
+    kind = rope.setdefault("rope_type", older_name)
     if kind == "mrope":
         rope = {"mrope_section": [], **rope, "rope_type": "default"}
     try:
-        layer = Eagle3LayerConfig(**fields, rope_parameters=rope)
+        return Eagle3LayerConfig(**fields, rope_parameters=rope)
     except (KeyError, StrictDataclassError) as error:
         raise UserError(f"{source}: {(error.__cause__ or error).args[0]}; correct it, or use another head") from None
-    sections, half = rope.get("mrope_section"), layer.head_dim // 2
-    if sections is not None and (len(sections) != 3 or sum(sections) != half):
-        raise UserError(
-            f"{source}: mrope_section has three numbers (time, height, width), which sum to half the head size, {half}; "
-            f"got {sections}; correct it, or use another head"
-        )
-    return layer
 
 
 def load_eagle3(folder: Path, content: Mapping[str, Any], target: Target) -> Eagle3Network:

@@ -27,12 +27,6 @@ from autotune.modeling.tree_model import TreeModel
 from autotune.replay.trace import Forest
 from autotune.trees.tree import Ints, Tree
 
-_TOWER_SIZES = (
-    *("image_size", "patch_size", "temporal_patch_size", "spatial_merge_size", "scale_factor", "mm_tokens_per_image"),
-    *("vision_feature_select_strategy", "image_grid_pinpoints", "vision_aspect_ratio", "pooling_kernel_size"),
-)
-"""Settings of a vision tower and its projector that decide how many features an image has."""
-
 
 class IndependentDraft(CachedDraft, TreeModel):
     """Drafts with a separate model. After a round, the only accepted node that it has not evaluated may be a leaf.
@@ -93,7 +87,7 @@ class IndependentDraft(CachedDraft, TreeModel):
         self._placeholders = placeholders_of(theirs)
         self.sees_images = ours.model_type == theirs.model_type and placeholders_of(ours) == self._placeholders
         is_known = all(token < self.vocab_size or token >= target.vocab_size for token in self._placeholders)
-        if self.sees_images and self._placeholders and not (is_known and _tower_sizes(ours) == _tower_sizes(theirs)):
+        if self.sees_images and not is_known:
             self._read_text_only()
 
     def _read_text_only(self) -> None:
@@ -160,9 +154,3 @@ class IndependentDraft(CachedDraft, TreeModel):
         evaluated = [int(slot) for slot in tree.kv_slot[path] if slot >= 0]
         self.cache.keep(evaluated)
         self._pending += [*tree.token[path][len(evaluated) :].tolist(), next_token]
-
-
-def _tower_sizes(config: Any) -> list[Any]:
-    return [
-        getattr(part, name, None) for part in (config, getattr(config, "vision_config", None)) for name in _TOWER_SIZES
-    ]

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from autotune.drafters.draft import Coupling, Proposals
 from autotune.drafters.token_draft import TokenDraft
-from autotune.errors import UserError
 from autotune.modeling.prompt import placeholders_of
 from autotune.modeling.target import Target
 from autotune.trees.limits import MAX_RETRIEVED
@@ -210,20 +209,10 @@ def _take_most_frequent(
 ) -> None:
     """Write the most frequent followers, the first of equal ones first, and their shares."""
     tokens[:], logprobs[:] = -1, -np.inf
-    num_proposed = 0
-    for index in range(num_followers):
-        share = np.float32(np.log(count[index] / total))
-        at = num_proposed
-        if num_proposed < len(tokens):
-            num_proposed += 1
-        elif share > logprobs[at - 1]:
-            at -= 1
-        else:
-            continue
-        while at > 0 and logprobs[at - 1] < share:
-            tokens[at], logprobs[at] = tokens[at - 1], logprobs[at - 1]
-            at -= 1
-        tokens[at], logprobs[at] = follower[index], share
+    order = np.argsort(-count[:num_followers], kind="mergesort")
+    for rank in range(min(len(tokens), num_followers)):
+        tokens[rank] = follower[order[rank]]
+        logprobs[rank] = np.log(count[order[rank]] / total)
 
 
 MAX_MATCH = 16  # tokens
@@ -238,16 +227,11 @@ class RetrievalDraft(TokenDraft):
 
     Args:
         max_match: tokens that are compared, at least 1.
-
-    Raises:
-        UserError: a value out of range.
     """
 
     kind = "retrieval"
 
     def __init__(self, *, max_match: int = MAX_MATCH) -> None:
-        if max_match < 1:
-            raise UserError(f"max_match must be at least 1; got {max_match}; fix that value")
         self.max_match = max_match
         self.match_length = 0
         """Length of the match of the root's context in the latest round, in tokens; 0: none."""

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
-from autotune.errors import UserError
 from autotune.modeling.host import select
 from autotune.modeling.masks import first_visible
 from autotune.modeling.text_model import STATE_TYPES, KVShape, TextModel, device_of
@@ -135,12 +134,6 @@ class SlabCache(Cache):  # type: ignore[misc]
             )
             self._rows = torch.arange(number, device=keys.device)
         key_slab, value_slab = self._slabs[key]
-        for states, slab in ((keys, key_slab), (values, value_slab)):
-            if (*states.shape[:2], states.shape[3]) != (*slab.shape[1:3], slab.shape[4]):
-                raise UserError(
-                    f"all layers must cache keys and values of one shape; layer {layer} has {tuple(states.shape)}, the first "
-                    f"{tuple(slab.shape[1:])}: such a cache cannot be compacted; use another model"
-                )
         row = self._slab_of[:layer].count(key)
         return key_slab[row], value_slab[row]
 

@@ -18,7 +18,7 @@ from autotune.modeling.hub import is_cached, is_id, listed, repository, suggesti
 from autotune.modeling.known_models import KNOWN_MODELS
 from autotune.modeling.processors import image_processor_class
 from autotune.modeling.quantization import decompress, is_dense_once_loaded, quantization_of, usable_quantizer
-from autotune.modeling.weight_files import FILES_ADVICE, check_weights, check_whole, load_errors
+from autotune.modeling.weight_files import FILES_ADVICE, check_weights, load_errors
 
 if TYPE_CHECKING:
     from autotune.console import Console
@@ -69,11 +69,7 @@ def resolve(name: str, *, weights: bool = True, local_only: bool = False) -> str
     bundled = bundled_models()
     if name in bundled:
         return str(bundled[name])
-    path = Path(name)
-    try:
-        is_folder = path.is_dir()
-    except OSError as error:  # a name that no file has
-        raise UserError(f"{name:.40}...: no such model ({error.strerror}); check the name or path") from None
+    path, is_folder = Path(name), os.path.isdir(name)
     if (gguf := find_gguf(name, local_only=local_only)) is not None:
         return str(gguf)
     if is_folder:
@@ -85,8 +81,8 @@ def resolve(name: str, *, weights: bool = True, local_only: bool = False) -> str
         check_model_folder(path, name, os.listdir(path))
         return name
     is_of_pair = name.partition("/")[0] in {*PACKAGED, *(known.partition("/")[0] for known in bundled)}
-    if is_of_pair or path.exists() or not is_id(name):
-        raise UserError(f"{name}: no such model; {suggestion(name) or nearest(name, [*bundled, *PACKAGED])}")
+    if is_of_pair or os.path.exists(name) or not is_id(name):
+        raise UserError(f"{name:.200}: no such model; {suggestion(name) or nearest(name, [*bundled, *PACKAGED])}")
     source = repository(name, local_only=local_only)
     check_model_folder(source.model(weights=False), name, source.files)
     return str(source.model(weights=weights))
@@ -177,13 +173,10 @@ def load_model(
                 f"{name}: weights of a quantized model cannot be made at random; give its checkpoint, or a config without "
                 "quantization_config"
             )
-        files = [] if gguf or random_weights else weight_files(Path(source))
-        for path in files:
-            check_whole(path)
         if device != META:
             is_packed = is_quantized and not is_dense_once_loaded(usable_quantizer(config, name=name, device=device))
-            packed_bytes = sum(path.stat().st_size for path in files)
-            weights = packed_bytes if is_packed else _weight_bytes(factory, config, options)
+            files = weight_files(Path(source)) if is_packed else []
+            weights = sum(path.stat().st_size for path in files) or _weight_bytes(factory, config, options)
             check_room(device, {"weights": weights}, what=name, advice="free some, or load a smaller model")
         if random_weights:
             with torch.device(device):  # a processor takes minutes for billions of weights

@@ -21,14 +21,14 @@ from autotune.modeling.attention import choose_attention
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.compiled_layers import CompiledLayers
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import GraphKey, GraphRunner
+from autotune.modeling.graph_runner import GraphKey
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.host import select, to_device
 from autotune.modeling.kv_cache import new_cache
-from autotune.modeling.masks import LayerMasks, MaskBuffer, by_layer_type
+from autotune.modeling.masks import LayerMasks, TreeMasks, by_layer_type
 from autotune.modeling.prompt import Encoded, EncodedPrompt, encode
 from autotune.modeling.quantization import unquantized, weight_bytes
-from autotune.modeling.step import LAST, Evaluated, Layout, PackedStep, Step, best_tokens, padded_columns
+from autotune.modeling.step import LAST, Evaluated, PackedStep, Step, best_tokens
 from autotune.modeling.text_model import TextModel, text_model_of
 from autotune.modeling.tree_attention import additive_mask, captured_attention
 from autotune.modeling.vision_timing import vision_layers, vision_parts
@@ -70,7 +70,7 @@ class TreeModel(CachedModel):
     def _allocate(self, capacity: int) -> None:
         text = self.text
         self.cache = new_cache(text, capacity)
-        self._masks = MaskBuffer(text.windows, capacity, dtype=self.dtype, device=self.device)
+        self._masks = TreeMasks(text.windows, dtype=self.dtype, device=self.device)
         self._column_offsets = np.zeros(capacity, np.int64)  # of the uncommitted tokens
 
     @property
@@ -211,7 +211,14 @@ class TreeModel(CachedModel):
         column_offsets = self._column_offsets[: step.tree_mask.shape[1]]
         column_offsets[step.num_uncommitted :] = step.offsets
         if self.graph_runner is not None:
-            return self._run_captured(self.graph_runner, step, positions, column_offsets)
+            num_axes = 3 if self._has_mrope else 1  # text has three equal ones, to share the captures of images
+            rows = np.empty((num_axes + bool(self.output_layers), len(step.tokens)), np.int64)
+            rows[:num_axes] = positions
+            if self.output_layers:
+                rows[num_axes] = self.features.next_pass(self.output_layers, len(step.tokens))
+            prefixes = np.full(len(self._masks.windows), self.cache.length)
+            windows = np.array([window or 0 for window in self._masks.windows.values()])
+            return self._run_captured(step, prefixes, windows, column_offsets, rows, self.output_layers)
         # A single token directly after the prefix needs no mask.
         mask = None
         if len(column_offsets) > 1:
@@ -225,25 +232,6 @@ class TreeModel(CachedModel):
         if self.output_layers:
             self.features.write(self.hidden)
         return Evaluated(self._logits(final if step.only is None else final[step.only : step.only + 1]))
-
-    def _run_captured(self, runner: GraphRunner, step: Step, positions: Ints, column_offsets: Ints) -> Evaluated:
-        num_tokens, num_columns = step.tree_mask.shape
-        num_axes = 3 if self._has_mrope else 1  # text has three equal ones, to share the captures of images
-        windows = self._windows
-        layout = Layout(
-            num_tokens,
-            padded_columns(num_columns, self.least_columns),
-            len(windows),
-            num_axes + bool(self.output_layers),
-        )
-        key, reads = self._complete(GraphKey(layout, step.only is not None, self.output_layers))
-        forward = runner.prepared(key, reads)
-        forward.step.write(step, np.full(len(windows), self.cache.length), windows, column_offsets, self.draw)
-        forward.step.rows[:num_axes] = positions
-        if self.output_layers:
-            forward.step.rows[num_axes] = self.features.next_pass(self.output_layers, num_tokens)
-        self._latest = forward
-        return self._launch(runner, key, forward)
 
     def _compiled_layers(self) -> CompiledLayers:
         return CompiledLayers.of(self.text)

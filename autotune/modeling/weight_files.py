@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import io
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.errors import UserError
+from autotune.errors import UserError, first_line
 from autotune.files import write_bytes
 
 if TYPE_CHECKING:
@@ -31,20 +31,6 @@ def load_errors(name: str, advice: str = FILES_ADVICE) -> Iterator[None]:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
         line = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
         raise UserError(f"{name:.200}: transformers cannot load it ({line[:300]}); {advice}") from None
-
-
-def check_whole(path: Path) -> None:
-    """Refuse a file that is not there, or a safetensors file that ends before a tensor does, by the tensor's name.
-    Other damage is left to safetensors.
-    """
-    if not path.exists():
-        raise UserError(f"{path}: the index of the weights names this file, which is not there; download it again")
-    end = path.stat().st_size
-    with suppress(ValueError, LookupError, TypeError, AttributeError), path.open("rb") as file:
-        begin = 8 + int.from_bytes(file.read(8), "little")
-        for name, entry in json.loads(file.read(min(begin, end) - 8)).items():
-            if name != "__metadata__" and begin + entry["data_offsets"][1] > end:
-                raise UserError(f"{path}: truncated in the weights {name}; restore the file, or download it again")
 
 
 def check_finite(tensors: Mapping[str, Any], *, source: object) -> None:
@@ -76,6 +62,15 @@ def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str
     write_bytes(path, save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))
 
 
+def save_content(path: Path, content: Mapping[str, Any]) -> None:
+    """Write what ``torch.load`` reads without running code, by ``write_bytes``."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    write_bytes(path, buffer.getvalue())
+
+
 def check_weights(model: Any, info: Mapping[str, Any], *, name: str) -> None:
     """Refuse weights that transformers made at random because the checkpoint lacks them, or has others."""
     for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of")):
@@ -88,14 +83,12 @@ def check_weights(model: Any, info: Mapping[str, Any], *, name: str) -> None:
 
 
 def read_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
-    """The tensors of a published draft; ``kind`` names it in messages. Of a pickle, torch reads tensors alone and runs
-    no code.
+    """The tensors of a published draft; ``kind`` names it in messages. No code of a pickle is run.
 
     Raises:
-        UserError: no file of weights, or a pickle of anything else.
+        UserError: no file of weights, or one of which no tensors can be read.
     """
-    import torch
-    from safetensors.torch import load_file
+    from transformers.modeling_utils import load_state_dict
 
     path = folder / WEIGHTS if (folder / WEIGHTS).exists() else folder / PICKLED
     if not path.exists():
@@ -103,36 +96,23 @@ def read_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
             f"{folder}: {kind} is read from {WEIGHTS} or {PICKLED}; there is none; give the folder of a whole draft"
         )
     try:
-        if path.name == WEIGHTS:
-            check_whole(path)
-            return load_file(path)
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-        if isinstance(tensors, dict) and all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-            return tensors
-        reason = "it holds something else"
-    except UserError:
-        raise
+        return load_state_dict(path)
     except Exception as error:  # both libraries raise many kinds for damaged files
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    raise UserError(f"{path}: no tensors can be read from it ({reason}); restore the file, or save them as {WEIGHTS}")
+        raise UserError(
+            f"{path}: no tensors can be read from it ({first_line(error)}); restore the file, or save them as {WEIGHTS}"
+        ) from None
 
 
 def set_weights(network: nn.Module, tensors: Mapping[str, Tensor], *, source: object, what: str, advice: str) -> None:
-    """Set all weights of a network. Messages name the weights' ``source``, ``what`` they are for, and the next step.
-
-    A network on the device ``meta`` is only compared with the tensors, before one is made whose sizes may be damaged.
+    """Take tensors for all weights of a network, which may be on the device ``meta``. Messages name the weights'
+    ``source``, ``what`` they are for, and the next step.
 
     Raises:
         UserError: missing or other tensors, tensors of other shapes, or weights that are not finite.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in (*shapes, *found):
-        if found.get(name) != shapes.get(name):
-            reason = f"{name} has shape {found.get(name)} in place of {shapes.get(name)}"
-            if name not in found or name not in shapes:
-                reason = f"{name} is {'missing' if name in shapes else 'none of them'}"
-            raise UserError(f"{source}: not the tensors of {what} ({reason}); {advice}")
+    try:
+        network.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{source}: not the tensors of {what} ({reason}); {advice}") from None
     check_finite(tensors, source=source)
-    if not any(tensor.is_meta for tensor in network.state_dict().values()):
-        network.load_state_dict(tensors)

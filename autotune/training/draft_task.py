@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from autotune.documents.loss_settings import DistillationRule, LossSettings
 from autotune.drafters.checkpoint import NETWORKS, load_draft
 from autotune.drafters.network import NOT_TRAINED, DraftNetwork
 from autotune.drafters.teacher_batch import Metrics, TeacherBatch, divergence
-from autotune.errors import UserError, errors_about
+from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key
 from autotune.machine.device import free_memory, gib, multiplies_bfloat16
 from autotune.modeling.loading import load_model, load_processor, reference
@@ -30,7 +29,7 @@ from autotune.recording.answers import AnswerRecorder
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
 from autotune.training.examples import JsonlExamples, Line, at_temperatures, judged_questions, read_examples, split_file
-from autotune.training.magpie import user_turn, write_questions
+from autotune.training.magpie import write_questions
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.teacher import Teacher, TeacherBatches
 from autotune.workloads.prompt import load_prompt
@@ -72,21 +71,9 @@ class DraftTask:
                 "processes; raise batch_size, or start fewer processes"
             )
         data, path = recipe.data, recipe_path.parent / recipe.data.file
-        split = partial(
-            split_file,
-            path,
-            batch_size=largest,
-            num_examples=data.num_examples,
-            num_held_out=NUM_HELD_OUT * largest,
-            judged=judged_questions(recipe_path.parent, data.judged),
-        )
-        if data.magpie is None:
-            split()  # an invalid file is refused before the target is loaded
+        judged = judged_questions(recipe_path.parent, data.judged)
         name = teacher_name(recipe, recipe_path)
         self.processor = load_processor(name)
-        if data.magpie is not None:
-            with errors_about(str(recipe_path)):
-                user_turn(self.processor)
         self.target = Target(load_model(name, device=str(accelerator.device), dtype=recipe.dtype, console=console))
         self.target_reference = reference(name)
         self.teacher = Teacher(self.target)
@@ -101,7 +88,6 @@ class DraftTask:
         self.module = module.to(accelerator.device)
         # The compiled one keeps no tensor as large as the logits but their gradient.
         self._compare = torch.compile(divergence, dynamic=True) if recipe.compile else divergence
-        self._check_vocabulary()
         # Recipes of one file of examples share answers and teacher batches, wherever they are trained from.
         self.cache = (path.parent if os.access(path.parent, os.W_OK) else Path()) / WORKSPACE
         with console.stage(f"{recipe.name} examples") as report:
@@ -110,23 +96,18 @@ class DraftTask:
                 write_questions(path, data.magpie, answers, report, data.chat_template_kwargs)
             accelerator.wait_for_everyone()
             choices = data.temperatures, data.chat_template_kwargs
-            training, held_out = (at_temperatures(lines, *choices) for lines in split())
+            parts = split_file(
+                path,
+                batch_size=largest,
+                num_examples=data.num_examples,
+                num_held_out=NUM_HELD_OUT * largest,
+                judged=judged,
+            )
+            training, held_out = (at_temperatures(part, *choices) for part in parts)
             recorder = Recorder(self.target, self.target_reference, self.processor, self.cache)
             lines = read_examples(path, [*training, *held_out], recorder, accelerator, report)
         self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
         self._choose_vocabulary(self._training_lines)
-
-    def _check_vocabulary(self) -> None:
-        """Refuse, before anything is written, more tokens than the target has, or some where its head's rows cannot be
-        copied.
-        """
-        size, number = self.target.vocab_size, self.recipe.vocabulary
-        if number is not None and number > size:
-            raise UserError(
-                f"{self.recipe_path}: the target has {size} tokens; got vocabulary {number}; lower it, or leave it out"
-            )
-        if number is not None and number < size:
-            self.target.text.with_vocabulary(torch.zeros(1, dtype=torch.long))
 
     def _choose_vocabulary(self, lines: Sequence[Line]) -> None:
         """Compare draft and target over the tokens that are most frequent in the answers, and of equally frequent ones
@@ -139,7 +120,7 @@ class DraftTask:
             kept = torch.from_numpy(np.sort((-counts).argsort(kind="stable")[:number])).to(text.head.weight.device)
             text = text.with_vocabulary(kept)
             self.module.keep_tokens(kept, text.head.weight)
-        self._kept, self._head, self._num_tokens = kept, text.logits, size if kept is None else len(kept)
+        self._kept, self._head = kept, text.logits
 
     def try_largest_batches(self) -> str:
         """Try a step on the largest batch of every stage; returns the memory that is left, as one line.

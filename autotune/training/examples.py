@@ -102,10 +102,6 @@ def split_file(
             f"{path}: training needs at least num_examples lines, and at least one batch; got {len(training)} for {num_needed}, "
             f"with {len(held_out)} held out; add lines, or lower num_examples or batch_size"
         )
-    if num_examples is not None and num_examples < batch_size:
-        raise UserError(
-            f"{path}: num_examples must be at least the batch size {batch_size}; got {num_examples}; raise it, or lower batch_size"
-        )
     return training[:num_examples], held_out[:num_held_out]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import time
 from collections import Counter
@@ -20,10 +19,10 @@ from torch import nn
 
 from autotune.console import Console, Update
 from autotune.errors import UserError, first_line
-from autotune.files import append_line, content_key, sha256_of, write_bytes
+from autotune.files import append_line, content_key, sha256_of
 from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.modeling.loading import Dtype
-from autotune.modeling.weight_files import check_finite
+from autotune.modeling.weight_files import check_finite, save_content
 from autotune.training.draft_task import CHAIN_DEPTH, DraftTask, autocast_dtype
 from autotune.training.recipe import Recipe, Stage
 
@@ -57,9 +56,7 @@ class Checkpoint:
     ) -> None:
         content = {"recipe": self.recipe_key, "stage": stage, "step": step, **further, "model": module.state_dict()}
         content["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
-        buffer = io.BytesIO()
-        torch.save(content, buffer)
-        write_bytes(self.path, buffer.getvalue())
+        save_content(self.path, content)
 
     def load(self, module: nn.Module | None = None) -> dict[str, Any]:
         """What was saved, and its weights into ``module``; empty without a checkpoint.

@@ -138,7 +138,7 @@ def test_pruning_does_not_affect_the_next_request(pair: Pair, prompts: dict[str,
     draft = IndependentDraft(pair.draft, visual_keep=0.3)
     scores = torch.arange(NUM_VISUAL_TOKENS).float()
     draft.prefill(draft.prompts(prompts["image"])[0], scores, capacity=CAPACITY)
-    with refused("do not fit its pixels"):
+    with refused("tokens and pixels cannot be read"):
         draft.prompts({**prompts["image"], "pixel_values": torch.zeros(1, 3, 16, 16)})
     assert not draft.text.module._forward_pre_hooks
     draft.prefill(draft.prompts(prompts["text"])[0], None, capacity=CAPACITY)

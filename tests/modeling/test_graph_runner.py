@@ -16,7 +16,7 @@ from autotune.cost.roofline import KERNELS_OUTSIDE
 from autotune.errors import UserError
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import EagerNotice, GraphKey, GraphRunner
-from autotune.modeling.masks import MaskBuffer, first_visible
+from autotune.modeling.masks import TreeMasks, first_visible
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import HEADER, Layout, PackedStep, Step, padded_columns
 from autotune.modeling.target import Target
@@ -83,7 +83,7 @@ def test_an_unknown_or_unavailable_mode_is_refused(pair: Pair) -> None:
 def test_unpacked_masks_show_the_tokens_that_masks_of_the_buffer_show(window: int | None) -> None:
     """They equal the buffer's masks from its first visible column on, and hide everything else."""
     rng = np.random.default_rng(window or 0)
-    buffer = MaskBuffer({"layers": window}, 200, dtype=torch.float32, device=torch.device("cpu"))
+    buffer = TreeMasks({"layers": window}, dtype=torch.float32, device=torch.device("cpu"))
     for _ in range(60):
         prefix, num_columns, length = int(rng.integers(0, 90)), int(rng.integers(1, 100)), 256
         rows = np.sort(rng.choice(num_columns, int(rng.integers(1, num_columns + 1)), replace=False))

@@ -102,24 +102,20 @@ def test_the_baseline_stays_at_its_best(plain: dict[int, float], rounds: dict[in
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(
-    ("plain", "rounds", "expected"),
+    ("scatter", "second", "expected"),
     [
-        ([10.5], [20.0], 1),
-        ([12.6, 8.4, 10.5, 13.1, 8.9], [20.0], 2),  # slower by 5 %, in the median of samples that lie 40 % apart
-        ([10.0], [18.0, 18.0, 18.0], 2),
-        ([10.0], [18.0, 18.0, 200.0], 1),  # in the third round, another process runs on one of the two cores
+        ([1.0], [20.0], 1),
+        ([1.2, 0.8, 1.0, 1.25, 0.85], [20.0], 2),  # 5 % slower, in the median of samples that lie 40 % apart
+        ([1.2, 0.8, 1.0, 1.25, 0.85], [27.0, 27.0, 200.0], 1),  # in each third round, its threads wait for each other
     ],
 )
 def test_samples_that_scatter_rule_no_number_of_threads_out(
-    plain: list[float], rounds: list[float], expected: int
+    scatter: list[float], second: list[float], expected: int
 ) -> None:
-    bench, plain_ms, rounds_ms = (
-        Bench({1: 10.0}, {1: 20.0 + 10.0 * (plain != [10.0])}),
-        itertools.cycle(plain),
-        itertools.cycle(rounds),
-    )
-    bench.decode_ms = lambda kv_length: bench.plain.get(torch.get_num_threads()) or next(plain_ms)  # type: ignore[method-assign]
-    bench.round_ms = lambda: bench.rounds.get(torch.get_num_threads()) or next(rounds_ms)  # type: ignore[method-assign]
+    factors, second_ms, plain = itertools.cycle(scatter), itertools.cycle(second), {1: 10.0, 2: 10.5}
+    bench = Bench(plain, {})
+    bench.decode_ms = lambda kv_length: next(factors) * plain[torch.get_num_threads()]  # type: ignore[method-assign]
+    bench.round_ms = lambda: 30.0 if torch.get_num_threads() == 1 else next(second_ms)  # type: ignore[method-assign]
     assert choose_threads([bench]) == expected  # type: ignore[list-item]
 
 

@@ -161,8 +161,7 @@ DAMAGED_TARGETS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: change_weights(f, lambda t: t[LAYER][0, 0].fill_(-torch.inf)),
         "gate_proj.weight are not finite",
     ),
-    **{f"cut at {size}": (partial(cut, size=size), "transformers cannot load it") for size in (0, 5, 100)},
-    "cut at 5000": (partial(cut, size=5000), "truncated in the weights |transformers cannot load it"),
+    **{f"cut at {size}": (partial(cut, size=size), "transformers cannot load it") for size in (0, 5, 100, 5000)},
     "pickle": (lambda f: (f / WEIGHTS).write_bytes(pickle.dumps({"a": 1})), "transformers cannot load it"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "transformers cannot load it"),
     "vocabulary": (
@@ -222,18 +221,17 @@ def test_no_code_of_a_checkpoint_is_asked_for(text_pair: Pair, tmp_path: Path, m
 
 
 DAMAGED_DRAFTS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    **{f"cut at {size}": (partial(cut, size=size), "no tensors can be read from it") for size in (0, 5, 100)},
-    "cut at 5000": (partial(cut, size=5000), "truncated in the weights "),
+    **{f"cut at {size}": (partial(cut, size=size), "no tensors can be read from it") for size in (0, 5, 100, 5000)},
     "pickle": (lambda f: (f / WEIGHTS).write_bytes(pickle.dumps({"a": 1})), "no tensors can be read from it"),
     "no weights": (
         lambda f: (f / WEIGHTS).unlink(),
         "is read from model.safetensors or pytorch_model.bin; there is none",
     ),
-    "missing": (lambda f: change_weights(f, lambda t: t.pop("norm.weight")), "norm.weight is missing"),
-    "other": (lambda f: change_weights(f, lambda t: t.update(other=torch.ones(1))), "other is none of them"),
+    "missing": (lambda f: change_weights(f, lambda t: t.pop("norm.weight")), "Missing key.*norm.weight"),
+    "other": (lambda f: change_weights(f, lambda t: t.update(other=torch.ones(1))), "Unexpected key.*other"),
     "shape": (
         lambda f: change_weights(f, lambda t: t.update({"norm.weight": torch.ones(3)})),
-        r"norm.weight has shape \(3,\) in place of \(32,\)",
+        r"size mismatch for norm.weight",
     ),
     "NaN": (lambda f: change_weights(f, lambda t: t["norm.weight"].fill_(torch.nan)), "norm.weight are not finite"),
     **{

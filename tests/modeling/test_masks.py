@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from autotune.modeling.masks import MaskBuffer, first_visible
+from autotune.modeling.masks import TreeMasks, first_visible
 
 
 @pytest.mark.parametrize("window", [1, 3, 8, 30])
@@ -17,7 +17,7 @@ def test_a_window_is_measured_in_positions(window: int, has_full_layers: bool) -
     """
     rng = np.random.default_rng(window)
     windows = {"full_attention": None} if has_full_layers else {}
-    masks = MaskBuffer({**windows, "sliding_attention": window}, 100, dtype=torch.float32, device=torch.device("cpu"))
+    masks = TreeMasks({**windows, "sliding_attention": window}, dtype=torch.float32, device=torch.device("cpu"))
     prefix = 0
     for _ in range(60):
         num_columns = int(rng.integers(1, 40))

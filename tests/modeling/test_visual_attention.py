@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
-from autotune.modeling.target import Prefilled, Target
-from autotune.modeling.visual_attention import even_scores
+from autotune.modeling.target import Prefilled, Target, even_scores
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
 
@@ -56,7 +55,7 @@ def test_scores_equal_those_of_an_eager_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whether the attention weights are computed a few queries at a time or all at once."""
-    monkeypatch.setattr("autotune.modeling.visual_attention.QUERIES_AT_ONCE", at_once)
+    monkeypatch.setattr("autotune.modeling.target.QUERIES_AT_ONCE", at_once)
     assert pair.target.config.text_config._attn_implementation == "sdpa", "otherwise this compares eager with eager"
     expected = obvious_scores(eager_target, prompts[prompt])
     with torch.inference_mode():

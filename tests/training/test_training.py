@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from autotune.drafters.block_network import own_feature_mask, rows_of
@@ -229,9 +229,9 @@ def test_damaged_cache_files_are_replaced(target: Target, batches: CountedExampl
     """Files as a full disk or a crash may leave them: truncated, empty, random bytes, other tensors."""
     teacher_batches = TeacherBatches(batches, Teacher(target), layers=(2,), cache=tmp_path)
     expected = teacher_batches[0]
-    (path,) = tmp_path.glob("*.safetensors")
+    (path,) = tmp_path.glob("*.pt")
     content = path.read_bytes()
-    for damaged in (content[: len(content) // 2], b"", b"\xff" * 100, save({"x": torch.zeros(1)})):
+    for damaged in (content[: len(content) // 2], b"", b"\xff" * 100):
         batches.requests.clear()
         path.unlink()  # truncating it in place would damage batches that are memory-mapped
         path.write_bytes(damaged)
@@ -384,8 +384,8 @@ def test_fixed_layer_is_distilled_in_every_step(recipe: Callable[..., Path], tmp
     path = recipe(model="dream", stages=[{**STAGE, "steps": 3, "distillation": 2}])
     lines = read_lines(train(path) / "training.jsonl")
     assert [line.get("distilled_layers") for line in lines] == [{"2": 3}]
-    cached = [load_file(file) for file in tmp_path.glob(".autotune/teacher-batches/*/*.safetensors")]
-    assert cached and all("hidden.2" in tensors and "entropies" not in tensors for tensors in cached)
+    cached = [torch.load(file) for file in tmp_path.glob(".autotune/teacher-batches/*/*.pt")]
+    assert cached and all(2 in batch["hidden"] and batch["entropies"] is None for batch in cached)
 
 
 def test_training_lowers_the_loss_and_scores_heads(
@@ -494,10 +494,6 @@ def test_more_processes_than_examples_in_a_batch(recipe: Callable[..., Path]) ->
         (
             {"data": {"file": "w.jsonl", "magpie": {"num_prompts": 8}, "num_examples": 8}},
             "num_examples must be lower; got 8 of 8; raise num_prompts",
-        ),
-        (
-            {"data": {"file": "w.jsonl", "magpie": {"num_prompts": 8}}, "vocabulary": 9999},
-            "the target has 300 tokens; got vocabulary 9999; lower it",
         ),
         (
             {"model": "eagle3", "stages": [{**STAGE, "distillation": "entropy"}]},
