@@ -20,6 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field, ValidationError
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRMSNorm,
@@ -29,9 +30,8 @@ from transformers.models.llama.modeling_llama import (
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache
 from autotune.drafters.draft import LEAST_SHARED
-from autotune.drafters.network import NetworkConfig
+from autotune.drafters.network import NetworkConfig, UnrolledNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
 from autotune.files import Document, describe, write_bytes
 from autotune.modeling.target import Target
@@ -295,6 +295,8 @@ def _layer_config(content: Mapping[str, Any], *, source: Path) -> Eagle3LayerCon
     rope = {**fields.pop("rope_scaling", {}), **fields.pop("rope_parameters", {})}
     older_name = rope.pop("type", "default")
     kind = rope.setdefault("rope_type", older_name)
+    if kind not in (known := ("default", "mrope", *ROPE_INIT_FUNCTIONS)):
+        raise UserError(f"{source}: rope types are {', '.join(known)}; got {kind!r}; correct it, or use another head")
     if kind == "mrope":
         rope = {"mrope_section": [], **rope, "rope_type": "default"}
     try:

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, KeysValues
-from autotune.drafters.network import NetworkConfig
+from autotune.drafters.network import NetworkConfig, UnrolledNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.loading import MTP_SUFFIX, resolve

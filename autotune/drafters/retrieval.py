@@ -15,15 +15,17 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.drafters.draft import Coupling, Proposals
+from autotune.drafters.draft import Proposals
 from autotune.drafters.token_draft import TokenDraft
 from autotune.modeling.prompt import placeholders_of
 from autotune.modeling.target import Target
 from autotune.trees.limits import MAX_RETRIEVED
-from autotune.trees.tree import ROOT, Ints, Retrieved, Tree
+from autotune.trees.tree import Ints, Retrieved
 
 FIRST_CAPACITY = 1024  # tokens; doubled when they are in use
 MAX_CANDIDATES = 4096  # positions of a chain that are compared, the most recent ones
+MAX_MATCH = 16  # tokens
+TIMED_PERIOD = 48  # tokens after which the text repeats whose lookups are timed
 _END = -1  # of a chain
 _MULTIPLIER = 6364136223846793005  # Knuth's, of MMIX
 
@@ -34,73 +36,73 @@ Text = tuple[Int32s, Int32s, Int32s, Bools]
 """Tokens, the previous position of each one's chain, the newest position of each chain, and ``is_excluded``."""
 
 
-class SuffixIndex:
-    """Tokens with an index of what followed them.
+class RetrievalDraft(TokenDraft):
+    """Proposes the followers of the longest match of the context's last tokens in the tokens before.
+
+    A follower's probability is its share of the occurrences of that match; ties go to the most recent one. Placeholders
+    of images are never proposed. Where nothing matches, nothing is proposed, and a round is a plain step. Shares of
+    occurrences are not coupled to the target's sampling.
 
     Args:
-        max_match: tokens that are compared.
-        is_excluded: whether each token of the vocabulary is never proposed, bool [vocabulary].
+        max_match: tokens that are compared, at least 1.
     """
 
-    def __init__(self, *, max_match: int, is_excluded: Bools) -> None:
-        self.length = 0
-        self._is_excluded = is_excluded
+    kind = "retrieval"
+    length = 0
+
+    def __init__(self, *, max_match: int = MAX_MATCH) -> None:
+        self.max_match = max_match
+        self._target: Target | None = None
+
+    def attach(self, target: Target) -> None:
+        """See ``Draft``. Any vocabulary will do: only tokens that occurred are proposed."""
+        if self._target is target:
+            return
+        size = target.vocab_size
+        self._target, self.vocab_size, self._is_excluded = target, size, np.zeros(size, np.bool_)
+        self._is_excluded[[token for token in placeholders_of(target.model.config) if token < size]] = True
         # A context, and the followers of its matches: tokens, counts, and for each token its index among them.
         follower, count = np.zeros((2, MAX_CANDIDATES), np.int32)
-        self._scratch = np.zeros(max_match, np.int32), follower, count, np.zeros(len(is_excluded), np.int32)
-        self._reserve(FIRST_CAPACITY)
+        self._scratch = np.zeros(self.max_match, np.int32), follower, count, np.zeros(size, np.int32)
+        self._allocate(FIRST_CAPACITY)
 
-    def _reserve(self, capacity: int) -> None:
+    def _allocate(self, capacity: int) -> None:
         """Make room for ``capacity`` tokens, at 12 to 16 bytes each."""
-        tokens = self.tokens if self.length else np.zeros(0, np.int32)
         self._tokens, self._previous = np.zeros((2, capacity), np.int32)
         self._newest = np.full(1 << (capacity - 1).bit_length(), _END, np.int32)
         self.length = 0
-        self.append(tokens)
-
-    @property
-    def tokens(self) -> Int32s:
-        return self._tokens[: self.length]
-
-    def append(self, tokens: Int32s) -> None:
-        end = self.length + len(tokens)
-        if end > len(self._tokens):
-            self._reserve(2 * end)
-        _append(self._text, self.length, tokens)
-        self.length = end
 
     @property
     def _text(self) -> Text:
         return self._tokens, self._previous, self._newest, self._is_excluded
 
-    def clear(self) -> None:
+    def reserve(self, num_tokens: int) -> None:
+        """Remove the request's tokens. The index grows when it must."""
         self._newest.fill(_END)
         self.length = 0
 
-    def followers(
-        self, token: Ints, parent: Ints, nodes: Ints, visible: Ints, num_proposals: int
-    ) -> tuple[Int32s, Float32s, Int32s]:
-        """The tokens that followed the longest match of the end of each node's context.
+    def prefill(self, prompt: Ints, visual_scores: Tensor | None, *, capacity: int) -> None:
+        """Index a prompt."""
+        self.reserve(len(prompt))
+        self.extend(prompt)
 
-        The context of a node is the first ``visible`` tokens and the drafted tokens from a root to the node. Of equally
-        frequent followers the most recent one comes first. Where fewer tokens follow, the others are absent: token -1
-        with probability 0.
+    def extend(self, tokens: Sequence[int] | Ints) -> None:
+        new, end = np.array(tokens, np.int32), self.length + len(tokens)
+        if end > len(self._tokens):
+            new = np.concatenate([self._tokens[: self.length], new])
+            self._allocate(2 * end)
+        _append(self._text, self.length, new)
+        self.length = end
 
-        Args:
-            token: of all drafted nodes, [drafted].
-            parent: index of each one's parent, [drafted]; -1 for a root, which is the last of the visible tokens.
-            nodes: the nodes asked for, [nodes].
-            visible: number of tokens that each may match, [nodes].
-
-        Returns:
-            Tokens and log-probabilities, [nodes, proposals], and the length of each node's match, [nodes]; 0: none.
+    def propose_at(self, token: Ints, parent: Ints, nodes: Ints, num_visible: Ints, num_proposals: int) -> Proposals:
+        """See ``TokenDraft``. Of equally frequent followers the most recent one comes first. Where fewer tokens follow,
+        the others are absent: token -1 with probability 0.
         """
         tokens = np.empty((len(nodes), num_proposals), np.int32)
         logprobs = np.empty((len(nodes), num_proposals), np.float32)
-        match_length = np.empty(len(nodes), np.int32)
-        out = tokens, logprobs, match_length
-        _find_followers(self._text, token, parent, nodes, visible, self._scratch, *out)
-        return out
+        out = tokens, logprobs, np.empty(len(nodes), np.int32)
+        _find_followers(self._text, token, parent, nodes, num_visible, self._scratch, *out)
+        return tokens, logprobs
 
     def continuation(self) -> Retrieved:
         """The most frequent follower of the longest match of the text's end, then that of the match which it continues,
@@ -109,6 +111,14 @@ class SuffixIndex:
         tokens = np.full(MAX_RETRIEVED, -1)
         match_length = _find_continuation(self._text, self.length, self._scratch, tokens)
         return Retrieved(tokens, match_length)
+
+    def prepare_step(self, kv_length: int, *, num_pending: int = 0) -> None:
+        """Index a text of ``kv_length`` tokens that repeats itself, so that a timed lookup finds matches. No token is
+        pending.
+        """
+        if self.length != kv_length:
+            self.reserve(kv_length)
+            self.extend(np.arange(-kv_length, 0) % min(TIMED_PERIOD, self.vocab_size))
 
 
 @njit(cache=True)
@@ -188,7 +198,7 @@ def _find_followers(
 
 @njit(cache=True)
 def _find_continuation(text: Text, length: int, scratch: tuple[Int32s, Int32s, Int32s, Int32s], out: Ints) -> int:
-    """Write the tokens of ``SuffixIndex.continuation``; returns the length of the first match."""
+    """Write the tokens of ``RetrievalDraft.continuation``; returns the length of the first match."""
     drafted, parent = np.zeros(len(out) + 1, np.int64), np.arange(-1, len(out))
     visible, match_length = np.full(1, length), 0
     found, logprob, found_length = np.empty((1, 1), np.int32), np.empty((1, 1), np.float32), np.empty(1, np.int32)
@@ -213,77 +223,3 @@ def _take_most_frequent(
     for rank in range(min(len(tokens), num_followers)):
         tokens[rank] = follower[order[rank]]
         logprobs[rank] = np.log(count[order[rank]] / total)
-
-
-MAX_MATCH = 16  # tokens
-TIMED_PERIOD = 48  # tokens after which the text repeats whose lookups are timed
-
-
-class RetrievalDraft(TokenDraft):
-    """Proposes the followers of the longest match of the context's last tokens in the tokens before.
-
-    A follower's probability is its share of the occurrences of that match; ties go to the most recent one. Placeholders
-    of images are never proposed. Where nothing matches, nothing is proposed, and a round is a plain step.
-
-    Args:
-        max_match: tokens that are compared, at least 1.
-    """
-
-    kind = "retrieval"
-
-    def __init__(self, *, max_match: int = MAX_MATCH) -> None:
-        self.max_match = max_match
-        self.match_length = 0
-        """Length of the match of the root's context in the latest round, in tokens; 0: none."""
-        self._target: Target | None = None
-
-    def attach(self, target: Target) -> None:
-        """See ``Draft``. Any vocabulary will do: only tokens that occurred are proposed."""
-        if self._target is target:
-            return
-        is_excluded: Bools = np.zeros(target.vocab_size, np.bool_)
-        is_excluded[[token for token in placeholders_of(target.model.config) if token < target.vocab_size]] = True
-        self._target, self.vocab_size = target, target.vocab_size
-        self._index = SuffixIndex(max_match=self.max_match, is_excluded=is_excluded)
-
-    @property
-    def length(self) -> int:
-        """Tokens of the request that are indexed."""
-        return self._index.length
-
-    def prefill(self, prompt: Ints, visual_scores: Tensor | None, *, capacity: int) -> None:
-        """Index a prompt."""
-        self.reserve(len(prompt))
-        self._index.append(prompt.astype(np.int32))
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self._index.append(np.array(tokens, np.int32))
-
-    def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
-        """See ``Draft``. Shares of occurrences are not coupled to the target's sampling."""
-        num_visible = np.full(len(frontier), self.length)
-        tokens, logprobs, match_length = self._index.followers(
-            tree.token, tree.parent, frontier, num_visible, num_proposals
-        )
-        if frontier[0] == ROOT:
-            self.match_length = int(match_length[0])
-        return tokens, logprobs
-
-    def continuation(self) -> Retrieved:
-        """Continuation of the longest match of the request's last tokens, as one branch of ``MAX_RETRIEVED`` tokens."""
-        return self._index.continuation()
-
-    def propose_at(self, token: Ints, parent: Ints, nodes: Ints, num_visible: Ints, num_proposals: int) -> Proposals:
-        return self._index.followers(token, parent, nodes, num_visible, num_proposals)[:2]
-
-    def reserve(self, num_tokens: int) -> None:
-        """Remove the request's tokens. The index grows when it must."""
-        self._index.clear()
-
-    def prepare_step(self, kv_length: int, *, num_pending: int = 0) -> None:
-        """Index a text of ``kv_length`` tokens that repeats itself, so that a timed lookup finds matches. No token is
-        pending.
-        """
-        if self.length != kv_length:
-            self.reserve(kv_length)
-            self._index.append(np.arange(-kv_length, 0, dtype=np.int32) % min(TIMED_PERIOD, self.vocab_size))

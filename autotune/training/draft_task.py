@@ -28,8 +28,15 @@ from autotune.modeling.target import Target
 from autotune.recording.answers import AnswerRecorder
 from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
-from autotune.training.examples import JsonlExamples, Line, at_temperatures, judged_questions, read_examples, split_file
-from autotune.training.magpie import write_questions
+from autotune.training.examples import (
+    JsonlExamples,
+    Line,
+    at_temperatures,
+    judged_questions,
+    read_examples,
+    split_file,
+    write_questions,
+)
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.teacher import Teacher, TeacherBatches
 from autotune.workloads.prompt import load_prompt

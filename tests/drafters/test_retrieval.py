@@ -138,16 +138,6 @@ def test_the_index_grows_with_the_text() -> None:
             draft.append(token)
 
 
-def test_the_length_of_the_root_s_match_is_kept() -> None:
-    draft = draft_after(1, 2, 3, 4, 9, 2, 3)
-    assert proposed(draft, 3, 2) == [(4, 1.0)] and draft.match_length == 2
-    draft.propose(tree_of([3, 4, 9], [-1, ROOT, 1]), np.array([2]), 2)
-    assert draft.match_length == 2, "that of the round's root"
-    assert proposed(draft_after(1, 2, 3, 4, 9, 2, 3, max_match=1), 3, 2) == [(4, 1.0)]
-    nothing = draft_after(1, 2, 3)
-    assert proposed(nothing, 3, 2) == [] and nothing.match_length == 0
-
-
 def test_the_image_is_never_proposed() -> None:
     """Although its placeholders follow each other hundreds of times."""
     image = 1

@@ -53,33 +53,34 @@ def write_gguf(
     sharpen(model, model.model.layers, 1)
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name("tiny")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(config.vocab_size)
+    tokens, special = tokenizer.convert_ids_to_tokens(range(config.vocab_size)), set(tokenizer.all_special_ids)
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    metadata = {
+        "name": "tiny",
+        "file_type": gguf.LlamaFileType.MOSTLY_Q8_0,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": 10_000.0,
+        "vocab_size": config.vocab_size,
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "smollm",
+        "token_list": tokens,
+        "token_types": [3 if number in special else 1 for number in range(len(tokens))],
+        "token_merges": [" ".join(merge) for merge in merges],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    for name, value in (metadata if template is None else {**metadata, "chat_template": template}).items():
+        getattr(writer, f"add_{name}")(value)
     if split > 1:
         writer.add_uint16("split.count", split)
         writer.add_uint16("split.no", 0)
-    tokens = tokenizer.convert_ids_to_tokens(range(config.vocab_size))
-    special = set(tokenizer.all_special_ids)
-    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if number in special else 1 for number in range(len(tokens))])
-    writer.add_token_merges([" ".join(merge) for merge in merges])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
-    if template is not None:
-        writer.add_chat_template(template)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.model.state_dict(prefix="model.").items():
         stem, _, kind = name.rpartition(".")

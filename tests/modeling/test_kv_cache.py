@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autotune.errors import UserError
 from autotune.modeling.kv_cache import SlabCache
 from autotune.modeling.target import Target
 from tests.tiny_models import Pair
@@ -88,17 +87,6 @@ def test_clear_drops_tokens_and_keeps_memory() -> None:
     write(cache, 3)
     assert (cache.length, cache.memory_bytes, cache.get_seq_length()) == (0, memory, 0)
     assert cache.layers[0].keys is keys
-
-
-def test_layers_of_different_shapes_are_refused() -> None:
-    """Some models (Gemma 3n) have layers of different head sizes; one slab cannot hold them."""
-    cache = new_cache(2, capacity=8)
-    cache.layers[0].update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
-    with pytest.raises(
-        UserError,
-        match=r"all layers must cache keys and values of one shape; layer 1 has \(1, 4, 1, 4\).*cannot be compacted; use another",
-    ):
-        cache.layers[1].update(torch.zeros(1, 4, 1, 4), torch.zeros(1, 4, 1, 4))
 
 
 @torch.inference_mode()

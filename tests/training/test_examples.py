@@ -327,16 +327,6 @@ def test_line_that_the_target_cannot_read(
         read(write(tmp_path, [line, *numbered(2)]), recorder)
 
 
-def test_image_for_a_text_model(text_pair: Pair, processor: Any, tmp_path: Path) -> None:
-    random_picture(np.random.default_rng(0), (8, 8)).save(tmp_path / "a.png")
-    path = write(tmp_path, [{"prompt": "x", "images": ["a.png"]}, *numbered(2)])
-    recorder = Recorder(
-        Target(text_pair.target), reference(str(text_pair.target_folder)), processor.tokenizer, tmp_path
-    )
-    with refused(r"examples\.jsonl:1: the prompt has an image, but the target reads text only"):
-        read(path, recorder)
-
-
 def test_documented_example_trains(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines of docs/training.md repeated, and its recipe with a tiny target and few steps."""
     monkeypatch.chdir(tmp_path)
@@ -395,12 +385,3 @@ def test_every_kind_of_draft_trains_on_a_file(model: str, recipe: Callable[..., 
     weights = (folder / "model.safetensors").read_bytes()
     train(path)
     assert (folder / "model.safetensors").read_bytes() == weights, "a finished training counts the same tokens"
-
-
-def test_checkpoint_of_another_file(recipe: Callable[..., Path], tmp_path: Path) -> None:
-    path = recipe(stages=[{**STAGE, "steps": 1}])
-    write(tmp_path, numbered(4))
-    train(path)
-    write(tmp_path, numbered(5))
-    with refused(r"the recipe or its file of examples has changed since this checkpoint"):
-        train(path)

@@ -364,21 +364,6 @@ def test_the_weights_of_the_best_evaluation_are_kept(
     assert sorted({*tracked}) == [1, 2, 3, 4, 5, 6]
 
 
-def test_recipes_of_one_file_of_examples_share_a_cache(
-    recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From whichever folder they are trained."""
-    recipe()
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        content = recipe(data={"file": "../examples.jsonl"}, stages=[STAGE]).read_text()
-        (tmp_path / name / "recipe.yaml").write_text(content)
-        monkeypatch.chdir(tmp_path / name)
-        train(Path("recipe.yaml"))
-        found = sorted(tmp_path.rglob(".autotune/*/*"))
-        assert found and all(file.parents[2] == tmp_path for file in found)
-
-
 def test_fixed_layer_is_distilled_in_every_step(recipe: Callable[..., Path], tmp_path: Path) -> None:
     """A draft that reads the last layer imitates layer 2, which its teacher batches keep without measuring entropy."""
     path = recipe(model="dream", stages=[{**STAGE, "steps": 3, "distillation": 2}])

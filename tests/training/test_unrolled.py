@@ -16,8 +16,8 @@ from autotune.drafters.checkpoint import NETWORKS, load_draft
 from autotune.drafters.eagle3 import Eagle3Network, layers_for, published_layers
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.mtp import MtpNetwork
+from autotune.drafters.network import UnrolledNetwork
 from autotune.drafters.teacher_batch import divergence
-from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.training.examples import Example
