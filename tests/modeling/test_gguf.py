@@ -16,7 +16,6 @@ import torch
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
-from autotune.files import sha256_of
 from autotune.machine.device import fingerprint
 from autotune.modeling import gguf as gguf_files
 from autotune.modeling import loading
@@ -138,12 +137,6 @@ def test_a_gguf_file_is_a_target(tiny: tuple[Path, Any], processor: Any) -> None
     for draft in drafts:
         found = Decoder(target, draft, tree={"policy": "chain", "depth": 3}).generate(**inputs, **options)
         assert torch.equal(found.sequences, plain)
-
-
-def test_a_folder_names_its_gguf_file(tiny: tuple[Path, Any]) -> None:
-    path, _ = tiny
-    assert resolve(str(path.parent)) == resolve(str(path)) == str(path)
-    assert reference(str(path)).sha256 == reference(str(path.parent)).sha256 == sha256_of(path)
 
 
 @pytest.mark.parametrize("is_native", [True, False])

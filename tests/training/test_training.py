@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -22,7 +21,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from autotune.drafters.block_network import own_feature_mask, rows_of
-from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
@@ -30,7 +28,6 @@ from autotune.errors import UserError
 from autotune.files import data_root, read_lines
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
-from autotune.runtime.decoder import Decoder
 from autotune.training import trainer
 from autotune.training.draft_task import DraftTask
 from autotune.training.examples import Example
@@ -199,13 +196,6 @@ def test_cached_batch_equals_teacher_outputs_in_half_precision(
     teacher = Teacher(target)
     cached = TeacherBatches(batches, teacher, layers=ALL_LAYERS, cache=tmp_path)[0]
     assert_same(cached, teacher.read(batches[0], layers=ALL_LAYERS), atol=1e-3, rtol=1e-3)
-
-
-def test_epoch_reads_every_batch_once(target: Target, batches: CountedExamples, tmp_path: Path) -> None:
-    teacher_batches = TeacherBatches(batches, Teacher(target), layers=(), cache=tmp_path, seed=5)
-    epochs = [[teacher_batches.batch_of(3 * epoch + step) for step in range(3)] for epoch in range(12)]
-    assert all(sorted(epoch) == [0, 1, 2] for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) > 2, "the order differs between epochs"
 
 
 def test_drafts_that_need_other_layers_share_the_cache(
@@ -392,34 +382,6 @@ def test_muon_trains_the_matrices_of_a_drafts_blocks(target: Target) -> None:
     assert {one for group in muon.param_groups for one in group["params"]} == matrices
     others = {one for group in adamw.param_groups for one in group["params"]}
     assert others == set(network.parameters()) - matrices and network.feature_norms in others
-
-
-@pytest.mark.parametrize(
-    ("kind", "sizes", "stage"),
-    [("eagle3", {"num_kv_heads": 2, "layers": [1, 2, 3]}, {}), ("star", {}, {}), ("star", {}, {"subnets": "random"})],
-)
-def test_drafts_of_a_text_target(
-    text_pair: Pair,
-    processor: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    sizes: dict[str, Any],
-    stage: dict[str, Any],
-) -> None:
-    """They decode what the target decodes."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(text_pair.target_folder, tmp_path / "target")
-    (tmp_path / "examples.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{n} and", "max_new_tokens": 9}) + "\n" for n in range(5))
-    )
-    stages = [{**STAGE, **stage}]
-    path = write_recipe(tmp_path / "recipe.yaml", "target", model=kind, draft={**SIZES, **sizes}, stages=stages)
-    target = Target(text_pair.target)
-    decoder = Decoder(target, load_draft(str(train(path)), target), tree={"policy": "chain", "depth": 3})
-    inputs = dict(processor.tokenizer("Count to ten", return_tensors="pt"))
-    drafted, plain = (one.generate(**inputs, max_new_tokens=12).sequences for one in (decoder, Decoder(target)))
-    assert torch.equal(drafted, plain)
 
 
 @pytest.mark.nightly
