@@ -23,7 +23,7 @@ from autotune.modeling.graph_runner import EagerNotice
 from autotune.modeling.near_ties import flips
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Step
-from autotune.modeling.text_model import refusal
+from autotune.modeling.text_model import undecodable
 from autotune.modeling.tree_model import TreeModel
 
 # Parents of a tree with 3 levels and two branches of different depth. The second path is kept, so that a wrong mask,
@@ -80,19 +80,21 @@ def check_tree_decoding(model: TreeModel) -> None:
     name, reach = _furthest_reach(model)
     if reach > _LONGEST_REACH:
         reason = f"it reads {_LONGEST_REACH:,} tokens, and {name} of the config is {reach:,}"
-        raise refusal(model.text.config, f"the self-check failed, {reason}")
+        raise undecodable(model.text.config, f"the self-check failed, {reason}")
     try:
         with _short_windows(model):
             difference, noise = compare_tree_decoding(model)
     except Exception as error:
-        raise refusal(model.text.config, f"the self-check failed, a tree does not run ({first_line(error)})") from error
+        raise undecodable(
+            model.text.config, f"the self-check failed, a tree does not run ({first_line(error)})"
+        ) from error
     allowed = allowed_difference(model, noise)
     if model.has_states and not noise <= max(_MOST_NOISE, _MOST_NOISE_EPS * torch.finfo(model.dtype).eps):
         reason = f"single steps of transformers differ from its passes over several tokens by {noise:.2g} standard deviations"
-        raise refusal(model.text.config, f"the self-check failed, {reason}")
+        raise undecodable(model.text.config, f"the self-check failed, {reason}")
     if not difference <= allowed:
         reason = f"a tree's logits differ from token-by-token ones by {difference:.2g} standard deviations"
-        raise refusal(model.text.config, f"the self-check failed, {reason}")
+        raise undecodable(model.text.config, f"the self-check failed, {reason}")
     warnings.warn(
         f"autotune is not tested with text models of type {model_type!r}; this one passed the self-check: a tree's logits "
         f"equal token-by-token ones within {difference:.1g} standard deviations (allowed: {allowed:.1g})",
