@@ -16,7 +16,7 @@ from tests.tiny_models import Inputs, Pair
 
 
 def test_encoding_a_prompt_measures_vision(pair: Pair, text_pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """Of images alone, and its hooks are removed, after an error too."""
+    """Images alone take time, and hooks are removed, after an error too."""
     target, tower = Target(pair.target), pair.target.model.vision_tower
     with torch.inference_mode():
         assert target.encode(prompts["image"]).vision_ms > 0 == target.encode(prompts["text"]).vision_ms
