@@ -59,7 +59,7 @@ class Checkpoint:
         save_content(self.path, content)
 
     def load(self, module: nn.Module | None = None) -> dict[str, Any]:
-        """What was saved, and its weights into ``module``; empty without a checkpoint.
+        """Load what was saved, and its weights into ``module``; empty without a checkpoint.
 
         Raises:
             UserError: a damaged checkpoint, or that of another recipe.
