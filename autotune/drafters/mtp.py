@@ -31,7 +31,7 @@ from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.loading import MTP_SUFFIX, resolve
 from autotune.modeling.target import Target
 from autotune.modeling.tree_attention import captured_attention
-from autotune.modeling.weight_files import load_errors, set_weights
+from autotune.modeling.weight_files import check_whole, load_errors, set_weights
 
 RIDGE = 1e-3  # of the regression that a new head begins with, relative to the mean square of its inputs
 
@@ -257,6 +257,7 @@ def _read(source: str, num_layers: int) -> dict[str, Tensor]:
     """The head's tensors, by their names in ``MtpNetwork``."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(Path(resolve(source)).glob("*.safetensors")):  # a GGUF file is loaded without its head
+        check_whole(path)
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is no dict)
                 if (own := own_name(name, num_layers)) is not None:

@@ -18,7 +18,7 @@ from autotune.modeling.hub import is_cached, is_id, listed, repository, suggesti
 from autotune.modeling.known_models import KNOWN_MODELS
 from autotune.modeling.processors import image_processor_class
 from autotune.modeling.quantization import decompress, is_dense_once_loaded, quantization_of, usable_quantizer
-from autotune.modeling.weight_files import FILES_ADVICE, check_weights, load_errors
+from autotune.modeling.weight_files import FILES_ADVICE, check_weights, check_whole, load_errors
 
 if TYPE_CHECKING:
     from autotune.console import Console
@@ -173,10 +173,13 @@ def load_model(
                 f"{name}: weights of a quantized model cannot be made at random; give its checkpoint, or a config without "
                 "quantization_config"
             )
+        files = [] if gguf or random_weights else weight_files(Path(source))
+        for path in files:
+            check_whole(path)
         if device != META:
             is_packed = is_quantized and not is_dense_once_loaded(usable_quantizer(config, name=name, device=device))
-            files = weight_files(Path(source)) if is_packed else []
-            weights = sum(path.stat().st_size for path in files) or _weight_bytes(factory, config, options)
+            packed_bytes = sum(path.stat().st_size for path in files) if is_packed else 0
+            weights = packed_bytes or _weight_bytes(factory, config, options)
             check_room(device, {"weights": weights}, what=name, advice="free some, or load a smaller model")
         if random_weights:
             with torch.device(device):  # a processor takes minutes for billions of weights

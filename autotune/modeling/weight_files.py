@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,20 @@ def load_errors(name: str, advice: str = FILES_ADVICE) -> Iterator[None]:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
         line = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
         raise UserError(f"{name:.200}: transformers cannot load it ({line[:300]}); {advice}") from None
+
+
+def check_whole(path: Path) -> None:
+    """Refuse a file that is not there, or a safetensors file that ends before a tensor does, by the tensor's name.
+    Other damage is left to safetensors.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: the index of the weights names this file, which is not there; download it again")
+    end = path.stat().st_size
+    with suppress(ValueError, LookupError, TypeError, AttributeError), path.open("rb") as file:
+        begin = 8 + int.from_bytes(file.read(8), "little")
+        for name, entry in json.loads(file.read(min(begin, end) - 8)).items():
+            if name != "__metadata__" and begin + entry["data_offsets"][1] > end:
+                raise UserError(f"{path}: truncated in the weights {name}; restore the file, or download it again")
 
 
 def check_finite(tensors: Mapping[str, Any], *, source: object) -> None:
@@ -89,6 +104,7 @@ def read_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
         raise UserError(
             f"{folder}: {kind} is read from {WEIGHTS} or {PICKLED}; there is none; give the folder of a whole draft"
         )
+    check_whole(path)
     try:
         return load_state_dict(path)
     except Exception as error:  # both libraries raise many kinds for damaged files
