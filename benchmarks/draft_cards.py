@@ -28,11 +28,11 @@ import torch
 from accelerate import Accelerator
 
 from autotune import files
+from autotune.documents.loss_settings import LossSettings
 from autotune.documents.subnet import VISUAL_RANKINGS, Operator, Subnet, VisualRanking
 from autotune.drafters.checkpoint import load_draft, load_network
 from autotune.drafters.compression import SELECTED
 from autotune.drafters.specvlm import SpecVlmNetwork
-from autotune.drafters.trainable import LossSettings
 from autotune.files import append_line, read_json, read_yaml, sha256_of
 from autotune.modeling.gguf import PACKAGED
 from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor, reference

@@ -11,8 +11,8 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
+from autotune.drafters.block_network import BlocksNetwork
 from autotune.drafters.blocks import AttentionContext, Crossing
-from autotune.drafters.network import BlocksNetwork
 from autotune.errors import UserError
 from autotune.trees.tree import ROOT, Tree, new_tree, set_root
 

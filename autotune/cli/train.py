@@ -26,6 +26,6 @@ def command(recipe: Path, output: Path | None, dtype: Dtype | None) -> None:
     require_trainable(recipe)
 
     from autotune.console import Console
-    from autotune.training.trainer import train_with_progress
+    from autotune.training.trainer import train
 
-    train_with_progress(recipe, output, Console(), dtype)
+    train(recipe, output=output, dtype=dtype, console=Console())

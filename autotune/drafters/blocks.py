@@ -69,6 +69,31 @@ class BlockCache:
         return keys, values
 
 
+class FeatureCache:
+    """Keys and values of all blocks. ``length`` counts committed tokens only: nodes are evaluated with the draft's own
+    features, and evaluated again with the target's once they are accepted.
+
+    A cross-attention block also holds the tokens of the prompt that were pruned: its slot of a token is that of the
+    other blocks plus their number. All blocks have the capacity of a prompt without pruning.
+    """
+
+    def __init__(self, blocks: list[BlockCache], capacity: int) -> None:
+        self.blocks, self.capacity, self.length = blocks, capacity, 0
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(block.slab.numel() * block.slab.element_size() for block in self.blocks)
+
+    def clear(self) -> None:
+        """Drop all tokens; the memory is kept for the next request."""
+        self.length = 0
+
+    def release(self) -> None:
+        """Free the memory. The cache holds no tokens from here on."""
+        self.length = self.capacity = 0
+        self.blocks.clear()
+
+
 class Crossing(NamedTuple):
     """Input of a cross-attention block: features of more tokens than its stream has, because visual tokens are pruned
     from the stream only (DREAM, section 3.1; STAR, section 3.1).

@@ -15,17 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from autotune.documents.execution import round_up
-from autotune.documents.subnet import Subnet
-from autotune.drafters.draft import (
-    AnswerToRecord,
-    Coupling,
-    Dimensions,
-    Draft,
-    FeatureSource,
-    Proposals,
-    cut_scores,
-    top_proposals,
-)
+from autotune.drafters.draft import AnswerToRecord, Coupling, Draft, FeatureSource, Proposals, cut_scores, top_proposals
 from autotune.drafters.forests import ModelForestGrower
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_runner import GraphKey
@@ -39,7 +29,7 @@ from autotune.trees.tree import ROOT, Ints, Tree, write_level
 PENDING_PIECE = 32  # pending tokens that captured steps read at once
 
 
-class CachedDraft(CachedModel):
+class CachedDraft(CachedModel, Draft):
     """A draft whose cache holds the committed prefix, then the nodes evaluated in this round, in order of evaluation:
     the order that ``tree.kv_slot`` counts.
 
@@ -48,12 +38,6 @@ class CachedDraft(CachedModel):
     them.
     """
 
-    visual_keep: float = 1.0
-    sees_images: bool = True
-    standalone_model: Any | None = None
-    max_context: float = math.inf
-    aux_layers: tuple[int, ...] = ()
-    capture_sizes: tuple[int, ...] = ()
     token_ids: Tensor | None = None  # the target's id of each token of a smaller vocabulary; None: the same ids
     least_columns = 1024  # more nodes than most rounds evaluate
     usual_pending = 8
@@ -73,14 +57,6 @@ class CachedDraft(CachedModel):
     @abstractmethod
     def _commit_pending(self, count: int) -> None:
         """Commit the pending tokens, which were just evaluated."""
-
-    @property
-    def subnet(self) -> Subnet:
-        return Subnet(visual_keep=self.visual_keep)
-
-    @property
-    def dimensions(self) -> Dimensions:
-        return Dimensions()
 
     def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt]) -> Sequence[EncodedPrompt]:
         """The target's own, which a draft of the target's features reads."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,16 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.cost.table import ModelShape
+from autotune.documents.execution import EAGER
 from autotune.documents.subnet import Operator, Subnet
 from autotune.errors import UserError
+from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Draw
+from autotune.modeling.target import Target
 from autotune.replay.trace import Forest, ForestBounds
 from autotune.trees.limits import MAX_STEP
 from autotune.trees.tree import Ints, Tree
-
-if TYPE_CHECKING:
-    from autotune.modeling.prompt import EncodedPrompt
-    from autotune.modeling.target import Target
 
 Proposals = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Tokens and log-probabilities, each [nodes, proposals], most probable first."""
@@ -102,7 +103,7 @@ class Dimensions(NamedTuple):
     """
 
 
-class Draft(Protocol):
+class Draft(ABC):
     """Drafts for one request at a time.
 
     The calls of a request: ``prompts`` of a batch, ``prefill`` of one of them, ``append`` of the first token, then
@@ -111,57 +112,69 @@ class Draft(Protocol):
 
     kind: str
     vocab_size: int
-    visual_keep: float
-    """Share of visual tokens that the draft sees."""
-    aux_layers: tuple[int, ...]
-    """Layers of the target whose outputs the draft reads (``TreeModel.output_layers``)."""
-    capture_sizes: tuple[int, ...]
-    """Token counts that forward passes are padded to; empty: no padding."""
-    sees_images: bool
-    """Whether the draft has visual tokens, of which a search may choose a share."""
-    max_context: float
-    """Longest sequence that the draft can read, in tokens; a longer request goes on without it."""
+    """The target's, after ``attach``."""
     device: torch.device
+    visual_keep: float = 1.0
+    """Share of visual tokens that the draft sees."""
+    aux_layers: tuple[int, ...] = ()
+    """Layers of the target whose outputs the draft reads (``TreeModel.output_layers``)."""
+    capture_sizes: tuple[int, ...] = ()
+    """Token counts that forward passes are padded to; empty: no padding."""
+    sees_images: bool = True
+    """Whether the draft has visual tokens, of which a search may choose a share."""
+    max_context: float = math.inf
+    """Longest sequence that the draft can read, in tokens; a longer request goes on without it."""
+    standalone_model: Any | None = None
+    """The Hugging Face model, of a draft that is one by itself."""
 
     @property
     def description(self) -> str:
         """The draft, for messages."""
+        return f"a {self.kind} draft"
 
     @property
     def subnet(self) -> Subnet:
         """The part of a supernet that this draft is."""
+        return Subnet(visual_keep=self.visual_keep)
 
     @property
     def dimensions(self) -> Dimensions:
         """The dimensions that a search may choose."""
+        return Dimensions()
 
     @property
     def has_states(self) -> bool:
         """Whether it keeps recurrent or convolution states, which follow one path, so that it drafts chains only."""
+        return False
 
     @property
     def shape(self) -> ModelShape:
         """Sizes, for estimates of latency."""
+        raise NotImplementedError
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the draft's own weights."""
-
-    @property
-    def standalone_model(self) -> Any | None:
-        """The Hugging Face model, of a draft that is one by itself."""
+        return 0
 
     @property
     def length(self) -> int:
         """Tokens of the request that were read."""
-
-    def forest(self, answer: AnswerToRecord) -> Forest:
-        """The proposals along an answer, after ``prefill`` of its prompt."""
+        raise NotImplementedError
 
     @property
     def mode(self) -> str:
         """How forward passes run (``autotune.documents.execution.MODES``)."""
+        return EAGER
 
+    def use_mode(self, name: str) -> None:  # noqa: B027
+        """Set ``mode``; a draft without forward passes has one."""
+
+    @abstractmethod
+    def forest(self, answer: AnswerToRecord) -> Forest:
+        """The proposals along an answer, after ``prefill`` of its prompt."""
+
+    @abstractmethod
     def attach(self, target: Target) -> None:
         """Set the target, before the first prompt.
 
@@ -169,22 +182,23 @@ class Draft(Protocol):
             UserError: a target with another vocabulary.
         """
 
-    def use_mode(self, name: str) -> None:
-        """Set ``mode``."""
-
+    @abstractmethod
     def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt]) -> Sequence[Any]:
         """The draft's prompt for each row of a batch, without padding, from the outputs of the target's processor and
         the target's prompts for the same rows.
         """
 
+    @abstractmethod
     def prefill(self, prompt: Any, visual_scores: Tensor | None, *, capacity: int) -> None:
         """Evaluate one of ``prompts``. ``visual_scores`` [visual tokens] rank the visual tokens, and may be None if all
         are kept; ``capacity`` is the KV length that the request can reach, trees included.
         """
 
+    @abstractmethod
     def append(self, token: int) -> None:
         """Add a committed token, which is evaluated with the next root."""
 
+    @abstractmethod
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
         """The most probable children of the frontier's nodes, which have one depth. Each round begins with the root.
 
@@ -192,6 +206,7 @@ class Draft(Protocol):
         children; None, as at temperature 0: that of the logits.
         """
 
+    @abstractmethod
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
         """End the round: commit the accepted nodes and the target's own token after them. In a round without
         ``propose`` the draft has read none of the nodes.

@@ -10,9 +10,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from autotune.drafters.block_network import BlocksConfig, BlocksNetwork
 from autotune.drafters.blocks import DraftBlock
-from autotune.drafters.losses import TrainableBlocks
-from autotune.drafters.network import BlocksConfig
 
 BlockName = Literal["initial", "crossing", "second_crossing", "final"]
 SELF_CROSS_SELF: tuple[BlockName, ...] = ("initial", "crossing", "final")
@@ -25,7 +24,7 @@ class DreamConfig(BlocksConfig):
     visual_keep: float = Field(default=0.75, gt=0, le=1)
 
 
-class DreamNetwork(TrainableBlocks):
+class DreamNetwork(BlocksNetwork):
     """Three blocks, of which the second attends to the target's features of all tokens of the prompt."""
 
     kind = "dream"

@@ -30,21 +30,18 @@ from transformers.models.llama.modeling_llama import (
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache
 from autotune.drafters.draft import LEAST_SHARED
-from autotune.drafters.network import NetworkConfig, set_weights
+from autotune.drafters.network import NetworkConfig, UnrolledNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.trainable import CONFIG, WEIGHTS, read_tensors
-from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
 from autotune.files import Document, describe, write_bytes
 from autotune.modeling.target import Target
-from autotune.modeling.weight_files import save_tensors
+from autotune.modeling.weight_files import CONFIG, WEIGHTS, read_tensors, save_tensors, set_weights
 
 LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("num_hidden_layers", "vocab_size", "rms_norm_eps", "max_position_embeddings"),
 )
 """Fields of ``LlamaConfig`` that a saved head has."""
-ROPE_TYPES = ("default", "mrope", *ROPE_INIT_FUNCTIONS)
 LAYER_PREFIXES = r"^(midlayer|layers\.0)\."  # of the layer, in EAGLE's and in speculators' format
 
 
@@ -297,22 +294,15 @@ def _layer_config(content: Mapping[str, Any], *, source: Path) -> Eagle3LayerCon
     fields = {name: value for name, value in content.items() if value is not None}
     rope = {**fields.pop("rope_scaling", {}), **fields.pop("rope_parameters", {})}
     older_name = rope.pop("type", "default")
-    if (kind := rope.setdefault("rope_type", older_name)) not in ROPE_TYPES:
-        known = ", ".join(ROPE_TYPES)
-        raise UserError(f"{source}: rope types are {known}; got {kind!r}; correct it, or use another head")
+    kind = rope.setdefault("rope_type", older_name)
+    if kind not in (known := ("default", "mrope", *ROPE_INIT_FUNCTIONS)):
+        raise UserError(f"{source}: rope types are {', '.join(known)}; got {kind!r}; correct it, or use another head")
     if kind == "mrope":
         rope = {"mrope_section": [], **rope, "rope_type": "default"}
     try:
-        layer = Eagle3LayerConfig(**fields, rope_parameters=rope)
+        return Eagle3LayerConfig(**fields, rope_parameters=rope)
     except (KeyError, StrictDataclassError) as error:
         raise UserError(f"{source}: {(error.__cause__ or error).args[0]}; correct it, or use another head") from None
-    sections, half = rope.get("mrope_section"), layer.head_dim // 2
-    if sections is not None and (len(sections) != 3 or sum(sections) != half):
-        raise UserError(
-            f"{source}: mrope_section has three numbers (time, height, width), which sum to half the head size, {half}; "
-            f"got {sections}; correct it, or use another head"
-        )
-    return layer
 
 
 def load_eagle3(folder: Path, content: Mapping[str, Any], target: Target) -> Eagle3Network:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,26 +12,23 @@ from torch import Tensor, nn
 
 from autotune.cost.table import ModelShape
 from autotune.documents.subnet import Subnet
-from autotune.drafters.blocks import AttentionContext, Crossing
+from autotune.drafters.blocks import AttentionContext, Crossing, FeatureCache
 from autotune.drafters.cached_draft import CachedDraft, pad_rows, table_rows
-from autotune.drafters.draft import LEAST_SHARED, Dimensions, FeatureSource, kept_tokens, notify
-from autotune.drafters.feature_cache import FeatureCache
+from autotune.drafters.draft import LEAST_SHARED, Dimensions, Draft, FeatureSource, kept_tokens, notify
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
 from autotune.modeling.compiled_layers import CompiledLayers
 from autotune.modeling.float8 import Float8Linear, round_weights, why_no_float8
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import GraphKey, GraphRunner
+from autotune.modeling.graph_runner import GraphKey
 from autotune.modeling.host import to_device
-from autotune.modeling.masks import MaskBuffer
+from autotune.modeling.masks import TreeMasks
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.quantization import weight_bytes
-from autotune.modeling.step import LAST, Evaluated, Layout, PackedStep, Step, padded_columns
+from autotune.modeling.step import LAST, Evaluated, PackedStep, Step
+from autotune.modeling.target import Target
 from autotune.modeling.tree_model import DEFAULT_CAPACITY
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
-
-if TYPE_CHECKING:
-    from autotune.modeling.target import Target
 
 
 class FeatureDraft(CachedDraft):
@@ -72,9 +69,7 @@ class FeatureDraft(CachedDraft):
         self._target: Any = None
         self._num_condensed = 0  # tokens of the prompt that are not in the stream
 
-    @property
-    def description(self) -> str:
-        return f"a {self.kind} draft"
+    description = Draft.description
 
     @property
     def subnet(self) -> Subnet:
@@ -185,10 +180,9 @@ class FeatureDraft(CachedDraft):
         self._allocate(DEFAULT_CAPACITY)
 
     def _allocate(self, capacity: int) -> None:
-        self.cache = FeatureCache(self.network, capacity, dtype=self.dtype, device=self.device)
-        self._masks = MaskBuffer({"mask": None}, capacity, dtype=self.dtype, device=self.device)
-        if self.network.has_cross_attention:
-            self._crossing_masks = MaskBuffer({"mask": None}, capacity, dtype=self.dtype, device=self.device)
+        caches = self.network.new_caches(capacity, dtype=self.dtype, device=self.device)
+        self.cache = FeatureCache(caches, capacity)
+        self._masks = TreeMasks({"mask": None}, dtype=self.dtype, device=self.device)
         self._factors = self.network.factors(torch.arange(2 * capacity, device=self.device))
         self._own = torch.zeros(capacity, self._own.shape[1], dtype=self.dtype, device=self.device)
 
@@ -268,7 +262,9 @@ class FeatureDraft(CachedDraft):
         prefix, whole_prefix = self.cache.length, self.cache.length + self._num_condensed
         positions = np.minimum(step.offsets + whole_prefix + self._rope_delta[:, None], len(self._factors) - 1)
         if self.graph_runner is not None:
-            return self._run_captured(self.graph_runner, step, positions, source)
+            prefixes = np.array([prefix, whole_prefix][: 1 + self._is_crossing])
+            rows = self._captured_rows(step, positions, source)
+            return self._run_captured(step, prefixes, np.zeros_like(prefixes), step.offsets, rows)
         features = pad_rows(self._features(source), count)
         mask: Any = None
         crossing_mask: Any = None
@@ -276,7 +272,7 @@ class FeatureDraft(CachedDraft):
             column_offsets = np.zeros(step.tree_mask.shape[1], np.int64)
             mask = self._masks.write(step.tree_mask, prefix, step.offsets, column_offsets)
             if self._is_crossing:
-                crossing_mask = self._crossing_masks.write(step.tree_mask, whole_prefix, step.offsets, column_offsets)
+                crossing_mask = self._masks.write(step.tree_mask, whole_prefix, step.offsets, column_offsets)
         crossing = Crossing(crossing_mask, whole_prefix + first) if self._is_crossing else None
         ids = to_device(step.tokens, self.device)
         context = AttentionContext(mask, self.cache.blocks, prefix + first, crossing)
@@ -288,29 +284,18 @@ class FeatureDraft(CachedDraft):
             states = self._own[:1] = states[step.only : step.only + 1]
         return Evaluated(self.logits(states))
 
-    def _run_captured(self, runner: GraphRunner, step: Step, positions: Ints, source: FeatureSource) -> Evaluated:
-        """Rows of the packed step are the positions, the rows that features are read from, and the rows of ``_own`` to
+    def _captured_rows(self, step: Step, positions: Ints, source: FeatureSource) -> Ints:
+        """Rows of the packed step: the positions, the rows that features are read from, and the rows of ``_own`` to
         which states are written.
         """
-        count, num_columns = step.tree_mask.shape
-        prefixes = np.array([self.cache.length, self.cache.length + self._num_condensed][: 1 + self._is_crossing])
-        layout = Layout(
-            count, padded_columns(num_columns, self.least_columns), len(prefixes), num_rows=len(positions) + 2
-        )
-        key, reads = self._complete(GraphKey(layout, step.only is not None))
-        forward = runner.prepared(key, reads)
-        packed = forward.step
-        packed.write(step, prefixes, np.zeros_like(prefixes), step.offsets, self.draw)
-        packed.rows[:-2] = positions
-        packed.rows[-2], packed.rows[-1] = 0, np.arange(1, count + 1)
         assert not isinstance(source, Mapping), "captured steps read features by rows"
+        read, written = np.zeros(len(step.tokens), np.int64), np.arange(1, len(step.tokens) + 1)
         if step.only is None:
-            packed.rows[-2] = source + 1
-            packed.rows[-1] += step.num_uncommitted
+            read, written = source + 1, written + step.num_uncommitted
         else:
-            packed.rows[-2, : len(source)] = source
-            packed.rows[-1, step.only] = 0
-        return self._launch(runner, key, forward)
+            read[: len(source)] = source
+            written[step.only] = 0
+        return np.concatenate([positions, [read, written]])
 
     def _compiled_layers(self) -> CompiledLayers:
         return CompiledLayers([self.network], description=self.description)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,25 +16,16 @@ from torch import Tensor
 
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import AnswerToRecord, FeatureSource, check_vocabulary, kept_tokens, notify
-from autotune.drafters.path_forest import PathForestGrower
+from autotune.drafters.forests import PathForestGrower
 from autotune.errors import UserError
 from autotune.modeling.prompt import EncodedPrompt, placeholders_of, token_rows, visual_tokens
 from autotune.modeling.quantization import num_parameters, weight_bytes
 from autotune.modeling.self_check import check_tree_decoding
 from autotune.modeling.step import Evaluated, Step
+from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
 from autotune.replay.trace import Forest
 from autotune.trees.tree import Ints, Tree
-
-if TYPE_CHECKING:
-    from autotune.modeling.target import Target
-
-
-_TOWER_SIZES = (
-    *("image_size", "patch_size", "temporal_patch_size", "spatial_merge_size", "scale_factor", "mm_tokens_per_image"),
-    *("vision_feature_select_strategy", "image_grid_pinpoints", "vision_aspect_ratio", "pooling_kernel_size"),
-)
-"""Settings of a vision tower and its projector that decide how many features an image has."""
 
 
 class IndependentDraft(CachedDraft, TreeModel):
@@ -96,7 +87,7 @@ class IndependentDraft(CachedDraft, TreeModel):
         self._placeholders = placeholders_of(theirs)
         self.sees_images = ours.model_type == theirs.model_type and placeholders_of(ours) == self._placeholders
         is_known = all(token < self.vocab_size or token >= target.vocab_size for token in self._placeholders)
-        if self.sees_images and self._placeholders and not (is_known and _tower_sizes(ours) == _tower_sizes(theirs)):
+        if self.sees_images and not is_known:
             self._read_text_only()
 
     def _read_text_only(self) -> None:
@@ -163,9 +154,3 @@ class IndependentDraft(CachedDraft, TreeModel):
         evaluated = [int(slot) for slot in tree.kv_slot[path] if slot >= 0]
         self.cache.keep(evaluated)
         self._pending += [*tree.token[path][len(evaluated) :].tolist(), next_token]
-
-
-def _tower_sizes(config: Any) -> list[Any]:
-    return [
-        getattr(part, name, None) for part in (config, getattr(config, "vision_config", None)) for name in _TOWER_SIZES
-    ]

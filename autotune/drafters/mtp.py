@@ -4,28 +4,34 @@ A head normalizes the embedding of a token and the target's last hidden state be
 and runs one decoder layer of the target's own type; a norm follows, then the target's output head (DeepSeek-V3, arXiv
 2412.19437, section 2.2). To draft further tokens the head reads its own states in place of the target's. Of a
 checkpoint with several heads the first is used.
+
+transformers ignores the head of a target's own checkpoint when it loads the target. Two layouts are published: a
+decoder layer after the target's last one (``model.layers.61.*`` in DeepSeek-V3, likewise in GLM-4.5), and ``mtp.*``
+(Qwen3-Next, Qwen3.5). Embedding and output head are the target's; copies of them are left out.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, KeysValues
-from autotune.drafters.network import NetworkConfig, set_weights
+from autotune.drafters.network import NetworkConfig, UnrolledNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.trainable import CONFIG, FREQUENCIES, WEIGHTS, read_tensors
-from autotune.drafters.unrolled import UnrolledNetwork
 from autotune.errors import UserError
-from autotune.modeling.captured_attention import captured_attention
 from autotune.modeling.grouped_attention import attention_of_steps
+from autotune.modeling.loading import MTP_SUFFIX, resolve
 from autotune.modeling.target import Target
+from autotune.modeling.tree_attention import captured_attention
+from autotune.modeling.weight_files import check_whole, load_errors, set_weights
 
 RIDGE = 1e-3  # of the regression that a new head begins with, relative to the mean square of its inputs
 
@@ -205,20 +211,71 @@ def _layer_config(config: Any) -> Any:
     return own
 
 
-def load_mtp(folder: Path, target: Target, *, random_weights: bool = False) -> MtpNetwork:
-    """Load a head that ``MtpNetwork.save`` wrote.
+_SHARED = ("embed_tokens.weight", "shared_head.head.weight", "shared_head.weight", "lm_head.weight")
+_NAMES = {"shared_head.norm": "norm", "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+_HEAD_PARTS = ("enorm", "hnorm", "eh_proj", "norm")
+
+
+def load_own_mtp(name: str, target: Target, *, random_weights: bool = False) -> MtpNetwork:
+    """Load the first head of a target's checkpoint, which ``name`` gives by its folder or Hugging Face id, followed by
+    ``:mtp``.
 
     Raises:
-        UserError: a head for another target.
+        UserError: the checkpoint has no head, or a head of other sizes than the target's layers.
     """
-    network = MtpNetwork(MtpConfig.load(folder / CONFIG), target)
+    config = MtpConfig(hidden_size=target.text.config.hidden_size, num_target_layers=len(target.text.layers))
+    network = MtpNetwork(config, target)
     if not random_weights:
-        tensors = read_tensors(folder, "an mtp head")
-        network.token_frequencies = tensors.pop(FREQUENCIES, None)
-        set_head(network, tensors, source=str(folder / WEIGHTS))
+        source = name.removesuffix(MTP_SUFFIX)
+        tensors = _read(source, config.num_target_layers)
+        if not tensors:
+            raise UserError(
+                f"{name}: its checkpoint has no mtp head, no tensors model.layers.{config.num_target_layers}.* or mtp.*, which "
+                "save_pretrained leaves out; give the published checkpoint, or train a head with autotune train"
+            )
+        with load_errors(f"{name}: its experts"):
+            tensors = _stack_experts(tensors, network)
+        what, advice = "an mtp head for this target", "use a head made for this target"
+        set_weights(network, tensors, source=name, what=what, advice=advice)
     return network.eval().requires_grad_(False)
 
 
-def set_head(network: MtpNetwork, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    advice = "use a head made for this target"
-    set_weights(network, tensors, source=source, what="an mtp head for this target", advice=advice)
+def own_name(name: str, num_layers: int) -> str | None:
+    """The name in ``MtpNetwork`` of a checkpoint's tensor; None if it belongs to no head or a later one, or is
+    shared.
+    """
+    after_the_last = rf"(language_model\.)?(model\.)?layers\.{num_layers}\."
+    match = re.match(rf"(model\.)?({after_the_last}|mtp\.(layers\.0\.)?(?!layers\.))", name)
+    if match is None or (rest := name[match.end() :]) in _SHARED:
+        return None
+    stem, _, kind = rest.rpartition(".")
+    stem = _NAMES.get(stem, stem)
+    return f"{stem}.{kind}" if stem in _HEAD_PARTS else f"layer.{rest}"
+
+
+def _read(source: str, num_layers: int) -> dict[str, Tensor]:
+    """The head's tensors, by their names in ``MtpNetwork``."""
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(Path(resolve(source)).glob("*.safetensors")):  # a GGUF file is loaded without its head
+        check_whole(path)
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is no dict)
+                if (own := own_name(name, num_layers)) is not None:
+                    tensors[own] = file.get_tensor(name)
+    return tensors
+
+
+def _stack_experts(tensors: Mapping[str, Tensor], network: MtpNetwork) -> dict[str, Any]:
+    """Experts that a checkpoint stores one by one, in the stacked tensors of transformers' layers."""
+    result = dict(tensors)
+    for name in network.state_dict():
+        prefix, _, part = name.rpartition(".")
+        if name in result or part not in ("gate_up_proj", "down_proj") or not prefix.endswith("experts"):
+            continue
+        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        experts: list[Tensor] = []
+        while all(f"{prefix}.{len(experts)}.{one}.weight" in result for one in parts):
+            experts.append(torch.cat([result.pop(f"{prefix}.{len(experts)}.{one}.weight") for one in parts]))
+        if experts:
+            result[name] = torch.stack(experts)
+    return result

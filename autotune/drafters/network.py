@@ -2,25 +2,36 @@
 
 Row i of their input is token i with the target's features of token i - 1, the last ones known when token i + 1 is
 drafted. After unverified tokens, the draft's own last state takes the place of these features.
+
+In the training of EAGLE-3 and multi-token prediction heads, drafting is unrolled for a few tokens at every position
+(training-time test, EAGLE-3, arXiv 2503.01840). In step 0 every row reads the target's features of the token before. In
+step k, row i reads the state that step k - 1 gave row i - 1, and attends to what it would have in its cache: keys of
+step 0 up to row i - k, the last that read the target, and one key of every later step, of rows i - k + 1 to i.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from autotune.documents.loss_settings import LossSettings
 from autotune.documents.subnet import Operator
-from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, DraftBlock, rotation
+from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache
+from autotune.drafters.teacher_batch import Divergence, Metrics, TeacherBatch, divergence
 from autotune.errors import UserError
 from autotune.files import Document
-from autotune.modeling.weight_files import check_finite
+from autotune.modeling.target import Target
+from autotune.modeling.weight_files import CONFIG, WEIGHTS, save_tensors
 
 NOT_TRAINED = -1.0  # frequency of a token
+FREQUENCIES = "token_frequencies"  # tensor of a draft's weights
+ROWS_COUNTED = 1024  # tokens at a time
 
 
 class NetworkConfig(Document, kind="draft", made_by="autotune train"):
@@ -53,8 +64,11 @@ class PromptRows(NamedTuple):
 
 
 class DraftNetwork(nn.Module, ABC):
-    """A draft network, which ``FeatureDraft`` runs."""
+    """A draft network, which ``FeatureDraft`` runs, and ``autotune train`` makes, trains and saves."""
 
+    kind: ClassVar[str]
+    config_type: ClassVar[type[NetworkConfig] | None]
+    """The document that ``save`` writes as ``config.json``; None: the format of another project."""
     config: NetworkConfig
     embedding: nn.Embedding | None  # token embedding; None: the target's
     first_feature: Tensor | None  # features before the first token, [features]; None: the first token is left out
@@ -199,118 +213,146 @@ class DraftNetwork(nn.Module, ABC):
         """Logits [..., vocabulary] of states through the target's head."""
         return head(states)
 
-
-class BlocksConfig(NetworkConfig):
-    """Sizes of a network of ``DraftBlock``s."""
-
-    num_heads: int = Field(ge=1)
-    head_size: int = Field(ge=2, multiple_of=2)
-    mlp_size: int = Field(ge=1)
-    rope_theta: float = Field(default=10000.0, gt=0)
-
-
-class BlocksNetwork(DraftNetwork):
-    """A residual stream of the target's width through ``DraftBlock``s, followed by the target's head."""
-
-    config: BlocksConfig
-    first_feature: nn.Parameter
-
-    def __init__(self, config: BlocksConfig) -> None:
-        super().__init__()
-        self.config = config
-        # Norm weights of the features of each injection layer, then of the draft's own states.
-        self.feature_norms = nn.Parameter(torch.ones(len(config.injection_layers) + 1, config.hidden_size))
-        self.first_feature = nn.Parameter(torch.zeros(config.hidden_size))
-        self.norm = nn.LayerNorm(config.hidden_size, bias=False)
-        self.embedding = None
-        self.token_ids: Tensor | None
-        self.register_buffer("token_ids", None, persistent=False)
-
-    @property
+    @classmethod
     @abstractmethod
-    def blocks(self) -> list[DraftBlock]:
-        """Blocks in execution order."""
+    def new(cls, sizes: Mapping[str, Any], target: Target, *, source: str) -> Self:
+        """Make a network with new weights for a target. ``sizes`` are config fields of the draft, from the recipe
+        ``source``.
+
+        Raises:
+            UserError: unknown or invalid sizes, or a target that cannot have such a draft.
+        """
 
     @property
-    def crossing_share(self) -> float:
-        across = sum(block.num_heads for block in self.blocks if block.has_cross_attention)
-        return across / sum(block.num_heads for block in self.blocks)
+    def layers_in_training(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs the network reads in some step of its training."""
+        return self.config.injection_layers
 
-    def new_block(self, *, has_cross_attention: bool = False) -> DraftBlock:
-        config = self.config
-        sizes = config.hidden_size, config.num_heads, config.head_size, config.mlp_size
-        block = DraftBlock(*sizes, has_cross_attention=has_cross_attention)
-        for linear in (block.from_stream, block.from_features, block.to_stream):
-            if linear is not None:
-                nn.init.normal_(linear.weight, std=0.02 if linear is block.to_stream else linear.in_features**-0.5)
-        return block
+    def keep_tokens(self, token_ids: Tensor, head_rows: Tensor) -> None:
+        """Called before training with the ids [n] of the tokens over which the draft will be compared, and their rows
+        [n, hidden] of the target's output head: a network with an output head of its own begins with these.
+        """
 
-    def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
-        size = self.config.head_size
-        return [BlockCache(block.num_heads, size, capacity, dtype=dtype, device=device) for block in self.blocks]
+    @abstractmethod
+    def loss(
+        self, batch: TeacherBatch, settings: LossSettings, generator: torch.Generator, compare: Divergence = divergence
+    ) -> tuple[Tensor, Metrics]:
+        """The loss of one teacher batch, and metrics of it: of the full network while it is in evaluation mode.
 
-    def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """The normalized output of the injection layer."""
-        ((layer, states),) = hidden.items()
-        number = self.config.injection_layers.index(layer)
-        return nn.functional.layer_norm(states, states.shape[-1:], self.feature_norms[number])
-
-    def own_features(self, states: Tensor) -> Tensor:
-        return nn.functional.layer_norm(states, states.shape[-1:], self.feature_norms[-1])
-
-    def factors(self, positions: Tensor) -> Tensor:
-        return rotation(positions, self.config.head_size, self.config.rope_theta)
-
-    def forward(
-        self,
-        stream: Tensor,
-        features: Tensor,
-        factors: Tensor,
-        context: AttentionContext = WITHIN_BATCH,
-        *,
-        head_masks: Sequence[Tensor] | None = None,
-        fan_out: Sequence[Tensor] | None = None,
-        early: list[Tensor] | None = None,
-    ) -> Tensor:
-        """See ``DraftNetwork``.
+        ``agreement`` is the share of tokens on which the draft's most probable token is the target's, given the
+        target's features; ``own_agreement`` the same given the draft's own states.
 
         Args:
-            head_masks: 0 for masked heads, for each block.
-            fan_out: for each block, the row of the stream that each row of the block's batch continues; None: its own.
-            early: receives the stream after the first block, which intermediate distillation aligns.
+            generator: source of everything that is drawn at random.
+            compare: the divergence from the target's distributions, perhaps compiled.
         """
-        for number, block in enumerate(self.blocks):
-            if fan_out is not None:
-                stream = stream[fan_out[number]]
-            stream = block(
-                stream,
-                features,
-                factors,
-                context,
-                cache=context.caches[number],
-                head_mask=None if head_masks is None else head_masks[number],
-            )
-            if number == 0 and early is not None:
-                early.append(stream)
-        return self.norm(stream)  # type: ignore[no-any-return]
+
+    @property
+    def layers_in_preparation(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs ``prepare`` reads; empty: new weights need no preparation."""
+        return ()
+
+    def prepare(self, batches: Iterable[TeacherBatch]) -> None:
+        """Called before the first step on new weights, with the first teacher batches: compute weights from them."""
+
+    def after_backward(self) -> None:
+        """Called when the gradients of a training step have been computed."""
+
+    @torch.no_grad()
+    def finish(self, batches: Iterable[TeacherBatch]) -> None:
+        """Called after the last step, with teacher batches of the last stage, which are read as they are asked for:
+        count how often the target is expected to emit each token of its vocabulary along them.
+        """
+        total: Tensor | float = 0.0
+        for batch in batches:
+            for rows in batch.hidden[self.config.num_target_layers][batch.loss_mask].split(ROWS_COUNTED):
+                total = total + batch.head(rows).double().softmax(-1).sum(0)
+        assert isinstance(total, Tensor), "no batches"
+        self.token_frequencies = total.float()
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """The weights in bfloat16, tensors of integers, and the frequencies of tokens in float32."""
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        floats = {name: t.to(torch.bfloat16) for name, t in tensors.items() if t.is_floating_point()}
+        frequencies = self.token_frequencies
+        return tensors | floats | ({} if frequencies is None else {FREQUENCIES: frequencies.float().contiguous()})
+
+    def save(self, folder: Path) -> None:
+        """Write config and weights in bfloat16, which are loaded in the target's precision."""
+        save_tensors(folder / WEIGHTS, self.saved_tensors())
+        self.config.save(folder / CONFIG)
 
 
-def set_weights(network: nn.Module, tensors: Mapping[str, Tensor], *, source: object, what: str, advice: str) -> None:
-    """Set all weights of a network. Messages name the weights' ``source``, ``what`` they are for, and the next step.
+STEP_WEIGHT = 0.8  # of the loss of a step, relative to the step before
 
-    A network on the device ``meta`` is only compared with the tensors, before one is made whose sizes may be damaged.
 
-    Raises:
-        UserError: missing or other tensors, tensors of other shapes, or weights that are not finite.
+class UnrolledKeys:
+    """The keys and values of all steps so far, one step behind the other (``KeysValues``)."""
+
+    def __init__(self) -> None:
+        self._all: Tensor | None = None
+
+    def write(self, keys_values: Tensor, begin: int | Tensor) -> tuple[Tensor, Tensor]:
+        self._all = keys_values if self._all is None else torch.cat([self._all, keys_values], 3)
+        keys, values = self._all.unbind(2)
+        return keys, values
+
+
+def unrolled_mask(num_rows: int, step: int, first: int = 0) -> Tensor:
+    """Whether row i of a step attends to column (step j, row) [1, 1, rows, columns]; every row sees itself. All steps
+    but 0 have the rows from ``first`` on.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in (*shapes, *found):
-        if found.get(name) != shapes.get(name):
-            reason = f"{name} has shape {found.get(name)} in place of {shapes.get(name)}"
-            if name not in found or name not in shapes:
-                reason = f"{name} is {'missing' if name in shapes else 'none of them'}"
-            raise UserError(f"{source}: not the tensors of {what} ({reason}); {advice}")
-    check_finite(tensors, source=source)
-    if not any(tensor.is_meta for tensor in network.state_dict().values()):
-        network.load_state_dict(tensors)
+    columns = torch.arange(num_rows)
+    rows = columns[first if step else 0 :, None]
+    of_steps = [columns <= rows - step, *(columns[first:] == rows - step + earlier for earlier in range(1, step + 1))]
+    return torch.cat(of_steps, 1)[None, None]
+
+
+class UnrolledNetwork(DraftNetwork):
+    """A head of one layer that drafts further tokens from its own states."""
+
+    def unrolled_states(
+        self, stream: Tensor, features: Tensor, num_steps: int, *, first: int = 0, positions: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """States [batch, rows, state size] of every step, for embeddings ``stream`` and the target's ``features``,
+        [batch, n, ...] each. Step 0 has all n rows, the others those from ``first`` on. In step k, the first k of these
+        mean nothing, because there is nothing before them to be drafted from. ``positions`` [axes, batch, n] are for
+        networks with three axes.
+        """
+        rows = torch.arange(stream.shape[1], device=stream.device)
+        positions = rows[None, None] if positions is None or self.axes is None else positions
+        factors, cache = self.join_axes(self.factors(positions)), UnrolledKeys()
+        for step in range(num_steps):
+            context = AttentionContext(unrolled_mask(len(rows), step, first).to(stream.device), (cache,))
+            states = self(self.fuse(stream, features), features, factors, context)
+            yield states
+            if step == 0:
+                stream, features, factors = stream[:, first:], features[:, first:], factors[:, first:]
+                states = states[:, first:]
+            features = torch.cat([features[:, :1], self.own_features(states)[:, :-1]], 1)
+
+    def loss(
+        self, batch: TeacherBatch, settings: LossSettings, generator: torch.Generator, compare: Divergence = divergence
+    ) -> tuple[Tensor, Metrics]:
+        """The divergence from the target's distribution, averaged over the steps with falling weights.
+        ``own_agreement`` is that of the later steps.
+        """
+        hidden, last, num_steps = batch.hidden, self.config.num_target_layers, settings.unrolled_steps
+        features = self.target_features({layer: hidden[layer][:, :-1] for layer in self.layers_read(None)})
+        stream, is_loss = batch.embeddings[:, 1:], batch.loss_mask[:, 1:]  # sequences without their first token
+        teacher_logprobs = batch.head(hidden[last][:, 1:][is_loss]).float().log_softmax(-1)
+        row = is_loss.nonzero()[:, 1]
+        first = max(0, int(row.min()) - num_steps)  # drafting is unrolled from the first of these tokens on
+        losses, agreements = [], []
+        # The position is that of the token before, whose features are read, as where public heads are trained.
+        steps = self.unrolled_states(stream, features, num_steps, first=first, positions=batch.positions[..., :-1])
+        for step, states in enumerate(steps):
+            is_drafted = row >= first + step
+            logits = self.logits(states[is_loss[:, -states.shape[1] :]], batch.head)
+            token_losses, agrees = compare(logits, teacher_logprobs)
+            losses.append(token_losses[is_drafted].mean())
+            agreements.append(agrees[is_drafted].mean().item())
+        weights = torch.tensor([STEP_WEIGHT**step for step in range(num_steps)], device=stream.device)
+        loss = (torch.stack(losses) * weights).sum() / weights.sum()
+        later = agreements[1:] or agreements
+        return loss, {"loss": loss.item(), "agreement": agreements[0], "own_agreement": sum(later) / len(later)}

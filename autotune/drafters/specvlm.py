@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 from autotune.documents.loss_settings import LossSettings
 from autotune.documents.subnet import Operator
+from autotune.drafters.block_network import BlocksConfig, BlocksNetwork, own_feature_mask, rows_of
 from autotune.drafters.blocks import DraftBlock
 from autotune.drafters.compression import CompressionConfig, Compressor
-from autotune.drafters.losses import TrainableBlocks
-from autotune.drafters.network import BlocksConfig, PromptRows
-from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.trainable import Divergence, Metrics, divergence
-from autotune.drafters.two_readings import own_feature_mask, rows_of
+from autotune.drafters.network import PromptRows
+from autotune.drafters.teacher_batch import Divergence, Metrics, TeacherBatch, divergence
 
 
 class SpecVlmConfig(BlocksConfig):
@@ -34,7 +32,7 @@ class OperatorLosses(NamedTuple):
     shares: Tensor  # rows that the operator leaves, as a share of the visual tokens
 
 
-class SpecVlmNetwork(TrainableBlocks):
+class SpecVlmNetwork(BlocksNetwork):
     """One block after a fusion layer and a compressor, whose gate learns from the losses of all operators."""
 
     kind = "specvlm"

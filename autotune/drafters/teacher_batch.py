@@ -1,4 +1,4 @@
-"""The target's outputs on a batch of training examples."""
+"""The target's outputs on a batch of training examples, and the divergence of a draft from them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,23 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from autotune.documents.loss_settings import DistillationRule
+
+Metrics = dict[str, float]
+"""Figures to display and log, by name."""
+Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""``divergence``, or its compiled form."""
+
+
+def divergence(logits: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(teacher || draft) of every token, and 1 where the most probable tokens agree, otherwise 0; [tokens] each, from
+    the draft's ``logits`` and the target's log-probabilities in float32, [tokens, vocabulary] each.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    found = functional.kl_div(logprobs, teacher_logprobs, reduction="none", log_target=True).sum(-1)
+    return found, (logprobs.argmax(-1) == teacher_logprobs.argmax(-1)).float()
 
 
 @dataclass(frozen=True)

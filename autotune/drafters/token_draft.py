@@ -2,78 +2,39 @@
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from autotune.cost.table import ModelShape
-from autotune.documents.execution import EAGER
-from autotune.documents.subnet import Subnet
-from autotune.drafters.draft import AnswerToRecord, Coupling, Dimensions, Proposals
+from autotune.drafters.draft import AnswerToRecord, Coupling, Draft, Proposals
 from autotune.drafters.forests import LevelForestGrower
 from autotune.modeling.prompt import EncodedPrompt, token_rows
+from autotune.modeling.target import Target
 from autotune.replay.trace import Forest
 from autotune.trees.tree import Ints, Tree
 
-if TYPE_CHECKING:
-    from autotune.modeling.target import Target
 
+class TokenDraft(Draft):
+    """A draft without forward passes."""
 
-class TokenDraft(ABC):
-    """A draft without forward passes (see ``Draft``)."""
-
-    kind: str
     sees_images = False
-    has_states = False
-    max_context = math.inf
-    mode = EAGER
+    device = torch.device("cpu")
     graph_runner = None
-    weight_bytes = num_parameters = kv_bytes_per_token = 0
-    standalone_model: Any | None = None
-    dimensions = Dimensions()
+    num_parameters = kv_bytes_per_token = 0
     shape = ModelShape(
         num_layers=0, hidden_size=0, text_parameters=0, vision_parameters=0, kv_bytes_per_token=0, bytes_per_parameter=0
     )
-
-    def __init__(self) -> None:
-        self.vocab_size = 0  # the target's, after ``attach``
-        self.visual_keep = 1.0  # no effect
-        self.aux_layers: tuple[int, ...] = ()
-        self.capture_sizes: tuple[int, ...] = ()  # no effect
-        self.device = torch.device("cpu")
-
-    @property
-    def description(self) -> str:
-        return f"a {self.kind} draft"
-
-    @property
-    def subnet(self) -> Subnet:
-        return Subnet(visual_keep=self.visual_keep)
-
-    @property
-    @abstractmethod
-    def length(self) -> int:
-        """Tokens of the request."""
 
     def attach(self, target: Target) -> None:
         """See ``Draft``. Any vocabulary will do."""
         self.vocab_size = target.vocab_size
 
-    def use_mode(self, name: str) -> None:
-        """Nothing changes: there are no forward passes."""
-        del name
-
     def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[EncodedPrompt] = ()) -> list[Ints]:
         return [row.cpu().numpy().astype(np.int64) for row in token_rows(inputs)]
-
-    @abstractmethod
-    def prefill(self, prompt: Any, visual_scores: Tensor | None, *, capacity: int) -> None:
-        """Begin a request with one of ``prompts``."""
 
     def append(self, token: int) -> None:
         self.extend([token])

@@ -7,17 +7,16 @@ from abc import ABC, abstractmethod
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from autotune.documents.execution import COMPILED, EAGER, KV_LENGTH_STEP, rounded_capacity
 from autotune.machine.device import check_room, free_memory
 from autotune.modeling.compiled_layers import CompiledLayers
-from autotune.modeling.graph_memory import CapturedForward, Outputs
+from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner, check_mode
-from autotune.modeling.masks import MaskBuffer
-from autotune.modeling.step import Draw, Evaluated, Step
+from autotune.modeling.masks import TreeMasks
+from autotune.modeling.step import Draw, Evaluated, Layout, Step, padded_columns
 from autotune.trees.limits import Ints
 
 MAX_DOUBLED_SHARE = 0.25  # of the free memory: a larger cache grows to what a request needs
@@ -36,7 +35,7 @@ class CachedModel(ABC):
     """
     draw: Draw | None = None
     """How captured steps of a draft draw proposals; None: they take the most probable ones."""
-    _masks: MaskBuffer
+    _masks: TreeMasks
 
     @cached_property
     def _graph_runners(self) -> dict[str, GraphRunner]:
@@ -76,11 +75,6 @@ class CachedModel(ABC):
         """The key of a step with what else the result of a subclass depends on, and the memory at its addresses."""
         return key, []
 
-    @property
-    def _windows(self) -> Ints:
-        """The attention window for each packed mask; 0 sees everything."""
-        return np.array([window or 0 for window in self._masks.windows.values()])
-
     def forward(self, step: Step, *source: Any) -> Tensor:
         """Logits [n, vocabulary] of n tokens after the prefix and the uncommitted tokens, or [1, vocabulary] of the
         only one that is asked for, which stay valid. Nothing is committed. ``source`` is that of a draft's features.
@@ -92,9 +86,26 @@ class CachedModel(ABC):
     def evaluate_step(self, *step_and_source: Any) -> Evaluated:
         """``forward``, whose outputs are valid until the next step."""
 
-    def _launch(self, runner: GraphRunner, key: GraphKey, forward: CapturedForward) -> Evaluated:
-        """Run a captured step whose input is written."""
-        runner.launch(forward, partial(self._forward_over_buffers, key))
+    def _run_captured(
+        self,
+        step: Step,
+        prefixes: Ints,
+        windows: Ints,
+        column_offsets: Ints,
+        rows: Ints,
+        output_layers: tuple[int, ...] = (),
+    ) -> Evaluated:
+        """Run a step over fixed buffers. ``rows`` are the model's own integers of each token; for the other arguments
+        see ``PackedStep.write``.
+        """
+        assert self.graph_runner is not None
+        num_tokens, num_columns = step.tree_mask.shape
+        layout = Layout(num_tokens, padded_columns(num_columns, self.least_columns), len(prefixes), len(rows))
+        key, reads = self._complete(GraphKey(layout, step.only is not None, output_layers))
+        forward = self._latest = self.graph_runner.prepared(key, reads)
+        forward.step.write(step, prefixes, windows, column_offsets, self.draw)
+        forward.step.rows[:] = rows
+        self.graph_runner.launch(forward, partial(self._forward_over_buffers, key))
         return Evaluated(forward.outputs[0], forward.wait)
 
     @abstractmethod

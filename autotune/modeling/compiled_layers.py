@@ -3,21 +3,28 @@
 All layers run the same code, so ``torch.compile`` makes one function of it whose inputs are the tensors of a layer and
 its index: the cache writes to, and attention reads from, the row of one slab. It is compiled in the runs before a
 capture (``GraphMemory.capture``), which then keeps its kernels; nothing is compiled later.
+
+Matrix products of one input are computed as one: those of queries, keys and values, and the two of gated feed-forward
+layers. A step of few tokens takes the time in which its weights are read, and one large product reads them faster than
+several small ones. The weights become views of one tensor, so that they are in memory once; their values do not change.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any, Self
 
 import torch
+from torch import Tensor, nn
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from autotune.errors import first_line
-from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.merged_products import merged_products, replaced_attributes
+from autotune.modeling.graph_memory import Outputs, graph_memory
 from autotune.modeling.text_model import TextModel
 
 
@@ -124,3 +131,77 @@ def _obstacle(text: TextModel) -> str | None:
         "the forward pass of its layers was replaced": any("forward" in vars(layer) for layer in text.layers),
     }
     return next((reason for reason, holds in obstacles.items() if holds), None)
+
+
+_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Submodules that transformers calls with one input, each once in a forward pass."""
+
+
+def merged_products(layers: Iterable[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
+    """The attributes with which linear layers of one input compute their products as one (``replaced_attributes``).
+    Layers that are quantized, have an adapter or differ in type are left out.
+
+    Weights that are not views of one tensor yet are moved. Captures read them where they were, so that all captures of
+    the device are dropped.
+    """
+    own: dict[nn.Module, dict[str, Any]] = {}
+    for linears in itertools.chain.from_iterable(map(_mergeable, layers)):
+        shared = {
+            "merged_weight": _joined([linear.weight for linear in linears]),
+            "merged_bias": None if linears[0].bias is None else _joined([linear.bias for linear in linears]),
+            "sizes": [linear.out_features for linear in linears],
+            "outputs": {},  # of the layers that were not called since the latest product
+        }
+        for number, linear in enumerate(linears):
+            own[linear] = {"forward": MethodType(_output, linear), "number": number, **shared}
+    return own
+
+
+@contextmanager
+def replaced_attributes(own: Mapping[nn.Module, Mapping[str, Any]]) -> Iterator[None]:
+    """Within the context, modules have these attributes of their own."""
+    before = {module: {name: vars(module)[name] for name in own[module].keys() & vars(module)} for module in own}
+    for module, attributes in own.items():
+        vars(module).update(attributes)
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            for name in own[module].keys() - attributes.keys():
+                delattr(module, name)
+            vars(module).update(attributes)
+
+
+def _output(linear: Any, inputs: Tensor) -> Tensor:
+    """The output of a merged layer. The first of the layers that is called computes those of all."""
+    if linear.number not in linear.outputs:
+        product = nn.functional.linear(inputs, linear.merged_weight, linear.merged_bias)
+        linear.outputs.update(enumerate(product.split(linear.sizes, -1)))
+    return linear.outputs.pop(linear.number)  # type: ignore[no-any-return]
+
+
+def _mergeable(layer: nn.Module) -> Iterator[list[nn.Linear]]:
+    """Groups of linear layers without quantization or adapters that read one input."""
+    for module, names in itertools.product(layer.modules(), _NAMES):
+        linears = [
+            one
+            for name in names
+            if type(one := getattr(module, name, None)) is nn.Linear and type(one.weight) is nn.Parameter
+        ]
+        kinds = {(one.in_features, one.weight.dtype, one.weight.device, one.bias is None) for one in linears}
+        if (len(linears), len(kinds)) == (len(names), 1):
+            yield linears
+
+
+def _joined(parameters: Sequence[Tensor]) -> Tensor:
+    """A tensor of which the parameters are views, one after another. The first call makes them such views."""
+    first, lengths = parameters[0].data, [len(parameter) for parameter in parameters]
+    begins = itertools.accumulate([0, *(parameter.nbytes for parameter in parameters[:-1])])
+    places = [(one.untyped_storage().data_ptr(), one.data_ptr()) for one in parameters]
+    if places != [(places[0][0], first.data_ptr() + begin) for begin in begins]:
+        with torch.inference_mode(first.is_inference()):  # no other tensor of that mode can be trained later
+            first = torch.cat([parameter.data for parameter in parameters])
+        for parameter, rows in zip(parameters, first.split(lengths), strict=True):
+            parameter.data = rows
+        graph_memory(first.device).drop_all()
+    return first.as_strided((sum(lengths), *first.shape[1:]), first.stride())

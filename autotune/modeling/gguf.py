@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import mmap
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -45,7 +46,7 @@ def find_gguf(name: str, *, local_only: bool = False, is_split: bool = False) ->
     if name in PACKAGED:
         return _packaged(name)
     path = Path(name)
-    if path.is_dir():
+    if os.path.isdir(name):
         files = [] if (path / "config.json").exists() else sorted(path.glob(f"*{SUFFIX}"))
         if len(files) > 1:
             raise UserError(
@@ -54,7 +55,7 @@ def find_gguf(name: str, *, local_only: bool = False, is_split: bool = False) ->
             )
         return files[0] if files else None
     is_gguf = path.suffix.lower() == SUFFIX
-    if is_gguf and path.is_file():
+    if is_gguf and os.path.isfile(name):
         return path
     source, _, file = name.partition(":")
     if is_id(source) and file not in ("", "mtp"):

@@ -19,12 +19,13 @@ from autotune.modeling.known_models import KNOWN_MODELS
 ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]*\w)(@(?P<revision>[\w./-]+))?", re.ASCII)
 DESCRIPTIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files of a repository's top folder that describe a model and its tokenizer; its weights are named apart."""
+LONGEST_ID = 200  # characters
 TIMEOUT_S = 8.0  # for the Hub's first answer, so that a machine without network is told within ten seconds
 
 
 def is_id(name: str) -> bool:
     """Whether a name has the form of an id, ``OWNER/NAME`` or ``OWNER/NAME@REVISION``."""
-    return ID.fullmatch(name) is not None
+    return len(name) <= LONGEST_ID and ID.fullmatch(name) is not None
 
 
 class Repository:

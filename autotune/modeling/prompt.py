@@ -17,19 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.errors import UserError
-from autotune.modeling.hybrid_cache import new_cache
+from autotune.errors import UserError, first_line
+from autotune.modeling.kv_cache import new_cache
 from autotune.modeling.text_model import TextModel
 from autotune.modeling.vision_timing import timed_vision
 
 # By modality: the name of the pixels among the inputs, and of the placeholder token in the config.
 _MODALITIES = {"image": ("pixel_values", "image_token_id"), "video": ("pixel_values_videos", "video_token_id")}
 USUAL_PATCH = 14  # pixels of its height and width
-# Inputs that some processors make beside pixels. Their models fail without them, with different errors.
-_BESIDE_PIXELS = {
-    "pixel_values": ("image_sizes", "image_grid_thw", "batch_num_images", "image_position_ids"),
-    "pixel_values_videos": ("video_grid_thw", "video_position_ids", "num_frames_per_video"),
-}
 # Models that take one of these silently treat visual tokens as text without it.
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 # Inputs that the prefill sets itself.
@@ -70,10 +65,8 @@ class EncodedPrompt:
         """Consecutive parts of up to ``size`` tokens, which keep their positions, of a prompt without a mask and
         ``extra``.
         """
-        for begin in range(0, len(self), size):
-            part = slice(begin, begin + size)
-            embeddings = None if self.embeddings is None else self.embeddings[:, part]
-            yield EncodedPrompt(self.tokens[part], self.is_visual[part], embeddings, self.own_positions[..., part])
+        for part in torch.arange(len(self), device=self.tokens.device).split(size):
+            yield self.keep(part)
 
     @property
     def own_positions(self) -> Tensor:
@@ -234,20 +227,11 @@ def _text_inputs(model: Any, text: TextModel, inputs: dict[str, Any]) -> dict[st
         model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
     except _TextModelReached:
         return text_inputs
-    except ValueError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise UserError(
-            f"the prompt's image or video tokens do not fit its pixels ({str(error).strip().splitlines()[0]}); "
-            "let the processor make both from one text"
-        ) from None
-    except (TypeError, AttributeError, RuntimeError) as error:
-        parameters = inspect.signature(model.forward).parameters
-        needed = [name for pixels, names in _BESIDE_PIXELS.items() if pixels in inputs for name in names]
-        missing = [name for name in needed if name in parameters and name not in inputs]
-        if not missing:
-            raise
-        raise UserError(
-            f"the prompt's pixels cannot be read without {' or '.join(missing)} ({type(error).__name__}); "
-            "pass all outputs of the processor"
+            f"the prompt's tokens and pixels cannot be read ({first_line(error)}); pass all outputs of one call of the processor"
         ) from error
     finally:
         hook.remove()

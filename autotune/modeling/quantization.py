@@ -6,7 +6,7 @@ the packages to install.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -94,13 +94,10 @@ def usable_quantizer(config: Any, *, name: str, device: str) -> Any:
         return quantizer
     except (ImportError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        # Without gptqmodel, transformers asks for a GPU.
-        is_missing = isinstance(error, ImportError) or any(version_of(package) == "unknown" for package in packages)
-        step = "give the checkpoint without quantization, or another device"
-        if packages and is_missing:
-            step = f"pip install {' '.join(packages)}"
+        install = f"pip install {' '.join(packages)}, or " if packages else ""
         raise UserError(
-            f"{name}: quantized with {quantization}, which cannot run on {device} with the installed packages ({reason}); {step}"
+            f"{name}: quantized with {quantization}, which cannot run on {device} with the installed packages ({reason}); "
+            f"{install}give the checkpoint without quantization, or another device"
         ) from None
 
 
@@ -119,25 +116,6 @@ def decompress(model: Any) -> None:
     """
     if hasattr(model, "ct_decompress_hook"):
         model.hf_quantizer.compressor.decompress_model(model)
-
-
-def check_packed_weights(missing: Iterable[str], unexpected: Iterable[str], *, name: str) -> None:
-    """Check that transformers has read the packed weights of a checkpoint. Where its config does not say how they are
-    packed, or transformers ignores it (as that of hqq), it makes the weights of these layers at random.
-
-    Args:
-        missing: names of the model's tensors that the checkpoint does not have.
-        unexpected: names of the checkpoint's tensors that the model does not have.
-        name: the model in error messages.
-    """
-    layers = {tensor.rpartition(".")[0]: tensor for tensor in sorted(unexpected, reverse=True)}
-    for tensor in sorted(missing):
-        found = layers.get(tensor) or layers.get(tensor.rpartition(".")[0])
-        if found is not None:
-            raise UserError(
-                f"{name}: its checkpoint has {found} in place of {tensor}, which transformers cannot read and would make at random; "
-                "give a checkpoint whose quantization_config in config.json transformers supports, or one without quantization"
-            )
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -5,13 +5,12 @@ eager ones.
 from __future__ import annotations
 
 import inspect
+import json
 import re
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +18,12 @@ from torch import Tensor
 
 from autotune.documents.captured_steps import CapturedSteps
 from autotune.documents.execution import CUDA_GRAPH, EAGER
-from autotune.errors import UserError, first_line
+from autotune.errors import first_line
 from autotune.modeling.graph_runner import EagerNotice
 from autotune.modeling.near_ties import flips
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import Step
-from autotune.modeling.text_model import KNOWN_TEXT_TYPES
+from autotune.modeling.text_model import undecodable
 from autotune.modeling.tree_model import TreeModel
 
 # Parents of a tree with 3 levels and two branches of different depth. The second path is kept, so that a wrong mask,
@@ -81,34 +80,26 @@ def check_tree_decoding(model: TreeModel) -> None:
     name, reach = _furthest_reach(model)
     if reach > _LONGEST_REACH:
         reason = f"it reads {_LONGEST_REACH:,} tokens, and {name} of the config is {reach:,}"
-        raise _refusal(model_type, reason)
+        raise undecodable(model.text.config, f"the self-check failed, {reason}")
     try:
         with _short_windows(model):
             difference, noise = compare_tree_decoding(model)
     except Exception as error:
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if isinstance(error, (TypeError, NameError)) and frame.f_globals["__name__"].startswith("autotune."):
-            raise  # a defect of this package, not of the model
-        raise _refusal(model_type, f"a tree does not run ({first_line(error)})") from error
+        raise undecodable(
+            model.text.config, f"the self-check failed, a tree does not run ({first_line(error)})"
+        ) from error
     allowed = allowed_difference(model, noise)
     if model.has_states and not noise <= max(_MOST_NOISE, _MOST_NOISE_EPS * torch.finfo(model.dtype).eps):
         reason = f"single steps of transformers differ from its passes over several tokens by {noise:.2g} standard deviations"
-        raise _refusal(model_type, reason)
+        raise undecodable(model.text.config, f"the self-check failed, {reason}")
     if not difference <= allowed:
         reason = f"a tree's logits differ from token-by-token ones by {difference:.2g} standard deviations"
-        raise _refusal(model_type, reason)
+        raise undecodable(model.text.config, f"the self-check failed, {reason}")
     warnings.warn(
         f"autotune is not tested with text models of type {model_type!r}; this one passed the self-check: a tree's logits "
         f"equal token-by-token ones within {difference:.1g} standard deviations (allowed: {allowed:.1g})",
         SelfCheckNotice,
         stacklevel=4,
-    )
-
-
-def _refusal(model_type: str, reason: str) -> UserError:
-    return UserError(
-        f"text models of type {model_type!r} cannot be decoded with trees: the self-check failed, {reason}; known: "
-        f"{', '.join(KNOWN_TEXT_TYPES)}; use one of these"
     )
 
 
@@ -160,21 +151,13 @@ def _furthest_reach(model: TreeModel) -> tuple[str, int]:
     """The largest number of tokens in the config beyond which layers may compute something else, and its name. Windows
     that masks make are not among them, nor numbers that no sequence exceeds.
     """
-    text, found = model.text, [("", 0)]
-
-    def look(name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                look(str(key), inner)
-        elif isinstance(value, list | tuple):
-            for inner in value:
-                look(name, inner)
-        elif isinstance(value, int) and value < text.max_context and _REACH.search(name):
-            is_known = name == "sliding_window" and value in text.windows.values()
-            found.extend([] if is_known or _NO_REACH.search(name) else [(name, value)])
-
-    look("", text.config.to_dict())
-    return max(found, key=lambda each: each[1])
+    text, reaches = model.text, {"": 0}
+    for name, digits in re.findall(r'"(\w+)": (\d+)\b(?!\.)', json.dumps(text.config.to_dict(), default=str)):
+        is_window = name == "sliding_window" and int(digits) in text.windows.values()
+        is_reach = _REACH.search(name) is not None and _NO_REACH.search(name) is None
+        if is_reach and not is_window and int(digits) < text.max_context:
+            reaches[name] = max(int(digits), reaches.get(name, 0))
+    return max(reaches.items(), key=lambda item: item[1])
 
 
 @contextmanager

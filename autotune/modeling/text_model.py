@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from autotune.errors import UserError
-from autotune.modeling.kv_cache import KVShape
 from autotune.modeling.quantization import quantization_of
 
 # tests/runtime/test_families.py shows that these decode the same tokens as ``generate``, test_hybrids.py those with
@@ -48,6 +47,9 @@ _CONTEXT_NAMES = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
     *("max_sequence_length", "max_seq_length", "seq_len"),
 )
+
+KVShape = tuple[int, int]
+"""Number of KV heads, and head size."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ def text_model_of(model: Any) -> TextModel:
     module = model.get_decoder()
     layers = _layers(module, config.num_hidden_layers)
     if layers is None:
-        raise _refusal(config, f"no list of its {config.num_hidden_layers} layers was found")
+        raise undecodable(config, f"no list of its {config.num_hidden_layers} layers was found")
     is_gemma4 = str(model.config.model_type).startswith("gemma4")
     attending = {"full_attention" if name == "hybrid" else name for name in layer_types if name in _ATTENDING_TYPES}
     return TextModel(
@@ -248,10 +250,10 @@ def _mixer(config: Any, layer: nn.Module) -> nn.Module:
         if hasattr(part, "layer_idx") and any(isinstance(child, nn.Conv1d) for child in part.children())
     ]
     if len(found) != 1:
-        raise _refusal(config, f"{len(found)} modules of a layer with a state have a convolution, not one")
+        raise undecodable(config, f"{len(found)} modules of a layer with a state have a convolution, not one")
     (mixer,) = found
     if tuple(getattr(mixer, "time_step_limit", None) or _NO_LIMIT) != _NO_LIMIT:
-        raise _refusal(config, "its time steps are limited in passes over several tokens, but not in single steps")
+        raise undecodable(config, "its time steps are limited in passes over several tokens, but not in single steps")
     return mixer
 
 
@@ -269,15 +271,15 @@ def _layer_types(config: Any) -> tuple[str, ...]:
         types = [layer_type] * config.num_hidden_layers
     for layer_type in types:
         if layer_type not in _LAYER_TYPES:
-            raise _refusal(config, f"it has layers of type {layer_type!r}, whose cache cannot drop rejected tokens")
+            raise undecodable(config, f"it has layers of type {layer_type!r}, whose cache cannot drop rejected tokens")
     if set(_ATTENDING_TYPES).isdisjoint(types):
-        raise _refusal(
+        raise undecodable(
             config, f"it has no attention, only layers of type {' and '.join(map(repr, sorted(set(types))))}"
         )
     # "vision" concerns visual tokens alone, whose mask comes with the prompt.
     is_bidirectional = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")
     if is_bidirectional or not getattr(config, "is_causal", True):
-        raise _refusal(config, "its tokens see later tokens")
+        raise undecodable(config, "its tokens see later tokens")
     return tuple(types)
 
 
@@ -306,7 +308,8 @@ def _max_context(config: Any) -> int:
     return int(longest)
 
 
-def _refusal(config: Any, reason: str) -> UserError:
+def undecodable(config: Any, reason: str) -> UserError:
+    """The refusal of a text model, for a reason."""
     return UserError(
         f"text models of type {config.model_type!r} cannot be decoded with trees: {reason}; known: "
         f"{', '.join(KNOWN_TEXT_TYPES)}; use one of these"

@@ -1,10 +1,13 @@
 """Runs a Hugging Face text model over a KV cache that it owns: a prefill, then forward passes of a few tokens after the
 prefix. The target and independent drafts are such models.
+
+The outputs of a target's layers that a draft has yet to read lie at fixed addresses, so that captured steps of the
+target write them and captured steps of the draft read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,22 +19,20 @@ from autotune.cost.table import ModelShape
 from autotune.documents.execution import EAGER
 from autotune.modeling.attention import choose_attention
 from autotune.modeling.cached_model import CachedModel
-from autotune.modeling.captured_attention import captured_attention
 from autotune.modeling.compiled_layers import CompiledLayers
-from autotune.modeling.feature_rows import FeatureRows
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import GraphKey, GraphRunner
+from autotune.modeling.graph_runner import GraphKey
 from autotune.modeling.grouped_attention import attention_of_steps
-from autotune.modeling.host import to_device
-from autotune.modeling.hybrid_cache import new_cache
-from autotune.modeling.masks import LayerMasks, MaskBuffer, by_layer_type
+from autotune.modeling.host import select, to_device
+from autotune.modeling.kv_cache import new_cache
+from autotune.modeling.masks import LayerMasks, TreeMasks, by_layer_type
 from autotune.modeling.prompt import Encoded, EncodedPrompt, encode
 from autotune.modeling.quantization import unquantized, weight_bytes
-from autotune.modeling.step import LAST, Evaluated, Layout, PackedStep, Step, best_tokens, padded_columns
+from autotune.modeling.step import LAST, Evaluated, PackedStep, Step, best_tokens
 from autotune.modeling.text_model import TextModel, text_model_of
-from autotune.modeling.tree_attention import additive_mask
+from autotune.modeling.tree_attention import additive_mask, captured_attention
 from autotune.modeling.vision_timing import vision_layers, vision_parts
-from autotune.trees.limits import Ints
+from autotune.trees.limits import MAX_STEP, Ints
 
 DEFAULT_CAPACITY = 1024  # tokens; the cache grows when a request needs more
 PREFILL_CHUNK = 1024  # tokens of a prompt that are read at once
@@ -69,7 +70,7 @@ class TreeModel(CachedModel):
     def _allocate(self, capacity: int) -> None:
         text = self.text
         self.cache = new_cache(text, capacity)
-        self._masks = MaskBuffer(text.windows, capacity, dtype=self.dtype, device=self.device)
+        self._masks = TreeMasks(text.windows, dtype=self.dtype, device=self.device)
         self._column_offsets = np.zeros(capacity, np.int64)  # of the uncommitted tokens
 
     @property
@@ -210,7 +211,14 @@ class TreeModel(CachedModel):
         column_offsets = self._column_offsets[: step.tree_mask.shape[1]]
         column_offsets[step.num_uncommitted :] = step.offsets
         if self.graph_runner is not None:
-            return self._run_captured(self.graph_runner, step, positions, column_offsets)
+            num_axes = 3 if self._has_mrope else 1  # text has three equal ones, to share the captures of images
+            rows = np.empty((num_axes + bool(self.output_layers), len(step.tokens)), np.int64)
+            rows[:num_axes] = positions
+            if self.output_layers:
+                rows[num_axes] = self.features.next_pass(self.output_layers, len(step.tokens))
+            prefixes = np.full(len(self._masks.windows), self.cache.length)
+            windows = np.array([window or 0 for window in self._masks.windows.values()])
+            return self._run_captured(step, prefixes, windows, column_offsets, rows, self.output_layers)
         # A single token directly after the prefix needs no mask.
         mask = None
         if len(column_offsets) > 1:
@@ -224,25 +232,6 @@ class TreeModel(CachedModel):
         if self.output_layers:
             self.features.write(self.hidden)
         return Evaluated(self._logits(final if step.only is None else final[step.only : step.only + 1]))
-
-    def _run_captured(self, runner: GraphRunner, step: Step, positions: Ints, column_offsets: Ints) -> Evaluated:
-        num_tokens, num_columns = step.tree_mask.shape
-        num_axes = 3 if self._has_mrope else 1  # text has three equal ones, to share the captures of images
-        windows = self._windows
-        layout = Layout(
-            num_tokens,
-            padded_columns(num_columns, self.least_columns),
-            len(windows),
-            num_axes + bool(self.output_layers),
-        )
-        key, reads = self._complete(GraphKey(layout, step.only is not None, self.output_layers))
-        forward = runner.prepared(key, reads)
-        forward.step.write(step, np.full(len(windows), self.cache.length), windows, column_offsets, self.draw)
-        forward.step.rows[:num_axes] = positions
-        if self.output_layers:
-            forward.step.rows[num_axes] = self.features.next_pass(self.output_layers, num_tokens)
-        self._latest = forward
-        return self._launch(runner, key, forward)
 
     def _compiled_layers(self) -> CompiledLayers:
         return CompiledLayers.of(self.text)
@@ -297,3 +286,52 @@ class TreeModel(CachedModel):
             # Of a model that is spread over devices, to where the drafts read them.
             self.hidden = {layer: out.hidden_states[layer][0].to(self.device) for layer in self.output_layers}
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+NUM_ROWS = 2 * MAX_STEP
+
+
+class FeatureRows:
+    """Rows of each layer, [``NUM_ROWS``, hidden]. A forward pass of n tokens writes ``begin`` and the n - 1 rows after
+    it. A draft holds the rows that it will read; later passes write after them, until it releases all.
+    """
+
+    def __init__(self, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.layers: dict[int, Tensor] = {}
+        self.begin = 0
+        self._end = 0  # of the latest forward pass
+        self._held = 0  # rows before this one are held
+        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
+
+    def next_pass(self, layers: Sequence[int], num_tokens: int) -> Ints:
+        """The rows of a forward pass of n tokens, [n]. Layers that are new are allocated."""
+        for layer in layers:
+            if layer not in self.layers:
+                self.layers[layer] = torch.zeros(NUM_ROWS, self._hidden_size, dtype=self._dtype, device=self._device)
+        self.begin, self._end = self._held, self._held + num_tokens
+        return np.arange(self.begin, self._end)
+
+    def write(self, hidden: Mapping[int, Tensor]) -> None:
+        """Write the rows of a forward pass of n tokens, [n, hidden] for each layer."""
+        rows = self.next_pass([*hidden], len(next(iter(hidden.values()))))
+        for layer, states in hidden.items():
+            self.layers[layer][rows[0] : rows[-1] + 1] = states
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the draft must read what it holds before it can hold rows of the latest pass."""
+        return self._end > NUM_ROWS - MAX_STEP
+
+    def hold(self, tokens: Ints) -> list[int]:
+        """Hold the rows of tokens of the latest forward pass, which are ascending; returns their numbers."""
+        rows = self.begin + tokens
+        if self.is_full:  # nothing else is held
+            for states in self.layers.values():
+                states[: len(rows)] = select(states, rows, 0)
+            rows = np.arange(len(rows))
+        self._held = int(rows[-1]) + 1
+        return rows.tolist()
+
+    def release(self) -> None:
+        """The rows were read."""
+        self._held = 0

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autotune.errors import UserError
+from autotune.errors import UserError, first_line
 from autotune.files import write_bytes
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 FILES_ADVICE = "check the name or path, and its files"
+CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
 
 
 @contextmanager
@@ -47,20 +52,14 @@ def check_finite(tensors: Mapping[str, Any], *, source: object) -> None:
     """Refuse weights that are not finite, of which every answer would be one token over and over."""
     import torch
 
-    sums = {
-        name: tensor.sum(dtype=torch.float32)  # one pass without a copy, in which NaN and infinity stay
-        for name, tensor in tensors.items()
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter)  # not the packed weights of torchao
-        and tensor.is_floating_point()
-        and tensor.dtype.itemsize > 1
-        and not tensor.is_meta
-    }
-    for device in {value.device for value in sums.values()}:
-        names = [name for name, value in sums.items() if value.device == device]
-        is_finite = torch.stack([sums[name] for name in names]).isfinite().tolist()
-        if not all(is_finite):
-            damaged = f"{source}: the weights {names[is_finite.index(False)]} are not finite"
-            raise UserError(f"{damaged}; restore the file, or load another checkpoint")
+    for name, tensor in tensors.items():
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # not the packed weights of torchao
+        if not is_plain or tensor.is_meta or not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            continue
+        if not bool(tensor.sum(dtype=torch.float32).isfinite()):  # one pass without a copy
+            raise UserError(
+                f"{source}: the weights {name} are not finite; restore the file, or load another checkpoint"
+            )
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None = None) -> None:
@@ -72,6 +71,15 @@ def save_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str
     write_bytes(path, save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))
 
 
+def save_content(path: Path, content: Mapping[str, Any]) -> None:
+    """Write what ``torch.load`` reads without running code, by ``write_bytes``."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    write_bytes(path, buffer.getvalue())
+
+
 def check_weights(model: Any, info: Mapping[str, Any], *, name: str) -> None:
     """Refuse weights that transformers made at random because the checkpoint lacks them, or has others."""
     for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of")):
@@ -81,3 +89,40 @@ def check_weights(model: Any, info: Mapping[str, Any], *, name: str) -> None:
                 "restore the file, or load another checkpoint"
             )
     check_finite(dict(model.named_parameters()), source=name)
+
+
+def read_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
+    """The tensors of a published draft; ``kind`` names it in messages. No code of a pickle is run.
+
+    Raises:
+        UserError: no file of weights, or one of which no tensors can be read.
+    """
+    from transformers.modeling_utils import load_state_dict
+
+    path = folder / WEIGHTS if (folder / WEIGHTS).exists() else folder / PICKLED
+    if not path.exists():
+        raise UserError(
+            f"{folder}: {kind} is read from {WEIGHTS} or {PICKLED}; there is none; give the folder of a whole draft"
+        )
+    check_whole(path)
+    try:
+        return load_state_dict(path)
+    except Exception as error:  # both libraries raise many kinds for damaged files
+        raise UserError(
+            f"{path}: no tensors can be read from it ({first_line(error)}); restore the file, or save them as {WEIGHTS}"
+        ) from None
+
+
+def set_weights(network: nn.Module, tensors: Mapping[str, Tensor], *, source: object, what: str, advice: str) -> None:
+    """Take tensors for all weights of a network, which may be on the device ``meta``. Messages name the weights'
+    ``source``, ``what`` they are for, and the next step.
+
+    Raises:
+        UserError: missing or other tensors, tensors of other shapes, or weights that are not finite.
+    """
+    try:
+        network.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{source}: not the tensors of {what} ({reason}); {advice}") from None
+    check_finite(tensors, source=source)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autotune.modeling.grouped_attention import attention_of_steps
-from autotune.modeling.hybrid_cache import new_cache
+from autotune.modeling.kv_cache import new_cache
 from autotune.modeling.masks import by_layer_type, first_visible
 from autotune.modeling.step import NOT_FINITE, best_tokens
 from autotune.modeling.target import Prefilled, Target

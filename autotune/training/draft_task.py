@@ -6,12 +6,10 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
@@ -20,19 +18,25 @@ from torch import Tensor
 from autotune.console import Console
 from autotune.documents.loss_settings import DistillationRule, LossSettings
 from autotune.drafters.checkpoint import NETWORKS, load_draft
-from autotune.drafters.network import NOT_TRAINED
-from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.trainable import Metrics, TrainableNetwork, divergence
-from autotune.errors import UserError, errors_about
+from autotune.drafters.network import NOT_TRAINED, DraftNetwork
+from autotune.drafters.teacher_batch import Metrics, TeacherBatch, divergence
+from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key
 from autotune.machine.device import free_memory, gib, multiplies_bfloat16
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.recording.answers import AnswerRecorder
-from autotune.recording.recorder import Recorder, Report
+from autotune.recording.recorder import Recorder
 from autotune.runtime.decoder import Decoder
-from autotune.training.examples import JsonlExamples, Line, at_temperatures, judged_questions, read_examples, split_file
-from autotune.training.magpie import user_turn, write_questions
+from autotune.training.examples import (
+    JsonlExamples,
+    Line,
+    at_temperatures,
+    judged_questions,
+    read_examples,
+    split_file,
+    write_questions,
+)
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.teacher import Teacher, TeacherBatches
 from autotune.workloads.prompt import load_prompt
@@ -51,42 +55,18 @@ def autocast_dtype(device: torch.device, target: torch.dtype) -> torch.dtype | N
     return torch.bfloat16 if multiplies_bfloat16(device) or target != torch.float32 else None
 
 
-def memory_in_use(device: torch.device) -> int:
-    """Bytes that this process has allocated: on a GPU the most so far, on the CPU at this time."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
-
-
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed; on the CPU torch raises a plain ``RuntimeError``."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
-class TriedStep(NamedTuple):
-    """A step on one batch of a stage, by which the draft was not changed."""
-
-    batch: str
-    """The size of the batch, in words."""
-    num_bytes: int
-    """Memory in use, models included."""
-
-
 class DraftTask:
     """A draft to train for the recipe's teacher. The loss of a step is a function of the recipe and the step alone."""
 
-    module: TrainableNetwork
+    module: DraftNetwork
     """Holds exactly the trained parameters."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        recipe_path: Path,
-        accelerator: Accelerator,
-        *,
-        report: Report | None = None,
-        console: Console | None = None,
-    ) -> None:
+    def __init__(self, recipe: Recipe, recipe_path: Path, accelerator: Accelerator, console: Console) -> None:
         self.recipe = recipe
         self.recipe_path = recipe_path
         self.accelerator = accelerator
@@ -98,21 +78,9 @@ class DraftTask:
                 "processes; raise batch_size, or start fewer processes"
             )
         data, path = recipe.data, recipe_path.parent / recipe.data.file
-        split = partial(
-            split_file,
-            path,
-            batch_size=largest,
-            num_examples=data.num_examples,
-            num_held_out=NUM_HELD_OUT * largest,
-            judged=judged_questions(recipe_path.parent, data.judged),
-        )
-        if data.magpie is None:
-            split()  # an invalid file is refused before the target is loaded
+        judged = judged_questions(recipe_path.parent, data.judged)
         name = teacher_name(recipe, recipe_path)
         self.processor = load_processor(name)
-        if data.magpie is not None:
-            with errors_about(str(recipe_path)):
-                user_turn(self.processor)
         self.target = Target(load_model(name, device=str(accelerator.device), dtype=recipe.dtype, console=console))
         self.target_reference = reference(name)
         self.teacher = Teacher(self.target)
@@ -127,31 +95,26 @@ class DraftTask:
         self.module = module.to(accelerator.device)
         # The compiled one keeps no tensor as large as the logits but their gradient.
         self._compare = torch.compile(divergence, dynamic=True) if recipe.compile else divergence
-        self._check_vocabulary()
-        if data.magpie is not None and accelerator.is_main_process:
-            answers = AnswerRecorder(self.target, self.processor)
-            write_questions(path, data.magpie, answers, report, data.chat_template_kwargs)
-        accelerator.wait_for_everyone()
-        choices = data.temperatures, data.chat_template_kwargs
-        training, held_out = (at_temperatures(lines, *choices) for lines in split())
         # Recipes of one file of examples share answers and teacher batches, wherever they are trained from.
         self.cache = (path.parent if os.access(path.parent, os.W_OK) else Path()) / WORKSPACE
-        recorder = Recorder(self.target, self.target_reference, self.processor, self.cache)
-        lines = read_examples(path, [*training, *held_out], recorder, accelerator, report)
+        with console.stage(f"{recipe.name} examples") as report:
+            if data.magpie is not None and accelerator.is_main_process:
+                answers = AnswerRecorder(self.target, self.processor)
+                write_questions(path, data.magpie, answers, report, data.chat_template_kwargs)
+            accelerator.wait_for_everyone()
+            choices = data.temperatures, data.chat_template_kwargs
+            parts = split_file(
+                path,
+                batch_size=largest,
+                num_examples=data.num_examples,
+                num_held_out=NUM_HELD_OUT * largest,
+                judged=judged,
+            )
+            training, held_out = (at_temperatures(part, *choices) for part in parts)
+            recorder = Recorder(self.target, self.target_reference, self.processor, self.cache)
+            lines = read_examples(path, [*training, *held_out], recorder, accelerator, report)
         self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
         self._choose_vocabulary(self._training_lines)
-
-    def _check_vocabulary(self) -> None:
-        """Refuse, before anything is written, more tokens than the target has, or some where its head's rows cannot be
-        copied.
-        """
-        size, number = self.target.vocab_size, self.recipe.vocabulary
-        if number is not None and number > size:
-            raise UserError(
-                f"{self.recipe_path}: the target has {size} tokens; got vocabulary {number}; lower it, or leave it out"
-            )
-        if number is not None and number < size:
-            self.target.text.with_vocabulary(torch.zeros(1, dtype=torch.long))
 
     def _choose_vocabulary(self, lines: Sequence[Line]) -> None:
         """Compare draft and target over the tokens that are most frequent in the answers, and of equally frequent ones
@@ -164,26 +127,23 @@ class DraftTask:
             kept = torch.from_numpy(np.sort((-counts).argsort(kind="stable")[:number])).to(text.head.weight.device)
             text = text.with_vocabulary(kept)
             self.module.keep_tokens(kept, text.head.weight)
-        self._kept, self._head, self._num_tokens = kept, text.logits, size if kept is None else len(kept)
+        self._kept, self._head = kept, text.logits
 
     def try_largest_batches(self) -> str:
-        """Try a step on the largest batch of every stage; returns the memory that it takes, as one line.
+        """Try a step on the largest batch of every stage; returns the memory that is left, as one line.
 
         Raises:
             UserError: a batch needs more memory than there is.
         """
-        tried = []
         for number, stage in enumerate(self.recipe.stages):
             batches = self._batches_of(number).examples.batches
-            largest = max(batches, key=lambda batch: len(batch) * max(line.length for line in batch))
-            tried.append(self._try_step(stage, largest))
-        most, device = max(tried, key=lambda step: step.num_bytes), self.accelerator.device
+            self._try_step(stage, max(batches, key=lambda batch: len(batch) * max(line.length for line in batch)))
+        device = self.accelerator.device
         return (
-            f"memory on {device}: a step on {most.batch} takes {gib(most.num_bytes)}, models included; "
-            f"{gib(free_memory(device))} are free between steps"
+            f"memory on {device}: steps on the largest batches fit; {gib(free_memory(device))} are free between steps"
         )
 
-    def _try_step(self, stage: Stage, lines: Sequence[Line]) -> TriedStep:
+    def _try_step(self, stage: Stage, lines: Sequence[Line]) -> None:
         """Try a step on a batch of these lines, which are repeated if they are fewer. The draft stays as it is.
 
         Raises:
@@ -196,28 +156,24 @@ class DraftTask:
         optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.0, fused=True)
         dtype = autocast_dtype(device, self.target.dtype)
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        batch_words = f"{size} examples of up to {max(line.length for line in chosen):,} tokens"
         self.module.train()
         try:
             batch = self._compared(self.teacher.read(examples[0], layers=layers, rule=rule))
             with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
                 loss, _ = self.module.loss(batch, stage, torch.Generator().manual_seed(0), self._compare)
-            num_bytes = memory_in_use(device)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             raise UserError(
-                f"{self.recipe_path}: the memory of {device} must hold a step on {batch_words}; it is full "
-                f"({' '.join(str(error).split())[:200]}); lower batch_size (a process reads {size} at a time), or shorten the "
-                "longest examples"
+                f"{self.recipe_path}: the memory of {device} must hold a step on {size} examples of up to "
+                f"{max(line.length for line in chosen):,} tokens; it is full ({' '.join(str(error).split())[:200]}); lower "
+                f"batch_size (a process reads {size} at a time), or shorten the longest examples"
             ) from None
-        num_bytes = max(num_bytes, memory_in_use(device))
         optimizer.zero_grad()
         for name, buffer in self.module.named_buffers():
             buffer.copy_(buffers[name])
-        return TriedStep(batch_words, num_bytes)
 
     def prepare(self) -> None:
         """Compute what weights begin with."""

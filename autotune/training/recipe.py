@@ -37,7 +37,7 @@ class Stage(LossSettings):
 
 
 class Magpie(Document):
-    """Questions that the target writes itself, see ``training.magpie``."""
+    """Questions that the target writes itself, see ``training.examples.write_questions``."""
 
     num_prompts: int = Field(ge=1)
     temperature: float = Field(default=1.0, gt=0)

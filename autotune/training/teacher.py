@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
@@ -18,10 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from autotune.documents.loss_settings import DistillationRule
 from autotune.drafters.teacher_batch import TeacherBatch
 from autotune.errors import UserError
-from autotune.files import write_bytes
 from autotune.modeling.prompt import EncodedPrompt
-from autotune.modeling.target import Target
-from autotune.modeling.visual_attention import LayerAttention, attention_entropy, observed_attention, visual_scores
+from autotune.modeling.target import LayerAttention, Target, attention_entropy, observed_attention, visual_scores
+from autotune.modeling.weight_files import save_content
 from autotune.training.examples import Example, JsonlExamples
 
 ENTROPY_QUERIES = 64  # tokens of one example of a batch whose attention entropy is measured
@@ -33,23 +30,12 @@ class Teacher:
         self.num_layers = len(target.text.layers)
 
     def load(self, path: Path) -> TeacherBatch:
-        target = self.target
-        tensors = safetensors.torch.load_file(path, device=str(target.device))
-
-        def numbered(kind: str) -> dict[int, Tensor]:
-            return {int(n.split(".")[1]): t for n, t in sorted(tensors.items()) if n.startswith(kind + ".")}
-
-        return TeacherBatch(
-            embeddings=tensors["embeddings"].to(target.dtype),
-            is_visual=tensors["is_visual"],
-            lengths=tensors["lengths"],
-            loss_start=tensors["loss_start"],
-            hidden={layer: states.to(target.dtype) for layer, states in numbered("hidden").items()},
-            visual_scores=numbered("visual_scores"),
-            entropies=tensors.get("entropies"),
-            head=target.text.logits,
-            positions=tensors["positions"],
-        )
+        """A batch that ``save`` wrote, in the target's data type."""
+        dtype = self.target.dtype
+        content = torch.load(path, map_location=self.target.device, weights_only=True)
+        content["embeddings"] = content["embeddings"].to(dtype)
+        content["hidden"] = {layer: states.to(dtype) for layer, states in content["hidden"].items()}
+        return TeacherBatch(**content, head=self.target.text.logits)
 
     @torch.no_grad()
     def read(
@@ -132,14 +118,10 @@ class Teacher:
 
 def save(batch: TeacherBatch, path: Path) -> None:
     """Write a batch, in half precision where its values fit; see ``Teacher.load``."""
-    tensors = {"embeddings": batch.embeddings, **{f"hidden.{layer}": h for layer, h in batch.hidden.items()}}
-    tensors = {name: _to_half(tensor) for name, tensor in tensors.items()}
-    tensors |= {name: getattr(batch, name) for name in ("is_visual", "lengths", "loss_start", "positions")}
-    tensors |= {f"visual_scores.{row}": scores for row, scores in batch.visual_scores.items()}
-    if batch.entropies is not None:
-        tensors["entropies"] = batch.entropies
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    write_bytes(path, safetensors.torch.save(contiguous))
+    content = {name: value for name, value in vars(batch).items() if name != "head"}
+    content["embeddings"] = _to_half(batch.embeddings)
+    content["hidden"] = {layer: _to_half(states) for layer, states in batch.hidden.items()}
+    save_content(path, content)
 
 
 def _to_half(states: Tensor) -> Tensor:
@@ -181,8 +163,8 @@ class TeacherBatches:
 
     def __getitem__(self, step: int) -> TeacherBatch:
         number = self.batch_of(step)
-        path, layers, rule = self.cache / f"{number}.safetensors", {*self.layers}, self.rule
-        with contextlib.suppress(OSError, SafetensorError, KeyError):  # a missing or damaged file
+        path, layers, rule = self.cache / f"{number}.pt", {*self.layers}, self.rule
+        with contextlib.suppress(Exception):  # a missing or damaged file, of which torch raises many kinds
             cached = self.teacher.load(path)
             if cached.serves(layers, rule):
                 return cached

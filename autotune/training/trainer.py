@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,36 +15,38 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, is_tensorboard_available
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import nn
 
-from autotune.console import Console
-from autotune.errors import UserError
+from autotune.console import Console, Update
+from autotune.errors import UserError, first_line
 from autotune.files import append_line, content_key, sha256_of
 from autotune.machine.contention_monitor import ContentionMonitor
 from autotune.modeling.loading import Dtype
-from autotune.modeling.weight_files import check_finite, save_tensors
+from autotune.modeling.weight_files import check_finite, save_content
 from autotune.training.draft_task import CHAIN_DEPTH, DraftTask, autocast_dtype
 from autotune.training.recipe import Recipe, Stage
 
 CHECKPOINT_EVERY = 100  # steps
 LOG_EVERY = 25  # steps
-STATE = "state.safetensors"
-MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
-    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
-    torch.optim.Muon: ("momentum_buffer",),
-}
-"""State of a parameter in each optimizer."""
+STATE, BEST = "state.pt", "best.pt"
 AGREEMENT_METRIC = "held_out_agreement"  # by which weights are kept
 SHOWN_METRICS = ("loss", "agreement", AGREEMENT_METRIC)  # in the progress bar
-Progress = Callable[[str, int, int, dict[str, float]], None]
-"""Called as progress(stage name, step, steps, metrics)."""
+
+
+class Silent(Console):
+    """The console of processes that print nothing."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[Update]:
+        yield lambda done, total, note="": None
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Model, optimizer moments and position, in one safetensors file that is replaced atomically."""
+    """Model, optimizers and position, in one file of torch that is replaced atomically."""
 
     path: Path
     recipe_key: str
@@ -52,69 +54,36 @@ class Checkpoint:
     def save(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], stage: int, step: int, **further: float
     ) -> None:
-        own = own_names(module)
-        tensors = {f"model.{name}": tensor for name, tensor in module.state_dict().items() if name in own}
-        for name, parameter in module.named_parameters():
-            for optimizer in optimizers:
-                for moment, value in optimizer.state.get(parameter, {}).items():
-                    tensors[f"{moment}.{name}"] = value
-        numbers = {"stage": stage, "step": step, **further}
-        save_tensors(self.path, tensors, {"recipe": self.recipe_key} | {name: str(n) for name, n in numbers.items()})
+        content = {"recipe": self.recipe_key, "stage": stage, "step": step, **further, "model": module.state_dict()}
+        content["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
+        save_content(self.path, content)
 
-    def numbers(self) -> dict[str, float]:
-        """The ``stage`` and ``step`` to continue from, and what else was saved; empty without a checkpoint, a
-        ``UserError`` for a damaged or another recipe's one.
+    def load(self, module: nn.Module | None = None) -> dict[str, Any]:
+        """Load what was saved, and its weights into ``module``; empty without a checkpoint.
+
+        Raises:
+            UserError: a damaged checkpoint, or that of another recipe.
         """
         if not self.path.exists():
             return {}
-        with self._reading(), safe_open(self.path, "pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("recipe") != self.recipe_key:
-                raise UserError(
-                    f"{self.path}: the recipe or its file of examples has changed since this checkpoint; delete the checkpoint to "
-                    "start over, or restore the files"
-                )
-            return {name: float(metadata[name]) for name in {"stage", "step", *metadata} - {"recipe"}}
-
-    def position(self) -> tuple[int, int]:
-        """The (stage, step) to continue from; (0, 0) without a checkpoint."""
-        numbers = self.numbers() or {"stage": 0, "step": 0}
-        return int(numbers["stage"]), int(numbers["step"])
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Inside the context the file is read, which may be damaged."""
         try:
-            yield
-        except (SafetensorError, OSError, LookupError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{self.path}: the checkpoint is damaged ({reason}); delete it to start over") from None
-
-    def load_model(self, module: nn.Module) -> None:
-        with self._reading():
-            check_finite(tensors := load_file(self.path), source=self.path)
-            state = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-            missing, unexpected = module.load_state_dict(state, strict=False)
-            if wrong := [*unexpected, *sorted(own_names(module) & set(missing))]:
-                raise ValueError(f"{wrong[0]} is missing, or none of the draft's")
-
-    def load_optimizers(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        with self._reading():
-            tensors = load_file(self.path)
-            for optimizer in optimizers:
-                for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-                    keys = {moment: f"{moment}.{names[parameter]}" for moment in MOMENTS[type(optimizer)]}
-                    if all(key in tensors for key in keys.values()):
-                        state = {moment: tensors[key].to(parameter.device) for moment, key in keys.items()}
-                        if any(value.ndim and value.shape != parameter.shape for value in state.values()):
-                            raise ValueError(f"moments of {names[parameter]} have another shape")
-                        optimizer.state[parameter] = state
-
-
-def own_names(module: nn.Module) -> set[str]:
-    """Names of parameters and buffers, without further names of tied ones."""
-    return {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+            content: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
+            is_same = content["recipe"] == self.recipe_key
+            if is_same and module is not None:
+                check_finite(content["model"], source=self.path)
+                module.load_state_dict(content["model"])
+        except UserError:
+            raise
+        except Exception as error:  # torch raises many kinds for damaged files
+            raise UserError(
+                f"{self.path}: the checkpoint is damaged ({first_line(error)}); delete it to start over"
+            ) from None
+        if not is_same:
+            raise UserError(
+                f"{self.path}: the recipe or its file of examples has changed since this checkpoint; delete the checkpoint to "
+                "start over, or restore the files"
+            )
+        return content
 
 
 def learning_rate(stage: Stage, step: int) -> float:
@@ -149,61 +118,59 @@ class Trainer:
     task: DraftTask
     accelerator: Accelerator
     checkpoint: Checkpoint
-    log: Path
-    progress: Progress | None
-    autocast_dtype: torch.dtype | None
-    """None: no autocast, float32."""
     best: Checkpoint
     """The weights of the evaluation of the last stage with the highest held-out agreement, ``agreement``."""
+    log: Path
+    console: Console
 
     def run(self) -> None:
-        first_stage, first_step = self.checkpoint.position()
-        if (first_stage, first_step) != (0, 0):
-            self.checkpoint.load_model(self.task.module)
-        else:
+        saved = self.checkpoint.load(self.task.module)
+        if not saved:
             self.task.prepare()
-        for number in range(first_stage, len(self.recipe.stages)):
-            self._run_stage(number, first_step if number == first_stage else 0)
+        for number in range(saved.get("stage", 0), len(self.recipe.stages)):
+            self._run_stage(number, saved if number == saved.get("stage") and saved["step"] else {})
         self.task.module.eval()
 
-    def _run_stage(self, number: int, first_step: int) -> None:
-        stage, module = self.recipe.stages[number], self.task.module
+    def _run_stage(self, number: int, saved: Mapping[str, Any]) -> None:
+        """Run a stage from its first step, or from the one that was saved."""
+        stage, module, num_stages = self.recipe.stages[number], self.task.module, len(self.recipe.stages)
         self.task.begin(number)
-        parameters = list(module.parameters())
+        parameters, first_step = list(module.parameters()), saved.get("step", 0)
         optimizers = make_optimizers(module, parameters, stage)
-        if first_step > 0:
-            self.checkpoint.load_optimizers(module, optimizers)
+        for optimizer, state in zip(optimizers, saved.get("optimizers", ()), strict=False):
+            optimizer.load_state_dict(state)
         module.train()
         held_out: dict[str, float] = {}
-        best = self.best.numbers() if first_step > 0 else {}
+        best = self.best.load() if first_step > 0 else {}
         most = best["agreement"] if best and best["step"] <= first_step else -1.0  # later steps are repeated
         layers: Counter[int] = Counter()  # distilled in the steps since the last line of the log
-        for step in range(first_step, stage.steps):
-            started = time.perf_counter()
-            metrics = self._step(stage, step, parameters, optimizers)
-            if (layer := metrics.pop("distilled_layer", None)) is not None:
-                layers[int(layer)] += 1
-            if not self.accelerator.is_main_process:
-                continue
-            num_done, is_last = step + 1, step + 1 == stage.steps
-            if num_done % CHECKPOINT_EVERY == 0 or is_last:
-                held_out = self.task.evaluate()
-                metrics |= held_out
-                if number == len(self.recipe.stages) - 1 and held_out[AGREEMENT_METRIC] > most:
-                    most = held_out[AGREEMENT_METRIC]
-                    self.best.save(module, (), number, num_done, agreement=most)
-            if self.progress is not None:
-                name = f"{self.recipe.name} stage {number + 1}/{len(self.recipe.stages)}"
-                self.progress(name, num_done, stage.steps, held_out | metrics)
-            if num_done % LOG_EVERY == 0 or is_last:
-                record: dict[str, Any] = {"stage": number, "step": num_done}
-                if layers:
-                    record["distilled_layers"] = {str(layer): layers[layer] for layer in sorted(layers)}
-                    layers.clear()
-                append_line(self.log, {**record, **metrics, "seconds": time.perf_counter() - started})
-                self.accelerator.log(metrics, sum(one.steps for one in self.recipe.stages[:number]) + num_done)
-            if num_done % CHECKPOINT_EVERY == 0 and not is_last:
-                self.checkpoint.save(module, optimizers, number, num_done)
+        with self.console.stage(f"{self.recipe.name} stage {number + 1}/{num_stages}", stage.steps) as update:
+            for step in range(first_step, stage.steps):
+                started = time.perf_counter()
+                metrics = self._step(stage, step, parameters, optimizers)
+                if (layer := metrics.pop("distilled_layer", None)) is not None:
+                    layers[int(layer)] += 1
+                if not self.accelerator.is_main_process:
+                    continue
+                num_done, is_last = step + 1, step + 1 == stage.steps
+                if num_done % CHECKPOINT_EVERY == 0 or is_last:
+                    held_out = self.task.evaluate()
+                    metrics |= held_out
+                    if number == num_stages - 1 and held_out[AGREEMENT_METRIC] > most:
+                        most = held_out[AGREEMENT_METRIC]
+                        self.best.save(module, (), number, num_done, agreement=most)
+                shown = held_out | metrics
+                note = (f"{name.replace('_', ' ')} {shown[name]:.3f}" for name in SHOWN_METRICS if name in shown)
+                update(num_done, stage.steps, ", ".join(note))
+                if num_done % LOG_EVERY == 0 or is_last:
+                    record: dict[str, Any] = {"stage": number, "step": num_done}
+                    if layers:
+                        record["distilled_layers"] = {str(layer): layers[layer] for layer in sorted(layers)}
+                        layers.clear()
+                    append_line(self.log, {**record, **metrics, "seconds": time.perf_counter() - started})
+                    self.accelerator.log(metrics, sum(one.steps for one in self.recipe.stages[:number]) + num_done)
+                if num_done % CHECKPOINT_EVERY == 0 and not is_last:
+                    self.checkpoint.save(module, optimizers, number, num_done)
         if self.accelerator.is_main_process:
             self.checkpoint.save(module, optimizers, number + 1, 0)
 
@@ -213,7 +180,7 @@ class Trainer:
         """Update the parameters once, and return metrics to display."""
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = learning_rate(stage, step)
-        dtype = self.autocast_dtype
+        dtype = autocast_dtype(self.accelerator.device, self.task.target.dtype)
         with torch.autocast(self.accelerator.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
             loss, metrics = self.task.loss(step)
         loss.backward()
@@ -227,19 +194,12 @@ class Trainer:
 
 
 def train(
-    recipe_path: Path,
-    *,
-    output: Path | None = None,
-    progress: Progress | None = None,
-    notify: Callable[[str], None] | None = None,
-    dtype: Dtype | None = None,
-    console: Console | None = None,
+    recipe_path: Path, *, output: Path | None = None, dtype: Dtype | None = None, console: Console | None = None
 ) -> Path:
     """Train the draft of a recipe, continuing from the last checkpoint; ``dtype`` of the target, instead of the
     recipe's.
 
-    Returns the folder with the weights and the training log. Only the main process calls ``progress`` and
-    ``notify``.
+    Returns the folder with the weights and the training log. Only the main process prints to ``console``.
 
     Raises:
         UserError: an invalid recipe, teacher or example, too little memory, or a checkpoint of another recipe.
@@ -254,41 +214,28 @@ def train(
         project_dir=output,
     )
     accelerator.init_trackers("tensorboard")
-    if not accelerator.is_main_process:
-        progress = notify = console = None
-    report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
-
-    def checkpoint(name: str) -> Checkpoint:
-        """The recipe and its file of examples, which magpie writes first, must not change while a run is resumed."""
-        content = recipe.model_dump(mode="json", exclude_defaults=True)
-        key = content_key([content, sha256_of(recipe_path.parent / recipe.data.file)])
-        return Checkpoint(output / ".checkpoint" / name, key)
-
+    console = console if console is not None and accelerator.is_main_process else Silent()
     monitor = ContentionMonitor(str(accelerator.device))
-    task = DraftTask(recipe, recipe_path, accelerator, report=report, console=console)
-    autocast = autocast_dtype(accelerator.device, task.target.dtype)
-    log, best = output / "training.jsonl", checkpoint("best.safetensors")
-    trainer = Trainer(recipe, task, accelerator, checkpoint(STATE), log, progress, autocast, best)
-    memory = task.try_largest_batches()
-    if notify is not None:
-        notify(memory)
-    trainer.run()
+    task = DraftTask(recipe, recipe_path, accelerator, console)
+    # The recipe and its file of examples, which magpie writes first, must not change while a run is resumed.
+    content = recipe.model_dump(mode="json", exclude_defaults=True)
+    key = content_key([content, sha256_of(recipe_path.parent / recipe.data.file)])
+    state, best = (Checkpoint(output / ".checkpoint" / name, key) for name in (STATE, BEST))
+    console.say(task.try_largest_batches())
+    Trainer(recipe, task, accelerator, state, best, output / "training.jsonl", console).run()
     if not accelerator.is_main_process:
         return output
-    if kept := best.numbers():
-        best.load_model(task.module)
+    if kept := best.load(task.module):
+        console.say(
+            f"the weights are those of step {kept['step']} of the last stage, whose held-out agreement is the highest: "
+            f"{kept['agreement']:.1%}"
+        )
     task.save(output)
-    if notify is not None:
-        if kept:
-            notify(
-                f"the weights are those of step {kept['step']:.0f} of the last stage, whose held-out agreement is the highest: "
-                f"{kept['agreement']:.1%}"
-            )
-        tokens = task.tokens_per_round(output)
-        accelerator.log({"held_out_tokens_per_round": tokens}, sum(stage.steps for stage in recipe.stages))
-        notify(f"on held-out prompts a chain of {CHAIN_DEPTH} emits {tokens:.2f} tokens per round")
-        notify(monitor.contention().describe("during the training"))
-        notify(f"weights and training log written to {output}")
+    tokens = task.tokens_per_round(output)
+    accelerator.log({"held_out_tokens_per_round": tokens}, sum(stage.steps for stage in recipe.stages))
+    console.say(f"on held-out prompts a chain of {CHAIN_DEPTH} emits {tokens:.2f} tokens per round")
+    console.say(monitor.contention().describe("during the training"))
+    console.say(f"weights and training log written to {output}")
     return output
 
 
@@ -298,21 +245,3 @@ def average_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerat
         for parameter in parameters:
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             parameter.grad = accelerator.reduce(gradient, reduction="mean")
-
-
-def train_with_progress(recipe_path: Path, output: Path | None, console: Console, dtype: Dtype | None = None) -> None:
-    shown: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-
-        def progress(stage: str, step: int, steps: int, metrics: dict[str, float]) -> None:
-            if shown.get("stage") != stage:
-                stack.close()
-                shown.update(stage=stage, update=stack.enter_context(console.stage(stage, steps)))
-            note = (f"{name.replace('_', ' ')} {metrics[name]:.3f}" for name in SHOWN_METRICS if name in metrics)
-            shown["update"](step, steps, ", ".join(note))
-
-        def notify(text: str) -> None:
-            stack.close()  # end the progress bar of the stage before
-            console.say(text)
-
-        train(recipe_path, output=output, progress=progress, notify=notify, dtype=dtype, console=console)

@@ -83,19 +83,6 @@ def test_selection_follows_the_gate(rows: Tensor) -> None:
     assert sizes.count(3) / 60 == pytest.approx(share, abs=0.15) and len(set(sizes)) > 1
 
 
-def test_half_of_the_training_examples_draw_any_operator(rows: Tensor) -> None:
-    """However certain the gate is, each operator stays trained."""
-    made = compressor()
-    assert made.gate is not None
-    with torch.no_grad():
-        made.gate.weight.zero_()
-        made.gate.bias.copy_(torch.tensor([0.0, 99.0, 0.0, 0.0, 0.0]))
-    generator = torch.Generator().manual_seed(0)
-    drawn = [made.draw(torch.randn(HIDDEN), generator) for _ in range(400)]
-    shares = [drawn.count(name) / 400 for name in made.config.operators]
-    assert shares == pytest.approx([0.1, 0.6, 0.1, 0.1, 0.1], abs=0.06)
-
-
 def test_the_expected_cost_is_that_of_the_drawn_operators() -> None:
     """Plus the weighted entropy, at the temperature of the draws."""
     made = compressor()
@@ -155,8 +142,3 @@ def test_concatenation_keeps_every_operator_in_its_place(rows: Tensor) -> None:
     found, positions = made(rows, POSITIONS, torch.randn(HIDDEN))
     assert len(found) == 2 + 3 + 4 + 2 and positions.tolist() == sorted(positions.tolist())
     assert any(torch.equal(one, rows[4]) for one in found), "a token kept by prune is one of them"
-
-
-def test_without_a_gate_tokens_stay(rows: Tensor) -> None:
-    found, positions = compressor("none")(rows, POSITIONS, torch.randn(HIDDEN))
-    assert found is rows and positions is POSITIONS

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
@@ -239,19 +235,6 @@ def test_published_heads_propose_as_in_the_code_that_trained_them(
         assert len(seen) > 20 and max(out.stats.accepted_lengths) > 0
 
 
-def test_factors_of_three_axes_are_those_of_the_targets(qwens: Qwens, tmp_path: Path) -> None:
-    heads = {"SpecForge/qwen2-5-vl-7b": Qwen2_5_VLRotaryEmbedding, QWEN3_VL: Qwen3VLTextRotaryEmbedding}
-    for number, (name, rotary) in enumerate(heads.items()):
-        target = Target(qwens[target_type(name)][0])
-        draft = load_draft(str(write_head(tmp_path / str(number), name, target)), target)
-        assert isinstance(draft, FeatureDraft) and draft.num_position_axes == 3
-        rope = {**PUBLISHED[name]["rope_scaling"], "rope_type": "default", "rope_theta": PUBLISHED[name]["rope_theta"]}
-        config = SimpleNamespace(rope_parameters=rope, head_dim=128, max_position_embeddings=8192)
-        positions = torch.randint(4000, (3, 1, 9))
-        expected = torch.stack(rotary(config)(torch.zeros(1), positions), -2)
-        torch.testing.assert_close(draft.network.join_axes(draft.network.factors(positions)), expected, atol=0, rtol=0)
-
-
 def assert_lossless_and_replayed(target: Target, draft: FeatureDraft, prompts: dict[str, Inputs]) -> None:
     """Greedy and sampled requests have the tokens of plain decoding, and the rounds that replay counts."""
     bounds = ForestBounds(depth=4, num_proposals=8, width=64, floor=1e-9, beam=16)
@@ -287,7 +270,7 @@ def rename(folder: Path, old: str, new: str) -> None:
     save_file({name.replace(old, new): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
-def test_heads_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
     target = Target(pair.target)
     for number, (change, damage, message) in enumerate(
         (
@@ -298,8 +281,8 @@ def test_heads_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path, monkeypat
             ({"intermediate_size": 40}, None, "not the tensors of the EAGLE-3 head"),
             ({"rope_scaling": {"type": "su"}}, None, r"config.json: rope types are default, mrope, .*; got 'su'; "),
             ({"rope_scaling": {"rope_type": "linear"}}, None, r"config.json: Missing required keys .* {'factor'}; "),
-            ({"rope_scaling": {"type": "mrope"}}, None, r"half the head size, 4; got \[\]; correct it"),
-            ({"rope_parameters": {"mrope_section": [2, 3, 3]}}, None, r"half the head size, 4; got \[2, 3, 3\]; "),
+            ({"rope_scaling": {"type": "mrope"}}, None, "cannot load it"),
+            ({"rope_parameters": {"mrope_section": [2, 3, 3]}}, None, "cannot load it"),
         )
     ):
         folder = write_head(tmp_path / str(number), "SpecForge/llama3-8B", **change)
@@ -321,20 +304,11 @@ def test_heads_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path, monkeypat
     with refused(r"pytorch_model\.bin: no tensors can be read from it"):
         load_draft(str(folder), target)
     (folder / "pytorch_model.bin").unlink()
-    published = tmp_path / "hub" / "models--author--head"
-    (published / "refs").mkdir(parents=True)
-    (published / "refs" / "main").write_text("1234")
-    shutil.copytree(folder, published / "snapshots" / "1234")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    with refused(
-        r"snapshots/1234: an EAGLE-3 head is read from model\.safetensors or pytorch_model\.bin; there is none"
-    ):
-        load_draft("author/head", target)
+    with refused(r"layer: an EAGLE-3 head is read from model\.safetensors or pytorch_model\.bin; there is none"):
+        load_draft(str(folder), target)
     tensors["d2t"] -= tensors["d2t"]
-    torch.save(
-        tensors, published / "snapshots" / "1234" / "pytorch_model.bin"
-    )  # a pickle alone, as EAGLE's own heads are
-    assert load_draft("author/head", target).kind == "eagle3"
-    torch.save({"fc.weight": Path("code")}, published / "snapshots" / "1234" / "pytorch_model.bin")
-    with refused(r"pytorch_model\.bin: no tensors can be read from it \(Weights only load failed"):
-        load_draft("author/head", target)
+    torch.save(tensors, folder / "pytorch_model.bin")  # a pickle alone, as EAGLE's own heads are
+    assert load_draft(str(folder), target).kind == "eagle3"
+    torch.save({"fc.weight": Path("code")}, folder / "pytorch_model.bin")
+    with refused(r"pytorch_model\.bin: no tensors can be read from it .*Weights only load failed"):
+        load_draft(str(folder), target)

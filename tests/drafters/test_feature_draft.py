@@ -5,6 +5,8 @@ network over the whole text with features of the stock model.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -200,28 +202,6 @@ def test_requests_with_other_shares_of_visual_tokens_do_not_mix(
     assert [accepted(draft, *request) for request in reversed(requests)] == alone[::-1]
 
 
-def test_a_longer_prompt_gets_room_for_its_pruned_tokens(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """Cross-attention blocks hold all tokens of a prompt, however few the others hold."""
-    target = Target(pair.target)
-    draft = new_draft("dream", target)
-    draft.visual_keep = 0.1
-    (prompt,) = target.encode(prompts["image"]).prompts
-    target.output_layers = draft.aux_layers
-    target.reserve(len(prompt))
-    scores = target.prefill(prompt, visual_rankings=["text_after_image"]).visual_scores["text_after_image"]
-    capacity = draft.cache.capacity
-    draft.prefill(prompt, scores, capacity=capacity + 1)
-    length, num_condensed = draft.cache.length, draft._num_condensed
-    assert num_condensed > 0 and length + num_condensed == len(prompt)
-    assert draft._is_crossing
-    slabs = [block.slab for block in draft.cache.blocks]
-    assert draft.cache.capacity > capacity
-    assert [int(slab.abs().sum((0, 1, 3)).count_nonzero()) for slab in slabs] == [length, len(prompt), length]
-    draft.reserve(1)
-    assert (draft.cache.length, draft._num_condensed) == (0, 0)
-    assert draft.kv_bytes_per_token == sum(slab.nbytes for slab in slabs) // draft.cache.capacity
-
-
 def test_a_plain_request_reads_no_output_layers(pair: Pair, prompts: dict[str, Inputs]) -> None:
     target = Target(pair.target)
     decoder = Decoder(target, new_draft("dream", target), tree=TREES[1])
@@ -300,18 +280,6 @@ def test_every_subnet_sliced_equals_the_masked_supernet(pair: Pair) -> None:
     assert [heads.tolist() for heads in network.kept_heads((0.5, 0.5, 0.5))] == [[0, 3], [2, 3], [0, 1]]
 
 
-def test_a_supernet_of_other_blocks_is_refused(pair: Pair) -> None:
-    with refused("blocks of a supernet are initial, crossing, final; got initial, final; leave blocks out"):
-        new_draft("star", Target(pair.target), blocks=["initial", "final"])
-
-
-def test_a_share_that_would_cut_a_head_is_refused(pair: Pair) -> None:
-    network = new_draft("star", Target(pair.target)).network
-    assert isinstance(network, StarNetwork)
-    with refused(r"heads are kept whole: a share of 0\.3 of 4 is 1\.2; choose among 0\.25, 0\.5"):
-        network.kept_heads((0.5, 0.3, 1.0))
-
-
 def test_head_importance_is_gradient_times_weight(pair: Pair) -> None:
     """Equation 1 by hand, for every head of each kind of block."""
     network = new_draft("star", Target(pair.target)).network.requires_grad_(True)
@@ -343,15 +311,26 @@ def test_a_saved_draft_is_loaded_unchanged(pair: Pair, tmp_path: Any) -> None:
         torch.testing.assert_close(tensor, network.state_dict()[name].to(torch.bfloat16).float())
 
 
-def test_a_draft_of_another_target_is_refused(pair: Pair, tmp_path: Any) -> None:
+def test_networks_and_subnets_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
     target = Target(pair.target)
     network = new_draft("dream", target).network
     DreamNetwork(network.config.model_copy(update={"hidden_size": 64})).save(tmp_path)
-    with refused("made for a target with hidden_size 64; this one has 32"):
-        load_draft(str(tmp_path), target)
-
-
-def test_a_layer_that_the_network_cannot_read_is_refused(pair: Pair) -> None:
-    network = new_draft("dream", Target(pair.target)).network
-    with refused("dream reads the output of one of the target's layers 4; got injection_layer 2"):
-        FeatureDraft(network, Subnet(injection_layer=2))
+    supernet = new_draft("star", target).network
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: load_draft(str(tmp_path), target), "made for a target with hidden_size 64; this one has 32"),
+        (
+            lambda: FeatureDraft(network, Subnet(injection_layer=2)),
+            "dream reads the output of one of the target's layers 4; got injection_layer 2",
+        ),
+        (
+            lambda: new_draft("star", target, blocks=["initial", "final"]),
+            "blocks of a supernet are initial, crossing, final; got initial, final; leave blocks out",
+        ),
+        (
+            lambda: supernet.sliced((0.5, 0.3, 1.0)),
+            r"heads are kept whole: a share of 0\.3 of 4 is 1\.2; choose among 0\.25, 0\.5",
+        ),
+    ]
+    for make, message in cases:
+        with refused(message):
+            make()

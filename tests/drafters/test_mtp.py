@@ -19,8 +19,7 @@ from transformers.modeling_layers import MtpLayer
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
-from autotune.drafters.mtp import MtpNetwork
-from autotune.drafters.mtp_checkpoint import own_name
+from autotune.drafters.mtp import MtpNetwork, own_name
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -190,18 +189,6 @@ def test_a_published_head_drafts_as_transformers_runs_it(
     assert len(seen) > 10 and max(out.stats.accepted_lengths) > 0
 
 
-def test_keys_and_values_may_differ_in_size() -> None:
-    """As with latent attention, whose cache holds 16 numbers of the keys and 8 of their rotated part."""
-    sizes = {}
-    for family in FAMILIES:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            network = MtpNetwork.new({}, Target(new_model(family)), source="test")
-        sizes[family] = network._cache_sizes
-    assert sizes["glm4_moe"] == sizes["qwen3_5"] == (2, 8, 8)
-    assert sizes["deepseek_v3"][1] != sizes["deepseek_v3"][2]
-
-
 def random_head(target: Target) -> MtpNetwork:
     torch.manual_seed(5)
     network = MtpNetwork.new({}, target, source="test")
@@ -262,22 +249,18 @@ def test_the_first_head_of_a_checkpoint_is_read() -> None:
 
 def test_heads_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
     target = Target(pair.target)
-    with refused(r"no mtp head, no tensors model.layers.4.* or mtp.*train a head with autotune"):
+    with refused(r"no mtp head, no tensors model.layers.4.\* or mtp.\*, .*train a head with autotune"):
         load_draft(f"{pair.target_folder}:mtp", target)
     model = new_model("glm4_moe")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         promising = Target(model)
-    model.save_pretrained(tmp_path / "promising")
-    with refused(r"promises mtp heads \(num_mtp_layers: 1\), but its checkpoint has no tensors") as caught:
-        load_draft(f"{tmp_path / 'promising'}:mtp", promising)
-    assert "\n" not in str(caught.value)
     folder = write_checkpoint(tmp_path / "other", model, {"model.layers.3.eh_proj.weight": torch.zeros(8, 16)})
     with refused(r"other:mtp: not the tensors of an mtp head for this target .*use a head made") as caught:
         load_draft(f"{folder}:mtp", promising)
     assert "\n" not in str(caught.value)
     random_head(target).save(tmp_path / "saved")
-    with refused(r"saved.*: not the tensors of an mtp head for this target"):
+    with refused(r"saved.*: not the tensors of the mtp draft that config.json describes .*for this target"):
         load_draft(str(tmp_path / "saved"), promising)
     with refused("only a star draft has heads to choose"):
         load_draft(str(tmp_path / "saved"), target, Subnet(heads=0.5))

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from autotune.drafters import independent
 from autotune.drafters.draft import AnswerToRecord, DraftNotice
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.retrieval import RetrievalDraft
@@ -112,15 +111,10 @@ def test_a_request_that_outgrows_the_drafts_context(context: int, drafts: bool) 
     assert (forest.child_token[first:19] == -1).all() and (forest.child_token[:first] >= 0).all()
 
 
-@pytest.mark.parametrize("is_known_from_config", [True, False])
-def test_another_vision_tower_reads_text_only(
-    pair: Pair, prompts: dict[str, Inputs], is_known_from_config: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_vision_tower_reads_text_only(pair: Pair, prompts: dict[str, Inputs]) -> None:
     config = deepcopy(pair.draft.config)
     config.vision_config.patch_size //= 2
     draft = IndependentDraft(AutoModelForImageTextToText.from_config(config).eval())
-    if not is_known_from_config:
-        monkeypatch.setattr(independent, "_tower_sizes", lambda config: [])
     with pytest.warns(DraftNotice, match="vision tower does not give .* reads text only"):
         decoder = decode(pair.target, draft, prompts["image"])
     assert not draft.sees_images and decoder.last_output.stats.draft_forwards > 0

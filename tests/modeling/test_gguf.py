@@ -12,29 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from autotune.cli.main import main
-from autotune.console import Console
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
-from autotune.files import sha256_of
 from autotune.machine.device import fingerprint
 from autotune.modeling import gguf as gguf_files
 from autotune.modeling import loading
-from autotune.modeling.loading import load_model, load_processor, load_tokenizer, reference, resolve
+from autotune.modeling.loading import load_model, load_processor, reference, resolve
 from autotune.modeling.target import Target
 from autotune.modeling.target_defaults import default_drafts, default_workload
 from autotune.report.prompts import TokenTexts
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
-from autotune.search.model_pool import ModelPool
-from autotune.training.trainer import train
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from tests.sample_documents import decoding_profile
 from tests.tiny_models import Pair, new_llama, sharpen
-from tests.training.conftest import STAGE, write_recipe
+from tests.training.conftest import Said
 
 gguf = pytest.importorskip("gguf", reason="pip install autotune-speculative[gguf]")
 
@@ -58,33 +52,34 @@ def write_gguf(
     sharpen(model, model.model.layers, 1)
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name("tiny")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(config.vocab_size)
+    tokens, special = tokenizer.convert_ids_to_tokens(range(config.vocab_size)), set(tokenizer.all_special_ids)
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    metadata = {
+        "name": "tiny",
+        "file_type": gguf.LlamaFileType.MOSTLY_Q8_0,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": 10_000.0,
+        "vocab_size": config.vocab_size,
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "smollm",
+        "token_list": tokens,
+        "token_types": [3 if number in special else 1 for number in range(len(tokens))],
+        "token_merges": [" ".join(merge) for merge in merges],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    for name, value in (metadata if template is None else {**metadata, "chat_template": template}).items():
+        getattr(writer, f"add_{name}")(value)
     if split > 1:
         writer.add_uint16("split.count", split)
         writer.add_uint16("split.no", 0)
-    tokens = tokenizer.convert_ids_to_tokens(range(config.vocab_size))
-    special = set(tokenizer.all_special_ids)
-    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if number in special else 1 for number in range(len(tokens))])
-    writer.add_token_merges([" ".join(merge) for merge in merges])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
-    if template is not None:
-        writer.add_chat_template(template)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.model.state_dict(prefix="model.").items():
         stem, _, kind = name.rpartition(".")
@@ -112,17 +107,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, processor: Any) -> tuple[Path
     """A GGUF file, the only one of its folder, and the model of its weights."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.Q8_0.gguf"
     return path, write_gguf(path, processor.tokenizer)
-
-
-class Said(Console):
-    """A console that keeps what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
 
 
 @torch.inference_mode()
@@ -155,18 +139,6 @@ def test_a_gguf_file_is_a_target(tiny: tuple[Path, Any], processor: Any) -> None
         assert torch.equal(found.sequences, plain)
 
 
-def test_loading_prints_no_progress_of_transformers(tiny: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
-    load_processor(str(tiny[0]))
-    load_model(str(tiny[0]))
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_folder_names_its_gguf_file(tiny: tuple[Path, Any]) -> None:
-    path, _ = tiny
-    assert resolve(str(path.parent)) == resolve(str(path)) == str(path)
-    assert reference(str(path)).sha256 == reference(str(path.parent)).sha256 == sha256_of(path)
-
-
 @pytest.mark.parametrize("is_native", [True, False])
 def test_gguf_weights_are_bfloat16_where_the_device_multiplies_it(
     tiny: tuple[Path, Any], text_pair: Pair, monkeypatch: pytest.MonkeyPatch, is_native: bool
@@ -184,15 +156,6 @@ def test_gguf_weights_are_bfloat16_where_the_device_multiplies_it(
     assert load_model(str(text_pair.target_folder)).dtype == torch.float32
     assert load_model(str(text_pair.target_folder), dtype="bfloat16").dtype == torch.bfloat16
     assert planned[-1] == 2 * text_pair.target.num_parameters()
-
-
-def test_documents_have_keys_by_file_and_data_type(tiny: tuple[Path, Any], tmp_path: Path) -> None:
-    path, _ = tiny
-    pools = [ModelPool(str(path), ["retrieval"], "cpu", dtype=dtype) for dtype in ("float32", "bfloat16")]  # type: ignore[arg-type]
-    assert [pool.precision for pool in pools] == ["float32", "bfloat16"]
-    assert pools[0].key != pools[1].key and pools[0].target_reference == pools[1].target_reference
-    prompt = WorkloadPrompt("prompt", Prompt(prompt="Row"), ())
-    assert len({pool.recorder(tmp_path)._answer_path(prompt) for pool in pools}) == 2
 
 
 def test_what_is_wrong_with_a_gguf_file_is_told(
@@ -238,27 +201,6 @@ def test_what_is_wrong_with_a_gguf_file_is_told(
         resolve("smollm2")
 
 
-def test_messages_need_the_chat_template_of_the_file(processor: Any, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "plain.gguf", processor.tokenizer, template=None)
-    tokenizer = load_tokenizer(str(tmp_path))
-    chat: Any = {"messages": [{"role": "user", "content": "Row"}]}
-    with pytest.raises(UserError, match="no chat template; give prompt instead of messages"):
-        WorkloadPrompt("prompt", Prompt(**chat), ()).inputs(tokenizer)
-    assert WorkloadPrompt("prompt", Prompt(prompt="Row"), ()).inputs(tokenizer)["input_ids"].shape[1] > 0
-
-
-def test_a_gguf_file_is_measured(tiny: tuple[Path, Any], tmp_path: Path) -> None:
-    """On the command line, which says what was done to the weights."""
-    workload, table = tmp_path / "prompts.jsonl", tmp_path / "pair.cost.json"
-    workload.write_text('{"prompt": "Row 1 reads 3, 1, 4.", "max_new_tokens": 8, "split": "tune"}\n')
-    arguments = ["--target", str(tiny[0]), "--draft", "retrieval", "--dtype", "bfloat16", "--device", "cpu"]
-    arguments += ["--workload", str(workload), "--budget", "1s", "-o", str(table)]
-    done = CliRunner().invoke(main, ["measure", *arguments])
-    assert done.exit_code == 0, done.output
-    assert done.output.count("the tokens are those of the dequantized model") == 1
-    assert json.loads(table.read_text())["precision"] == "bfloat16"
-
-
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_a_profile_is_loaded_in_its_precision(tiny: tuple[Path, Any], dtype: Any) -> None:
     """Or in the data type that is asked for, with a warning."""
@@ -271,39 +213,6 @@ def test_a_profile_is_loaded_in_its_precision(tiny: tuple[Path, Any], dtype: Any
     assert decoder.target.text.precision == (dtype or "bfloat16")
     texts = [str(warning.message) for warning in caught if "the speedup may differ" in str(warning.message)]
     assert texts == ([] if dtype is None else ["profile: tuned in bfloat16, loaded in float32; the speedup may differ"])
-
-
-def test_a_draft_is_trained_for_a_gguf_file(
-    tiny: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    lines = [{"prompt": f"Row {number} reads 3, 1, 4.", "max_new_tokens": 6} for number in range(7)]
-    (tmp_path / "examples.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    sizes = {"num_heads": 4, "head_size": 16, "mlp_size": 32, "layers": [0, 1, 2]}
-    changes = {"model": "eagle3", "draft": sizes, "dtype": "bfloat16", "stages": [STAGE]}
-    path = write_recipe(tmp_path / "recipe.yaml", str(tiny[0]), **changes)
-    draft = load_draft(str(train(path, output=tmp_path / "out")), Target(load_model(str(tiny[0]), dtype="bfloat16")))
-    assert draft.kind == "eagle3"
-
-
-def test_a_data_type_that_quantized_weights_do_not_take_is_refused(
-    text_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torchao = pytest.importorskip("torchao.quantization")
-    from transformers import TorchAoConfig
-
-    settings = TorchAoConfig(torchao.Int8WeightOnlyConfig())
-    model = type(text_pair.target).from_pretrained(text_pair.target_folder, quantization_config=settings)
-    model.save_pretrained(tmp_path)
-    monkeypatch.setattr(torch.nn.Linear, "forward", refusing_linear)
-    with pytest.raises(
-        UserError, match=r"quantized with torchao Int8WeightOnly, cannot run in float16 on cpu \(no kernel"
-    ):
-        load_model(str(tmp_path), dtype="float16")
-
-
-def refusing_linear(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
-    raise NotImplementedError("no kernel for Half")
 
 
 @pytest.mark.nightly

@@ -14,57 +14,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from autotune.cost.roofline import KERNELS_OUTSIDE
 from autotune.errors import UserError
-from autotune.modeling import graph_runner
-from autotune.modeling.feature_rows import FeatureRows
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import EagerNotice, GraphKey, GraphRunner
-from autotune.modeling.masks import MaskBuffer, first_visible
+from autotune.modeling.masks import TreeMasks, first_visible
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.step import HEADER, Layout, PackedStep, Step, padded_columns
 from autotune.modeling.target import Target
 from autotune.modeling.tree_attention import additive_mask
+from autotune.modeling.tree_model import FeatureRows
 from autotune.runtime.decoder import Decoder
 from autotune.trees.limits import MAX_STEP
 from tests.rehearsal import Rehearsal
 from tests.rehearsed_cuda import CudaError, tensors_of
-from tests.tiny_models import Inputs, Pair, on_device
-
-
-def test_a_key_is_captured_once(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its buffers keep their addresses."""
-    tree = {"policy": "eagle2", "depth": 3, "k": 3, "budget": 9}
-    fixed = Decoder(pair.target, pair.draft, tree=tree, mode="fixed", capture_sizes=(1, 16))
-    fixed.generate(**prompts["text"], max_new_tokens=20)
-    captured: Any = fixed.target._graph_runners["fixed"]._captured
-    assert {key.layout.num_tokens for key in captured} == {16}
-    addresses = {key: forward.on_device.data_ptr() for key, forward in captured.items()}
-    monkeypatch.setattr(graph_runner, "CapturedForward", None)
-    fixed.generate(**prompts["text"], max_new_tokens=20)
-    assert {key: forward.on_device.data_ptr() for key, forward in captured.items()} == addresses
-
-
-def test_outputs_stay_valid_after_the_next_forward_pass(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """The draft reads features of several plain steps at once."""
-    target = Target(pair.target)
-    target.output_layers = (4,)
-    with torch.inference_mode():
-        (prompt,) = target.encode(prompts["text"]).prompts
-        target.reserve(200)
-        target.prefill(prompt)
-        expected = [target.hidden[4][-1:]]
-        for token in (7, 8, 9):
-            target.step(token)
-            expected.append(target.hidden[4])
-        target.use_mode("fixed")
-        target.reserve(200)
-        target.prefill(prompt)
-        rows, kept = target.features.hold(np.zeros(1, np.int64)), []
-        for token in (7, 8, 9):
-            logits = target.step(token)
-            kept.append((logits, logits.clone()))
-            rows += target.features.hold(np.zeros(1, np.int64))
-    assert all(torch.equal(out, copied) for out, copied in kept)
-    torch.testing.assert_close(target.features.layers[4][rows], torch.cat(expected))
+from tests.tiny_models import Pair, on_device
 
 
 def test_held_rows_are_moved_before_their_memory_is_full() -> None:
@@ -97,7 +59,7 @@ def test_an_unknown_or_unavailable_mode_is_refused(pair: Pair) -> None:
 def test_unpacked_masks_show_the_tokens_that_masks_of_the_buffer_show(window: int | None) -> None:
     """They equal the buffer's masks from its first visible column on, and hide everything else."""
     rng = np.random.default_rng(window or 0)
-    buffer = MaskBuffer({"layers": window}, 200, dtype=torch.float32, device=torch.device("cpu"))
+    buffer = TreeMasks({"layers": window}, dtype=torch.float32, device=torch.device("cpu"))
     for _ in range(60):
         prefix, num_columns, length = int(rng.integers(0, 90)), int(rng.integers(1, 100)), 256
         rows = np.sort(rng.choice(num_columns, int(rng.integers(1, num_columns + 1)), replace=False))

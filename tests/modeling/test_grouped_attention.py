@@ -15,8 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from autotune.modeling.grouped_attention import grouped_attention
 from autotune.modeling.kv_cache import SlabLayer
+from autotune.modeling.target import observed_attention
 from autotune.modeling.text_model import text_model_of
-from autotune.modeling.visual_attention import observed_attention
 from autotune.runtime.decoder import Decoder
 from tests.tiny_models import Pair
 

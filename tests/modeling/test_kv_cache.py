@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autotune.errors import UserError
 from autotune.modeling.kv_cache import SlabCache
 from autotune.modeling.target import Target
 from tests.tiny_models import Pair
@@ -75,30 +74,6 @@ def test_layers_on_two_devices_have_slabs_of_their_own() -> None:
     assert cache.layers[1].keys is not None and cache.layers[1].keys.device.type == "meta"
     for layer, tensor in ((cache.layers[0], states[0]), (cache.layers[2], states[2])):
         assert layer.keys is not None and torch.equal(layer.keys[:, :, :3], tensor[:, :, [0, 2, 3]])
-
-
-def test_clear_drops_tokens_and_keeps_memory() -> None:
-    cache = new_cache()
-    assert cache.memory_bytes == 0
-    write(cache, 7)
-    cache.advance(7)
-    memory, keys = cache.memory_bytes, cache.layers[0].keys
-    assert memory == 2 * NUM_LAYERS * NUM_HEADS * 32 * HEAD_SIZE * 4  # keys and values in float32
-    cache.clear()
-    write(cache, 3)
-    assert (cache.length, cache.memory_bytes, cache.get_seq_length()) == (0, memory, 0)
-    assert cache.layers[0].keys is keys
-
-
-def test_layers_of_different_shapes_are_refused() -> None:
-    """Some models (Gemma 3n) have layers of different head sizes; one slab cannot hold them."""
-    cache = new_cache(2, capacity=8)
-    cache.layers[0].update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
-    with pytest.raises(
-        UserError,
-        match=r"all layers must cache keys and values of one shape; layer 1 has \(1, 4, 1, 4\).*cannot be compacted; use another",
-    ):
-        cache.layers[1].update(torch.zeros(1, 4, 1, 4), torch.zeros(1, 4, 1, 4))
 
 
 @torch.inference_mode()

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import resource
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -29,11 +24,10 @@ from autotune.cli.main import main
 from autotune.cost.table import CostTable
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
-from autotune.drafters.trainable import CONFIG, WEIGHTS
 from autotune.errors import UserError
 from autotune.modeling.loading import load_model, load_processor
 from autotune.modeling.target import Target
-from autotune.modeling.weight_files import save_tensors
+from autotune.modeling.weight_files import CONFIG, WEIGHTS
 from autotune.runtime.decoder import Decoder
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.families import FAMILIES
@@ -167,8 +161,10 @@ DAMAGED_TARGETS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: change_weights(f, lambda t: t[LAYER][0, 0].fill_(-torch.inf)),
         "gate_proj.weight are not finite",
     ),
-    **{f"cut at {size}": (partial(cut, size=size), "transformers cannot load it") for size in (0, 5, 100)},
-    "cut at 5000": (partial(cut, size=5000), "truncated in the weights |transformers cannot load it"),
+    **{
+        f"cut at {size}": (partial(cut, size=size), "transformers cannot load it|truncated in")
+        for size in (0, 5, 100, 5000)
+    },
     "pickle": (lambda f: (f / WEIGHTS).write_bytes(pickle.dumps({"a": 1})), "transformers cannot load it"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "transformers cannot load it"),
     "vocabulary": (
@@ -228,18 +224,19 @@ def test_no_code_of_a_checkpoint_is_asked_for(text_pair: Pair, tmp_path: Path, m
 
 
 DAMAGED_DRAFTS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    **{f"cut at {size}": (partial(cut, size=size), "no tensors can be read from it") for size in (0, 5, 100)},
-    "cut at 5000": (partial(cut, size=5000), "truncated in the weights "),
+    **{
+        f"cut at {size}": (partial(cut, size=size), "no tensors can be read|truncated in") for size in (0, 5, 100, 5000)
+    },
     "pickle": (lambda f: (f / WEIGHTS).write_bytes(pickle.dumps({"a": 1})), "no tensors can be read from it"),
     "no weights": (
         lambda f: (f / WEIGHTS).unlink(),
         "is read from model.safetensors or pytorch_model.bin; there is none",
     ),
-    "missing": (lambda f: change_weights(f, lambda t: t.pop("norm.weight")), "norm.weight is missing"),
-    "other": (lambda f: change_weights(f, lambda t: t.update(other=torch.ones(1))), "other is none of them"),
+    "missing": (lambda f: change_weights(f, lambda t: t.pop("norm.weight")), "Missing key.*norm.weight"),
+    "other": (lambda f: change_weights(f, lambda t: t.update(other=torch.ones(1))), "Unexpected key.*other"),
     "shape": (
         lambda f: change_weights(f, lambda t: t.update({"norm.weight": torch.ones(3)})),
-        r"norm.weight has shape \(3,\) in place of \(32,\)",
+        r"size mismatch for norm.weight",
     ),
     "NaN": (lambda f: change_weights(f, lambda t: t["norm.weight"].fill_(torch.nan)), "norm.weight are not finite"),
     **{
@@ -262,51 +259,6 @@ def test_damaged_drafts_are_refused_by_name(damage: str, star_folder: Path, pair
     with pytest.raises(UserError, match=message) as caught:
         load_draft(str(folder), Target(pair.target))
     assert "\n" not in str(caught.value)
-
-
-def test_weights_that_do_not_fit_the_disk_are_one_line(tmp_path: Path) -> None:
-    """The limit of a file's size stands for a full disk. The file before stays, and nothing else."""
-    path, weights = tmp_path / "model.safetensors", {"a": torch.zeros(100)}
-    save_tensors(path, weights)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(UserError, match=r"model.safetensors: cannot be written \(File too large\); choose another"):
-            save_tensors(path, {"a": torch.zeros(10_000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
-    assert torch.equal(load_file(path)["a"], weights["a"])
-
-
-def test_weights_are_written_as_other_files_are(tmp_path: Path) -> None:
-    """With the umask's permissions and then their own, through links; safetensors would leave them to their owner
-    alone.
-    """
-    path, link, before = tmp_path / "model.safetensors", tmp_path / "link.safetensors", os.umask(0o027)
-    link.symlink_to(path.name)
-    try:
-        for mode in (0o640, 0o604):
-            save_tensors(link, {"a": torch.full([3], float(mode))}, {"format": "pt"})
-            assert path.stat().st_mode & 0o777 == mode and link.is_symlink()
-            assert load_file(path)["a"].tolist() == [mode] * 3
-            path.chmod(0o604)
-    finally:
-        os.umask(before)
-
-
-@pytest.mark.nightly
-def test_a_process_that_is_killed_while_it_writes_weights_leaves_nothing(tmp_path: Path) -> None:
-    """At three moments; safetensors writes a temporary file of its own."""
-    program = "import sys, torch; from pathlib import Path; from autotune.modeling.weight_files import save_tensors; "
-    program += "weights = {'a': torch.zeros(20_000_000)}; print('ready', flush=True); [save_tensors(Path(sys.argv[1]), weights) for _ in range(99)]"
-    for turn in range(3):
-        process = subprocess.Popen([sys.executable, "-c", program, tmp_path / "a.safetensors"], stdout=subprocess.PIPE)
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        time.sleep(0.05 + 0.03 * turn)
-        process.kill()
-        process.communicate()
-        assert {file.name for file in tmp_path.iterdir()} <= {"a.safetensors"}
 
 
 VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
@@ -346,18 +298,3 @@ def test_processors_read_images_without_torchvision(name: str, tmp_path: Path) -
     loaded.save_pretrained(tmp_path / "again")
     shutil.copy(tmp_path / CONFIG, tmp_path / "again")
     assert load_processor(str(tmp_path / "again")).tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
-
-
-def test_a_torchvision_of_another_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
-
-    def fail(*given: Any, **options: Any) -> None:
-        raise RuntimeError("operator torchvision::nms does not exist")
-
-    monkeypatch.setattr("transformers.utils.is_torchvision_available", lambda: True)
-    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", fail)
-    with pytest.raises(
-        UserError, match=r"torchvision does not fit the installed torch .*nms.*; install the build"
-    ) as error:
-        load_processor(str(tmp_path))
-    assert "\n" not in str(error.value)

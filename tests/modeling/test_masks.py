@@ -6,25 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from autotune.modeling.masks import MaskBuffer, first_visible
-
-
-def test_a_mask_shows_the_prefix_and_then_the_tree_mask() -> None:
-    """Prefixes grow and restart with a new request. Columns that earlier masks hid must be visible in a longer
-    prefix.
-    """
-    rng = np.random.default_rng(0)
-    masks = MaskBuffer({"full_attention": None}, 200, dtype=torch.float32, device=torch.device("cpu"))
-    prefix = 0
-    for turn in range(60):
-        if turn % 20 == 0:
-            prefix = int(rng.integers(5))
-        rows, columns = int(rng.integers(1, 40)), int(rng.integers(1, 40))
-        tree_mask = np.where(rng.random((rows, columns)) < 0.5, np.float32(masks.mask_value), np.float32(0))
-        expected = np.concatenate([np.zeros((rows, prefix), np.float32), tree_mask], 1)
-        mask = masks.write(tree_mask, prefix, np.zeros(rows, np.int64), np.zeros(columns, np.int64))
-        assert isinstance(mask, torch.Tensor) and np.array_equal(mask[0, 0].numpy(), expected)
-        prefix += int(rng.integers(1, 10))
+from autotune.modeling.masks import TreeMasks, first_visible
 
 
 @pytest.mark.parametrize("window", [1, 3, 8, 30])
@@ -35,7 +17,7 @@ def test_a_window_is_measured_in_positions(window: int, has_full_layers: bool) -
     """
     rng = np.random.default_rng(window)
     windows = {"full_attention": None} if has_full_layers else {}
-    masks = MaskBuffer({**windows, "sliding_attention": window}, 100, dtype=torch.float32, device=torch.device("cpu"))
+    masks = TreeMasks({**windows, "sliding_attention": window}, dtype=torch.float32, device=torch.device("cpu"))
     prefix = 0
     for _ in range(60):
         num_columns = int(rng.integers(1, 40))

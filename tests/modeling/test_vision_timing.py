@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from autotune.modeling import vision_timing
 from autotune.modeling.prompt import num_patches
 from autotune.modeling.target import Target
 from autotune.modeling.vision_timing import timed_vision, vision_layers, vision_parts
 from tests.families import FAMILIES, random_inputs
-from tests.modeling.abacus import Abacus
 from tests.tiny_models import Inputs, Pair
 
 
-def vision_ms(model: Any, inputs: Inputs) -> float:
+def test_encoding_a_prompt_measures_vision(pair: Pair, text_pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """Images alone take time, and hooks are removed, after an error too."""
+    target, tower = Target(pair.target), pair.target.model.vision_tower
     with torch.inference_mode():
-        return Target(model).encode(inputs).vision_ms
-
-
-def test_encoding_a_prompt_measures_vision(
-    pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tower's 3 and the projector's 2 milliseconds; not the text model's 10."""
-    model = pair.target.model
-    costs = {model.vision_tower: 3, model.multi_modal_projector: 2, model.language_model: 10}
-    with Abacus(costs) as abacus:
-        monkeypatch.setattr(vision_timing, "now_ms", abacus.now_ms)
-        assert vision_ms(pair.target, prompts["image"]) == 5
-        assert vision_ms(pair.target, prompts["text"]) == 0
-    assert not model.vision_tower._forward_hooks and not model.vision_tower._forward_pre_hooks
-
-
-def test_a_text_model_has_no_vision_parts(text_pair: Pair, prompts: dict[str, Inputs]) -> None:
-    assert vision_parts(text_pair.target) == []
-    text = {"input_ids": prompts["text"]["input_ids"]}
-    assert vision_ms(text_pair.target, text) == 0
+        assert target.encode(prompts["image"]).vision_ms > 0 == target.encode(prompts["text"]).vision_ms
+        text = {"input_ids": prompts["text"]["input_ids"]}
+        assert vision_parts(text_pair.target) == [] and Target(text_pair.target).encode(text).vision_ms == 0
+    with pytest.raises(KeyError), timed_vision(pair.target):
+        assert tower._forward_hooks
+        raise KeyError
+    assert not tower._forward_hooks and not tower._forward_pre_hooks
 
 
 def test_vision_parts_have_family_specific_names() -> None:
@@ -48,14 +34,6 @@ def test_vision_parts_have_family_specific_names() -> None:
     llava = SimpleNamespace(model=SimpleNamespace(vision_tower=tower, multi_modal_projector=projector))
     qwen = SimpleNamespace(model=SimpleNamespace(visual=tower, vision_tower=None))
     assert vision_parts(llava) == [tower, projector] and vision_parts(qwen) == [tower]
-
-
-def test_hooks_are_removed_after_an_error(pair: Pair) -> None:
-    tower = pair.target.model.vision_tower
-    with pytest.raises(KeyError), timed_vision(pair.target):
-        assert tower._forward_hooks
-        raise KeyError
-    assert not tower._forward_hooks and not tower._forward_pre_hooks
 
 
 @pytest.mark.parametrize("name", ["llava_pixtral", "llava_next_llama", "llava_onevision", "qwen2_5_vl", "gemma3"])

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
-from autotune.modeling.target import Prefilled, Target
-from autotune.modeling.visual_attention import even_scores
+from autotune.modeling.target import Prefilled, Target, even_scores
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
 
@@ -56,7 +55,7 @@ def test_scores_equal_those_of_an_eager_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whether the attention weights are computed a few queries at a time or all at once."""
-    monkeypatch.setattr("autotune.modeling.visual_attention.QUERIES_AT_ONCE", at_once)
+    monkeypatch.setattr("autotune.modeling.target.QUERIES_AT_ONCE", at_once)
     assert pair.target.config.text_config._attn_implementation == "sdpa", "otherwise this compares eager with eager"
     expected = obvious_scores(eager_target, prompts[prompt])
     with torch.inference_mode():
@@ -96,26 +95,6 @@ def test_even_ranks_spread_every_share_of_the_tokens(count: int) -> None:
     if count == 64:
         columns = np.bincount(np.argsort(-scores)[:16] % 8, minlength=8)
         assert columns.max() <= 4
-
-
-def test_an_image_that_ends_the_prompt_is_ranked_by_its_last_token(
-    pair: Pair, eager_target: Any, prompts: dict[str, Inputs]
-) -> None:
-    """There is no text after it."""
-    ids = prompts["image"]["input_ids"]
-    end = int((ids[0] == eager_target.config.image_token_id).nonzero()[-1]) + 1
-    inputs = {"input_ids": ids[:, :end], "pixel_values": prompts["image"]["pixel_values"]}
-    with torch.inference_mode():
-        scores = prefill(pair.target, inputs).visual_scores["text_after_image"]
-        attention = eager_target(**inputs, output_attentions=True).attentions[-1][0]
-    torch.testing.assert_close(scores, attention[:, -1, end - NUM_VISUAL_TOKENS :].mean(0), atol=1e-5, rtol=0)
-
-
-def test_observing_does_not_change_logits(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """They are bitwise equal: every layer runs its own kernel."""
-    with torch.inference_mode():
-        observed = prefill(pair.target, prompts["image"]).logits.clone()
-        assert torch.equal(observed, prefill(pair.target, prompts["image"], []).logits)
 
 
 def test_a_prompt_without_an_image_has_no_scores(pair: Pair, prompts: dict[str, Inputs]) -> None:

@@ -382,10 +382,10 @@ class TestEveryFamily(DecodingContract):
                 decoder.generate(**{**inputs, "input_ids": text["input_ids"], "attention_mask": text["attention_mask"]})
 
             if {"image_sizes", "image_grid_thw"} & set(inputs) and member.family.name != "llava_pixtral":
-                with pytest.raises(UserError, match=r"pixels cannot be read without (image_sizes|image_grid_thw)"):
+                with pytest.raises(UserError, match="tokens and pixels cannot be read"):
                     decoder.generate(**{k: v for k, v in inputs.items() if not k.startswith("image_")})
             fewer = {name: without_a_visual_token(member, inputs, sight, value) for name, value in inputs.items()}
-            with pytest.raises(UserError, match=r"tokens do not fit its pixels"):
+            with pytest.raises(UserError, match="tokens and pixels cannot be read"):
                 decoder.generate(**fewer)
             kinds = {"mm_token_type_ids", "token_type_ids"} & set(inputs)
             for name in kinds:  # their absence would go unnoticed

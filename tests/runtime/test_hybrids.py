@@ -24,7 +24,7 @@ from autotune.evaluation.divergence import first_divergence
 from autotune.evaluation.runtime_arms import RuntimeArms
 from autotune.measuring.settings import CostSettings
 from autotune.measuring.step_bench import StepBench
-from autotune.modeling.hybrid_cache import HybridCache
+from autotune.modeling.kv_cache import HybridCache
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.recording.recorder import Answer, record_forest

@@ -80,7 +80,7 @@ def test_drafts_without_the_operator_are_refused(pair: Pair, folder: Path, tmp_p
     with pytest.raises(UserError, match="only a specvlm draft compresses visual tokens; got operator pool for dream"):
         load_draft(str(tmp_path), target, Subnet(operator="pool"))
     with pytest.raises(
-        UserError, match="an independent draft has no subnets; leave heads, injection_layer, operator, vocabulary and"
+        UserError, match="this draft has no subnets; leave heads, injection_layer, operator, vocabulary and"
     ):
         load_draft(str(pair.draft_folder), target, Subnet(operator="pool"))
     with pytest.raises(UserError, match="only prune and pool have a ratio to choose; got 5 for convolve"):

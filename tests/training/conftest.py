@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ import pytest
 import yaml
 from PIL import Image
 
+from autotune.console import Console, Update
+
 if TYPE_CHECKING:
     from autotune.modeling.prompt import EncodedPrompt
     from autotune.modeling.target import Target
@@ -19,6 +22,32 @@ if TYPE_CHECKING:
 
 SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 32}
 STAGE = {"steps": 2, "batch_size": 2, "learning_rate": 1e-3}
+
+
+class Killed(Exception):
+    """Ends a run in the middle."""
+
+
+class Said(Console):
+    """A console that keeps what it is told, and ends a run after some steps."""
+
+    def __init__(self, killed_after: int | None = None) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.steps: list[tuple[str, int, str]] = []
+        self.killed_after = killed_after
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[Update]:
+        def update(done: int, total: int, note: str = "") -> None:
+            self.steps += [(name, done, note)] if " stage " in name else []
+            if self.killed_after is not None and len(self.steps) > self.killed_after:
+                raise Killed
+
+        yield update
 
 
 @pytest.fixture(scope="module")

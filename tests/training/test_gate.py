@@ -5,23 +5,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from autotune.documents.loss_settings import LossSettings
 from autotune.documents.subnet import Operator
+from autotune.drafters.block_network import TwoReadings, rows_of
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.teacher_batch import TeacherBatch
-from autotune.drafters.two_readings import TwoReadings, rows_of
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
-from autotune.training.draft_task import DraftTask
 from autotune.training.examples import Example
-from autotune.training.recipe import Recipe
+from autotune.training.recipe import Stage
 from autotune.training.teacher import Teacher
 from tests.tiny_models import NUM_VISUAL_TOKENS
 from tests.training.conftest import SIZES
@@ -66,20 +63,6 @@ def test_the_gate_has_a_gradient_through_the_whole_draft(target: Target, batch: 
         "compressor.gate.weight",
         "compressor.gate.bias",
     }
-
-
-def test_evaluation_follows_the_gate_and_does_not_train_it(target: Target, batch: TeacherBatch) -> None:
-    network = new_specvlm(target, std=1.5).eval()
-    losses = network.operator_losses(batch, SETTINGS, torch.Generator().manual_seed(0)).losses
-    torch.nn.init.zeros_(network.compressor.gate.weight)  # type: ignore[union-attr]
-    for number, name in enumerate(OPERATORS):
-        with torch.no_grad():
-            network.compressor.gate.bias.copy_(torch.eye(5)[number])  # type: ignore[union-attr]
-            loss, figures = network.loss(batch, SETTINGS, torch.Generator().manual_seed(0))
-        tokens = batch.loss_mask.sum(1)
-        expected = (losses[:, number] * tokens).sum() / tokens.sum()
-        torch.testing.assert_close(loss, expected, msg=name)
-        assert "gate_regret" not in figures
 
 
 def test_operator_losses_are_those_of_each_example_alone(target: Target, batch: TeacherBatch) -> None:
@@ -149,35 +132,6 @@ def test_training_teaches_the_gate_the_best_operator_of_each_question(
     assert choices_after(network, made, 40, lambda generator: network.loss(made, SETTINGS, generator)) == best
 
 
-def test_a_cost_for_visual_rows_decides_between_equal_operators(target: Target, batch: TeacherBatch) -> None:
-    """Without a visual part of the stream all operators have nearly the same loss; the gate then drops all rows."""
-    network = new_specvlm(target)  # the block's first output is small
-    settings = LossSettings(gate_cost=100.0)
-    chosen = choices_after(network, batch, 30, lambda generator: network.gate_loss(batch, settings, generator))
-    assert chosen == ["text_only", "text_only"]
-
-
-def test_the_entropy_bonus_falls_to_zero_over_the_stage(
-    recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Linearly, from its value at the first step."""
-    stage = {"steps": 4, "batch_size": 2, "learning_rate": 1e-3, "gate_entropy": 0.2}
-    path = recipe(model="specvlm", stages=[stage])
-    task = DraftTask(Recipe.load(path), path, Accelerator())
-    task.begin(0)
-    weights: list[float] = []
-    loss = task.module.loss
-
-    def watched(batch: TeacherBatch, settings: LossSettings, *further: Any) -> Any:
-        weights.append(settings.gate_entropy)
-        return loss(batch, settings, *further)
-
-    monkeypatch.setattr(task.module, "loss", watched)
-    for step in range(4):
-        task.loss(step)
-    assert weights == pytest.approx([0.2, 0.15, 0.1, 0.05])
-
-
 def test_texts_without_images_do_not_train_the_gate(target: Target, encoded: list[EncodedPrompt]) -> None:
     texts = [prompt for prompt in encoded if not prompt.num_visual_tokens]
     batch = Teacher(target).read([Example(prompt, len(prompt) - 6) for prompt in texts], layers=())
@@ -186,3 +140,8 @@ def test_texts_without_images_do_not_train_the_gate(target: Target, encoded: lis
     loss.backward()
     assert network.compressor.gate is not None and network.compressor.gate.weight.grad is None
     assert "gate_regret" not in figures
+
+
+def test_the_entropy_bonus_falls_to_zero_over_the_stage() -> None:
+    stage = Stage(steps=4, batch_size=2, learning_rate=1e-3, gate_entropy=0.2)
+    assert [stage.at(step / 4).gate_entropy for step in range(4)] == pytest.approx([0.2, 0.15, 0.1, 0.05])

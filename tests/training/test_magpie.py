@@ -13,9 +13,8 @@ import pytest
 
 from autotune.modeling.target import Target
 from autotune.recording.answers import AnswerRecorder
-from autotune.training import magpie
-from autotune.training.examples import judged_questions, split_file
-from autotune.training.magpie import user_turn, write_questions
+from autotune.training import examples
+from autotune.training.examples import judged_questions, split_file, user_turn, write_questions
 from autotune.training.recipe import Magpie
 from autotune.training.trainer import train
 from tests.obvious import refused
@@ -28,7 +27,7 @@ SETTINGS = Magpie(num_prompts=12, question_tokens=24, answer_tokens=5)
 @pytest.fixture
 def answers(target: Target, processor: Any, monkeypatch: pytest.MonkeyPatch) -> AnswerRecorder:
     """A random model hardly ever ends a turn, so that the turn ends with a token that it writes often."""
-    monkeypatch.setattr(magpie, "ROWS", 8)
+    monkeypatch.setattr(examples, "ROWS", 8)
     often = processor.tokenizer(" r", add_special_tokens=False)["input_ids"][-1]
     monkeypatch.setattr(target.model.generation_config, "eos_token_id", [often, *range(40, 60)])
     return AnswerRecorder(target, processor)

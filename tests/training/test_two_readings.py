@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from autotune.documents.loss_settings import LossSettings
+from autotune.drafters.block_network import TwoReadings, own_feature_mask, rows_of
 from autotune.drafters.checkpoint import NETWORKS
 from autotune.drafters.dream import DreamNetwork
-from autotune.drafters.two_readings import TwoReadings, own_feature_mask, rows_of
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.training.examples import Example
@@ -25,20 +25,6 @@ LAST = 4
 def examples(encoded: list[EncodedPrompt]) -> list[Example]:
     """Three examples of different lengths; the answers have 5, 7 and 9 tokens."""
     return [Example(prompt, len(prompt) - 6 - 2 * number) for number, prompt in enumerate(encoded)]
-
-
-@pytest.mark.parametrize(("kind", "visual_keep"), [("dream", 1.0), ("dream", 0.25), ("specvlm", 0.25)])
-def test_masks_of_the_crossing_are_made_only_where_blocks_cross_to_pruned_tokens(
-    target: Target, examples: list[Example], kind: str, visual_keep: float
-) -> None:
-    network = NETWORKS[kind].new(SIZES, target, source="test")
-    crossings: list[bool] = []
-    network.register_forward_pre_hook(lambda _, inputs: crossings.append(inputs[3].crossing is not None))
-    rows = rows_of(network, Teacher(target).read(examples, layers=()), visual_keep=visual_keep, injection_layer=LAST)
-    readings = TwoReadings(network, rows, None)
-    states = readings.with_target_features([])
-    readings.with_own_features(states, rows.loss_mask)
-    assert crossings == [kind == "dream" and visual_keep < 1.0] * 2
 
 
 @pytest.mark.parametrize("visual_keep", [1.0, 0.25])

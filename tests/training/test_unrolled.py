@@ -16,16 +16,14 @@ from autotune.drafters.checkpoint import NETWORKS, load_draft
 from autotune.drafters.eagle3 import Eagle3Network, layers_for, published_layers
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.mtp import MtpNetwork
-from autotune.drafters.trainable import divergence
-from autotune.drafters.unrolled import UnrolledNetwork
+from autotune.drafters.network import UnrolledNetwork
+from autotune.drafters.teacher_batch import divergence
 from autotune.modeling.prompt import EncodedPrompt
 from autotune.modeling.target import Target
 from autotune.training.examples import Example
-from autotune.training.recipe import Recipe
 from autotune.training.teacher import Teacher
 from tests.obvious import refused
 from tests.training.conftest import SIZES as BLOCK_SIZES
-from tests.training.conftest import STAGE, write_recipe
 
 SIZES = {**BLOCK_SIZES, "num_kv_heads": 2, "layers": [1, 2, 3]}
 STEPS = 4
@@ -38,13 +36,6 @@ def new_head(kind: str, target: Target) -> UnrolledNetwork:
     assert isinstance(head, UnrolledNetwork)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=1.0 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5)
-    return head
-
-
-@pytest.fixture
-def head(target: Target) -> Eagle3Network:
-    head = new_head("eagle3", target)
-    assert isinstance(head, Eagle3Network)
     return head
 
 
@@ -149,12 +140,6 @@ def test_a_head_is_trained_saved_and_loaded_on_the_axes_of_its_target(qwens: Any
         torch.testing.assert_close(value, head.state_dict()[part].to(value.dtype), atol=0.03, rtol=0.01)
 
 
-def test_a_new_head_has_the_targets_output_head(target: Target) -> None:
-    head = Eagle3Network.new(SIZES, target, source="test")
-    states = torch.randn(3, head.config.state_size)
-    torch.testing.assert_close(head.lm_head(states), target.text.logits(states))
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -181,19 +166,12 @@ def test_a_new_head_reads_three_different_layers() -> None:
     assert {num_layers: published_layers(num_layers) for num_layers in (7, 8, 32)}.items() <= found.items()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"model": "eagle3", "stages": [{**STAGE, "distillation": "entropy"}]},
-            "an eagle3 head has no subnets and imitates no features; remove distillation",
-        ),
-        (
-            {"model": "mtp", "draft": {"mlp_size": 64}, "stages": [STAGE]},
-            r"an mtp head has the sizes of its target's layers; got draft .*; remove it",
-        ),
-    ],
-)
-def test_settings_that_a_head_does_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with refused(message):
-        Recipe.load(write_recipe(tmp_path / "recipe.yaml", "../target", **changes))
+def test_divergence_is_that_of_the_distributions() -> None:
+    """Against the definition, and zero of equal distributions."""
+    logits, teacher = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
+    found, agrees = divergence(logits, teacher.log_softmax(-1))
+    draft_share, share = logits.softmax(-1), teacher.softmax(-1)
+    torch.testing.assert_close(found, (share * (share / draft_share).log()).sum(-1))
+    assert agrees.tolist() == [float(a == b) for a, b in zip(logits.argmax(-1), teacher.argmax(-1), strict=True)]
+    same, all_agree = divergence(teacher, teacher.log_softmax(-1))
+    assert same.abs().max() < 1e-6 and all_agree.all()
