@@ -48,7 +48,6 @@ TORCH_FREE = (
     "cost.table",
     "doctor.diagnosis",
     "doctor.findings",
-    "doctor.output",
     "documents",
     "errors",
     "evaluation.arms",
